@@ -9,10 +9,10 @@ from pydantic import AfterValidator, FailFast, Field, ValidatorFunctionWrapHandl
 
 from .errors import RequestError
 
-MOST_ID, MOST_PATH, MOST_TEXT = 256, 1024, 4096
-MOST_METADATA_BYTES = 8192
-MOST_CONSTRAINT_BYTES = 1 << 18
-MOST_TOKEN_IDS = 1 << 18
+MAX_ID, MAX_PATH, MAX_TEXT = 256, 1024, 4096
+MAX_METADATA_BYTES = 8192
+MAX_CONSTRAINT_BYTES = 1 << 18
+MAX_TOKEN_IDS = 1 << 18
 """Chosen to cover the largest vocabularies."""
 
 MAX_JSON_BYTES = 64 << 20
@@ -51,13 +51,13 @@ def first_error_only(most: int) -> WrapValidator:
     return WrapValidator(in_pieces)
 
 
-Id = Annotated[str, Field(max_length=MOST_ID)]
+Id = Annotated[str, Field(max_length=MAX_ID)]
 """Identifies a session, model, sampler, request or project, or is a short name, such as an optimizer's."""
 
-Path = Annotated[str, Field(max_length=MOST_PATH)]
+Path = Annotated[str, Field(max_length=MAX_PATH)]
 """Names a checkpoint or a base model, which may be a hub id."""
 
-Text = Annotated[str, Field(max_length=MOST_TEXT)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
 """Free text for people: a session's name, how it ended."""
 
 Tags = Annotated[tuple[Id, ...], Field(max_length=64)]
@@ -98,17 +98,17 @@ def _json_object(num_bytes: int) -> WithJsonSchema:
     return WithJsonSchema({"type": "object", "maxProperties": num_bytes, "description": f"{num_bytes} bytes at most"})
 
 
-Metadata = Annotated[dict[str, Any], _at_most(MOST_METADATA_BYTES), _json_object(MOST_METADATA_BYTES)]
+Metadata = Annotated[dict[str, Any], _at_most(MAX_METADATA_BYTES), _json_object(MAX_METADATA_BYTES)]
 """A user's metadata of a session, a model or a checkpoint, which is stored and listed."""
 
 StringMetadata = Annotated[
     dict[str, str],
-    first_error_only(MOST_METADATA_BYTES),
-    _at_most(MOST_METADATA_BYTES),
-    _json_object(MOST_METADATA_BYTES),
+    first_error_only(MAX_METADATA_BYTES),
+    _at_most(MAX_METADATA_BYTES),
+    _json_object(MAX_METADATA_BYTES),
 ]
 
-ConstraintSchema = Annotated[dict[str, Any], _at_most(MOST_CONSTRAINT_BYTES), _json_object(MOST_CONSTRAINT_BYTES)]
+ConstraintSchema = Annotated[dict[str, Any], _at_most(MAX_CONSTRAINT_BYTES), _json_object(MAX_CONSTRAINT_BYTES)]
 
-Detail = Annotated[str, AfterValidator(lambda text: text[:MOST_TEXT])]
+Detail = Annotated[str, AfterValidator(lambda text: text[:MAX_TEXT])]
 """A reason, possibly with a traceback. It is truncated, because refusing it would refuse the request it explains."""

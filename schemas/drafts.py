@@ -13,7 +13,7 @@ from .training import Positive, SeqId, Wire
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[TokenId], FirstErrorOnly()]
 Weights = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], FirstErrorOnly()]
-_MOST_COUNTS = 1 << 24
+_MAX_COUNTS = 1 << 24
 
 
 class SetTargetRequest(Wire):
@@ -44,7 +44,7 @@ class BuildVocabMapRequest(Wire):
     seq_id: SeqId = 0
     tokens: Annotated[list[Tokens], FirstErrorOnly()] | None = None
     weights: Annotated[list[Weights], FirstErrorOnly()] | None = None
-    counts: Annotated[dict[TokenId, Annotated[int, Field(ge=0, lt=1 << 40)]], first_error_only(_MOST_COUNTS)] | None = (
+    counts: Annotated[dict[TokenId, Annotated[int, Field(ge=0, lt=1 << 40)]], first_error_only(_MAX_COUNTS)] | None = (
         None
     )
     type: Literal["build_vocab_map"] = "build_vocab_map"

@@ -16,14 +16,14 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from .bounds import MOST_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, check_json_size
+from .bounds import MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, check_json_size
 from .errors import RequestError
 from .sampling import LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
-from .training import MOST_INTEGER, Integer, Natural, Positive, Seed
+from .training import MAX_INTEGER, Integer, Natural, Positive, Seed
 
-MOST_STOP_STRINGS = 16
-MOST_LOGPROBS = 20
-MOST_CHOICES_OF_A_PROMPT = 1024
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+MAX_CHOICES_OF_A_PROMPT = 1024
 COMPLETION_TOKENS = 16
 _MAX_NAME_CHARACTERS = 80
 """Characters of a field's name that error messages repeat."""
@@ -161,16 +161,16 @@ class BaseCompletionRequest(_Strict):
     """
 
     model: Path
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES_OF_A_PROMPT)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES_OF_A_PROMPT)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOP_STRINGS), FirstErrorOnly()] = []
-    stop_token_ids: Annotated[Tokens, Field(max_length=MOST_TOKEN_IDS)] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS), FirstErrorOnly()] = []
+    stop_token_ids: Annotated[Tokens, Field(max_length=MAX_TOKEN_IDS)] = []
     ignore_eos: bool = False
     seed: Seed | None = None
     temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=MOST_INTEGER)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     min_tokens: Natural = 0
     repetition_penalty: RepetitionPenalty = 1.0
@@ -223,7 +223,7 @@ class CompletionRequest(BaseCompletionRequest):
 
     prompt: str | Tokens | Texts | Annotated[list[Tokens], FirstErrorOnly()]
     max_tokens: Natural | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
 
     @property
@@ -289,7 +289,7 @@ class ChatCompletionRequest(BaseCompletionRequest):
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, JsonValue] = {}
 
@@ -301,15 +301,15 @@ class ChatCompletionRequest(BaseCompletionRequest):
         return self.top_logprobs if self.logprobs else None
 
 
-Asked = TypeVar("Asked", bound=BaseCompletionRequest)
+AnyCompletion = TypeVar("AnyCompletion", bound=BaseCompletionRequest)
 
 
-def decoder(kind: type[Asked]) -> Callable[[bytes], Asked]:
+def decoder(kind: type[AnyCompletion]) -> Callable[[bytes], AnyCompletion]:
     """Returns a decoder of bodies. It raises OpenAiError 400, naming the first invalid field, and RequestError 413."""
     return partial(_decode, kind)
 
 
-def _decode(kind: type[Asked], body: bytes) -> Asked:
+def _decode(kind: type[AnyCompletion], body: bytes) -> AnyCompletion:
     check_json_size(body)
     try:
         return kind.model_validate_json(body)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, first_error_only
-from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Strict, Wire
+from .bounds import MAX_CONSTRAINT_BYTES, MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, first_error_only
+from .training import MAX_INTEGER, Integer, Natural, Positive, Seed, Strict, Wire
 
 ALTERNATIVES = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
 """Fields of a request that ask for several alternatives per token, and so multiply the size of the result."""
@@ -22,8 +22,8 @@ class Constraint(Wire):
     """
 
     json_schema: ConstraintSchema | None = None
-    regex: Annotated[str, Field(max_length=MOST_CONSTRAINT_BYTES)] | None = None
-    grammar: Annotated[str, Field(max_length=MOST_CONSTRAINT_BYTES)] | None = None
+    regex: Annotated[str, Field(max_length=MAX_CONSTRAINT_BYTES)] | None = None
+    grammar: Annotated[str, Field(max_length=MAX_CONSTRAINT_BYTES)] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -37,11 +37,11 @@ class Constraint(Wire):
 Shift = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
-LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS), first_error_only(MOST_TOKEN_IDS)]
+LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MAX_TOKEN_IDS), first_error_only(MAX_TOKEN_IDS)]
 
 # After each sampled token the text is searched for all of them.
 StopString = Annotated[str, Field(max_length=1000)]
-MOST_STOP_STRINGS = 64
+MAX_STOP_STRINGS = 64
 
 NumDraftTokens = Annotated[int, Field(ge=1, le=63)]
 
@@ -72,12 +72,12 @@ class SamplingParams(Strict):
     seed: Seed | None = None
     stop: (
         StopString
-        | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS), FirstErrorOnly()]
-        | Annotated[list[Integer], Field(max_length=MOST_TOKEN_IDS), FirstErrorOnly()]
+        | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), FirstErrorOnly()]
+        | Annotated[list[Integer], Field(max_length=MAX_TOKEN_IDS), FirstErrorOnly()]
         | None
     ) = None
     temperature: Temperature = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=MOST_INTEGER)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     min_tokens: Natural = 0

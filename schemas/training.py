@@ -194,14 +194,14 @@ class Strict(Wire):
 
     @classmethod
     def _unknown(cls, name: object) -> str:
-        near = difflib.get_close_matches(str(name)[:_MOST_NAME], cls.model_fields, n=1)
+        near = difflib.get_close_matches(str(name)[:_MAX_NAME], cls.model_fields, n=1)
         hint = cls.synonyms.get(str(name)) or (near[0] if near else None)
-        return f"has no {str(name)[:_MOST_NAME]}: " + (
+        return f"has no {str(name)[:_MAX_NAME]}: " + (
             f"did you mean {hint}?" if hint else f"it has {', '.join(cls.model_fields)}"
         )
 
 
-_MOST_NAME = 80
+_MAX_NAME = 80
 """Characters of an unknown name that are compared and repeated in the error."""
 
 
@@ -224,12 +224,12 @@ class AdamParams(Strict):
     grad_clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
-MOST_INTEGER = 2**63 - 1
-Integer = Annotated[int, Field(ge=-MOST_INTEGER - 1, le=MOST_INTEGER)]
+MAX_INTEGER = 2**63 - 1
+Integer = Annotated[int, Field(ge=-MAX_INTEGER - 1, le=MAX_INTEGER)]
 """An integer that fits into databases and tensors. Every integer of a request has these bounds or tighter ones."""
-Natural = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
-Positive = Annotated[int, Field(ge=1, le=MOST_INTEGER)]
-Seed = Annotated[int, Field(ge=-MOST_INTEGER - 1, le=2**64 - 1)]
+Natural = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+Positive = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
+Seed = Annotated[int, Field(ge=-MAX_INTEGER - 1, le=2**64 - 1)]
 """A seed that torch accepts."""
 
 SeqId = Natural

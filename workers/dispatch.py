@@ -41,7 +41,7 @@ from .scheduler.supervision.pool_factory import (
 )
 from .scheduler.work import MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
 
-_MOST_WEIGHT_RATIO = 1000
+_MAX_WEIGHT_RATIO = 1000
 
 
 class WorkerDispatch:
@@ -348,8 +348,8 @@ def _check_weights(weights: Mapping[str, float]) -> None:
             raise ValueError(f"the weight {weight} of tenant {tenant_id} must be positive and finite")
     # Tenants that are not named have weight 1.
     lightest, heaviest = min(1.0, *weights.values(), 1.0), max(1.0, *weights.values(), 1.0)
-    if heaviest > _MOST_WEIGHT_RATIO * lightest:
+    if heaviest > _MAX_WEIGHT_RATIO * lightest:
         raise ValueError(
-            f"tenant weights range from {lightest:g} to {heaviest:g}: the heaviest may be {_MOST_WEIGHT_RATIO} times "
+            f"tenant weights range from {lightest:g} to {heaviest:g}: the heaviest may be {_MAX_WEIGHT_RATIO} times "
             "the lightest at most (a tenant that is not named has weight 1)"
         )

@@ -15,8 +15,8 @@ PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 
 PROMPT_SHAPE = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
-_MOST_SHOWN = 5
-_MOST_DESCRIBED = 1000
+_MAX_SHOWN = 5
+_MAX_DESCRIBED = 1000
 """Limit on errors that are described: pydantic builds all of them, and a thousand block the event loop for 5 ms."""
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -87,15 +87,15 @@ def decode_model(model: type[Model], body: bytes, most_bytes: int = MAX_JSON_BYT
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        if error.error_count() > _MOST_DESCRIBED:
+        if error.error_count() > _MAX_DESCRIBED:
             raise RequestError(f"bad request: {error.error_count()} fields of the body are wrong") from None
         raise RequestError(describe_errors(list(error.errors(include_url=False)))) from None
 
 
 def describe_errors(errors: list) -> str:
     """Describes pydantic's list of errors in one line."""
-    shown = "; ".join(_describe(error) for error in errors[:_MOST_SHOWN])
-    more = f"; and {len(errors) - _MOST_SHOWN} more" if len(errors) > _MOST_SHOWN else ""
+    shown = "; ".join(_describe(error) for error in errors[:_MAX_SHOWN])
+    more = f"; and {len(errors) - _MAX_SHOWN} more" if len(errors) > _MAX_SHOWN else ""
     return f"bad request: {shown}{more}"
 
 

@@ -30,8 +30,8 @@ from .checkpoint_files import CheckpointFiles
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_SECONDS = 3600.0
-_MOST_PER_QUERY = 500
-_MOST_TRIES_ELSEWHERE = 34
+_MAX_PER_QUERY = 500
+_MAX_TRIES_ELSEWHERE = 34
 """Attempts to remove a copy at a mirror that is no longer configured: about a day's worth."""
 
 
@@ -243,7 +243,7 @@ class CheckpointMirrors:
             try:
                 await self._object_store.remove(copy.url)
             except ObjectStoreError as error:
-                if copy.mirror not in self._urls and copy.num_tries >= _MOST_TRIES_ELSEWHERE:
+                if copy.mirror not in self._urls and copy.num_tries >= _MAX_TRIES_ELSEWHERE:
                     logger.warning("%s; giving up, since this mirror is no longer configured: delete it by hand", error)
                     continue
                 failed.append(self._failed(copy, error))
@@ -281,5 +281,5 @@ class CheckpointMirrors:
 
 def _batches(directories: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yields the directories in parts that are small enough for one query."""
-    for first in range(0, len(directories), _MOST_PER_QUERY):
-        yield directories[first : first + _MOST_PER_QUERY]
+    for first in range(0, len(directories), _MAX_PER_QUERY):
+        yield directories[first : first + _MAX_PER_QUERY]

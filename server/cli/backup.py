@@ -31,7 +31,7 @@ from ..store import DATABASE_NAME
 from .knob_flags import Commands, add_state_flags, given
 
 _SECRET = "url_secret"
-_MOST_ROUNDS = 5
+_MAX_ROUNDS = 5
 
 
 def add_backup(commands: Commands) -> None:
@@ -73,7 +73,7 @@ class Backup:
     def run(self, say: Callable[[str], None]) -> None:
         """Makes the copy, blocking, and says what the user must know about it. Raises BackupError."""
         self._prepare()
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             newest, began_at = _numbers(self._live / "journal")[-1:], time.time()
             named = self._take_all()
             if self._has_all_since(newest):
@@ -136,7 +136,7 @@ class Backup:
         A checkpoint that is saved and deleted between two steps might be missing.
         """
         named = self._copy_database()
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             self._take_named(named)
             if all(is_url(one) or self._place_of(one).is_dir() for one in named):
                 break
@@ -227,7 +227,7 @@ def _take_directory(source: Path, target: Path) -> None:
     if source.name.startswith(STAGING) or target.exists():
         return
     staging = target.with_name(f"{STAGING}{target.name}")
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         try:

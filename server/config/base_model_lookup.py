@@ -13,10 +13,10 @@ def require_served(dispatch: WorkerDispatch, base_model: str) -> ModelInfo:
     return dispatch.models[base_model]
 
 
-def base_model_of(checkpoint: CheckpointRecord, asked: str | None) -> str:
+def base_model_of(checkpoint: CheckpointRecord, requested: str | None) -> str:
     """Returns the checkpoint's base model. Raises RequestError if the request names another one."""
-    if asked not in (None, checkpoint.base_model):
+    if requested not in (None, checkpoint.base_model):
         raise RequestError(
-            f"{checkpoint.tinker_path} was trained on {checkpoint.base_model}, not on {asked}: leave out base_model"
+            f"{checkpoint.tinker_path} was trained on {checkpoint.base_model}, not on {requested}: leave out base_model"
         )
     return checkpoint.base_model

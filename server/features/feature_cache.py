@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".safetensors"
 _REF = re.compile(r"features-([0-9a-f]{32})-([0-9a-z]{1,40})")
-_MOST_REMEMBERED = 10_000
+_MAX_REMEMBERED = 10_000
 
 
 @dataclass
@@ -206,7 +206,7 @@ class FeatureCache:
         self._changed.add(entry)
         self._released.add(entry)
         self.end_reasons[reference.name] = why
-        if len(self.end_reasons) > _MOST_REMEMBERED:
+        if len(self.end_reasons) > _MAX_REMEMBERED:
             self.end_reasons.popitem(last=False)
 
     def _drop_unneeded(self) -> Sequence[str]:

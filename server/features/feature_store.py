@@ -72,10 +72,10 @@ class FeatureStore:
         """Raises RequestError if a capture requests a longer TTL than the server allows."""
         most = self._ttl_seconds
         if ttl_seconds is not None and ttl_seconds > most:
-            asked = f"{ttl_seconds:.15g}"
+            wanted = f"{ttl_seconds:.15g}"
             raise RequestError(
-                f"ttl_seconds is {asked}, more than the {most:.15g} for which features are kept here: request at most"
-                f" that, leave it out, or start the server with --feature-ttl-seconds {asked}"
+                f"ttl_seconds is {wanted}, more than the {most:.15g} for which features are kept here: request at most"
+                f" that, leave it out, or start the server with --feature-ttl-seconds {wanted}"
             )
 
     # Capturing

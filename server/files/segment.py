@@ -25,7 +25,7 @@ _FRAME = struct.Struct("<III")
 """Follows the tag: bytes of the header, bytes of the body, crc32 of both."""
 
 SUFFIX = ".segment"
-MOST_BODY_BYTES = (1 << 32) - 1
+MAX_BODY_BYTES = (1 << 32) - 1
 """The largest length that fits into the frame."""
 
 

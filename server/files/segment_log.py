@@ -21,12 +21,12 @@ from io import BufferedWriter
 from pathlib import Path
 
 from .directories import make_directory, sync_directory
-from .segment import HEAD_BYTES, MAGIC, MOST_BODY_BYTES, SUFFIX, TAG_BYTES, LogRecord, pack_record, read_record, tag_of
+from .segment import HEAD_BYTES, MAGIC, MAX_BODY_BYTES, SUFFIX, TAG_BYTES, LogRecord, pack_record, read_record, tag_of
 
 logger = logging.getLogger(__name__)
 
 _TRIAL = ".trial-"
-_MOST_HEADER_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 16 << 20
 _SMALL_BYTES = 32 << 10
 """Writing less than this into the page cache is faster than a round trip to a thread."""
 
@@ -95,15 +95,15 @@ class SegmentLog:
 
         Raises:
             OSError: (in the future) the record was not written, or the guard raised.
-            RecordTooLarge: (in the future) the body exceeds MOST_BODY_BYTES, or the header its limit.
+            RecordTooLarge: (in the future) the body exceeds MAX_BODY_BYTES, or the header its limit.
         """
         written: asyncio.Future[RecordPosition] = asyncio.get_running_loop().create_future()
         append = _PendingAppend(json.dumps(header, separators=(",", ":")).encode(), body, written)
-        if len(append.header) > _MOST_HEADER_BYTES or len(body) > MOST_BODY_BYTES:
+        if len(append.header) > _MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES:
             written.set_exception(
                 RecordTooLarge(
                     f"a record with {len(append.header)} bytes of header and {len(body)} of body is too large: at most "
-                    f"{_MOST_HEADER_BYTES} and {MOST_BODY_BYTES} can be stored"
+                    f"{_MAX_HEADER_BYTES} and {MAX_BODY_BYTES} can be stored"
                 )
             )
             return written

@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import Category, RequestError
 from ...schemas.futures import Pending, RequestFailed
-from ..files.segment import MOST_BODY_BYTES, read_segment
+from ..files.segment import MAX_BODY_BYTES, read_segment
 from ..files.segment_log import Guard, RecordPosition, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import ResultRecord, Store
@@ -34,7 +34,7 @@ _SEGMENT_BYTES = 64 << 20
 _MEMORY_BYTES = 64 << 20
 _BYTES_BESIDE_BODY = 2048
 """Approximate memory of a future without its body: lookup entries and the objects that wait for it."""
-_MOST_PER_WRITE = 500
+_MAX_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
 _LINGER_SECONDS = 0.25
 """Results that arrive within this time of the first one go to the store in the same batch."""
@@ -192,10 +192,8 @@ class Futures:
     def resolve(self, future: Future, result: Result) -> None:
         if future.result is not None:
             return
-        if len(result.body) > MOST_BODY_BYTES:
-            words = (
-                f"the result has {len(result.body)} bytes, and at most {MOST_BODY_BYTES} can be stored: request less"
-            )
+        if len(result.body) > MAX_BODY_BYTES:
+            words = f"the result has {len(result.body)} bytes, and at most {MAX_BODY_BYTES} can be stored: request less"
             result = failure(words, "user")
         future.result, future.num_bytes, future.resolved_at = result, len(result.body), time.time()
         self.kept_bytes.add(future.tenant_id, future.num_bytes)
@@ -303,7 +301,7 @@ class Futures:
                 await self._has_unstored.wait()
                 await self._linger(_LINGER_SECONDS)
                 continue
-            batch = self._unstored[:_MOST_PER_WRITE]
+            batch = self._unstored[:_MAX_PER_WRITE]
             try:
                 await self._store.results.put(
                     [_record(str(future.place), future.num_bytes, future.header()) for future in batch]
@@ -331,8 +329,8 @@ class Futures:
         """Adds to the store the results that an earlier process wrote to its file, but not to the store."""
         start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
         records = await asyncio.to_thread(lambda: list(self._records_after(start)))
-        for first in range(0, len(records), _MOST_PER_WRITE):
-            await self._store.results.put(records[first : first + _MOST_PER_WRITE])
+        for first in range(0, len(records), _MAX_PER_WRITE):
+            await self._store.results.put(records[first : first + _MAX_PER_WRITE])
 
     def _records_after(self, start: RecordPosition) -> Iterator[ResultRecord]:
         for segment in self._segments.earlier:

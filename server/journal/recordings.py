@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_SECONDS = 86400.0
 _SEGMENT_BYTES = 16 << 20
-_MOST_IN_MEMORY = 2000
+_MAX_IN_MEMORY = 2000
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,7 @@ class Recordings:
 
     def _remember(self, request_id: str, recording: Recording) -> None:
         self._in_memory[request_id] = recording
-        while len(self._in_memory) > _MOST_IN_MEMORY:
+        while len(self._in_memory) > _MAX_IN_MEMORY:
             self._in_memory.popitem(last=False)
 
 

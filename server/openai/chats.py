@@ -15,26 +15,26 @@ from .prompts import Prompt
 from .response_writer import PromptOutput, ResponseWriter, top_logprobs_of
 
 
-def check(asked: ChatCompletionRequest) -> None:
-    if asked.top_logprobs and not asked.logprobs:
-        raise OpenAiError(f"top_logprobs {asked.top_logprobs} needs logprobs: true", param="top_logprobs")
-    wanted = reprlib.repr(asked.tool_choice)
-    if asked.tool_choice not in ("auto", "none"):
+def check(request: ChatCompletionRequest) -> None:
+    if request.top_logprobs and not request.logprobs:
+        raise OpenAiError(f"top_logprobs {request.top_logprobs} needs logprobs: true", param="top_logprobs")
+    wanted = reprlib.repr(request.tool_choice)
+    if request.tool_choice not in ("auto", "none"):
         raise OpenAiError(f"tool_choice {wanted} is not supported: send auto or none", param="tool_choice")
 
 
-def render_prompts(asked: ChatCompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
+def render_prompts(request: ChatCompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
     chat = Chat(
-        messages=[_template_message(number, message) for number, message in enumerate(asked.messages)],
-        tools=asked.tools if asked.tools and asked.tool_choice != "none" else None,
-        add_generation_prompt=asked.add_generation_prompt,
-        variables=asked.chat_template_kwargs,
+        messages=[_template_message(number, message) for number, message in enumerate(request.messages)],
+        tools=request.tools if request.tools and request.tool_choice != "none" else None,
+        add_generation_prompt=request.add_generation_prompt,
+        variables=request.chat_template_kwargs,
     )
     try:
         return [Prompt(tokenizer.encode_chat(chat, most_tokens))]
     except ToolsNotSupported:
         raise OpenAiError(
-            f"the chat template of {asked.model} ignores tools, so the model would never see them: leave them out "
+            f"the chat template of {request.model} ignores tools, so the model would never see them: leave them out "
             "and describe them in a message, or use a model that was trained to call tools",
             param="tools",
             code="unsupported_parameter",
@@ -92,7 +92,7 @@ class ChatResponseWriter(ResponseWriter):
         return choice
 
     def extra_fields(self, first: bool) -> dict[str, JsonValue]:
-        return {"prompt_token_ids": list(self.prompts[0].token_ids)} if first and self.asked.return_token_ids else {}
+        return {"prompt_token_ids": list(self.prompts[0].token_ids)} if first and self.request.return_token_ids else {}
 
     def _choice(self, delta: ChoiceDelta) -> ChatChoice:
         choice: ChatChoice = {
@@ -100,7 +100,7 @@ class ChatResponseWriter(ResponseWriter):
             "logprobs": None if delta.scored is None else self._logprobs(delta.scored),
             "finish_reason": delta.finish_reason,
         }
-        if self.asked.return_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = delta.token_ids
         return choice
 

@@ -59,8 +59,8 @@ class Echo:
 class ChoiceStream:
     """One sample as it grows. Its deltas, in order, add up to the choice. is_over: the last one was returned."""
 
-    def __init__(self, asked: BaseCompletionRequest, index: int, text: SampleText) -> None:
-        self._asked = asked
+    def __init__(self, request: BaseCompletionRequest, index: int, text: SampleText) -> None:
+        self._request = request
         self._index = index
         self._text = text
         self._num_tokens = 0
@@ -88,7 +88,7 @@ class ChoiceStream:
             num_echoed: characters of the choice's text that belong to the echoed prompt.
         """
         self.is_over = True
-        if self._asked.wants_prompt_only:
+        if self._request.wants_prompt_only:
             return self._delta("", [], None, "length")
         start, top = self._num_tokens, sequence.topk_logprobs
         rest = None if top is None else TopkLogprobs(top.token_ids[start:], top.logprobs[start:])
@@ -110,7 +110,7 @@ class ChoiceStream:
         # The worker may reach the token limit before it has searched the last tokens for stop strings.
         if finish_reason is not None and self._text.found_stop:
             finish_reason = "stop"
-        scored = None if self._asked.num_top_logprobs is None else TokenScores(token_ids, offsets, logprobs, top)
+        scored = None if self._request.num_top_logprobs is None else TokenScores(token_ids, offsets, logprobs, top)
         return self._delta(shown, token_ids, scored, finish_reason)
 
     def _delta(
@@ -124,9 +124,9 @@ class RequestChoices:
     """The choices of a request: `n` samples per prompt, one sampling job per prompt. Counts the usage."""
 
     def __init__(
-        self, asked: BaseCompletionRequest, tokenizer: Tokenizer, stops: Stops, prompts: Sequence[Prompt]
+        self, request: BaseCompletionRequest, tokenizer: Tokenizer, stops: Stops, prompts: Sequence[Prompt]
     ) -> None:
-        self._asked = asked
+        self._request = request
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._num_sampled = 0
@@ -137,8 +137,10 @@ class RequestChoices:
         strings, ends = [StopString(stop) for stop in stops.strings], frozenset(stops.token_ids)
         self._choices = [
             [
-                ChoiceStream(asked, job * asked.n + sample, SampleText(tokenizer, strings, ends, asked.min_tokens))
-                for sample in range(asked.n)
+                ChoiceStream(
+                    request, job * request.n + sample, SampleText(tokenizer, strings, ends, request.min_tokens)
+                )
+                for sample in range(request.n)
             ]
             for job in range(len(prompts))
         ]
@@ -149,7 +151,7 @@ class RequestChoices:
         Args:
             response: contains the prompt's log-probabilities if the request wants them.
         """
-        if not self._asked.echoes:
+        if not self._request.echoes:
             return Echo()
         prompt = self._prompts[job]
         text = SampleText(self._tokenizer)
@@ -177,7 +179,7 @@ class RequestChoices:
         self._num_cached += response.prompt_cache_hit_tokens
         if response.guesses is not None:
             self._guesses.append(response.guesses)
-        if not self._asked.wants_prompt_only:
+        if not self._request.wants_prompt_only:
             self._num_sampled += response.num_tokens
         pairs = list(zip(self._choices[event.job], response.sequences, strict=True))
         num_echoed = self._num_echoed[event.job]
@@ -185,8 +187,8 @@ class RequestChoices:
 
     def count_numbers(self, event: JobResult) -> int:
         """Returns how many tokens and alternatives the job adds to the response; a measure of the work to encode it."""
-        num_echoed = self._asked.n * len(self._prompts[event.job].token_ids) if self._asked.echoes else 0
-        return (event.response.num_tokens + num_echoed) * (1 + (self._asked.num_top_logprobs or 0))
+        num_echoed = self._request.n * len(self._prompts[event.job].token_ids) if self._request.echoes else 0
+        return (event.response.num_tokens + num_echoed) * (1 + (self._request.num_top_logprobs or 0))
 
     def usage(self) -> Usage:
         """Returns the usage of the jobs finished so far."""

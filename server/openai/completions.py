@@ -13,25 +13,25 @@ from .prompts import Prompt
 from .response_writer import PromptOutput, ResponseWriter, top_logprobs_of
 
 
-def check(asked: CompletionRequest) -> None:
-    if not asked.num_prompts:
+def check(request: CompletionRequest) -> None:
+    if not request.num_prompts:
         raise OpenAiError("prompt is an empty list: send at least one prompt", param="prompt")
-    if (num_choices := asked.num_prompts * asked.n) > MAX_SAMPLES:
+    if (num_choices := request.num_prompts * request.n) > MAX_SAMPLES:
         raise OpenAiError(
-            f"{asked.num_prompts} prompts with n {asked.n} make {num_choices} choices, more than the maximum of "
+            f"{request.num_prompts} prompts with n {request.n} make {num_choices} choices, more than the maximum of "
             f"{MAX_SAMPLES}: split them into several requests",
             param="prompt",
         )
-    if asked.wants_prompt_only and not asked.echo:
+    if request.wants_prompt_only and not request.echo:
         raise OpenAiError("max_tokens 0 without echo returns nothing: raise it, or set echo", param="max_tokens")
-    if asked.stream and asked.echo and asked.logprobs is not None:
+    if request.stream and request.echo and request.logprobs is not None:
         raise OpenAiError("echo with logprobs cannot be streamed: leave out stream, echo or logprobs", param="stream")
 
 
-def tokenize_prompts(asked: CompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
+def tokenize_prompts(request: CompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
     return [
         Prompt(tokenizer.encode(one, most_tokens), one) if isinstance(one, str) else Prompt(one)
-        for one in asked.prompts
+        for one in request.prompts
     ]
 
 
@@ -56,10 +56,10 @@ class CompletionResponseWriter(ResponseWriter):
             "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
         }
-        if self.asked.return_token_ids:
+        if self.request.return_token_ids:
             choice["token_ids"] = delta.token_ids
             if delta.first:
-                choice["prompt_token_ids"] = list(self.prompts[delta.index // self.asked.n].token_ids)
+                choice["prompt_token_ids"] = list(self.prompts[delta.index // self.request.n].token_ids)
         return choice
 
     def _logprobs(self, scored: TokenScores | None) -> CompletionLogprobs | None:

@@ -39,7 +39,7 @@ class ResponseWriter(ABC):
     id_prefix: ClassVar[str]
 
     def __init__(self, request: BaseCompletionRequest, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-        self.asked = request
+        self.request = request
         self.tokenizer = tokenizer
         self.prompts = prompts
         self._id = f"{self.id_prefix}-{secrets.token_hex(12)}"
@@ -74,7 +74,7 @@ class ResponseWriter(ABC):
         return self._body(self._chunk_head, b"", {"usage": usage})
 
     def _begin(self, kind: str) -> bytes:
-        head = {"id": self._id, "object": kind, "created": self._created, "model": self.asked.model}
+        head = {"id": self._id, "object": kind, "created": self._created, "model": self.request.model}
         return to_json(head)[:-1] + b',"choices":['
 
     def _body(self, head: bytes, choices: bytes, beside: Mapping[str, object]) -> bytes:

@@ -17,20 +17,20 @@ MAX_ECHOED_TOKENS = 1 << 21
 """Most echoed prompt tokens in one response, counting each token's alternatives."""
 
 
-def sampling_params(asked: BaseCompletionRequest) -> SamplingParams:
+def sampling_params(request: BaseCompletionRequest) -> SamplingParams:
     """Returns all sampling parameters but max_tokens, which depends on the length of each prompt."""
     return SamplingParams(
-        seed=asked.seed,
-        temperature=asked.temperature,
-        top_k=asked.top_k or -1,  # vLLM's clients disable top_k with 0, too
-        top_p=asked.top_p,
-        min_p=asked.min_p,
-        min_tokens=asked.min_tokens,
-        repetition_penalty=asked.repetition_penalty,
-        presence_penalty=asked.presence_penalty,
-        frequency_penalty=asked.frequency_penalty,
-        logit_bias=asked.logit_bias or None,
-        constraint=_constraint(asked.response_format),
+        seed=request.seed,
+        temperature=request.temperature,
+        top_k=request.top_k or -1,  # vLLM's clients disable top_k with 0, too
+        top_p=request.top_p,
+        min_p=request.min_p,
+        min_tokens=request.min_tokens,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias=request.logit_bias or None,
+        constraint=_constraint(request.response_format),
     )
 
 
@@ -46,7 +46,7 @@ def _constraint(answer: ResponseFormat) -> Constraint | None:
             return Constraint(json_schema=answer.json_schema.json_schema)
 
 
-def sample_requests(asked: BaseCompletionRequest, prompts: Sequence[Prompt], context: int) -> list[SampleRequest]:
+def sample_requests(request: BaseCompletionRequest, prompts: Sequence[Prompt], context: int) -> list[SampleRequest]:
     """Returns one request per prompt; their params are shallow copies, so that a large logit_bias exists once.
 
     Args:
@@ -54,17 +54,17 @@ def sample_requests(asked: BaseCompletionRequest, prompts: Sequence[Prompt], con
     Raises:
         OpenAiError: the echo would be too large.
     """
-    _check_echo(asked, prompts)
-    params = sampling_params(asked)
-    scores_prompt = asked.echoes and asked.num_top_logprobs is not None
-    num_top = asked.num_top_logprobs or 0
+    _check_echo(request, prompts)
+    params = sampling_params(request)
+    scores_prompt = request.echoes and request.num_top_logprobs is not None
+    num_top = request.num_top_logprobs or 0
     return [
         SampleRequest(
             prompt=ModelInput.from_ints(prompt.token_ids),
-            sampling_params=params.model_copy(update={"max_tokens": _max_tokens(asked, prompt, context)}),
-            num_samples=asked.n,
-            draft_path=asked.draft_path,
-            num_draft_tokens=asked.num_draft_tokens,
+            sampling_params=params.model_copy(update={"max_tokens": _max_tokens(request, prompt, context)}),
+            num_samples=request.n,
+            draft_path=request.draft_path,
+            num_draft_tokens=request.num_draft_tokens,
             topk_sample_logprobs=num_top,
             prompt_logprobs=scores_prompt,
             topk_prompt_logprobs=num_top if scores_prompt else 0,
@@ -73,10 +73,10 @@ def sample_requests(asked: BaseCompletionRequest, prompts: Sequence[Prompt], con
     ]
 
 
-def check_alternatives(asked: BaseCompletionRequest, most: int) -> None:
+def check_alternatives(request: BaseCompletionRequest, most: int) -> None:
     """Raises OpenAiError if the request wants more alternatives per token than --max-logprobs allows."""
-    if (count := asked.num_top_logprobs or 0) > most:
-        param = "top_logprobs" if isinstance(asked, ChatCompletionRequest) else "logprobs"
+    if (count := request.num_top_logprobs or 0) > most:
+        param = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
         raise OpenAiError(
             f"{param} {count} exceeds the {most} that this server reports per token: lower it, or start the server "
             f"with --max-logprobs {count}",
@@ -84,25 +84,25 @@ def check_alternatives(asked: BaseCompletionRequest, most: int) -> None:
         )
 
 
-def _check_echo(asked: BaseCompletionRequest, prompts: Sequence[Prompt]) -> None:
-    num_tokens = asked.n * sum(len(prompt.token_ids) for prompt in prompts)
-    num_echoed = num_tokens * (1 + (asked.num_top_logprobs or 0)) if asked.echoes else 0
+def _check_echo(request: BaseCompletionRequest, prompts: Sequence[Prompt]) -> None:
+    num_tokens = request.n * sum(len(prompt.token_ids) for prompt in prompts)
+    num_echoed = num_tokens * (1 + (request.num_top_logprobs or 0)) if request.echoes else 0
     if num_echoed > MAX_ECHOED_TOKENS:
         raise OpenAiError(
-            f"echo of {num_tokens} tokens, each with {asked.num_top_logprobs or 0} alternatives, makes "
+            f"echo of {num_tokens} tokens, each with {request.num_top_logprobs or 0} alternatives, makes "
             f"{num_echoed} entries; "
             f"the maximum is {MAX_ECHOED_TOKENS}: lower n or logprobs, or send several requests",
             param="echo",
         )
 
 
-def _max_tokens(asked: BaseCompletionRequest, prompt: Prompt, context: int) -> int | None:
-    most = asked.max_sample_tokens(context - len(prompt.token_ids))
+def _max_tokens(request: BaseCompletionRequest, prompt: Prompt, context: int) -> int | None:
+    most = request.max_sample_tokens(context - len(prompt.token_ids))
     # Samplers draw at least one token; a request that only scores its prompt drops it.
     return None if most is None else max(1, most)
 
 
-def openai_error(asked: BaseCompletionRequest, error: OperationError | DraftNotFound) -> OpenAiError:
+def openai_error(request: BaseCompletionRequest, error: OperationError | DraftNotFound) -> OpenAiError:
     """Translates the error of a sampling job.
 
     Sets `param` to the request field at fault: a draft error names draft_path, and what workers call a constraint is
@@ -111,12 +111,12 @@ def openai_error(asked: BaseCompletionRequest, error: OperationError | DraftNotF
     if isinstance(error, DraftNotFound):
         return OpenAiError(error.message, error.status, "draft_path")
     status = 400 if error.category == "user" else 503
-    if asked.response_format.type != "text" and "constraint" in error.message:
+    if request.response_format.type != "text" and "constraint" in error.message:
         return OpenAiError(f"response_format: {error.message}", status, "response_format")
     return OpenAiError(error.message, status, "draft_path" if isinstance(error, DraftNotLoaded) else None)
 
 
-def merge_stops(asked: BaseCompletionRequest, end_token_ids: Sequence[int]) -> Stops:
+def merge_stops(request: BaseCompletionRequest, end_token_ids: Sequence[int]) -> Stops:
     """Returns what ends a sample: the model's end tokens unless ignore_eos is set, and the request's own stops."""
-    ends = () if asked.ignore_eos else tuple(end_token_ids)
-    return Stops((*ends, *asked.stop_token_ids), asked.stop_strings)
+    ends = () if request.ignore_eos else tuple(end_token_ids)
+    return Stops((*ends, *request.stop_token_ids), request.stop_strings)

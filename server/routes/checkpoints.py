@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import FileResponse
 
-from ...schemas.bounds import MOST_ID, MOST_PATH, MOST_TEXT
+from ...schemas.bounds import MAX_ID, MAX_PATH, MAX_TEXT
 from ...schemas.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
@@ -35,7 +35,7 @@ from .submission import receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 
-_MOST_CONFIG_BYTES = 1 << 20
+_MAX_CONFIG_BYTES = 1 << 20
 _IMPORT_BODY: dict[str, object] = {
     "requestBody": {
         "required": True,
@@ -116,7 +116,7 @@ async def download_file(
     file: FilePath,
     services: ServicesDependency,
     expires: Annotated[Natural, Query()],
-    signature: Annotated[str, Query(max_length=MOST_TEXT)],
+    signature: Annotated[str, Query(max_length=MAX_TEXT)],
 ) -> FileResponse:
     path = checkpoint_path(run_id, kind, name)
     return FileResponse(await services.checkpoints.signed_file(path, SignedFile(file, expires, signature)))
@@ -151,7 +151,7 @@ async def copy_weights(
     request: Annotated[CopyWeightsRequest, json_parameter(CopyWeightsRequest)],
     services: ServicesDependency,
     tenant: TenantDependency,
-    access_token: Annotated[str | None, Header(alias="X-Tinker-Weights-Access-Token", max_length=MOST_TEXT)] = None,
+    access_token: Annotated[str | None, Header(alias="X-Tinker-Weights-Access-Token", max_length=MAX_TEXT)] = None,
     idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> CopyWeightsResponse:
     """Copies a checkpoint. The copy belongs to the caller, in the requested project, and outlives its source."""
@@ -169,11 +169,11 @@ async def import_weights(
     request: Request,
     services: ServicesDependency,
     tenant: TenantDependency,
-    config_bytes: Annotated[int, Query(ge=2, le=_MOST_CONFIG_BYTES, description="size of adapter_config.json")],
+    config_bytes: Annotated[int, Query(ge=2, le=_MAX_CONFIG_BYTES, description="size of adapter_config.json")],
     base_model: Annotated[
-        str | None, Query(max_length=MOST_PATH, description="default: the one that adapter_config.json names")
+        str | None, Query(max_length=MAX_PATH, description="default: the one that adapter_config.json names")
     ] = None,
-    name: Annotated[str, Query(max_length=MOST_ID, description="name of the new checkpoint")] = "imported",
+    name: Annotated[str, Query(max_length=MAX_ID, description="name of the new checkpoint")] = "imported",
     ttl_seconds: Annotated[TtlSeconds | None, Query()] = None,
     idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> ImportWeightsResponse:
@@ -183,8 +183,8 @@ async def import_weights(
     """
     with Reservation(services.quotas, tenant.id) as reservation:
         decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
-        submit = await receive_unordered(request, reservation, decode)
-        imported = ImportRequest(submit.content, base_model, name, ttl_seconds)
+        received = await receive_unordered(request, reservation, decode)
+        imported = ImportRequest(received.content, base_model, name, ttl_seconds)
         session = _closed_session_record(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services.dispatch, services.checkpoints, tenant, imported, session)
     lora = lora_of(checkpoint.training)

@@ -35,11 +35,11 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     A failed operation answers 200 with `error` and `category`. Results of forward_backward and sample are protobuf if
     `Accept` names application/x-protobuf, else JSON.
     """
-    asked = await receive_json(request, RetrieveFutureRequest)
+    body = await receive_json(request, RetrieveFutureRequest)
     seconds = services.config.network.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
-    answered = await result_response(request, services, tenant, asked.request_id, seconds)
+    answered = await result_response(request, services, tenant, body.request_id, seconds)
     # A poll counts as a sign of life, for clients that send no heartbeats; a request id begins with its session's id.
-    services.sessions.touch(asked.request_id.partition(":")[0])
+    services.sessions.touch(body.request_id.partition(":")[0])
     return pending_response(answered) if isinstance(answered, Pending) else answered
 
 
@@ -58,10 +58,10 @@ async def retrieve_futures(
 
     Results are kept until they expire, regardless of `retrieved_request_ids`.
     """
-    asked = await receive_json(request, RetrieveFuturesRequest)
-    seconds = _MULTI_POLL_SECONDS if asked.timeout is None else asked.timeout
+    body = await receive_json(request, RetrieveFuturesRequest)
+    seconds = _MULTI_POLL_SECONDS if body.timeout is None else body.timeout
     seconds = min(seconds, services.config.network.long_poll_seconds)
-    return await services.sampling.retrieve_completed(tenant, asked, seconds)
+    return await services.sampling.retrieve_completed(tenant, body, seconds)
 
 
 @router.post(
@@ -71,6 +71,6 @@ async def retrieve_futures(
 )
 async def cancel_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> None:
     """Cancels a running sampling request. Operations of a training run are never cancelled, to keep their order."""
-    asked = await receive_json(request, CancelFutureRequest)
-    await services.futures.require(asked.request_id, tenant.id)
-    services.dispatch.cancel(asked.request_id)
+    body = await receive_json(request, CancelFutureRequest)
+    await services.futures.require(body.request_id, tenant.id)
+    services.dispatch.cancel(body.request_id)

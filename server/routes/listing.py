@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
-from ...schemas.bounds import MOST_ID
+from ...schemas.bounds import MAX_ID
 from ...schemas.errors import RequestError
 from ...schemas.models import (
     Checkpoint,
@@ -41,7 +41,7 @@ async def list_training_runs(
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
-    project_id: Annotated[str | None, Query(max_length=MOST_ID)] = None,
+    project_id: Annotated[str | None, Query(max_length=MAX_ID)] = None,
 ) -> TrainingRunList:
     """Lists training runs, the last used first.
 

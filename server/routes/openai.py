@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.openai import (
-    Asked,
+    AnyCompletion,
     BaseCompletionRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -129,32 +129,34 @@ async def create_chat_completion(request: Request, services: ServicesDependency,
     return await _complete(request, services, tenant, CHATS)
 
 
-async def _complete(request: Request, services: Services, tenant: Tenant, kind: CompletionKind[Asked]) -> Response:
+async def _complete(
+    request: Request, services: Services, tenant: Tenant, kind: CompletionKind[AnyCompletion]
+) -> Response:
     with ExitStack() as stack:
         reservation = stack.enter_context(Reservation(services.quotas, tenant.id))
-        submit = await receive_unordered(request, reservation, decoder(kind.request))
-        asked = submit.content
-        kind.check(asked)
-        check_alternatives(asked, services.config.limits.max_logprobs)
+        received = await receive_unordered(request, reservation, decoder(kind.request))
+        completion = received.content
+        kind.check(completion)
+        check_alternatives(completion, services.config.limits.max_logprobs)
         try:
-            prepared = await _prepare(services, tenant, kind, asked, reservation.num_bytes)
-            _admit(services, tenant, stack, reservation, prepared, len(submit.received.body))
+            prepared = await _prepare(services, tenant, kind, completion, reservation.num_bytes)
+            _admit(services, tenant, stack, reservation, prepared, len(received.body.body))
             batch = SampleBatch(
-                services.sampling, prepared.jobs, reservation, asked.stream and not asked.wants_prompt_only
+                services.sampling, prepared.jobs, reservation, completion.stream and not completion.wants_prompt_only
             )
             stack.callback(batch.close)
-            writer = kind.writer(asked, prepared.tokenizer, prepared.prompts)
-            choices = RequestChoices(asked, prepared.tokenizer, prepared.stops, prepared.prompts)
-            if not asked.stream:
+            writer = kind.writer(completion, prepared.tokenizer, prepared.prompts)
+            choices = RequestChoices(completion, prepared.tokenizer, prepared.stops, prepared.prompts)
+            if not completion.stream:
                 results = await _while_connected(request, _collect_results(batch))
                 return await _whole_response(writer, choices, results)
             # Waits for the first event, so that an early failure is answered with its own HTTP status.
             events = batch.events()
             events = _prepend(await _while_connected(request, anext(events)), events)
         except (OperationError, DraftNotFound) as error:
-            raise openai_error(asked, error) from None
+            raise openai_error(completion, error) from None
         closing = stack.pop_all()
-    return _EventStream(_stream(asked, writer, choices, prepared.prompts, events), closing.close)
+    return _EventStream(_stream(completion, writer, choices, prepared.prompts, events), closing.close)
 
 
 @dataclass(frozen=True)
@@ -169,22 +171,22 @@ class _PreparedRequest:
 
 
 async def _prepare(
-    services: Services, tenant: Tenant, kind: CompletionKind[Asked], asked: Asked, num_bytes: int
+    services: Services, tenant: Tenant, kind: CompletionKind[AnyCompletion], completion: AnyCompletion, num_bytes: int
 ) -> _PreparedRequest:
     """Finds the sampler, tokenizes and validates; off the event loop if large. Raises RequestError, OperationError."""
-    sampler = await _sampler(services, tenant, asked.model)
+    sampler = await _sampler(services, tenant, completion.model)
     model = services.dispatch.models[sampler.record.base_model]
     tokenizer = await services.tokenizers.get(model.name)
-    stops = merge_stops(asked, model.eos_token_ids)
+    stops = merge_stops(completion, model.eos_token_ids)
 
     def prepare() -> _PreparedRequest:
-        prompts = kind.prompts(asked, tokenizer, model.max_context_length)
-        requests = sample_requests(asked, prompts, model.max_context_length)
+        prompts = kind.prompts(completion, tokenizer, model.max_context_length)
+        requests = sample_requests(completion, prompts, model.max_context_length)
         jobs = [services.sampling.job_for_sample_now(sampler, one, stops) for one in requests]
         sizes = [job.num_bytes for job in jobs]
         return _PreparedRequest(tokenizer, stops, prompts, jobs, sizes)
 
-    large = num_bytes > _LARGE_REQUEST_BYTES or asked.num_prompts > _MANY_PROMPTS
+    large = num_bytes > _LARGE_REQUEST_BYTES or completion.num_prompts > _MANY_PROMPTS
     return await services.tokenizers.run_in_thread(prepare) if large else prepare()
 
 
@@ -248,7 +250,7 @@ async def _prepend(
 
 
 async def _stream(
-    asked: BaseCompletionRequest,
+    completion: BaseCompletionRequest,
     writer: ResponseWriter,
     choices: RequestChoices,
     prompts: Sequence[Prompt],
@@ -256,7 +258,7 @@ async def _stream(
 ) -> AsyncIterator[bytes]:
     """Yields the server-sent events of a response; if a job fails, the last event is an error."""
     try:
-        for job, prompt in enumerate(prompts if asked.echoes else ()):
+        for job, prompt in enumerate(prompts if completion.echoes else ()):
             echo = await _offload_if(len(prompt.token_ids) > _MANY_NUMBERS, partial(choices.echo, job))
             async for piece in _pieces(writer, choices.echo_choices(job, echo)):
                 yield piece
@@ -267,11 +269,11 @@ async def _stream(
                 pieces = _pieces(writer, choices.finish(event), choices.count_numbers(event) > _MANY_NUMBERS)
             async for piece in pieces:
                 yield piece
-        if asked.stream_options.include_usage:
+        if completion.stream_options.include_usage:
             yield _event(writer.encode_usage_chunk(choices.usage()))
         yield b"data: [DONE]\n\n"
     except (OperationError, DraftNotFound) as error:
-        yield _error_event(openai_error(asked, error))
+        yield _error_event(openai_error(completion, error))
     except RequestError as error:
         yield _error_event(OpenAiError(error.message, error.status))
 

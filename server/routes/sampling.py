@@ -40,8 +40,8 @@ async def create_sampling_session(
 
     `draft_path` names a draft of the same base model for speculative sampling.
     """
-    asked = await receive_json(request, CreateSamplingSessionRequest)
-    return CreateSamplingSessionResponse(sampling_session_id=await services.samplers.create(tenant, asked))
+    body = await receive_json(request, CreateSamplingSessionRequest)
+    return CreateSamplingSessionResponse(sampling_session_id=await services.samplers.create(tenant, body))
 
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
@@ -64,8 +64,8 @@ async def join_sampling_session(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> JoinSamplingSessionResponse:
     """Returns a number for another client of a sampling session, unique within the session."""
-    asked = await receive_json(request, JoinSamplingSessionRequest)
-    sampler = await services.samplers.get(tenant, asked.sampling_session_id)
+    body = await receive_json(request, JoinSamplingSessionRequest)
+    sampler = await services.samplers.get(tenant, body.sampling_session_id)
     return JoinSamplingSessionResponse(client_counter=sampler.join())
 
 
@@ -85,6 +85,6 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     counts the proposed and the accepted ones.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        submit = await receive_unordered(request, reservation, json_decoder(SampleRequest))
-        submitted = await services.sampling.submit(tenant, submit.content, submit.received, reservation)
+        received = await receive_unordered(request, reservation, json_decoder(SampleRequest))
+        submitted = await services.sampling.submit(tenant, received.content, received.body, reservation)
     return await submit_response(request, services, tenant, submitted)

@@ -68,9 +68,9 @@ SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ReceivedRequest(Generic[Decoded]):
-    """A submit's body, as received and decoded."""
+    """The body of a request, as received and decoded."""
 
-    received: ReceivedBody
+    body: ReceivedBody
     content: Decoded
 
 
@@ -80,9 +80,9 @@ async def receive_unordered(
     """Receives a request that has no order but holds a reservation until it is answered. Raises RequestError."""
     if not reservation.try_claim(num_bytes := _num_bytes(request)):
         reservation.claim(num_bytes, UNORDERED)
-    received = await receive_body(request)
-    reservation.grow(await size_of(received), UNORDERED)
-    return ReceivedRequest(received, await decode_body(received, decode))
+    body = await receive_body(request)
+    reservation.grow(await size_of(body), UNORDERED)
+    return ReceivedRequest(body, await decode_body(body, decode))
 
 
 async def receive_operation(
@@ -107,13 +107,13 @@ async def receive_operation(
         reservation.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type(request)))
 
     check = None if reservation.try_claim(num_bytes) else claim
-    received = await receive_body(request, check)
+    body = await receive_body(request, check)
     try:
-        if (num_bytes := await size_of(received)) > reservation.num_bytes:
-            reservation.grow(num_bytes, await _queue_position(services, tenant, received.body, received.content_type))
-        return ReceivedRequest(received, await decode_body(received, decode))
+        if (num_bytes := await size_of(body)) > reservation.num_bytes:
+            reservation.grow(num_bytes, await _queue_position(services, tenant, body.body, body.content_type))
+        return ReceivedRequest(body, await decode_body(body, decode))
     except RequestError as error:
-        await _count_as_refused(services, tenant, kind, received, error)
+        await _count_as_refused(services, tenant, kind, body, error)
         raise
 
 
@@ -121,18 +121,18 @@ async def submit_request(request: Request, services: Services, tenant: Tenant, k
     """Handles an operation of a live run from the request to the response. Raises RequestError."""
     decode = operation_decoder(kind, content_type(request))
     with Reservation(services.quotas, tenant.id) as reservation:
-        submit = await receive_operation(request, services, tenant, reservation, kind, decode)
-        operation = operation_of(submit.content)
+        received = await receive_operation(request, services, tenant, reservation, kind, decode)
+        operation = operation_of(received.content)
         if isinstance(operation, FeatureCapture):
-            await _reserve_features(services, tenant, submit, operation, reservation)
-        submitted = await submit_operation(services, tenant, submit, operation, reservation)
+            await _reserve_features(services, tenant, received, operation, reservation)
+        submitted = await submit_operation(services, tenant, received, operation, reservation)
     return await submit_response(request, services, tenant, submitted)
 
 
 async def _reserve_features(
     services: Services,
     tenant: Tenant,
-    submit: ReceivedRequest[RunRequest],
+    received: ReceivedRequest[RunRequest],
     operation: FeatureCapture,
     reservation: Reservation,
 ) -> None:
@@ -145,23 +145,23 @@ async def _reserve_features(
         RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
     """
     try:
-        await _claim_features(services, tenant, submit.content, operation, reservation)
+        await _claim_features(services, tenant, received.content, operation, reservation)
     except RequestError as error:
         if isinstance(error, FeatureLimitExceeded) and operation.can_skip:
-            run_id = submit.content.model_id
+            run_id = received.content.model_id
             logger.warning("run %s captures nothing for %s: %s", run_id, operation.draft_id, error.message)
             operation.has_room = False
             return
-        await _count_as_refused(services, tenant, operation.kind, submit.received, error)
+        await _count_as_refused(services, tenant, operation.kind, received.body, error)
         raise
 
 
 async def _claim_features(
-    services: Services, tenant: Tenant, asked: RunRequest, operation: FeatureCapture, reservation: Reservation
+    services: Services, tenant: Tenant, request: RunRequest, operation: FeatureCapture, reservation: Reservation
 ) -> None:
     """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
-    run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, operation.draft_id)]
-    if asked.seq_id and run.arrived_before(asked.seq_id):  # 0 requests the next free one
+    run, draft = [await services.runs.get(tenant, one) for one in (request.model_id, operation.draft_id)]
+    if request.seq_id and run.arrived_before(request.seq_id):  # 0 requests the next free one
         return
     services.features.check_ttl(operation.ttl_seconds)
     of_token = await _feature_bytes(services, draft)
@@ -189,14 +189,14 @@ async def _feature_bytes(services: Services, draft: Run) -> int:
 async def submit_operation(
     services: Services,
     tenant: Tenant,
-    submit: ReceivedRequest[AnyRequest],
+    received: ReceivedRequest[AnyRequest],
     operation: Operation,
     reservation: Reservation,
 ) -> SubmitResponse:
     """Submits the operation to its run. Raises RequestError."""
-    asked = submit.content
-    run = await services.runs.get(tenant, asked.model_id or "")
-    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, reservation)
+    content = received.content
+    run = await services.runs.get(tenant, content.model_id or "")
+    submitted = await run.submit(content.seq_id or 0, operation, received.body, reservation)
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
 
 

@@ -19,7 +19,7 @@ from ...schemas.drafts import (
 )
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
-from ...schemas.training import MOST_INTEGER, OptimStepRequest
+from ...schemas.training import MAX_INTEGER, OptimStepRequest
 from ..http.bodies import (
     ReceivedBody,
     json_body,
@@ -52,7 +52,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
         "seq_id": {
             "type": "integer",
             "minimum": 0,
-            "maximum": MOST_INTEGER,
+            "maximum": MAX_INTEGER,
             "description": "1, 2, 3, ...; default: the next one",
         },
         "loss_fn": {"type": "string", "description": "cross_entropy, importance_sampling, ppo, cispo, dro, gspo, ..."},
@@ -117,8 +117,8 @@ async def create_model(request: Request, services: ServicesDependency, tenant: T
     `draft`, which predicts the tokens of a policy: `draft` configures it, `target_path` names the policy's checkpoint.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        submit = await receive_unordered(request, reservation, json_decoder(CreateModelRequest))
-        submitted = await services.runs.create(tenant, submit.content, submit.received, reservation)
+        received = await receive_unordered(request, reservation, json_decoder(CreateModelRequest))
+        submitted = await services.runs.create(tenant, received.content, received.body, reservation)
     return await submit_response(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
 
 
@@ -196,14 +196,14 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
     """
     decode = json_decoder(LoadWeightsRequest)
     with Reservation(services.quotas, tenant.id) as reservation:
-        submit = await receive_operation(request, services, tenant, reservation, "load_weights", decode)
-        load, submit = submit.content, _without_secret(submit)
+        received = await receive_operation(request, services, tenant, reservation, "load_weights", decode)
+        load, received = received.content, _without_secret(received)
         if load.model_id is not None:
             reader = await services.checkpoints.reader_id(load.weights_access_token)
             operation = LoadWeights(load.path, load.optimizer, reader)
-            response = await submit_operation(services, tenant, submit, operation, reservation)
+            response = await submit_operation(services, tenant, received, operation, reservation)
         else:
-            created = await services.runs.create_from_checkpoint(tenant, load, submit.received, reservation)
+            created = await services.runs.create_from_checkpoint(tenant, load, received.body, reservation)
             response = SubmitResponse(request_id=created.request_id)
     return await submit_response(request, services, tenant, response)
 
@@ -258,10 +258,10 @@ async def release_features(
     return ReleaseFeaturesResponse(num_released=num_released)
 
 
-def _without_secret(submit: ReceivedRequest[LoadWeightsRequest]) -> ReceivedRequest[LoadWeightsRequest]:
+def _without_secret(received: ReceivedRequest[LoadWeightsRequest]) -> ReceivedRequest[LoadWeightsRequest]:
     """The access token is another tenant's API key, and bodies are journaled as received."""
-    if submit.content.weights_access_token is None:
-        return submit
-    shown = submit.content.model_copy(update={"weights_access_token": None})
+    if received.content.weights_access_token is None:
+        return received
+    shown = received.content.model_copy(update={"weights_access_token": None})
     body = shown.model_dump_json(exclude_none=True).encode()
-    return ReceivedRequest(ReceivedBody(body, submit.received.limits), shown)
+    return ReceivedRequest(ReceivedBody(body, received.body.limits), shown)

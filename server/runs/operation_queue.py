@@ -11,12 +11,12 @@ from ...schemas.errors import RequestError
 from ..operations.operation import Operation, RefusedOperation
 from ..tenants.quotas import QueuePosition
 
-MOST_AHEAD = 10_000
+MAX_AHEAD = 10_000
 """Maximum distance of a seq_id from the next one to be executed."""
 
-_MOST_REFUSALS_KEPT = 1000
-_MOST_IN_PROGRESS = 64
-_MOST_BYTES_IN_PROGRESS = 64 << 20
+_MAX_REFUSALS_KEPT = 1000
+_MAX_IN_PROGRESS = 64
+_MAX_BYTES_IN_PROGRESS = 64 << 20
 
 _RETRY_SECONDS = 5.0
 """Pause before giving up a gap is retried; it fails as long as the journal cannot be written."""
@@ -80,9 +80,9 @@ class OperationQueue:
         """Raises RequestError if the seq_id cannot be queued."""
         if seq_id < 0:
             raise RequestError(f"seq_id {seq_id} is negative: number operations 1, 2, 3 and so on")
-        if seq_id > self.next_seq_id + MOST_AHEAD:
+        if seq_id > self.next_seq_id + MAX_AHEAD:
             raise RequestError(
-                f"seq_id {seq_id} is more than {MOST_AHEAD} ahead of {self.next_seq_id}, whose turn it is: number "
+                f"seq_id {seq_id} is more than {MAX_AHEAD} ahead of {self.next_seq_id}, whose turn it is: number "
                 "operations 1, 2, 3 and so on"
             )
 
@@ -97,11 +97,11 @@ class OperationQueue:
 
     def can_refuse(self, seq_id: int) -> bool:
         """True if the seq_id has not arrived and can be counted as refused."""
-        return max(self.next_seq_id, 1) <= seq_id <= self.next_seq_id + MOST_AHEAD and seq_id not in self.waiting
+        return max(self.next_seq_id, 1) <= seq_id <= self.next_seq_id + MAX_AHEAD and seq_id not in self.waiting
 
     def remember_refusal(self, seq_id: int, reason: str) -> None:
         self._refusals[seq_id] = reason
-        if len(self._refusals) > _MOST_REFUSALS_KEPT:
+        if len(self._refusals) > _MAX_REFUSALS_KEPT:
             del self._refusals[next(iter(self._refusals))]
 
     def position_of(self, seq_id: int) -> QueuePosition:
@@ -132,7 +132,7 @@ class OperationQueue:
             return True
         is_chained = operation.is_chained and next(iter(self.in_progress.values())).is_chained
         num_bytes = operation.num_bytes + sum(other.num_bytes for other in self.in_progress.values())
-        return is_chained and len(self.in_progress) < _MOST_IN_PROGRESS and num_bytes <= _MOST_BYTES_IN_PROGRESS
+        return is_chained and len(self.in_progress) < _MAX_IN_PROGRESS and num_bytes <= _MAX_BYTES_IN_PROGRESS
 
     def begin(self, operation: Operation) -> None:
         """Moves the next operation from those that wait to those in progress; a refused one has ended then."""

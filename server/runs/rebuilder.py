@@ -19,7 +19,7 @@ from .snapshots import RunSnapshots
 
 logger = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 16
+_MAX_AT_ONCE = 16
 
 
 class Rebuilder:
@@ -137,7 +137,7 @@ class Rebuilder:
             if action is ReplayAction.REPLAY:
                 operation = await self._read(entry)
             is_chained = operation is not None and operation.is_chained
-            if not is_chained or len(in_progress) >= _MOST_AT_ONCE:
+            if not is_chained or len(in_progress) >= _MAX_AT_ONCE:
                 await _wait_for_all(in_progress)
                 in_progress = []
             replaying = asyncio.create_task(self._replay_one(entry, operation))

@@ -35,7 +35,7 @@ from .snapshots import Boundary, RunSnapshots
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOADABLE = 5
+_MAX_LOADABLE = 5
 _IF_RESTORED = (
     ", nor did any other operation since the server started. If the server was restored from an older copy of its "
     "state, steps are missing: create a new run from a checkpoint"
@@ -429,7 +429,7 @@ class Run:
     def _behind(self) -> str:
         remedy = "create a new run; this one has no checkpoint to start from"
         if self._checkpoint_paths:
-            newest = ", ".join(self._checkpoint_paths[: -_MOST_LOADABLE - 1 : -1])
+            newest = ", ".join(self._checkpoint_paths[: -_MAX_LOADABLE - 1 : -1])
             remedy = f"create a new run from a checkpoint (create_training_client_from_state), newest first: {newest}"
         return (
             f"run {self.record.run_id} is over: the server was restored from a copy of its state of "

@@ -102,15 +102,15 @@ class Runs:
         """
         _check_optimizer(request.optimizer_config)
         require_served(self._dispatch, request.base_model)
-        asked = _requested_training(request)
-        if isinstance(asked, LoraConfig) and asked.rank > (most := self._services.config.models.max_lora_rank):
+        training = _requested_training(request)
+        if isinstance(training, LoraConfig) and training.rank > (most := self._services.config.models.max_lora_rank):
             raise RequestError(
-                f"rank {asked.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
-                f"with --max-lora-rank {asked.rank}"
+                f"rank {training.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
+                f"with --max-lora-rank {training.rank}"
             )
         await self._services.sessions.require_open(tenant, request.session_id)
         target_path = await self._target(tenant, request)
-        drawn = {} if asked.seed is not None else {_SEEDS[type(asked)]: draw_seed()}
+        drawn = {} if training.seed is not None else {_SEEDS[type(training)]: draw_seed()}
         model = _RequestedModel(
             request.base_model, _training_with_seed(request, drawn), request.model_role, target_path
         )
@@ -291,7 +291,7 @@ class Runs:
         self, record: RunRecord, operation: CreateRun, received: ReceivedBody, reservation: Reservation
     ) -> Submitted:
         stored = record.run_id not in self._runs and await self._store.runs.get(record.run_id) is not None
-        # Looked for again: a request with the same model_seq_id may have created it while the store was asked.
+        # Looked for again: a request with the same model_seq_id may have created it while the store was read.
         if record.run_id not in self._runs:
             if stored or record.run_id in self._not_resumed:
                 raise _not_live(record.run_id)
@@ -322,9 +322,9 @@ class Runs:
         return sum(isinstance(one.training, FullConfig) and one.base_model == base_model for one in records)
 
 
-def _check_same(known: RunRecord, asked: RunRecord) -> None:
+def _check_same(known: RunRecord, requested: RunRecord) -> None:
     """Raises RequestError if the same model_seq_id was used for a different request."""
-    if known.asked in (None, asked.asked):
+    if known.asked in (None, requested.asked):
         return
     number = known.run_id.rpartition(":")[2]
     # Not 409, since clients retry that.
@@ -384,8 +384,8 @@ def _training_with_seed(request: CreateModelRequest, drawn: Mapping[str, int]) -
 
     A drawn LoRA seed marks a request that an earlier version accepted, which trained LoRA by default.
     """
-    asked = LoraConfig() if request.lora_config is None and _LORA_SEED in drawn else _requested_training(request)
-    return asked.model_copy(update={"seed": drawn.get(_SEEDS[type(asked)], asked.seed)})
+    training = LoraConfig() if request.lora_config is None and _LORA_SEED in drawn else _requested_training(request)
+    return training.model_copy(update={"seed": drawn.get(_SEEDS[type(training)], training.seed)})
 
 
 def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Role:

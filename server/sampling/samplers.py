@@ -287,8 +287,8 @@ def _done() -> "asyncio.Future[None]":
 
 def _check_same(known: SamplerRecord, request: CreateSamplingSessionRequest) -> None:
     """Raises RequestError if the request has the number of an existing sampler but describes a different one."""
-    asked = (request.base_model or known.base_model, _full(request.model_path), _full(request.draft_path))
-    if not known.is_ephemeral and asked == (known.base_model, _full(known.model_path), _full(known.draft_path)):
+    requested = (request.base_model or known.base_model, _full(request.model_path), _full(request.draft_path))
+    if not known.is_ephemeral and requested == (known.base_model, _full(known.model_path), _full(known.draft_path)):
         return
     # 400 and not 409, because clients retry after a 409.
     raise RequestError(

@@ -15,7 +15,7 @@ from .sampler import Sampler
 
 MAX_SAMPLES = 4096
 
-_MOST_TARGET_BYTES = 32 << 20
+_MAX_TARGET_BYTES = 32 << 20
 """Limit on a sparse target_prompt_logprobs after conversion to a dense int64 array."""
 
 _TOKEN_BYTES = 8
@@ -198,7 +198,7 @@ def _targets(request: SampleRequest, num_prompt: int) -> np.ndarray | None:
     if request.target_prompt_logprobs is None:
         return None
     targets = tensor_from_json(
-        request.target_prompt_logprobs, fill=-1, name="target_prompt_logprobs", max_dense_bytes=_MOST_TARGET_BYTES
+        request.target_prompt_logprobs, fill=-1, name="target_prompt_logprobs", max_dense_bytes=_MAX_TARGET_BYTES
     )
     if targets.ndim != 2 or len(targets) != num_prompt - 1 or targets.dtype.kind != "i":
         raise RequestError(

@@ -114,8 +114,8 @@ def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | 
 def _cuda_bytes() -> int:
     """Returns the smallest device memory according to nvidia-smi, so that this process need not open a device."""
     try:
-        asked = subprocess.run(_ASKING, capture_output=True, text=True, timeout=_ASKING_SECONDS, check=True)
-        return min(int(line) << 20 for line in asked.stdout.split())
+        done = subprocess.run(_ASKING, capture_output=True, text=True, timeout=_ASKING_SECONDS, check=True)
+        return min(int(line) << 20 for line in done.stdout.split())
     except (OSError, subprocess.SubprocessError, ValueError):
         raise ValueError(
             "--parallel auto needs the memory of a device, and nvidia-smi reports none here: give --device-memory, "

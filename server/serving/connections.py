@@ -2,7 +2,7 @@
 
 The head and the body of a request must each arrive within ARRIVAL_SECONDS plus one second for every BYTES_PER_SECOND
 received, as in Apache's RequestReadTimeout; otherwise the request is answered 408 and the connection is closed. Only
-time in which the application waits for the body counts. A head that is incomplete after MOST_HEAD_BYTES is answered
+time in which the application waits for the body counts. A head that is incomplete after MAX_HEAD_BYTES is answered
 431; of what follows a request before its response has ended, about as much is read. A client that reads nothing of a
 response for STALLED_SECONDS is disconnected.
 
@@ -29,7 +29,7 @@ from ..http.bodies import STALLED_SECONDS, has_body
 
 ARRIVAL_SECONDS = 30.0
 BYTES_PER_SECOND = 500
-MOST_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 DRAIN_BYTES = 4 << 20
 DRAIN_SECONDS = 5.0
 
@@ -89,7 +89,7 @@ class HttpConnection(asyncio.Protocol, asyncio.Transport):
             self.close()
         elif self._num_bytes_ahead is not None:
             self._num_bytes_ahead += len(data)
-            self._is_paused_ahead = self._num_bytes_ahead > MOST_HEAD_BYTES
+            self._is_paused_ahead = self._num_bytes_ahead > MAX_HEAD_BYTES
             self._pause_or_resume()
         elif self._is_in_head:
             # If the head is complete, the application begins first.
@@ -185,8 +185,8 @@ class HttpConnection(asyncio.Protocol, asyncio.Transport):
     def _check_head(self) -> None:
         if not self._is_in_head or self._num_bytes == 0:  # complete, and perhaps answered meanwhile
             return
-        if self._num_bytes > MOST_HEAD_BYTES:
-            self.refuse(431, f"the head of the request has more than {MOST_HEAD_BYTES} bytes: send fewer headers")
+        if self._num_bytes > MAX_HEAD_BYTES:
+            self.refuse(431, f"the head of the request has more than {MAX_HEAD_BYTES} bytes: send fewer headers")
         elif self._head_began_at is None:
             self._stop_timer()
             self._head_began_at = self._loop.time()

@@ -27,7 +27,7 @@ _HEALTH, _READINESS = "/api/v1/healthz", "/api/v1/readyz"
 _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 30.0
 """Shorter than a server's keep-alive, so that a connection it is about to close is not reused."""
-_MOST_IDLE = 32
+_MAX_IDLE = 32
 """Kept small, because httpx compares every idle connection with all others at each request."""
 _RETRY_SECONDS = 1.0
 _FORWARDED = "x-trainhouse-forwarded"
@@ -108,7 +108,7 @@ class Standby:
         self._lease = lease
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-            limits=httpx.Limits(max_keepalive_connections=_MOST_IDLE, keepalive_expiry=_IDLE_SECONDS),
+            limits=httpx.Limits(max_keepalive_connections=_MAX_IDLE, keepalive_expiry=_IDLE_SECONDS),
             verify=ssl.create_default_context(),
             trust_env=False,  # other servers are reached directly, not through proxies
         )

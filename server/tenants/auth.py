@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 KEY_PREFIX = "tml-"
 CACHE_SECONDS = 1.0
-_MOST_CACHED = 10_000
+_MAX_CACHED = 10_000
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Auth:
 
 def _cache(cache: dict[str, T], key_hash: str, found: T) -> None:
     """Adds an entry; evicts the oldest ones if the cache is full."""
-    while len(cache) >= _MOST_CACHED:
+    while len(cache) >= _MAX_CACHED:
         del cache[next(iter(cache))]
     cache[key_hash] = found
 

@@ -24,7 +24,7 @@ from .token_bucket import TokenBucket
 logger = logging.getLogger(__name__)
 
 _LEAST_SECONDS = 0.1
-_MOST_SECONDS = 60.0
+_MAX_SECONDS = 60.0
 """The SDK ignores a longer Retry-After."""
 
 _RUN_SECONDS = 30.0
@@ -234,7 +234,7 @@ class Quotas:
                 f"{_limit_words('tenant_result_bytes', limit)}: a result is deleted "
                 f"{self._result_ttl_seconds:g} s after it is ready (--result-ttl-seconds)"
             )
-            self._refuse(tenant_id, ThrottleReason("tenant_result_bytes", text, "paused_rate_limit", _MOST_SECONDS))
+            self._refuse(tenant_id, ThrottleReason("tenant_result_bytes", text, "paused_rate_limit", _MAX_SECONDS))
 
     def check_sending(self, tenant_id: str, num_bytes: int) -> None:
         """Raises RequestError 429 if a result exceeds a limit; one at a time per tenant is always allowed."""
@@ -337,7 +337,7 @@ class Quotas:
         if self.pending(tenant_id) is None or (usage.throttle and usage.throttle.knob != throttle.knob):
             logger.info("requests of tenant %s are throttled: %s", tenant_id, throttle.text)
         usage.throttle, usage.throttled_at = throttle, self.clock()
-        seconds = min(max(_LEAST_SECONDS, throttle.seconds), _MOST_SECONDS)
+        seconds = min(max(_LEAST_SECONDS, throttle.seconds), _MAX_SECONDS)
         raise RequestError(throttle.text, 429, retry_after_seconds=seconds)
 
 

@@ -19,7 +19,7 @@ UNCOUNTED = frozenset(
 )
 """Polls and heartbeats are not counted: server and client library, not the user, determine their number."""
 
-_MOST_ADDRESSES = 4096
+_MAX_ADDRESSES = 4096
 _ADDRESSES_IN_ALL = 10
 """All addresses together may send this many times the requests without a key of one address."""
 
@@ -48,7 +48,7 @@ class RateLimits:
 class UnauthenticatedLimits:
     """Limits requests without a valid key, for each address and for all addresses together.
 
-    Keeps the last _MOST_ADDRESSES addresses. clock: monotonic seconds.
+    Keeps the last _MAX_ADDRESSES addresses. clock: monotonic seconds.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,7 +73,7 @@ class UnauthenticatedLimits:
         self.check(address)
         now, network = self._clock(), network_of(address)
         bucket = self._of_address.pop(network, None) or TokenBucket.full(self._per_minute, now)
-        while len(self._of_address) >= _MOST_ADDRESSES:
+        while len(self._of_address) >= _MAX_ADDRESSES:
             del self._of_address[next(iter(self._of_address))]
         self._of_address[network] = bucket
         bucket.level -= 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from ...schemas.bounds import MOST_METADATA_BYTES, MOST_TEXT
+from ...schemas.bounds import MAX_METADATA_BYTES, MAX_TEXT
 from ...schemas.errors import RequestError
 from ...schemas.models import CreateSessionRequest, FinishSessionRequest
 from ..logs.repeated_errors import RepeatedErrorLog
@@ -21,7 +21,7 @@ from .auth import Tenant
 
 logger = logging.getLogger(__name__)
 
-_MOST_METADATA_TEXT = 8 * MOST_METADATA_BYTES
+_MAX_METADATA_TEXT = 8 * MAX_METADATA_BYTES
 """Characters of JSON, with all escapes, for the largest metadata that a request may have."""
 
 _CROWDED_SECONDS = 120.0
@@ -76,7 +76,7 @@ class Sessions:
 
     async def start(self) -> None:
         now = self._clock()
-        await self._store.sessions.truncate_texts(MOST_TEXT, _MOST_METADATA_TEXT)
+        await self._store.sessions.truncate_texts(MAX_TEXT, _MAX_METADATA_TEXT)
         self._open = {record.session_id: _OpenSession(record, now) for record in await self._store.sessions.list_open()}
         self._num_open = Counter(known.record.tenant_id for known in self._open.values())
 

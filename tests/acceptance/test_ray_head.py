@@ -17,7 +17,7 @@ from trainhouse.tests.workers.ray_nodes import RayNodes, ray_nodes
 from .crashing import TOLERANCE, until
 from .training_script import MODEL, batch, loss_of
 
-MOST_SECONDS = 120
+MAX_SECONDS = 120
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def test_run_continues_after_the_head_is_replaced(
             assert workers(node) == [worker]
             if back == "at once":
                 nodes.start_head(num_cpus=0)
-            node.wait(MOST_SECONDS)  # Ray's nodes end soon after their head
+            node.wait(MAX_SECONDS)  # Ray's nodes end soon after their head
             if back != "at once":
-                until(lambda: "cannot be reached" in server.log.read_text(), MOST_SECONDS)
+                until(lambda: "cannot be reached" in server.log.read_text(), MAX_SECONDS)
                 nodes.start_head(num_cpus=0)
             node = nodes.start_node(num_cpus=1)
             run.steps(4)

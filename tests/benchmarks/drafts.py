@@ -221,7 +221,7 @@ KINDS = {"greedy": 0.0, "sampled": 1.0}
 """Names in a draft's metrics -> temperature."""
 ONE_BY_ONE = 6
 LEAST_GAIN, LEAST_GAIN_TOGETHER = 1.2, 0.8
-MOST_OFF = 0.1
+MAX_OFF = 0.1
 """The largest difference from training's acceptance length, as a share of it."""
 
 
@@ -361,7 +361,7 @@ def _section(
         )
         if case.together and case.is_seeded:
             off = abs(length / expected[case.kind] - 1)
-            lines.append(Line(f"{name}, tokens a pass off what training says", off, "at most", MOST_OFF))
+            lines.append(Line(f"{name}, tokens a pass off what training says", off, "at most", MAX_OFF))
         else:
             least = LEAST_GAIN_TOGETHER if case.together else LEAST_GAIN
             lines.append(Line(f"{name}, tokens/s, times those without", gain, "at least", least))

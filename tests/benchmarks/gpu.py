@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 RANK = 32
-MOST_ADAPTERS = 16
+MAX_ADAPTERS = 16
 PEFT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Plan = Sequence[tuple[int, int]]
@@ -184,10 +184,10 @@ def train(bench: Bench) -> None:
         bench.report(name, figure | {"peak GB": bench.peak_gigabytes()})
     load = Workload(length, "bfloat16", micro_batch_tokens=16 * length, lora_rank=RANK, adapter_slots=1, samples=False)
     bench.report("plan's GB for one tenant", estimate(shape, SINGLE, load).total / 1e9)
-    steps = tuple(OptimizerStep(f"run{number}", AdamParams()) for number in range(MOST_ADAPTERS))
-    small = _pass(bench, worker, [(1, 64)] * MOST_ADAPTERS)
+    steps = tuple(OptimizerStep(f"run{number}", AdamParams()) for number in range(MAX_ADAPTERS))
+    small = _pass(bench, worker, [(1, 64)] * MAX_ADAPTERS)
     both = bench.seconds(lambda: (small(), worker.apply_steps(steps)))
-    bench.report(f"optim_step of {MOST_ADAPTERS}", {"ms": 1000 * (both - bench.seconds(small))})
+    bench.report(f"optim_step of {MAX_ADAPTERS}", {"ms": 1000 * (both - bench.seconds(small))})
 
 
 def decode(bench: Bench) -> None:
@@ -289,7 +289,7 @@ def _worker(bench: Bench) -> Worker:
     knobs: dict[str, Any] = {"kv_cache_bytes": 64 << 20} if bench.options.model == "tiny" else {}
     tokens = 16 * bench.length
     worker = Worker(WorkerConfig(model, device=bench.device, dtype="bfloat16", micro_batch_tokens=tokens, **knobs))
-    for number in range(MOST_ADAPTERS):
+    for number in range(MAX_ADAPTERS):
         worker.create_run(RunSpec(f"run{number}", LoraConfig(rank=RANK, seed=number, train_unembed=False)))
     for number in range(8):
         worker.copy_adapter(f"run{number}", f"sampler{number}")

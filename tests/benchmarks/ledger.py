@@ -20,8 +20,8 @@ import httpx
 SENTENCE = [5, 6, 7, 8, 9]
 BETA = 0.9
 _ADAM = {"learning_rate": 0.0, "beta1": BETA}
-_MOST_AHEAD = 4
-_MOST_PAUSE_SECONDS = 5.0
+_MAX_AHEAD = 4
+_MAX_PAUSE_SECONDS = 5.0
 _TOLERANCE = 1e-4
 
 
@@ -65,7 +65,7 @@ class LedgerClient:
         self._headers = {"X-API-Key": f"tml-ledger{number}"}
         self._drawn = random.Random(number)
         self._plan = plan
-        self._ahead = asyncio.Semaphore(_MOST_AHEAD)
+        self._ahead = asyncio.Semaphore(_MAX_AHEAD)
 
     async def work(self, seconds: float) -> None:
         """Carries out the plan, spread over that time; several operations at once, so that they arrive in any order."""
@@ -125,7 +125,7 @@ class LedgerClient:
                 return response.json()
             if response is None or response.status_code != 408:
                 await asyncio.sleep(pause * self._drawn.uniform(0.5, 1.5))
-                pause = min(2 * pause, _MOST_PAUSE_SECONDS)
+                pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
 
 def plan(drawn: random.Random, num_operations: int) -> list[Planned]:

@@ -122,7 +122,7 @@ def _rows(kind: str, sizes: Sequence[int], growths: Sequence[int]) -> list[Row]:
 TENANTS, SHORTEST, LONGEST = 8, 8, 200
 LARGE_TOKENS = 4096
 IDLE_SECONDS = 60.0
-MOST_MB = 1200.0
+MAX_MB = 1200.0
 TIMES_ACCOUNT, BEYOND_MB = 1.3, 400.0
 """A worker at rest may hold TIMES_ACCOUNT times what it reports, and BEYOND_MB for interpreter and libraries."""
 
@@ -161,7 +161,7 @@ def soak(setup: Setup) -> Section:
         large_at_rest.row(f"{IDLE_SECONDS:.0f} s later"),
     ]
     lines = [
-        Line("eight tenants: most of the worker, MB", max(each.worker for each in small), "at most", MOST_MB),
+        Line("eight tenants: most of the worker, MB", max(each.worker for each in small), "at most", MAX_MB),
         Line("then at rest, over what is allowed", small_at_rest.worker / small_at_rest.allowed, "at most", 1.0),
         Line("SmolLM2 at rest, over what is allowed", large_at_rest.worker / large_at_rest.allowed, "at most", 1.0),
     ]

@@ -139,9 +139,9 @@ def overlap(setup: Setup) -> Section:
 
 # A forward takes about a third of a forward and a backward.
 TRAINED, SCORED = rows([128] * 32, seed=1), rows([128] * 88, seed=2)
-MOST_TIMES = 1.15
+MAX_TIMES = 1.15
 # CPU of others, in cores: rounds with more do not count, and the rounds are at most so many times as many.
-MOST_OTHERS, MOST_TRIES = 0.2, 4
+MAX_OTHERS, MAX_TRIES = 0.2, 4
 
 POLICY, REFERENCE = "the policy's forward_backward alone", "the reference's forward alone"
 APART, IN_ONE = "both, in groups of their own", "both, in one group"
@@ -200,13 +200,13 @@ def roles_apart(setup: Setup) -> Section:
         sides = {name: lambda work=work: _timed(work) for name, work in works.items()}
         one_round(sides, 0)  # warms up
         found: list[Round] = []
-        while len(_undisturbed(found)) < setup.rounds and len(found) < MOST_TRIES * setup.rounds:
+        while len(_undisturbed(found)) < setup.rounds and len(found) < MAX_TRIES * setup.rounds:
             found.append(one_round(sides, len(found)))
     return _section(_undisturbed(found) or found, len(found))
 
 
 def _undisturbed(found: Sequence[Round]) -> list[Round]:
-    return [each for each in found if max(timed.others for timed in each.values()) < MOST_OTHERS]
+    return [each for each in found if max(timed.others for timed in each.values()) < MAX_OTHERS]
 
 
 def _timed(work: Callable[[], None]) -> Timed:
@@ -237,9 +237,9 @@ def _section(counted: Sequence[Round], num_rounds: int) -> Section:
         for name, times in seconds.items()
     ]
     found = statistics.median(seconds[APART] / longer)
-    lines = [Line("reference's forward next to the policy's pass: times the longer one", found, "at most", MOST_TIMES)]
+    lines = [Line("reference's forward next to the policy's pass: times the longer one", found, "at most", MAX_TIMES)]
     notes = [
-        f"Medians of {len(counted)} of {num_rounds} rounds: of those in which others took less than {MOST_OTHERS:g}",
+        f"Medians of {len(counted)} of {num_rounds} rounds: of those in which others took less than {MAX_OTHERS:g}",
         f"cores, if any. cross_entropy of {num_tokens(TRAINED)} tokens with gradients, and of {num_tokens(SCORED)}",
         "without, in rows of 128; a worker of one thread for each group, which needs a core of its own: the machine",
         f"has {psutil.cpu_count()}, less what others took. In turn, one base model at a time is in memory, the other",

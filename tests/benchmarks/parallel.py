@@ -269,7 +269,7 @@ def _memory_row(rank: RankMemory, whole: int) -> Row:
 # Decoding
 
 SAMPLES, PROMPT, LENGTH = 4, 64, 64
-MOST_TIMES = 3
+MAX_TIMES = 3
 
 
 @dataclass(frozen=True)
@@ -312,9 +312,7 @@ def layout_decoding(setup: Setup) -> Section:
         for side in DECODE_SIDES
     ]
     lines = [
-        Line(
-            f"a step of decoding, {side.name}: times one rank's", statistics.median(times[side]), "at most", MOST_TIMES
-        )
+        Line(f"a step of decoding, {side.name}: times one rank's", statistics.median(times[side]), "at most", MAX_TIMES)
         for side in DECODE_SIDES
         if side is not ONE_DECODES and side.rows == ONE_DECODES.rows
     ]

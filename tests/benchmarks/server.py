@@ -180,7 +180,7 @@ def _beside_waiting(server: LiveServer, operation: Operation, rounds: int) -> tu
 # Large bodies
 
 BODIES_KEY = "tml-large-bodies"
-MOST_WAIT_MS = 250
+MAX_WAIT_MS = 250
 MEBIBYTE = 1 << 20
 NUM_POSITIONS = 1000
 SETTLE_SECONDS = 3.0
@@ -208,7 +208,7 @@ def large_bodies(setup: Setup) -> Section:
     notes = [
         "A health probe every 30 ms next to one request. Memory: of the server's process and those that it decodes in.",
     ]
-    return Section("Large bodies", table, [Line("longest wait, ms", longest, "at most", MOST_WAIT_MS)], notes)
+    return Section("Large bodies", table, [Line("longest wait, ms", longest, "at most", MAX_WAIT_MS)], notes)
 
 
 def _measured(server: LiveServer, case: Case) -> dict[str, Any]:

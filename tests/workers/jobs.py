@@ -7,7 +7,7 @@ import numpy as np
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice, SliceResult
 
-MOST_SLICES = 20_000
+MAX_SLICES = 20_000
 
 
 def job(job_id: str, prompt: Sequence[int] | np.ndarray, adapter_id: str | None = None, **options: Any) -> SampleJob:
@@ -26,11 +26,11 @@ SampleSlice = Callable[[SamplingSlice], SliceResult]
 def slices(sample_slice: SampleSlice, *jobs: SampleJob, budget_milliseconds: float = 0) -> Iterator[SliceResult]:
     """Yields the results of slices until no job is active; all jobs join the first slice."""
     yield (result := sample_slice(SamplingSlice(jobs, (), budget_milliseconds)))
-    for _ in range(MOST_SLICES):
+    for _ in range(MAX_SLICES):
         if not result.num_active:
             return
         yield (result := sample_slice(SamplingSlice((), (), budget_milliseconds)))
-    raise AssertionError(f"{result.num_active} jobs are still active after {MOST_SLICES} slices")
+    raise AssertionError(f"{result.num_active} jobs are still active after {MAX_SLICES} slices")
 
 
 def answers(sample_slice: SampleSlice, *jobs: SampleJob, budget_milliseconds: float = 1e6) -> dict:

@@ -10,7 +10,7 @@ from ..state.trainable import Trainable
 from .adapter import Adapter
 
 # A group's ranks are padded to its highest, which may be up to this many times their mean.
-_MOST_PADDING = 3.0
+_MAX_PADDING = 3.0
 
 # On the CPU, a segment of at least this many rows is worth a separate call.
 _LONG = 192
@@ -68,7 +68,7 @@ class SegmentGroup:
             and segment.start == self.rows.stop
             and _layers(adapter) == _layers(adapters[0])
             and all(adapter is not other for other in adapters)
-            and _padding([*adapters, adapter]) <= _MOST_PADDING
+            and _padding([*adapters, adapter]) <= _MAX_PADDING
         )
 
     def split(self) -> Iterator["SegmentGroup"]:

@@ -20,7 +20,7 @@ from .loss import Config, Loss, LossOutput, count_problem
 _MIN_ACCEPTANCE = 1e-12
 
 # Draft tokens are computed one after the other, each with all earlier ones in memory.
-_MOST_DRAFT_TOKENS = 32
+_MAX_DRAFT_TOKENS = 32
 
 
 def eagle3(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
@@ -45,8 +45,8 @@ def _token_losses(scores: DraftScores, config: Config) -> Tensor:
 
 def _problem(config: Config) -> str | None:
     length, decay = config["ttt_length"], config["decay"]
-    if length > _MOST_DRAFT_TOKENS:
-        return f"ttt_length is {length:g}: a draft predicts at most {_MOST_DRAFT_TOKENS} tokens ahead"
+    if length > _MAX_DRAFT_TOKENS:
+        return f"ttt_length is {length:g}: a draft predicts at most {_MAX_DRAFT_TOKENS} tokens ahead"
     if not 0 <= decay <= 1:
         return f"decay is {decay:g}: it must be between 0 and 1"
     return count_problem("ttt_length", length)

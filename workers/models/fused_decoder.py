@@ -24,7 +24,7 @@ from .experts import RoutedExperts
 from .fsdp import ShardedLayers
 
 # With more tokens than this a merged product is no faster on the CPU, and its parts, strided views, are slower to read.
-_MOST_MERGED_TOKENS = 256
+_MAX_MERGED_TOKENS = 256
 
 # Stands for the input of the first layer among captured layers.
 EMBEDDING = -1
@@ -287,7 +287,7 @@ class _Layer:
     def _merges(self, merged: Any, x: Tensor) -> bool:
         if merged is None or not self._may_merge or torch.is_grad_enabled():
             return False
-        return not x.is_cpu or x.shape[0] <= _MOST_MERGED_TOKENS
+        return not x.is_cpu or x.shape[0] <= _MAX_MERGED_TOKENS
 
 
 def fused_trunk(trunk: nn.Module, mesh: Mesh | None = None) -> FusedTrunk | None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
-_MOST_ARENAS = -8
+_MAX_ARENAS = -8
 
 # oneDNN compiles each product for its number of rows, which takes half a millisecond and half a megabyte of its cache;
 # torch caches more for each thread. Both keep 1024 products, which fragments the heap, unless these variables are set
@@ -34,7 +34,7 @@ def tune_allocator() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     # One arena, because those of other threads cannot hold allocations larger than 64 MB.
-    settings = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _MOST_ARENAS: 1}
+    settings = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _MAX_ARENAS: 1}
     return 0 not in [mallopt(name, value) for name, value in settings.items()]
 
 

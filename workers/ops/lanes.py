@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 # Python runs one thread at a time, so more lanes would wait for the interpreter.
-_MOST_LANES = 4
+_MAX_LANES = 4
 
 Item = TypeVar("Item")
 
@@ -29,7 +29,7 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._num_threads = torch.get_num_threads()
-        self.num_lanes = min(self._num_threads, _MOST_LANES) if device.type == "cpu" else 1
+        self.num_lanes = min(self._num_threads, _MAX_LANES) if device.type == "cpu" else 1
         self._others = _started_executor(self.num_lanes - 1)
 
     def run(self, function: Callable[[Item], None], lanes: Sequence[Iterable[Item]]) -> None:

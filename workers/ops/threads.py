@@ -9,7 +9,7 @@ import torch
 _WORTH_ALL = 4_000_000
 
 # The longest that one thread may work on a layer alone, in microseconds.
-_MOST_ALONE = 2500.0
+_MAX_ALONE = 2500.0
 
 # About the time a core takes to read a number from memory, and the number of tokens up to which a product takes no
 # longer than that.
@@ -37,7 +37,7 @@ class ThreadCount:
         """
         if self.most > 1:
             readings = num_weights * max(1, num_tokens / _TOKENS_PER_READING) + num_cached
-            self.alone = readings * _MICROSECONDS_PER_NUMBER < _MOST_ALONE
+            self.alone = readings * _MICROSECONDS_PER_NUMBER < _MAX_ALONE
             torch.set_num_threads(1 if self.alone else self.most)
 
     def pays_for(self, num_multiplications: int) -> bool:

@@ -18,7 +18,7 @@ DEVICES_PER_NODE = 8
 # The share of device memory for CUDA and its libraries, collectives' buffers, and fragmentation. An estimate.
 _RESERVE = 0.08
 
-_MOST_RANKS = 1024
+_MAX_RANKS = 1024
 
 # The token counts of micro-batches that are tried are multiples of this.
 _STEP = 256
@@ -193,7 +193,7 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
 
 def _by_ranks(shape: ModelShape, load: Workload, num_devices: int | None) -> Iterator[list[PlannedLayout]]:
     """Yields all layouts, grouped by number of ranks in ascending order."""
-    for num_ranks in _numbers_of_ranks(num_devices or _MOST_RANKS):
+    for num_ranks in _numbers_of_ranks(num_devices or _MAX_RANKS):
         yield [PlannedLayout(spec, load, estimate(shape, spec, load)) for spec in _layouts(shape, num_ranks)]
 
 

@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 _SMALL_BYTES = 1024
 """Smaller arrays are copied into the pickle, which costs less than a separate buffer."""
 
-_MOST_PIECES = 512  # in one system call; the kernel's limit is 1024
+_MAX_PIECES = 512  # in one system call; the kernel's limit is 1024
 
 
 def encode(value: object) -> list[Buffer]:
@@ -79,7 +79,7 @@ class FrameWriter:
         """
         while self._unsent:
             try:
-                num_sent = pipe.sendmsg(self._unsent[:_MOST_PIECES])
+                num_sent = pipe.sendmsg(self._unsent[:_MAX_PIECES])
             except BlockingIOError:
                 return False
             self._drop(num_sent)

@@ -81,9 +81,9 @@ class SequenceScheduler:
 
     def check(self, sequence: SequenceState) -> None:
         """Raises OperationError if the sequence can never fit into the cache."""
-        asked = sequence.job.spec.params.max_tokens
+        max_tokens = sequence.job.spec.params.max_tokens
         # Without max_tokens a sample may end long before the context is full.
-        length = sequence.longest_cached if asked else sequence.length + 1
+        length = sequence.longest_cached if max_tokens else sequence.length + 1
         if sequence.needs_cache and not self.slots.cache.fits_alone(length):
             raise KVCacheFull(sequence, length, self.slots.cache)
 

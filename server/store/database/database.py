@@ -20,7 +20,7 @@ from .schema import leases
 T = TypeVar("T")
 
 NUM_READERS = 4
-_MOST_PER_COMMIT = 256
+_MAX_PER_COMMIT = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Database:
     def _next_group(self) -> "list[PendingWrite]":
         """Waits for a write and returns it with those already queued; empty after the store is closed."""
         group: list[PendingWrite] = []
-        while len(group) < _MOST_PER_COMMIT and not (group and self._writes.empty()):
+        while len(group) < _MAX_PER_COMMIT and not (group and self._writes.empty()):
             write = self._writes.get()
             if write is None:
                 self._writes.put(None)

@@ -9,7 +9,7 @@ from ..database.records import ResultRecord
 from ..database.rows import row_values
 from ..database.schema import results
 
-_MOST_NAMED = 500
+_MAX_NAMED = 500
 
 
 class ResultTable:
@@ -31,8 +31,8 @@ class ResultTable:
     async def get_many(self, request_ids: Sequence[str]) -> list[ResultRecord]:
         """Returns the results that exist for these requests."""
         found: list[ResultRecord] = []
-        for first in range(0, len(request_ids), _MOST_NAMED):
-            named = results.c.request_id.in_(request_ids[first : first + _MOST_NAMED])
+        for first in range(0, len(request_ids), _MAX_NAMED):
+            named = results.c.request_id.in_(request_ids[first : first + _MAX_NAMED])
             found += await self._database.select_all(ResultRecord, select(results).where(named))
         return found
 

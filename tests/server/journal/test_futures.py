@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import Pending
-from trainhouse.server.files.segment import MOST_BODY_BYTES
+from trainhouse.server.files.segment import MAX_BODY_BYTES
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import Header
 from trainhouse.server.journal.strikes import REBUILD_STRIKE, STRIKE
@@ -221,7 +221,7 @@ async def test_failed_writes_of_results_are_retried_and_logged_once(
 async def test_a_result_too_large_to_store_becomes_an_error(open_futures) -> None:
     futures = await open_futures()
     async with asyncio.timeout(60):
-        futures.resolve(futures.create("r:1", TENANT), Result(bytes(MOST_BODY_BYTES + 1), "sample"))
+        futures.resolve(futures.create("r:1", TENANT), Result(bytes(MAX_BODY_BYTES + 1), "sample"))
         answer = await futures.wait("r:1", TENANT, 30)
         assert isinstance(answer, Result) and answer.is_error and b"at most 4294967295 can be stored" in answer.body
         stored = asyncio.Event()

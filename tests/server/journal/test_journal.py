@@ -16,7 +16,7 @@ from trainhouse.server.files import segment_log as segments_module
 from trainhouse.server.files.segment import (
     HEAD_BYTES,
     MAGIC,
-    MOST_BODY_BYTES,
+    MAX_BODY_BYTES,
     Damage,
     complete_bytes,
     read_segment,
@@ -390,11 +390,11 @@ async def test_a_refused_batch_leaves_nothing_in_the_previous_segment(tmp_path: 
 
 
 async def test_a_record_that_is_too_large_is_refused_and_later_ones_are_written(tmp_path: Path) -> None:
-    too_large = bytes(MOST_BODY_BYTES + 1)  # untouched pages take no memory
+    too_large = bytes(MAX_BODY_BYTES + 1)  # untouched pages take no memory
     segments = SegmentLog(tmp_path / "segments", 64 << 20)
     journal = Journal(tmp_path / "journal", 64 << 20)
     async with asyncio.timeout(60):
-        with pytest.raises(RecordTooLarge, match=f"{MOST_BODY_BYTES + 1} of body is too large"):
+        with pytest.raises(RecordTooLarge, match=f"{MAX_BODY_BYTES + 1} of body is too large"):
             await segments.append({"number": 0}, too_large)
         with pytest.raises(RecordTooLarge):
             await segments.append({"number": 0, "words": "w" * (17 << 20)})

@@ -41,7 +41,7 @@ PAYLOAD = {
     "BuildVocabMapRequest.weights": DATA,
     "BuildVocabMapRequest.weights[]": DATA,
     "BuildVocabMapRequest.counts": DATA,
-    "FinishSessionRequest.detail": "cut to MOST_TEXT characters: refusing it would refuse what it explains",
+    "FinishSessionRequest.detail": "cut to MAX_TEXT characters: refusing it would refuse what it explains",
     "CompletionRequest.prompt": PROMPT,
     "CompletionRequest.prompt[]": PROMPT,
     "ChatCompletionRequest.messages": MESSAGES,
@@ -192,7 +192,7 @@ def test_values_over_the_limit_are_refused_by_name(model: type[BaseModel], field
 
 def test_a_long_detail_of_a_finished_session_is_cut_not_refused() -> None:
     finished = FinishSessionRequest(reason=FinishReason(type="errored"), detail="x" * 100_000)
-    assert finished.detail == "x" * bounds.MOST_TEXT
+    assert finished.detail == "x" * bounds.MAX_TEXT
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])

@@ -17,7 +17,7 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStep
 from trainhouse.server.journal.journal import read_journal
 from trainhouse.server.operations.loading import LoadWeights
 from trainhouse.server.operations.operation import RefusedOperation
-from trainhouse.server.runs.operation_queue import MOST_AHEAD
+from trainhouse.server.runs.operation_queue import MAX_AHEAD
 
 from ..bench import CREATION, RUN_ID, MakeBench
 
@@ -301,7 +301,7 @@ async def test_omitted_seq_ids_are_assigned_in_order(make_bench: MakeBench) -> N
     assert "seq_id" in await bench.result(2)
 
 
-@pytest.mark.parametrize("seq_id", [-1, MOST_AHEAD + 2])
+@pytest.mark.parametrize("seq_id", [-1, MAX_AHEAD + 2])
 async def test_impossible_seq_ids_are_refused(make_bench: MakeBench, seq_id: int) -> None:
     bench = await make_bench()
     await bench.result(0)

@@ -207,7 +207,7 @@ async def test_an_idle_connection_is_closed() -> None:
 
 async def test_the_head_of_a_request_has_a_size_limit() -> None:
     async with connected() as (reader, writer):
-        within = b"GET / HTTP/1.1\r\nx: " + b"b" * (connections.MOST_HEAD_BYTES - 100)
+        within = b"GET / HTTP/1.1\r\nx: " + b"b" * (connections.MAX_HEAD_BYTES - 100)
         writer.write(within)
         await asyncio.sleep(0.05)
         writer.write(b"\r\n\r\n")

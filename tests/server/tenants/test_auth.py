@@ -186,7 +186,7 @@ async def test_a_look_up_begun_before_a_revocation_does_not_cache_the_key(tmp_pa
 async def test_made_up_keys_do_not_evict_valid_keys_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.tenants.auth._MOST_CACHED", 50)
+    monkeypatch.setattr("trainhouse.server.tenants.auth._MAX_CACHED", 50)
     with closing(WatchedStore(tmp_path / "store.db")) as store:
         store.tenants.may_proceed.set()
         auth = Auth(store, loopback=False, clock=Clock())

@@ -201,9 +201,9 @@ def test_all_addresses_together_are_limited_too() -> None:
 def test_the_number_of_tracked_addresses_is_bounded() -> None:
     clock = Clock()
     strangers = UnauthenticatedLimits(10**9, clock)
-    for index in range(3 * rate_limits._MOST_ADDRESSES):
+    for index in range(3 * rate_limits._MAX_ADDRESSES):
         strangers.take(f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}")
-    assert len(strangers._of_address) == rate_limits._MOST_ADDRESSES
+    assert len(strangers._of_address) == rate_limits._MAX_ADDRESSES
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ async def test_top_logprobs_fetched_in_pieces_are_the_same(
 ) -> None:
     asked = job("top", None, 30, num_samples=3, topk_sample_logprobs=7)
     whole = await dispatch.sample("tiny", asked)
-    monkeypatch.setattr(requests, "_MOST_CELLS_AT_ONCE", 100)
+    monkeypatch.setattr(requests, "_MAX_CELLS_AT_ONCE", 100)
     pieces = await dispatch.sample("tiny", asked)
     assert_close(whole, pieces)
     for one, other in zip(whole.sequences, pieces.sequences, strict=True):

@@ -93,7 +93,7 @@ def test_windowed_attention_in_chunks_of_queries_is_exact(
     window: int, most_masked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk has sixteen queries or more."""
-    monkeypatch.setattr(windows, "_MOST_MASKED", most_masked)
+    monkeypatch.setattr(windows, "_MAX_MASKED", most_masked)
     lengths = [70, 70, 9]
     exact = [x.double().requires_grad_() for x in rows(sum(lengths), seed=3)]
     leaves = [x.detach().float().requires_grad_() for x in exact]
@@ -119,7 +119,7 @@ def test_windowed_attention_allocates_no_square_mask(
     most_masked: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a mask of 16k tokens would take a gigabyte. Control: one of 4k tokens, 67 MB, is detected."""
-    monkeypatch.setattr(windows, "_MOST_MASKED", most_masked)
+    monkeypatch.setattr(windows, "_MAX_MASKED", most_masked)
     if not fits:
         monkeypatch.setattr(windows, "_FEWEST_QUERIES", 4096)
     num_tokens = 16384 if fits else 4096

@@ -16,7 +16,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.native_sampler import NativeSampler
 
 from ..adapted import Adapted
-from ..jobs import MOST_SLICES, answers, job, slices
+from ..jobs import MAX_SLICES, answers, job, slices
 
 VOCAB, CONTEXT = 512, 1024
 # One token's bytes in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
@@ -117,14 +117,14 @@ class Trace:
 def run(sampler: NativeSampler, jobs: Sequence[SampleJob], cancel_at: Mapping[str, int]) -> Trace:
     """Runs all jobs, which join in the first slices; those in `cancel_at` are cancelled at that slice unless done."""
     trace, waiting = Trace(), list(jobs)
-    for number in range(MOST_SLICES):
+    for number in range(MAX_SLICES):
         join, waiting = waiting[:JOIN_AT_A_TIME], waiting[JOIN_AT_A_TIME:]
         cancel = [name for name, at in cancel_at.items() if at == number and name not in trace.responses]
         work = SamplingSlice(tuple(join), tuple(cancel), 0)
         trace.note(work, sampler.slice(work), sampler.cache_bytes())
         if not waiting and not trace.num_active[-1]:
             return trace
-    raise AssertionError(f"{trace.num_active[-1]} jobs are still active after {MOST_SLICES} slices")
+    raise AssertionError(f"{trace.num_active[-1]} jobs are still active after {MAX_SLICES} slices")
 
 
 JOBS = ragged_jobs()

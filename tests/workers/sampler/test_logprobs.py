@@ -33,11 +33,11 @@ from transformers import AutoModelForCausalLM
 
 from ...letters import letter_tokenizer
 from ...tiny import tiny_model
-from ..jobs import MOST_SLICES, answers, job
+from ..jobs import MAX_SLICES, answers, job
 
 # Small enough that the trainer can return the whole distribution at every position.
 VOCAB, CONTEXT = 64, 512
-NUM_REQUESTS, MOST_ACTIVE = 200, 40
+NUM_REQUESTS, MAX_ACTIVE = 200, 40
 pytestmark = pytest.mark.slow
 
 LONGEST_PROMPT = 200
@@ -118,7 +118,7 @@ class Traffic:
 
     def next_slice(self, number: int, active: Collection[str], most_more: int) -> SamplingSlice:
         """Adds a few requests and cancels every tenth some slices later unless it is done by then."""
-        wants_more = len(active) < min(MOST_ACTIVE, most_more)
+        wants_more = len(active) < min(MAX_ACTIVE, most_more)
         join = tuple(self._next_job() for _ in range(self.random.integers(0, 9) if wants_more else 0))
         for one in join:
             if self.random.random() < 0.1:
@@ -255,13 +255,13 @@ def logprobs_of(rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 def serve(worker: Worker, seed: int) -> Served:
     traffic, served = Traffic(seed), Served(worker)
-    for number in range(MOST_SLICES):
+    for number in range(MAX_SLICES):
         work = traffic.next_slice(number, served.active, NUM_REQUESTS - len(served.answers))
         finished = served.take(work, worker.sample_slice(work))
         traffic.continuable += finished
         if len(served.answers) >= NUM_REQUESTS and not served.active:
             return served
-    raise AssertionError(f"{len(served.active)} jobs are still active after {MOST_SLICES} slices")
+    raise AssertionError(f"{len(served.active)} jobs are still active after {MAX_SLICES} slices")
 
 
 @pytest.fixture(scope="module")

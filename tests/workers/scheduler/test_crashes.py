@@ -19,7 +19,7 @@ from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob, WorkerLost
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
-MOST_STRIKES = 3
+MAX_STRIKES = 3
 
 
 def run(test: Coroutine[object, object, None]) -> None:
@@ -209,7 +209,7 @@ async def retry_operation(
             return await dispatch.forward_backward(request)
         except WorkerLost as lost:
             alone.append(lost.alone)
-            if sum(alone) == MOST_STRIKES:
+            if sum(alone) == MAX_STRIKES:
                 raise
             await recreate(dispatch, request.model_id)
 
@@ -240,9 +240,9 @@ def test_only_the_operation_that_kills_its_worker_is_found_alone() -> None:
             with pytest.raises(WorkerLost):
                 await retry_operation(dispatch, fatal, alone["poisoned"])
             await asyncio.gather(before, *works)
-            assert alone["poisoned"] == [False] + [True] * MOST_STRIKES
+            assert alone["poisoned"] == [False] + [True] * MAX_STRIKES
             assert not any(any(alone[run_id]) for run_id in innocents) and all(alone[run_id] for run_id in innocents)
-            assert dispatch._groups["tiny"].num_deaths == 1 + MOST_STRIKES
+            assert dispatch._groups["tiny"].num_deaths == 1 + MAX_STRIKES
             await dispatch.drop_run("poisoned")
             for run_id in innocents:
                 await recreate(dispatch, run_id)
@@ -320,7 +320,7 @@ def test_only_the_sampling_request_that_kills_its_worker_is_found_alone(num_othe
             alone: dict[str, list[bool]] = {str(number): [] for number in range(num_others)} | {"dies": []}
 
             async def sample(job_id: str) -> None:
-                while sum(alone[job_id]) < MOST_STRIKES:
+                while sum(alone[job_id]) < MAX_STRIKES:
                     try:
                         await dispatch.sample("tiny", job(job_id, 30))
                         return
@@ -329,7 +329,7 @@ def test_only_the_sampling_request_that_kills_its_worker_is_found_alone(num_othe
 
             await asyncio.gather(*map(sample, alone))
             fatal = alone.pop("dies")
-            assert fatal[-MOST_STRIKES:] == [True] * MOST_STRIKES and len(fatal) <= MOST_STRIKES + 3
+            assert fatal[-MAX_STRIKES:] == [True] * MAX_STRIKES and len(fatal) <= MAX_STRIKES + 3
             assert not any(map(any, alone.values()))
             assert not any(job_id in dispatch._groups["tiny"].work.suspect_jobs for job_id in alone)
 
@@ -347,7 +347,7 @@ async def retry_sample(dispatch: WorkerDispatch, each: SampleJob, alone: list[bo
             return
         except WorkerLost as lost:
             alone.append(lost.alone)
-            if sum(alone) == MOST_STRIKES:
+            if sum(alone) == MAX_STRIKES:
                 raise
 
 
@@ -423,9 +423,9 @@ def test_later_requests_are_never_suspected() -> None:
             with pytest.raises(WorkerLost):
                 await works.pop("dies later")
             await asyncio.gather(*works.values())
-            assert alone.pop("dies later") == [False, *[True] * MOST_STRIKES]
+            assert alone.pop("dies later") == [False, *[True] * MAX_STRIKES]
             assert not any(any(each) for each in [*alone.values(), *later.values()])
-            assert dispatch._groups["tiny"].num_deaths == 1 + MOST_STRIKES and len(later) > 3
+            assert dispatch._groups["tiny"].num_deaths == 1 + MAX_STRIKES and len(later) > 3
             await cancel_all([submitting])
 
     run(check())
@@ -443,7 +443,7 @@ def test_each_of_several_poison_requests_is_found() -> None:
 
             await asyncio.gather(*map(sample, alone))
             assert {name for name, flags in alone.items() if sum(flags)} == culprits
-            assert dispatch._groups["tiny"].num_deaths <= len(culprits) * (MOST_STRIKES + 3)
+            assert dispatch._groups["tiny"].num_deaths <= len(culprits) * (MAX_STRIKES + 3)
 
     run(check())
 

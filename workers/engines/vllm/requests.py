@@ -19,20 +19,20 @@ _LOWEST_TEMPERATURE = 1e-5
 _HIGHEST_TEMPERATURE = 2.0
 
 # vLLM 0.32 on GPUs crashes with more.
-_MOST_BIASES = 1024
+_MAX_BIASES = 1024
 
 # With min_tokens it crashes if there are more than 128, including the model's own end-of-sequence tokens.
-_MOST_STOPS = 120
+_MAX_STOPS = 120
 
 # The native engine's limit of top log-probabilities for one sample. vLLM holds those of all samples of a request at the
 # same time.
-_MOST_CELLS = 1 << 24
+_MAX_CELLS = 1 << 24
 
 # Top log-probabilities in one response, about 40 bytes each. Larger responses are streamed.
-_MOST_CELLS_AT_ONCE = 1 << 18
+_MAX_CELLS_AT_ONCE = 1 << 18
 
 # Samples of one request to vLLM, which runs at most --max-num-seqs at a time.
-_MOST_SAMPLES = 64
+_MAX_SAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class VllmRequest:
 
     @property
     def streams(self) -> bool:
-        return self.job.streams or _num_cells(self.job, self.max_tokens) > _MOST_CELLS_AT_ONCE
+        return self.job.streams or _num_cells(self.job, self.max_tokens) > _MAX_CELLS_AT_ONCE
 
     def body(self) -> dict[str, object]:
         """Sends every parameter explicitly: vLLM may take missing ones from its own configuration."""
@@ -102,13 +102,13 @@ def split(job: SampleJob, model: VllmModel, adapter: str | None) -> list[VllmReq
             " shorten it"
         )
     max_tokens = min(job.params.max_tokens or room, room)
-    if _num_cells(job, max_tokens) > _MOST_CELLS:
+    if _num_cells(job, max_tokens) > _MAX_CELLS:
         raise OperationError(
             f"topk_sample_logprobs {job.topk_sample_logprobs} of {job.num_samples} samples of {max_tokens} tokens makes"
-            f" more than {_MOST_CELLS} cells: lower it or max_tokens, or split the request"
+            f" more than {_MAX_CELLS} cells: lower it or max_tokens, or split the request"
         )
     samples = range(1 if is_greedy(job) else job.num_samples)
-    parts = (samples[start : start + _MOST_SAMPLES] for start in samples[::_MOST_SAMPLES])
+    parts = (samples[start : start + _MAX_SAMPLES] for start in samples[::_MAX_SAMPLES])
     return [VllmRequest(job, part, adapter or model.name, max_tokens) for part in parts]
 
 
@@ -134,10 +134,10 @@ def _obstacles(job: SampleJob) -> Iterator[str]:
             yield f"{name} is not supported by vLLM: leave it out"
     if params.temperature > _HIGHEST_TEMPERATURE:
         yield f"temperature {params.temperature:g} exceeds vLLM's {_HIGHEST_TEMPERATURE:g}: lower it"
-    if (num_biases := len(params.logit_bias or {})) > _MOST_BIASES:
-        yield f"logit_bias has {num_biases} tokens, vLLM takes {_MOST_BIASES}: leave some out"
-    if params.min_tokens and num_stops > _MOST_STOPS:
-        yield f"{num_stops} stop tokens with min_tokens exceed vLLM's limit of {_MOST_STOPS}: leave out min_tokens"
+    if (num_biases := len(params.logit_bias or {})) > _MAX_BIASES:
+        yield f"logit_bias has {num_biases} tokens, vLLM takes {_MAX_BIASES}: leave some out"
+    if params.min_tokens and num_stops > _MAX_STOPS:
+        yield f"{num_stops} stop tokens with min_tokens exceed vLLM's limit of {_MAX_STOPS}: leave out min_tokens"
 
 
 def _num_cells(job: SampleJob, max_tokens: int) -> int:

@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.2
 # The values of --max-lora-rank that vLLM accepts.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM keeps further adapters in its cache in host memory.
-_MOST_ADAPTERS_ON_DEVICE = 8
+_MAX_ADAPTERS_ON_DEVICE = 8
 # How much of the end of the log is searched for the last error.
 _TAIL_BYTES = 64 << 10
 
@@ -213,7 +213,7 @@ class VllmProcess(VllmServer):
     def _command(self, port: int) -> list[str]:
         model, config = self._model, self._config
         assert config.python is not None, "checked at start"
-        num_on_device = min(model.adapter_slots, _MOST_ADAPTERS_ON_DEVICE)
+        num_on_device = min(model.adapter_slots, _MAX_ADAPTERS_ON_DEVICE)
         flags: dict[str, object] = {
             "served-model-name": model.model.name,
             "host": "127.0.0.1",
@@ -319,9 +319,9 @@ def _free_port() -> int:
 
 
 def _dtype(model: WorkerConfig, config: VllmConfig) -> str:
-    for asked in (config.dtype, model.dtype):
-        if asked != "auto":
-            return asked
+    for dtype in (config.dtype, model.dtype):
+        if dtype != "auto":
+            return dtype
     return "float32" if runs_on_cpu(model) else "bfloat16"
 
 

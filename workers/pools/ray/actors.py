@@ -21,8 +21,8 @@ from .placement import place_ranks
 
 _LOOK_SECONDS = 1.0
 _ID_LOOK_SECONDS = 5.0
-_MOST_TRIES = 50
-_MOST_CALLERS = 16
+_MAX_TRIES = 50
+_MAX_CALLERS = 16
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def attach(spec: PoolSpec, group: KeptGroup, placement_timeout_seconds: float) -
 
     _end_outdated(group)
     workers, reason = group.workers, ""
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         keeper = _keeper(spec, group, placement_timeout_seconds)
         attaching = keeper.attach.remote(workers.server, workers.epoch, group.replaces)
         try:
@@ -237,7 +237,7 @@ def _keeper(spec: PoolSpec, group: KeptGroup, placement_timeout_seconds: float) 
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     found_or_new = {"name": group.name, "namespace": group.namespace, "lifetime": "detached", "get_if_exists": True}
-    keeper_class = _remote(RankKeeper, max_concurrency=_MOST_CALLERS, num_cpus=0)
+    keeper_class = _remote(RankKeeper, max_concurrency=_MAX_CALLERS, num_cpus=0)
     place = NodeAffinitySchedulingStrategy(_largest_node(), soft=True)
     return keeper_class.options(**found_or_new, scheduling_strategy=place).remote(
         spec, group, placement_timeout_seconds

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NOWHERE = -1
 
 # The table compares tokens with at most this many stop tokens; jobs with more are checked one by one.
-MOST_STOP_COLUMNS = 32
+MAX_STOP_COLUMNS = 32
 
 # The most top log-probabilities of one request.
 MAX_TOPK_CELLS = 1 << 24
@@ -110,7 +110,7 @@ class SequenceState:
         """True if each of its tokens needs a look by itself."""
         job = self.job
         is_text = bool(job.spec.stop_strings) or job.matcher is not None
-        return is_text or job.spec.topk_sample_logprobs > 0 or len(job.stop_token_ids) > MOST_STOP_COLUMNS
+        return is_text or job.spec.topk_sample_logprobs > 0 or len(job.stop_token_ids) > MAX_STOP_COLUMNS
 
     @property
     def needs_processors(self) -> bool:

@@ -5,7 +5,7 @@ from enum import IntEnum
 import numpy as np
 
 from ..logits.token_choice import SamplingSettings
-from .jobs import MOST_STOP_COLUMNS, NOWHERE, SequenceState
+from .jobs import MAX_STOP_COLUMNS, NOWHERE, SequenceState
 
 _FEWEST_LINES, _FEWEST_COLUMNS = 16, 64
 _NO_TOKEN = -1
@@ -61,7 +61,7 @@ class SequenceTable:
         if not self._free:
             self._add_lines()
         job, num_tokens = sequence.job, len(sequence.tokens)
-        stops = job.stop_token_ids if len(job.stop_token_ids) <= MOST_STOP_COLUMNS else ()
+        stops = job.stop_token_ids if len(job.stop_token_ids) <= MAX_STOP_COLUMNS else ()
         self._widen(num_tokens + 1, len(stops))
         line = sequence.line = self._free.pop()
         self.tokens[line, :num_tokens] = sequence.tokens

@@ -4,7 +4,7 @@ from typing import Protocol
 
 # Text is decoded with a few tokens before it: some tokenizers drop a space before the first token.
 _LEADING_TOKENS = 5
-_MOST_BYTES = 4  # in one character
+_MAX_BYTES = 4  # in one character
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -36,7 +36,7 @@ class StopStrings:
             self._advance(searched[min(ends) :])
             return True
         # Bytes that are still incomplete after this many tokens are not text.
-        if not fresh.endswith(_INCOMPLETE) or len(self._tokens) - self._num_read > _MOST_BYTES:
+        if not fresh.endswith(_INCOMPLETE) or len(self._tokens) - self._num_read > _MAX_BYTES:
             self._advance(searched)
         return False
 
@@ -52,7 +52,7 @@ class StopStrings:
 
         Starts at a whole character: the bytes of half a character would corrupt the text after them.
         """
-        for more in range(_MOST_BYTES):
+        for more in range(_MAX_BYTES):
             if not self._decode(self._tokens[-num_tokens - more :]).startswith(_INCOMPLETE):
                 return self._tokens[-num_tokens - more :]
         return self._tokens[-num_tokens:]

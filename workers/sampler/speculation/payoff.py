@@ -11,7 +11,7 @@ from ..requests.jobs import AcceptanceStats, SequenceState
 _PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 128
 # One of this many jobs uses its draft even if that has not paid off lately, since it may by now.
 _JOBS_FOR_A_TRIAL = 8
-_MOST_REMEMBERED = 1000
+_MAX_REMEMBERED = 1000
 
 # Number of tokens at which a pass takes about as long to compute as to read the weights, by device type.
 _TOKENS_FOR_WEIGHTS = {"cpu": 9, "cuda": 150}
@@ -83,7 +83,7 @@ class DraftPayoff:
         """Returns the draft's recent statistics, kept by weight version: tenants learn nothing of each other."""
         of_draft = self._recent.setdefault(draft, {})
         if weight_version not in of_draft or of_draft[weight_version].num_passes >= _PASSES_TO_REMEMBER:
-            if len(of_draft) > _MOST_REMEMBERED:
+            if len(of_draft) > _MAX_REMEMBERED:
                 of_draft.clear()
             of_draft[weight_version] = AcceptanceStats()
         return of_draft[weight_version]

@@ -5,12 +5,12 @@ import time
 from dataclasses import dataclass
 
 # Far beyond every limit; a float overflows at 1024.
-_MOST_DOUBLINGS = 64
+_MAX_DOUBLINGS = 64
 
 
 def backoff(num_failures: int, first: float, limit: float = math.inf) -> float:
     """Returns the delay after so many failures in a row: 0, first, twice that, and so on up to the limit."""
-    return min(limit, first * 2.0 ** min(num_failures - 1, _MOST_DOUBLINGS)) if num_failures else 0.0
+    return min(limit, first * 2.0 ** min(num_failures - 1, _MAX_DOUBLINGS)) if num_failures else 0.0
 
 
 @dataclass

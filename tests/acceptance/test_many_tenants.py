@@ -21,7 +21,10 @@ from ..live import DEPLOYMENTS, EACH_DEPLOYMENT, LiveServer, live_server
 from ..official import official_service
 
 # The SDK leaves connections to its interpreter's end.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 MODEL = "tiny/qwen3"
 VOCAB = 512

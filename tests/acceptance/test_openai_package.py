@@ -22,7 +22,7 @@ from ..letters import SPECIAL, save_letter_tokenizer
 from ..live import DEPLOYMENTS, EACH_LAYOUT, LiveServer, live_server
 from ..tiny import tiny_model
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 MODEL = "tiny/letters"
 KEY = "tml-openai"
@@ -374,7 +374,6 @@ def test_streamed_chat_equals_the_whole_answer(client: openai.OpenAI, seed: int)
         assert [token for part in parts for token in part.token_ids] == choice.token_ids  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.slow
 def test_stream_arrives_during_sampling(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": MODEL, "prompt": "the", "n": 16, "max_tokens": 900, "seed": 1}
     started = time.monotonic()

@@ -13,6 +13,7 @@ from ..tiny import tiny_model
 from .test_official_sdk import batch, datum, logprobs_of, train
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.timeout(600),
 ]

@@ -22,6 +22,8 @@ from trainhouse.schemas.models import FeatureStock
 from ..live import live_server
 from ..server.noting import NOTING, RESOLVED
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tiny/qwen3"
 DATA = [Datum([5, 6, 7], {})]
 SUPERVISED = Datum([5, 6, 7], {"target_tokens": [6, 7, 8], "weights": [1.0] * 3})
@@ -59,7 +61,6 @@ def saved_policy(service: ServiceClient, seed: int) -> str | None:
     return policy.save_weights_for_sampler("a").result(60).path
 
 
-@pytest.mark.slow
 def test_a_draft_is_created_and_described_with_the_resolved_defaults(service: ServiceClient) -> None:
     path = saved_policy(service, 3)
     draft = service.create_draft_client(
@@ -140,7 +141,6 @@ def test_a_random_loss_gets_a_new_seed_for_each_request(service: ServiceClient) 
     assert draft_metric(draft, "seed", "dflash", seed=12) == 12
 
 
-@pytest.mark.slow
 def test_captured_features_train_like_the_target_until_they_are_released(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "eagle3")
     random = np.random.default_rng(1)
@@ -170,7 +170,6 @@ def test_captured_features_train_like_the_target_until_they_are_released(real_se
     assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
 
 
-@pytest.mark.slow
 def test_a_step_after_a_refused_feature_ref_fails_and_clears_the_gradients(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "eagle3")
     learned = draft.forward_backward(DATA, "eagle3").result(60)

@@ -22,7 +22,7 @@ from ..api import running_api
 from ..real import ADAM, PROTOBUF, Run, batch, running_server, sample, sample_body, server_config
 from .test_verify import Verified, create_all_state, save_and_end, stopped_state, verify
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 __all__ = ["stopped_state", "verify"]
 

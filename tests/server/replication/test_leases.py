@@ -28,7 +28,7 @@ from trainhouse.server.replication.leases import (
 )
 from trainhouse.server.store import LeaseLost, PostgresStore, SqliteStore, Store, TenantRecord
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 SOON = 0.5
 """Seconds of a lease that must expire during a test."""

@@ -21,7 +21,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 from ..real import MODEL, Run, Server, batch, running_server, server_config
 from .test_standby import wait_until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 LEASE_SECONDS = 3.0
 

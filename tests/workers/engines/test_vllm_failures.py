@@ -41,7 +41,7 @@ from trainhouse.workers.scheduler.work import OnProgress
 
 from .test_sampler_groups import running
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 @contextmanager
@@ -239,7 +239,6 @@ def stand_in_at_url(directory: Path) -> Iterator[tuple[str, int]]:
             server.kill()
 
 
-@pytest.mark.slow
 async def test_request_that_kills_vllm_fails_and_others_continue(tmp_path: Path) -> None:
     """The culprit kills vLLM once to be found, and three times more. Innocent requests get no strikes."""
     async with dispatch_with_stand_in(tmp_path) as (dispatch, server):
@@ -270,7 +269,6 @@ async def test_stream_that_differs_after_a_restart_fails(tmp_path: Path) -> None
         assert streamed == list(range(len(streamed)))
 
 
-@pytest.mark.slow
 async def test_requests_to_a_hung_vllm_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a request that takes longer than the timeout succeeds while the server is alive."""
     monkeypatch.setattr(VllmServer, "retry_seconds", 2.0)
@@ -285,7 +283,6 @@ async def test_requests_to_a_hung_vllm_time_out(tmp_path: Path, monkeypatch: pyt
             assert failed.value.category == "server"
 
 
-@pytest.mark.slow
 async def test_restart_delay_grows_when_slow_starts_fail(tmp_path: Path) -> None:
     """A run of 0.2 s counts as steady here, and a start that fails takes 0.5 s. The first restart is immediate."""
     async with started(tmp_path, first=0.3) as server:

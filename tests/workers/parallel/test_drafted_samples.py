@@ -18,6 +18,8 @@ from .case import Case
 from .drafting_worker import DRAFTING
 from .training import ADAM, Layout, layout, supervised
 
+pytestmark = pytest.mark.slow
+
 DRAFTS: dict[str, Algorithm] = {"chain": "eagle3", "block": "dflash"}
 ADAPTER = "adapter"
 TP = ParallelSpec(tp=2)
@@ -141,7 +143,6 @@ def sampled_on_teams(where: Layout) -> list[list[dict[str, list[list[int]]]]]:
     return [[on_ranks[rank] for rank in team] for team in teams_of(where)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_drafted_samples_equal_one_rank_and_agree_within_teams(alone: Alone, many: Layout, temperature: float) -> None:
     """The drafts see the same features, so as many draft tokens are accepted."""
@@ -195,7 +196,6 @@ def test_perfect_draft_has_all_tokens_accepted_plus_one(alone: Alone, many: Layo
         assert (answer.guesses.passes, answer.guesses.acceptance_length) == (4, num + 1)
 
 
-@pytest.mark.slow
 def test_team_decodes_without_a_draft_that_one_rank_lacks(alone: Alone, many: Layout) -> None:
     wanted = tokens_of(alone.samples[0.0])
     last = many.spec.num_ranks - 1

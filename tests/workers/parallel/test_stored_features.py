@@ -18,6 +18,8 @@ from .test_drafts import SHAPES, draft_request
 from .training import ADAM, Layout, close, layout
 from .watched_worker import WATCHED
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (9, 30, 4, 17, 11, 11)
 # Ranks with their own data; CASES adds ranks that split tokens.
 APART = [Case("fsdp=2"), pytest.param(Case("replicas=2"), marks=pytest.mark.full)]

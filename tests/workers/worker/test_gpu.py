@@ -23,7 +23,7 @@ from trainhouse.workers.worker.worker import Worker
 
 from ..jobs import answers, job
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 512

@@ -11,6 +11,8 @@ from trainhouse.tests.workers.killed_loader import KILLED_LOADER, KILLS
 from ...engines.test_sampler_groups import LLAMA
 from ...test_dispatch import write_header
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
@@ -52,7 +54,6 @@ def test_a_model_killed_while_it_loads_is_loaded_again(kills: list[str], tmp_pat
     assert ("the process that starts workers ended while it started one" in finished.stdout) == ("import" in kills)
 
 
-@pytest.mark.slow
 def test_a_model_killed_each_time_fails_with_the_reason(tmp_path: Path) -> None:
     finished = start_dispatch(tmp_path, *["load"] * 9)
     assert finished.returncode == 1 and finished.stdout.count("trying again in") == 3

@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.without_triton:
-        kernels.load_triton_kernels = lambda: None
+        kernels.load_triton_kernels = lambda device: None
     for step in options.steps:
         started = time.monotonic()
         bench = Bench(options, options.out / f"{step}-{options.model}.json")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from .kernels import Kernels, kernels_for, load_triton_kernels, triton_kernels_for
+from .kernels import Kernels, kernels_for, triton_kernels_for
 
 if TYPE_CHECKING:
     from .triton_kernels import TritonKernels
@@ -218,9 +218,10 @@ class _RotateHeads(torch.autograd.Function):
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        if (triton := triton_kernels_for(gate)) is not None:
+        ctx.triton = triton_kernels_for(gate)
+        if ctx.triton is not None:
             ctx.save_for_backward(gate, up, None)
-            return triton.swiglu(gate, up)
+            return ctx.triton.swiglu(gate, up)
         active = silu(gate)
         ctx.save_for_backward(gate, up, active)
         return active * up
@@ -230,8 +231,8 @@ class _SwiGlu(torch.autograd.Function):
         """Overwrites the saved tensors, which nothing else reads, since backward runs once."""
         gate, up, active = ctx.saved_tensors
         (grad,) = grads
-        if active is None:
-            return _triton_kernels().swiglu_gradient(grad, gate, up)
+        if ctx.triton is not None:
+            return ctx.triton.swiglu_gradient(grad, gate, up)
         grad_active = up.mul_(grad)
         grad_gate = torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=grad_active)
         return grad_gate, active.mul_(grad)
@@ -240,9 +241,10 @@ class _SwiGlu(torch.autograd.Function):
 class _GeGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        if (triton := triton_kernels_for(gate)) is not None:
+        ctx.triton = triton_kernels_for(gate)
+        if ctx.triton is not None:
             ctx.save_for_backward(gate, up, None)
-            return triton.geglu(gate, up)
+            return ctx.triton.geglu(gate, up)
         active = gelu(gate, approximate="tanh")
         ctx.save_for_backward(gate, up, active)
         return active * up
@@ -252,8 +254,8 @@ class _GeGlu(torch.autograd.Function):
         """Overwrites the saved tensors, like _SwiGlu."""
         gate, up, active = ctx.saved_tensors
         (grad,) = grads
-        if active is None:
-            return _triton_kernels().geglu_gradient(grad, gate, up)
+        if ctx.triton is not None:
+            return ctx.triton.geglu_gradient(grad, gate, up)
         grad_gate = torch.ops.aten.gelu_backward(up.mul_(grad), gate, approximate="tanh")
         return grad_gate, active.mul_(grad)
 
@@ -274,12 +276,6 @@ def _backward_of_norm(grad: Tensor, addend: Tensor | None, x: Tensor, inverse: T
 def _kernels_for(x: Tensor) -> "Kernels | TritonKernels | None":
     """Returns kernels without gradients, or None if x needs torch's own operations."""
     return kernels_for(x) if x.is_cpu else triton_kernels_for(x)
-
-
-def _triton_kernels() -> "TritonKernels":
-    kernels = load_triton_kernels()
-    assert kernels is not None
-    return kernels
 
 
 def _weight_and_eps(norm: RmsNorm | None) -> tuple[Tensor | None, float]:

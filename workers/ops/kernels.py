@@ -166,14 +166,14 @@ def kernels_for(x: Tensor) -> Kernels | None:
 def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:
     """Compiles the kernels that models of this dtype use on this device."""
     if device.type == "cuda":
-        load_triton_kernels()
+        load_triton_kernels(device)
     else:
         kernels_for(torch.empty(0, dtype=dtype, device=device))
 
 
 def triton_kernels_for(x: Tensor) -> "TritonKernels | None":
     """Returns Triton's kernels, or None if x needs torch's own operations."""
-    return load_triton_kernels() if x.is_cuda else None
+    return load_triton_kernels(x.device) if x.is_cuda else None
 
 
 @cache
@@ -192,12 +192,12 @@ def load_kernels() -> Kernels | None:
 
 
 @cache
-def load_triton_kernels() -> "TritonKernels | None":
+def load_triton_kernels(device: torch.device) -> "TritonKernels | None":
     """Compiles one of the kernels for a GPU, and returns all; None, with a warning, if Triton does not work here."""
     try:
         from .triton_kernels import TritonKernels
 
-        kernels, x = TritonKernels(), torch.ones(1, 16, device="cuda")
+        kernels, x = TritonKernels(), torch.ones(1, 16, device=device)
         kernels.rms_norm(x, x[0], 0.0)
     except Exception as error:  # of Triton, its compiler or the driver
         _log.warning("Triton's kernels do not run here, and passes take up to twice as long: %s", error)

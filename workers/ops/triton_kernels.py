@@ -3,7 +3,10 @@
 Each reads and writes its tensors once, in place of three to ten of torch's operations. They compute in float32 and
 round once, at the end. Triton is imported here: import this module through `load_triton_kernels`.
 """
-# pyright: reportMissingImports=false, reportIndexIssue=false
+# pyright: reportMissingImports=false
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -28,22 +31,32 @@ class TritonKernels:
         """Returns the norm of x [tokens, size] with weight [size]."""
         x = x.contiguous()
         out = x.new_empty(x.shape)
-        _add_rms_norm[(x.shape[0],)](out, x, x, x, weight, eps, x.shape[1], False, **_of_row(x.shape[1]))
+        _launch(_add_rms_norm, x.shape[:1], out, x, x, x, weight, eps, x.shape[1], False, **_of_row(x.shape[1]))
         return out
 
     def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns x + update, and its norm; all [tokens, size]."""
         x, update = x.contiguous(), update.contiguous()
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-        _add_rms_norm[(x.shape[0],)](out, total, x, update, weight, eps, x.shape[1], True, **_of_row(x.shape[1]))
+        _launch(_add_rms_norm, x.shape[:1], out, total, x, update, weight, eps, x.shape[1], True, **_of_row(x.shape[1]))
         return total, out
 
     def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
         """Returns the gradient of the norm's input x, plus the addend if there is one; all [tokens, size]."""
         grad, added = grad.contiguous(), grad if addend is None else addend.contiguous()
         out = grad.new_empty(grad.shape)
-        _rms_norm_gradient[(x.shape[0],)](
-            out, grad.contiguous(), added, x, weight, eps, x.shape[1], addend is not None, **_of_row(x.shape[1])
+        _launch(
+            _rms_norm_gradient,
+            x.shape[:1],
+            out,
+            grad,
+            added,
+            x,
+            weight,
+            eps,
+            x.shape[1],
+            addend is not None,
+            **_of_row(x.shape[1]),
         )
         return out
 
@@ -58,7 +71,9 @@ class TritonKernels:
         """
         x = _with_rows(x)
         out, (grid, sizes) = x.new_empty(x.shape), _of_heads(x)
-        _rotate_heads[grid](
+        _launch(
+            _rotate_heads,
+            grid,
             out,
             x,
             cos,
@@ -79,7 +94,9 @@ class TritonKernels:
         grad, x = _with_rows(grad), grad if x is None else _with_rows(x)
         out, (grid, sizes) = grad.new_empty(grad.shape), _of_heads(grad)
         strides = grad.stride(0), x.stride(0)
-        _rotate_heads_gradient[grid](
+        _launch(
+            _rotate_heads_gradient,
+            grid,
             out,
             grad,
             x,
@@ -139,7 +156,9 @@ class TritonKernels:
         out = query.new_empty(query.shape)
         sums = out if parts == 1 else query.new_empty(parts, rows, heads, size + 2, dtype=torch.float32)
         block = {"GROUP": max(triton.next_power_of_2(heads // kv_heads), 16), "BLOCK": triton.next_power_of_2(size)}
-        _decode_attention[rows, kv_heads, parts](
+        _launch(
+            _decode_attention,
+            (rows, kv_heads, parts),
             *(out, sums, query, key, value, keys, values, slots, lengths, scaling),
             *(query.stride(0), key.stride(0), value.stride(0), rows, heads, kv_heads, capacity, size, window or 0),
             DIVIDED=parts > 1,
@@ -147,10 +166,25 @@ class TritonKernels:
             **block,
         )
         if parts > 1:
-            _join_parts[rows, heads](
-                out, sums, parts, rows * heads, heads, size, triton.next_power_of_2(parts), block["BLOCK"]
+            _launch(
+                _join_parts,
+                (rows, heads),
+                out,
+                sums,
+                parts,
+                rows * heads,
+                heads,
+                size,
+                triton.next_power_of_2(parts),
+                block["BLOCK"],
             )
         return out
+
+
+def _launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
+    """Launches on the device of the first tensor, which need not be this thread's current one."""
+    with torch.cuda.device_of(arguments[0]):
+        kernel[tuple(grid)](*arguments, **constants)
 
 
 def _num_parts(num_programs: int, num_keys: int) -> int:
@@ -161,14 +195,14 @@ def _num_parts(num_programs: int, num_keys: int) -> int:
 def _gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
     gate, up = _with_rows(gate), _with_rows(up)
     out = gate.new_empty(gate.shape)
-    _gate[_of_blocks(gate)](out, gate, up, gate.stride(0), up.stride(0), gate.shape[1], is_gelu, _BLOCK)
+    _launch(_gate, _of_blocks(gate), out, gate, up, gate.stride(0), up.stride(0), gate.shape[1], is_gelu, _BLOCK)
     return out
 
 
 def _gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
     grad, gate, up = _with_rows(grad), _with_rows(gate), _with_rows(up)
     strides = grad.stride(0), gate.stride(0), up.stride(0)
-    _gate_gradient[_of_blocks(gate)](grad, gate, up, *strides, gate.shape[1], is_gelu, _BLOCK)
+    _launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *strides, gate.shape[1], is_gelu, _BLOCK)
     return gate, up
 
 

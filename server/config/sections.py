@@ -151,8 +151,8 @@ class MemorySection(Section):
 
     micro_batch_tokens: int = knob(0, "per micro-batch; 0: 4096 or what fits", common=True, check=NOT_NEGATIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that are in memory at a time", check=POSITIVE)
-    prefill_chunk_tokens: int | None = knob(
-        None, "most prompt tokens prefilled between two decode steps (512; 4096 on a GPU)", check=POSITIVE
+    prefill_chunk_tokens: int = knob(
+        0, "most prompt tokens prefilled between two decode steps; 0: 512, on a GPU 4096", check=NOT_NEGATIVE
     )
     adapter_slots: int = knob(
         64, "adapters on the device at a time; the others are offloaded to host memory", check=POSITIVE

@@ -140,7 +140,7 @@ async def _complete(
         check_alternatives(completion, services.config.limits.max_logprobs)
         try:
             prepared = await _prepare(services, tenant, kind, completion, reservation.num_bytes)
-            _admit(services, tenant, stack, reservation, prepared, len(received.body.body))
+            _admit(services, tenant, stack, reservation, prepared, len(received.raw.body))
             batch = SampleBatch(
                 services.sampling, prepared.jobs, reservation, completion.stream and not completion.wants_prompt_only
             )

@@ -86,5 +86,5 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     """
     with Reservation(services.quotas, tenant.id) as reservation:
         received = await receive_unordered(request, reservation, json_decoder(SampleRequest))
-        submitted = await services.sampling.submit(tenant, received.content, received.body, reservation)
+        submitted = await services.sampling.submit(tenant, received.content, received.raw, reservation)
     return await submit_response(request, services, tenant, submitted)

@@ -70,7 +70,7 @@ SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
 class ReceivedRequest(Generic[Decoded]):
     """The body of a request, as received and decoded."""
 
-    body: ReceivedBody
+    raw: ReceivedBody
     content: Decoded
 
 
@@ -80,9 +80,9 @@ async def receive_unordered(
     """Receives a request that has no order but holds a reservation until it is answered. Raises RequestError."""
     if not reservation.try_claim(num_bytes := _num_bytes(request)):
         reservation.claim(num_bytes, UNORDERED)
-    body = await receive_body(request)
-    reservation.grow(await size_of(body), UNORDERED)
-    return ReceivedRequest(body, await decode_body(body, decode))
+    raw = await receive_body(request)
+    reservation.grow(await size_of(raw), UNORDERED)
+    return ReceivedRequest(raw, await decode_body(raw, decode))
 
 
 async def receive_operation(
@@ -107,13 +107,13 @@ async def receive_operation(
         reservation.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type(request)))
 
     check = None if reservation.try_claim(num_bytes) else claim
-    body = await receive_body(request, check)
+    raw = await receive_body(request, check)
     try:
-        if (num_bytes := await size_of(body)) > reservation.num_bytes:
-            reservation.grow(num_bytes, await _queue_position(services, tenant, body.body, body.content_type))
-        return ReceivedRequest(body, await decode_body(body, decode))
+        if (num_bytes := await size_of(raw)) > reservation.num_bytes:
+            reservation.grow(num_bytes, await _queue_position(services, tenant, raw.body, raw.content_type))
+        return ReceivedRequest(raw, await decode_body(raw, decode))
     except RequestError as error:
-        await _count_as_refused(services, tenant, kind, body, error)
+        await _count_as_refused(services, tenant, kind, raw, error)
         raise
 
 
@@ -152,16 +152,16 @@ async def _reserve_features(
             logger.warning("run %s captures nothing for %s: %s", run_id, operation.draft_id, error.message)
             operation.has_room = False
             return
-        await _count_as_refused(services, tenant, operation.kind, received.body, error)
+        await _count_as_refused(services, tenant, operation.kind, received.raw, error)
         raise
 
 
 async def _claim_features(
-    services: Services, tenant: Tenant, request: RunRequest, operation: FeatureCapture, reservation: Reservation
+    services: Services, tenant: Tenant, content: RunRequest, operation: FeatureCapture, reservation: Reservation
 ) -> None:
     """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
-    run, draft = [await services.runs.get(tenant, one) for one in (request.model_id, operation.draft_id)]
-    if request.seq_id and run.arrived_before(request.seq_id):  # 0 requests the next free one
+    run, draft = [await services.runs.get(tenant, one) for one in (content.model_id, operation.draft_id)]
+    if content.seq_id and run.arrived_before(content.seq_id):  # 0 requests the next free one
         return
     services.features.check_ttl(operation.ttl_seconds)
     of_token = await _feature_bytes(services, draft)
@@ -196,7 +196,7 @@ async def submit_operation(
     """Submits the operation to its run. Raises RequestError."""
     content = received.content
     run = await services.runs.get(tenant, content.model_id or "")
-    submitted = await run.submit(content.seq_id or 0, operation, received.body, reservation)
+    submitted = await run.submit(content.seq_id or 0, operation, received.raw, reservation)
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
 
 

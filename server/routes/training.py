@@ -118,7 +118,7 @@ async def create_model(request: Request, services: ServicesDependency, tenant: T
     """
     with Reservation(services.quotas, tenant.id) as reservation:
         received = await receive_unordered(request, reservation, json_decoder(CreateModelRequest))
-        submitted = await services.runs.create(tenant, received.content, received.body, reservation)
+        submitted = await services.runs.create(tenant, received.content, received.raw, reservation)
     return await submit_response(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
 
 
@@ -203,7 +203,7 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
             operation = LoadWeights(load.path, load.optimizer, reader)
             response = await submit_operation(services, tenant, received, operation, reservation)
         else:
-            created = await services.runs.create_from_checkpoint(tenant, load, received.body, reservation)
+            created = await services.runs.create_from_checkpoint(tenant, load, received.raw, reservation)
             response = SubmitResponse(request_id=created.request_id)
     return await submit_response(request, services, tenant, response)
 
@@ -264,4 +264,4 @@ def _without_secret(received: ReceivedRequest[LoadWeightsRequest]) -> ReceivedRe
         return received
     shown = received.content.model_copy(update={"weights_access_token": None})
     body = shown.model_dump_json(exclude_none=True).encode()
-    return ReceivedRequest(ReceivedBody(body, received.body.limits), shown)
+    return ReceivedRequest(ReceivedBody(body, received.raw.limits), shown)

@@ -127,7 +127,7 @@ class BaseModel:
         self._zero_stage: ZeroStage = config.zero_stage
         if self._fused is None and config.activations != "keep":
             raise ValueError(activations_refusal(config.model.name, self.config.model_type, config.activations))
-        # Compiled now, so that the first request does not wait for a compiler.
+        # On the CPU compiled now, so that the first request does not wait for a compiler.
         load_kernels_for(self.dtype, self.device)
         self.experts = self._named_experts()
         self.is_sparse = any(parameter.dim() > 2 for parameter in self.trunk.parameters())

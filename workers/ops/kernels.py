@@ -1,7 +1,7 @@
-"""Compiles kernels.c for this machine at first use, if it has a C compiler, and calls it on tensors.
+"""Compiles kernels.c for this machine at first use, if it has a C compiler, and calls it on tensors; loads Triton's.
 
-A decode step is hundreds of short operations; a kernel does in one pass what torch does in two to ten. Without a
-compiler, on other devices and for dtypes other than float32, torch's own operations compute the same.
+A decode step is hundreds of short operations; a kernel does in one pass what torch does in two to ten. kernels.c is for
+float32 on the CPU, Triton's kernels for a GPU. Where there are none, torch's own operations compute the same.
 """
 
 import ctypes
@@ -89,7 +89,7 @@ class Kernels:
             weight: [size] or [heads, size].
         """
         tokens, heads, size = x.shape
-        x, out = _with_rows(x), x.new_empty(x.shape)
+        x, out = with_rows(x), x.new_empty(x.shape)
         pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
         angles = cos.data_ptr(), sin.data_ptr()
         self._library.rotate_heads(
@@ -99,7 +99,7 @@ class Kernels:
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns silu(gate) * up; all [tokens, size]."""
-        gate, up = _with_rows(gate), _with_rows(up)
+        gate, up = with_rows(gate), with_rows(up)
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
         out = gate.new_empty(gate.shape)
@@ -129,7 +129,7 @@ class Kernels:
             slots: the slot of each row's sequence, int64 [rows].
             lengths: its tokens so far, int64 [rows].
         """
-        query, key, value, out = _with_rows(query), _with_rows(key), _with_rows(value), query.new_empty(query.shape)
+        query, key, value, out = with_rows(query), with_rows(key), with_rows(value), query.new_empty(query.shape)
         new = (part for tensor in (query, key, value) for part in (tensor.data_ptr(), tensor.stride(0)))
         where = (tensor.data_ptr() for tensor in (slots, lengths, groups.order, groups.bounds, groups.num_shared))
         sizes = len(groups.num_shared), query.shape[1], key.shape[1], query.shape[2], keys.shape[2], window or 0
@@ -164,7 +164,7 @@ def kernels_for(x: Tensor) -> Kernels | None:
 
 
 def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:
-    """Compiles the kernels that models of this dtype use on this device."""
+    """Compiles kernels.c, or one of Triton's kernels; the others are compiled when they are first used."""
     if device.type == "cuda":
         load_triton_kernels(device)
     else:
@@ -194,15 +194,20 @@ def load_kernels() -> Kernels | None:
 @cache
 def load_triton_kernels(device: torch.device) -> "TritonKernels | None":
     """Compiles one of the kernels for a GPU, and returns all; None, with a warning, if Triton does not work here."""
+    x = torch.ones(1, 16, device=device)
     try:
         from .triton_kernels import TritonKernels
 
-        kernels, x = TritonKernels(), torch.ones(1, 16, device=device)
-        kernels.rms_norm(x, x[0], 0.0)
-    except Exception as error:  # of Triton, its compiler or the driver
-        _log.warning("Triton's kernels do not run here, and passes take up to twice as long: %s", error)
+        TritonKernels().rms_norm(x, x[0], 0.0)
+    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        _log.warning(
+            "Triton's kernels do not run here, so passes on %s take up to twice as long: %s. Install gcc or clang, and"
+            " a CUDA build of torch, which brings Triton",
+            device,
+            error,
+        )
         return None
-    return kernels
+    return TritonKernels()
 
 
 def _compiled(compiler: str) -> Path:
@@ -238,7 +243,7 @@ def _digest(compiler: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _with_rows(x: Tensor) -> Tensor:
+def with_rows(x: Tensor) -> Tensor:
     """Returns x, or a copy if the numbers of a row are not contiguous."""
     rest = x.stride()[1:]
     return x if rest in ((1,), (x.shape[-1], 1)) else x.contiguous()

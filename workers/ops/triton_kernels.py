@@ -1,7 +1,8 @@
-"""Triton kernels for everything between the matrix products of a layer, on a GPU; with gradients.
+"""Triton kernels for what lies between the matrix products of a layer, on a GPU: norms, rotations and gates, with their
+gradients, and the attention of decode steps.
 
-Each reads and writes its tensors once, in place of three to ten of torch's operations. They compute in float32 and
-round once, at the end. Triton is imported here: import this module through `load_triton_kernels`.
+Each takes the place of three to ten of torch's operations, computes in float32, and rounds once, at the end. Triton is
+imported here: import this module through `load_triton_kernels`.
 """
 # pyright: reportMissingImports=false
 
@@ -13,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program of attention reads this many keys at a time. Fewer programs than _MIN_PROGRAMS leave a GPU idle, so long
-# sequences are divided among several, each with at least _MIN_KEYS.
-_KEYS = 64
+from .kernels import with_rows
+
+# A program of attention reads this many bytes of keys at a time: three such tiles of keys and of values fit into the
+# shared memory of any GPU. Fewer programs than _MIN_PROGRAMS leave a GPU idle, so long sequences are divided among
+# several, each with at least _MIN_KEYS.
+_TILE_BYTES = 1 << 14
 _MIN_PROGRAMS = 256
 _MIN_KEYS = 256
 
@@ -43,7 +47,8 @@ class TritonKernels:
 
     def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
         """Returns the gradient of the norm's input x, plus the addend if there is one; all [tokens, size]."""
-        grad, added = grad.contiguous(), grad if addend is None else addend.contiguous()
+        grad, x = grad.contiguous(), x.contiguous()
+        added = grad if addend is None else addend.contiguous()
         out = grad.new_empty(grad.shape)
         _launch(
             _rms_norm_gradient,
@@ -69,7 +74,7 @@ class TritonKernels:
             sin: [tokens, 1, size / 2].
             weight: [size] or [heads, size].
         """
-        x = _with_rows(x)
+        x = with_rows(x)
         out, (grid, sizes) = x.new_empty(x.shape), _of_heads(x)
         _launch(
             _rotate_heads,
@@ -91,7 +96,7 @@ class TritonKernels:
         self, grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
     ) -> Tensor:
         """Returns the gradient of `rotate_heads`'s input x, which is needed if there is a weight."""
-        grad, x = _with_rows(grad), grad if x is None else _with_rows(x)
+        grad, x = with_rows(grad), grad if x is None else with_rows(x)
         out, (grid, sizes) = grad.new_empty(grad.shape), _of_heads(grad)
         strides = grad.stride(0), x.stride(0)
         _launch(
@@ -150,20 +155,23 @@ class TritonKernels:
             lengths: its tokens so far, int64 [rows].
             span: tokens of the longest sequence, including the new one.
         """
-        query, key, value = _with_rows(query), _with_rows(key), _with_rows(value)
+        query, key, value = with_rows(query), with_rows(key), with_rows(value)
         (rows, heads, size), kv_heads, capacity = query.shape, key.shape[1], keys.shape[2]
         parts = _num_parts(rows * kv_heads, min(span, window or span))
         out = query.new_empty(query.shape)
         sums = out if parts == 1 else query.new_empty(parts, rows, heads, size + 2, dtype=torch.float32)
-        block = {"GROUP": max(triton.next_power_of_2(heads // kv_heads), 16), "BLOCK": triton.next_power_of_2(size)}
+        # A product of matrices takes at least 16 rows and columns.
+        group, block = (max(triton.next_power_of_2(number), 16) for number in (heads // kv_heads, size))
+        num_keys = max(16, min(64, _TILE_BYTES // (block * keys.element_size())))
         _launch(
             _decode_attention,
             (rows, kv_heads, parts),
             *(out, sums, query, key, value, keys, values, slots, lengths, scaling),
             *(query.stride(0), key.stride(0), value.stride(0), rows, heads, kv_heads, capacity, size, window or 0),
             DIVIDED=parts > 1,
-            KEYS=_KEYS,
-            **block,
+            KEYS=num_keys,
+            GROUP=group,
+            BLOCK=block,
         )
         if parts > 1:
             _launch(
@@ -176,7 +184,7 @@ class TritonKernels:
                 heads,
                 size,
                 triton.next_power_of_2(parts),
-                block["BLOCK"],
+                block,
             )
         return out
 
@@ -193,14 +201,14 @@ def _num_parts(num_programs: int, num_keys: int) -> int:
 
 
 def _gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
-    gate, up = _with_rows(gate), _with_rows(up)
+    gate, up = with_rows(gate), with_rows(up)
     out = gate.new_empty(gate.shape)
     _launch(_gate, _of_blocks(gate), out, gate, up, gate.stride(0), up.stride(0), gate.shape[1], is_gelu, _BLOCK)
     return out
 
 
 def _gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
-    grad, gate, up = _with_rows(grad), _with_rows(gate), _with_rows(up)
+    grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
     strides = grad.stride(0), gate.stride(0), up.stride(0)
     _launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *strides, gate.shape[1], is_gelu, _BLOCK)
     return gate, up
@@ -225,11 +233,6 @@ def _of_weight(weight: Tensor | None) -> tuple[int, bool]:
 
 def _of_blocks(x: Tensor) -> tuple[int, int]:
     return x.shape[0], triton.cdiv(x.shape[1], _BLOCK)
-
-
-def _with_rows(x: Tensor) -> Tensor:
-    """Returns x, or a copy if the numbers of a row are not contiguous."""
-    return x if x.stride()[1:] in ((1,), (x.shape[-1], 1)) else x.contiguous()
 
 
 @triton.jit
@@ -351,7 +354,8 @@ def _gate_gradient(
     tl.store(of_up, (wide * active).to(up.dtype.element_ty), inside)
 
 
-@triton.jit
+# Numbers that differ from step to step; for each new multiple of 16 among them, Triton would compile another kernel.
+@triton.jit(do_not_specialize=["rows", "capacity", "window"])
 def _decode_attention(
     out, sums, query, key, value, keys, values, slots, lengths, scaling, query_stride, key_stride, value_stride,
     rows, heads, kv_heads, capacity, size, window,
@@ -414,7 +418,7 @@ def _decode_attention(
         tl.store(out + row * heads * size + place, (acc / total[:, None]).to(out.dtype.element_ty), written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "num_heads"])
 def _join_parts(out, sums, parts, num_heads, heads, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Joins the parts of one head of one row. num_heads: of all rows."""
     head = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from .methods import MOVES_DATA
-from .worker_config import GPU_PREFILL_CHUNK_TOKENS, WorkerConfig
+from .worker_config import DEFAULT_PREFILL_CHUNK_TOKENS, WorkerConfig
 
 GRACE_SECONDS = 5.0
 """Time to exit when asked, for ranks and vLLM, and for ranks to answer after another one has failed; then they are
@@ -65,7 +65,7 @@ class CallTimeouts:
         self._base = config.hang_seconds
         self._moving_seconds = 0.0
         self.passes = ObservedDurations(_UNSEEN_SECONDS)
-        self.slices = ObservedDurations(_UNSEEN_SECONDS * (config.prefill_chunk_tokens or GPU_PREFILL_CHUNK_TOKENS))
+        self.slices = ObservedDurations(_UNSEEN_SECONDS * (config.prefill_chunk_tokens or DEFAULT_PREFILL_CHUNK_TOKENS))
 
     def for_start(self, *, is_restart: bool) -> float:
         """Returns the limit for starting and loading. The first load may include a download, with someone watching, so

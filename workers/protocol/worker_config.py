@@ -18,8 +18,9 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 """Used when the config gives no size and the device gives no limit."""
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
-DEFAULT_PREFILL_CHUNK_TOKENS, GPU_PREFILL_CHUNK_TOKENS = 512, 4096
 """Tokens of a micro-batch; larger ones are no faster."""
+
+DEFAULT_PREFILL_CHUNK_TOKENS, GPU_PREFILL_CHUNK_TOKENS = 512, 4096
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class WorkerConfig:
     threads: intra-operation CPU threads; 0 means cores / ranks.
     micro_batch_tokens: most tokens of one micro-batch (a single longer sequence runs alone); 0 means
         DEFAULT_MICRO_BATCH_TOKENS, or fewer if memory does not suffice (see workers/planner/layout_search.py).
-    prefill_chunk_tokens: most prompt tokens that are run between two decode steps; None is a default of the device.
+    prefill_chunk_tokens: most prompt tokens that are run between two decode steps; 0 means 512, or 4096 on CUDA.
     head_chunk_tokens: rows of logits that exist at a time.
     kv_cache_bytes: budget of the KV cache; None means, on CUDA, a third of what the loaded model leaves free, and 1 GiB
         on the CPU.
@@ -116,7 +117,7 @@ class WorkerConfig:
     max_lora_rank: int = 256
     max_context_length: int | None = None
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
-    prefill_chunk_tokens: int | None = None
+    prefill_chunk_tokens: int = DEFAULT_PREFILL_CHUNK_TOKENS
     head_chunk_tokens: int = 512
     kv_cache_bytes: int | None = None
     adapter_slots: int = 64

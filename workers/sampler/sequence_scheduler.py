@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
-from ..protocol.worker_config import DEFAULT_PREFILL_CHUNK_TOKENS, WorkerConfig
+from ..protocol.worker_config import WorkerConfig
 from .cache.cache import KVCache
 from .decoding.batch import Batch, DecodeBatch, DraftTokensPart, Prefill, PrefillChunk
 from .requests.jobs import NOWHERE, Job, SequenceState
@@ -236,9 +236,8 @@ class SequenceScheduler:
 
     def _prefill_budget(self) -> int:
         """Returns the most prompt tokens of an iteration: few if other sequences decode meanwhile."""
-        if self._decoding or self._drafting:
-            return self._config.prefill_chunk_tokens or DEFAULT_PREFILL_CHUNK_TOKENS
-        return self._config.micro_batch_tokens
+        has_others = self._decoding or self._drafting
+        return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
 
     def _join_prefill(self, prefill: Prefill, sequence: SequenceState) -> bool:
         sequence.without_draft |= prefill.sequences[0].without_draft

@@ -18,6 +18,7 @@ from ..planner.workload import Workload
 from ..protocol.worker_config import (
     DEFAULT_KV_CACHE_BYTES,
     DEFAULT_MICRO_BATCH_TOKENS,
+    DEFAULT_PREFILL_CHUNK_TOKENS,
     GPU_PREFILL_CHUNK_TOKENS,
     WorkerConfig,
 )
@@ -46,7 +47,11 @@ def sized_for_device(config: WorkerConfig, base: BaseModel, lora: LoraLayers, me
     A GPU also gets longer chunks of prompts: it runs thousands of tokens in the time of one.
     """
     if base.device.type != "cuda":
-        return replace(config, kv_cache_bytes=config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
+        return replace(
+            config,
+            kv_cache_bytes=config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES,
+            prefill_chunk_tokens=config.prefill_chunk_tokens or DEFAULT_PREFILL_CHUNK_TOKENS,
+        )
     free, _ = torch.cuda.mem_get_info(base.device)
     share = min(mesh.all_gather_object(free)) // _MEMORY_SHARES
     slots = min(config.adapter_slots, share // max(lora.bytes_at_rank(_USUAL_RANK), 1))
@@ -54,7 +59,7 @@ def sized_for_device(config: WorkerConfig, base: BaseModel, lora: LoraLayers, me
         config,
         kv_cache_bytes=config.kv_cache_bytes or share,
         adapter_slots=max(slots, 1),
-        prefill_chunk_tokens=config.prefill_chunk_tokens or GPU_PREFILL_CHUNK_TOKENS,
+        prefill_chunk_tokens=config.prefill_chunk_tokens or min(GPU_PREFILL_CHUNK_TOKENS, config.micro_batch_tokens),
     )
 
 

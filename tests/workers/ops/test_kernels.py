@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,16 @@ def test_without_a_compiler_torch_is_used_with_a_warning(
         assert kernels_module.kernels_for(torch.empty(1)) is None
     assert compiler in caplog.text
     assert not list((unloaded / "trainhouse").iterdir())
+
+
+def test_without_triton_a_warning_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "trainhouse.workers.ops.triton_kernels", raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert kernels_module.load_triton_kernels.__wrapped__(torch.device("cpu")) is None
+    assert "passes on cpu" in caplog.text and "Install gcc or clang, and a CUDA build of torch" in caplog.text
 
 
 def test_kernels_load_without_a_writable_cache(unloaded: Path) -> None:

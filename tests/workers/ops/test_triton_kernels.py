@@ -106,10 +106,17 @@ def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, is_gelu:
 
 # The interpreter multiplies the bits of bfloat16 matrices as integers.
 @pytest.mark.parametrize("dtype", list(TOLERANCES) if DEVICE == "cuda" else [torch.float32], ids=str)
-@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("window", [None, 1, 100, 600])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "lengths"),
-    [(4, 2, 16, [0, 1, 63, 64, 65]), (3, 3, 20, [300, 5]), (16, 2, 128, [1100]), (2, 1, 64, [900, 0, 511])],
+    [
+        (4, 2, 16, [0, 1, 63, 64, 65]),
+        (3, 3, 20, [300, 5]),
+        (16, 2, 128, [1100]),
+        (2, 1, 64, [900, 0, 511]),
+        (1, 1, 8, [20]),
+        (2, 1, 256, [70]),
+    ],
 )
 def test_decode_attention(
     dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, size: int, lengths: list[int]

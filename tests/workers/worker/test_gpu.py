@@ -269,8 +269,13 @@ def test_the_cache_and_adapter_slots_are_sized_by_free_memory(
     sized = {}
     for free in (one, 9 * one, 1000 * one):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 2 * free))
-        sized[free // one] = sized_for_device(worker._config, on_gpu, lora, Mesh())
+        config = replace(worker._config, prefill_chunk_tokens=0, micro_batch_tokens=5000)
+        sized[free // one] = sized_for_device(config, on_gpu, lora, Mesh())
     assert [config.adapter_slots for config in sized.values()] == [1, 3, 64]
+    assert sized[9].prefill_chunk_tokens == 4096
+    small = replace(worker._config, prefill_chunk_tokens=0, micro_batch_tokens=1000)
+    assert sized_for_device(small, on_gpu, lora, Mesh()).prefill_chunk_tokens == 1000
+    assert sized_for_device(small, worker._base, lora, Mesh()).prefill_chunk_tokens in (512, 1000)
     given = replace(worker._config, kv_cache_bytes=None)
     assert sized_for_device(given, on_gpu, lora, Mesh()).kv_cache_bytes == 1000 * one // 3
     assert sized[9].kv_cache_bytes == worker._config.kv_cache_bytes, "a configured size is kept"

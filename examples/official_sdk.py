@@ -1,7 +1,7 @@
 """Uses the official Tinker SDK (`pip install tinker==0.38.0`), unmodified, with this server.
 
 .venv/bin/python examples/official_sdk.py [--base-url URL] [--model MODEL]
-TINKER_BASE_URL sets the server's URL, TINKER_API_KEY the key; without it the script sends a placeholder.
+TINKER_BASE_URL sets the server's URL, TINKER_API_KEY the key; tml-local unless set.
 """
 
 import argparse

@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "serve": "run a server",
-    "workers": "removed; names what replaces it",
+    "workers": None,  # removed; names what replaces it
     "keys": "create, list and revoke API keys",
     "backup": "copy the state of a server, running or not, so that a server can start from the copy",
     "verify": "check the state of a server, running or not, for damage",
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trainhouse {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        commands.add_parser(name, help=summary, add_help=False)
+        commands.add_parser(name, add_help=False, **({} if summary is None else {"help": summary}))
     return parser
 
 

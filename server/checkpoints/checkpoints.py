@@ -165,7 +165,9 @@ class Checkpoints:
         """Like `resolve`, for a caller that may read the checkpoints of the tenants with these ids."""
         record = await self._find(*parse_path(path))
         if record is None or not (record.public or record.tenant_id in readers):
-            raise RequestError(f"there is no checkpoint {path}, or it is not yours to read", status=404)
+            raise RequestError(
+                f"there is no checkpoint {path}, or it is not yours to read: another API key may own it", status=404
+            )
         return record
 
     async def find(self, path: str) -> CheckpointRecord | None:

@@ -71,7 +71,7 @@ def client_arguments(options: argparse.Namespace) -> list[str]:
 
 def demonstrate(state_dir: Path, client_arguments: Sequence[str]) -> int:
     model = converted_model()
-    state_dir.mkdir(parents=True, exist_ok=True)
+    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with served(model, state_dir) as server:
         status = run_client(server, ["--base-url", server.url, "--model", MODEL, *client_arguments])
     if status != 0:

@@ -100,7 +100,7 @@ async def home(request: Request, services: ServicesDependency) -> Response:
         places = {"docs": "/docs", "openapi": "/openapi.json", "health": "/api/v1/healthz", "ready": "/api/v1/readyz"}
         return JSONResponse({"name": "trainhouse", "version": VERSION, **places}, headers={"Vary": "Accept"})
     # The page needs no key, so it names a model only on a loopback address, where every key is accepted.
-    model, key = (config.models.base_models[0].name, "tml-me") if config.is_loopback else ("MODEL", "KEY")
+    model, key = (config.models.base_models[0].name, "tml-local") if config.is_loopback else ("MODEL", "KEY")
     code = FIRST_STEPS.format(url=url, key=key, model=model)
     page = _HOME.format(version=VERSION, url=escape(url), code=escape(code))
     return HTMLResponse(page, headers=_HEADERS | {"Vary": "Accept"})

@@ -54,4 +54,4 @@ async def test_the_start_page_links_to_docs_and_health(server: Server) -> None:
 def test_the_first_steps_match_the_readme() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     model = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert FIRST_STEPS.format(url="http://127.0.0.1:8000", key="tml-me", model=model) == code
+    assert FIRST_STEPS.format(url="http://127.0.0.1:8000", key="tml-local", model=model) == code

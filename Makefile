@@ -58,7 +58,7 @@ SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup
 	$(BIN)/python -m pytest -m 'not full and not slow' $(SIDE_BY_SIDE) $(ARGS)
 
-# The eighth of the tests that takes two thirds of the time: whole programs, crashes, measurements of memory.
+# The seventh of the tests that takes most of the time: whole programs, crashes, measurements of memory.
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not full' $(SIDE_BY_SIDE) $(ARGS)
 

@@ -28,7 +28,7 @@ from ..operations.test_pinned_checkpoints import until
 from ..real import ALICE, BOB, MODEL, Run, Server, running_server, server_config, started_dispatch
 from ..runs.test_drafts import EAGLE, create_draft, create_policy, kill_worker, saved_policy
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 LOSS = {"loss_fn": "eagle3", "loss_fn_config": {"ttt_length": 3}}
 NO_CAPTURE = {"capture_for": None}

@@ -35,6 +35,8 @@ from .training import (
 )
 from .watched_worker import WATCHED
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 
 
@@ -191,7 +193,6 @@ def results_before_a_step(where: Layout, learning_rate: float) -> list[bytes]:
     ]
 
 
-@pytest.mark.slow
 def test_checkpoints_resume_under_the_layout_and_on_one_rank(
     alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
 ) -> None:
@@ -297,7 +298,6 @@ def one_step(where: Layout, rule: str) -> StepResult:
 BATCHES = ((1,), (3,), (40,), (2, 1), (1, 1, 1), (60, 1, 1, 1, 1), (7, 30, 2, 19, 5, 11, 3, 24, 1))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("most_tokens", [16, 4096])
 def test_batches_of_any_size_keep_order_and_use_equal_micro_batch_counts(
     most_tokens: int, alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
@@ -427,7 +427,6 @@ TROUBLE = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "trouble"), TROUBLE, ids=str)
 def test_error_in_a_pass_of_one_rank_fails_or_ends_all_ranks(
     case: Case, trouble: str, tiny_models: dict[str, Path], tmp_path: Path

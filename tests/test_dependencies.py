@@ -31,6 +31,7 @@ BROUGHT = {
     "werkzeug": "flask",
     "requests": "moto",
     "packaging": "pytest",
+    "triton": "torch",
 }
 # Installed in separate environments.
 ELSEWHERE = {"datasets", "trl", "vllm", "__main__"}

@@ -190,7 +190,7 @@ class Trunk:
         """Runs one token of sequences that have CACHED. rows: of each adapter."""
         num_rows = sum(rows)
         plan = self._lora.plan(self._segments(rows, ranks, mlp) if ranks else [])
-        tensors = SlotTensors(SHAPE["num_hidden_layers"], CACHED + 1)
+        tensors = SlotTensors(CACHED + 1)
         tensors.resize(num_rows)
         tokens, lengths, slots = _tokens(num_rows), torch.full((num_rows,), CACHED), torch.arange(num_rows)
         alone = PrefixGroups(slots, torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))

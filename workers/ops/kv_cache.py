@@ -3,7 +3,7 @@
 Slots are contiguous, so that a decode step reads them in place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,11 +41,11 @@ class SlotTensors:
     which may be non-finite (0 * NaN is NaN, so a mask alone would not keep it out).
     """
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_slots = 0
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
         self._reading: dict[int, CacheViews] = {}
         self._read = (0, 0)
 
@@ -68,17 +68,18 @@ class SlotTensors:
 
         They are allocated at first use, for keys like `like` [tokens, kv_heads, head_dim].
         """
-        keys, values = self._keys[layer], self._values[layer]
-        if keys is None or values is None:
+        keys = self._keys.get(layer)
+        if keys is None:
             kv_heads, head_dim = like.shape[-2:]
             shape = self.num_slots, kv_heads, self.capacity, head_dim
-            keys, values = like.new_zeros(shape), like.new_zeros(shape)
-            self._keys[layer], self._values[layer] = keys, values
-        return keys, values
+            keys = self._keys[layer] = like.new_zeros(shape)
+            self._values[layer] = like.new_zeros(shape)
+        return keys, self._values[layer]
 
-    def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Returns keys and values of every layer; empty before the first forward pass."""
-        return [(k, v) for k, v in zip(self._keys, self._values, strict=True) if k is not None and v is not None]
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors of all layers; none before the first forward pass."""
+        for of_layers in (self._keys, self._values):
+            yield from of_layers.values()
 
     def resize(self, num_slots: int) -> None:
         """Changes the number of slots, and keeps the first ones.
@@ -88,26 +89,29 @@ class SlotTensors:
         kept = min(num_slots, self.num_slots)
         self._reading = {}
         for of_layers in (self._keys, self._values):
-            for layer, old in enumerate(of_layers):
-                if old is not None:
-                    larger = of_layers[layer] = old.new_zeros(num_slots, *old.shape[1:])
-                    larger[:kept] = old[:kept]
+            for layer, old in of_layers.items():
+                resized = of_layers[layer] = old.new_zeros(num_slots, *old.shape[1:])
+                resized[:kept] = old[:kept]
         self.num_slots = num_slots
 
     def copy_slot(self, slot: int, target: "SlotTensors", target_slot: int) -> None:
         """Copies as many tokens as both slots can hold, and clears the rest of the target."""
         length = min(self.capacity, target.capacity)
-        for layer, (keys, values) in enumerate(self.layers()):
-            for mine, other in zip((keys, values), target.of_layer(layer, keys[0].transpose(0, 1)), strict=True):
+        for layer, keys in self._keys.items():
+            own = keys, self._values[layer]
+            for mine, other in zip(own, target.of_layer(layer, keys[0].transpose(0, 1)), strict=True):
                 other[target_slot, :, :length] = mine[slot, :, :length]
                 other[target_slot, :, length:] = 0
 
-    def copies(self, slot: int, tokens: slice) -> list[tuple[Tensor, Tensor]]:
+    def copies(self, slot: int, tokens: slice) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Returns copies of each layer's keys and values [kv_heads, tokens, head_dim]."""
-        return [(keys[slot, :, tokens].clone(), values[slot, :, tokens].clone()) for keys, values in self.layers()]
+        return {
+            layer: (keys[slot, :, tokens].clone(), self._values[layer][slot, :, tokens].clone())
+            for layer, keys in self._keys.items()
+        }
 
     def num_bytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers())
+        return sum(each.nbytes for each in self.tensors())
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ class KVCacheFull(OperationError):
 
     def __init__(self, sequence: SequenceState, length: int, cache: KVCache) -> None:
         super().__init__(
-            f"a sequence of {length} tokens needs {length * cache.bytes_per_token} bytes of key/value cache, more than"
+            f"a sequence of {length} tokens needs {cache.size.bytes_of(length)} bytes of key/value cache, more than"
             f" kv_cache_bytes {cache.budget_bytes}: lower max_tokens, shorten the prompt or start the server with a"
             " larger --kv-cache-bytes"
         )

@@ -54,7 +54,7 @@ class Drafted:
     sequences: Sequence[TargetSequence]
     later: int = 0
     states: type[TargetStates] = TargetStates
-    tensors: SlotTensors = field(default_factory=lambda: SlotTensors(2, 32))
+    tensors: SlotTensors = field(default_factory=lambda: SlotTensors(32))
 
     def __post_init__(self) -> None:
         self.network = self.case.network(self.case.parameters)

@@ -21,7 +21,7 @@ SHORTER = [length - 1 for length in LENGTHS]
 
 
 def new_slot_tensors(num_slots: int = 6, capacity: int = 16) -> SlotTensors:
-    tensors = SlotTensors(num_layers=1, capacity=capacity)
+    tensors = SlotTensors(capacity)
     tensors.resize(num_slots)
     return tensors
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from ...models.model import BaseModel
 from ...ops.kv_cache import SlotTensors
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, WorkerConfig
+from ...shapes.cache_size import CacheSize
 from ..requests.jobs import SequenceState
 from .cache_budget import CacheBudget
+from .config_size import size_of_config
 from .prefix_cache import BLOCK, BlockRange, PrefixCache, restore
 
 # Slots hold this many tokens or a larger power of two; from _FINE on also the lengths half way between these.
@@ -54,26 +55,14 @@ class CacheSlot:
 class KVCache:
     """The slots and the prefix cache of one model.
 
+    size: of a sequence.
     budget: bounds used slots, free slots and prefixes, together with other caches that joined it.
-    num_ranks: ranks that share the heads.
     num_ahead: see PrefixCache.
     num_moves: how often a sequence has moved because another one, perhaps of another sampler, left its slot.
     """
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        bytes_per_value: int,
-        budget: CacheBudget,
-        num_ranks: int = 1,
-        num_ahead: int = 0,
-    ) -> None:
-        heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self._numbers_per_token = 2 * kv_heads * head_dim // num_ranks  # in one layer
-        self.bytes_per_token = self._numbers_per_token * self._num_layers * bytes_per_value
-        self.budget = budget
+    def __init__(self, size: CacheSize, budget: CacheBudget, num_ahead: int = 0) -> None:
+        self.size, self.budget = size, budget
         self.num_moves = 0
         self._num_ahead = num_ahead
         self.prefixes = PrefixCache(budget.clock, num_ahead)
@@ -84,7 +73,7 @@ class KVCache:
     @staticmethod
     def of(base: BaseModel, config: WorkerConfig) -> "KVCache":
         budget = CacheBudget(config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
-        return KVCache(base.config, base.dtype.itemsize, budget, base.spec.tp_size_of("self_attn"))
+        return KVCache(size_of_config(base.config, base.dtype.itemsize, base.spec.tp_size_of("self_attn")), budget)
 
     @property
     def budget_bytes(self) -> int:
@@ -102,17 +91,16 @@ class KVCache:
 
     def values_per_layer(self) -> int:
         """Returns how many numbers one layer has in the slots in use."""
-        return self._numbers_per_token * self.held_bytes() // self.bytes_per_token
+        num_tokens = sum(len(pool.occupants) * pool.tensors.capacity for pool in self._pools.values())
+        return num_tokens * self.size.values_per_token
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields all keys and values. Empty pools are freed first; the others are not shrunk, which may need memory."""
+        """Yields all tensors. Empty pools are freed first; the others are not shrunk, which may need memory."""
         for pool in self._pools.values():
             if not pool.occupants:
                 pool.tensors.resize(0)
-            for keys, values in pool.tensors.layers():
-                yield from (keys, values)
-        for keys, values in self.prefixes.layers():
-            yield from (keys, values)
+            yield from pool.tensors.tensors()
+        yield from self.prefixes.tensors()
 
     def clear(self) -> None:
         self.prefixes = PrefixCache(self.budget.clock, self._num_ahead)
@@ -121,11 +109,11 @@ class KVCache:
 
     def num_bytes_for(self, length: int) -> int:
         """Returns the bytes of a slot for `length` tokens; more than the budget if no slot can be so long."""
-        return max(length, self._capacity(length)) * self.bytes_per_token
+        return self.size.bytes_of(max(length, self._capacity(length)))
 
     def fits_alone(self, length: int) -> bool:
         """True if a sequence of `length` tokens fits into an otherwise empty cache."""
-        return length <= self.budget_bytes // self.bytes_per_token
+        return length <= self.size.longest_within(self.budget_bytes)
 
     def slot_of(self, sequence: SequenceState) -> CacheSlot | None:
         return self._slots.get(sequence)
@@ -189,7 +177,7 @@ class KVCache:
         """
         known = self.prefixes.find(weight_version, tokens, len(tokens))
         first, digests = self.prefixes.missing(weight_version, tokens)
-        num_bytes = len(digests) * BLOCK * self.bytes_per_token
+        num_bytes = len(digests) * BLOCK * self.size.bytes_per_token
         if not digests or num_bytes > self.budget_bytes // 2:
             return
         if self.budget.free_bytes() < num_bytes and 2 * (self.slot_bytes() - self.held_bytes()) > self.budget_bytes:
@@ -224,7 +212,7 @@ class KVCache:
     def _pool_for(self, length: int) -> SlotPool:
         capacity = self._capacity(length)
         if capacity not in self._pools:
-            self._pools[capacity] = SlotPool(SlotTensors(self._num_layers, capacity))
+            self._pools[capacity] = SlotPool(SlotTensors(capacity))
         return self._pools[capacity]
 
     def _capacity(self, length: int) -> int:
@@ -234,7 +222,7 @@ class KVCache:
             capacity *= 2
         if capacity > _FINE and length <= capacity * 3 // 4:
             capacity = capacity * 3 // 4
-        return min(capacity, self.budget_bytes // self.bytes_per_token)
+        return min(capacity, self.size.longest_within(self.budget_bytes))
 
     def _add_slots(self, pool: SlotPool) -> bool:
         """Doubles the pool if there is room; else drops prefixes and frees unused slots to add some."""
@@ -253,4 +241,4 @@ class KVCache:
 
     def _bytes(self, pool: SlotPool) -> int:
         """Returns the bytes of one slot."""
-        return pool.tensors.capacity * self.bytes_per_token
+        return self.size.bytes_of(pool.tensors.capacity)

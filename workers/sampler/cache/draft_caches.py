@@ -6,6 +6,7 @@ from ...drafts.draft_model import DraftModel
 from ...models.model import BaseModel
 from .cache import KVCache
 from .cache_budget import CacheBudget
+from .config_size import size_of_config
 
 
 class DraftCaches:
@@ -18,7 +19,8 @@ class DraftCaches:
     def of(self, draft: DraftModel) -> KVCache:
         """Returns the draft's cache. A token's entry depends on the next token too (num_ahead in PrefixCache)."""
         if draft not in self._caches:
-            self._caches[draft] = KVCache(draft.shape.config, self._bytes_per_value, self._budget, num_ahead=1)
+            size = size_of_config(draft.shape.config, self._bytes_per_value)
+            self._caches[draft] = KVCache(size, self._budget, num_ahead=1)
         return self._caches[draft]
 
     def clear(self) -> None:

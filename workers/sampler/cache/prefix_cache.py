@@ -5,7 +5,7 @@ stored together are dropped together.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
@@ -20,14 +20,18 @@ BLOCK = 32
 
 @dataclass(frozen=True, eq=False)
 class StoredBlocks:
-    """Consecutive blocks. layers: keys and values, [kv_heads, blocks * BLOCK, head_dim]."""
+    """Consecutive blocks. layers: keys and values by layer, [kv_heads, blocks * BLOCK, head_dim]."""
 
     digests: Sequence[bytes]
-    layers: Sequence[tuple[Tensor, Tensor]]
+    layers: Mapping[int, tuple[Tensor, Tensor]]
+
+    def tensors(self) -> Iterator[Tensor]:
+        for keys_and_values in self.layers.values():
+            yield from keys_and_values
 
     @property
     def num_bytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+        return sum(each.nbytes for each in self.tensors())
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,9 @@ class PrefixCache:
         self._stored: OrderedDict[StoredBlocks, int] = OrderedDict()
         self._places: dict[bytes, tuple[StoredBlocks, int]] = {}
 
-    def layers(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def tensors(self) -> Iterator[Tensor]:
         for stored in self._stored:
-            yield from stored.layers
+            yield from stored.tensors()
 
     def find(self, weight_version: int, tokens: np.ndarray, most: int) -> list[BlockRange]:
         """Returns the longest cached prefix of `tokens`, at most `most` tokens long.
@@ -139,7 +143,7 @@ def truncate(block_ranges: Sequence[BlockRange], num_tokens: int) -> list[BlockR
 
 def restore(block_ranges: Sequence[BlockRange], tensors: SlotTensors, slot: int) -> None:
     """Copies the blocks to the start of the slot, and clears the rest of it."""
-    for layer, (first_keys, _) in enumerate(block_ranges[0].stored.layers):
+    for layer, (first_keys, _) in block_ranges[0].stored.layers.items():
         for kind, cached in enumerate(tensors.of_layer(layer, first_keys.transpose(0, 1))):
             stop = 0
             for block_range in block_ranges:

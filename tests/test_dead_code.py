@@ -54,6 +54,7 @@ TESTS_USED_ELSEWHERE = {
     "tests/server/serving/test_connections.py": "should_exit",
     "tests/server/text/test_tokenizer.py": "post_processor",
     "tests/workers/drafts/case.py": "grad_dtype",
+    "tests/workers/ops/test_attention.py": "grad_dtype",
 }
 
 

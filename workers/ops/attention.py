@@ -4,7 +4,6 @@ A forward pass runs one packed row [1, tokens]; `Packing` says which tokens belo
 attention row, so a NaN in one cannot reach another.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from ..shapes.windows import queries_of_mask
+from .attention_kind import AttentionKind, Sinks
+from .chunked_attention import attend_in_chunks, gradients_in_chunks
 
 ATTENTION = "trainhouse_packed"
 
@@ -61,7 +61,7 @@ class AttendingPacking(Protocol):
         """Tokens of the longest sequence, including those in the cache."""
         ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: "AttentionKind") -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Computes the function `attend`, and stores the keys and values."""
         ...
 
@@ -78,54 +78,6 @@ def pack_lengths(lengths: list[int]) -> tuple[SequenceGroup, ...]:
             groups.append(SequenceGroup(start, 1, length))
         start += length
     return tuple(groups)
-
-
-@dataclass(frozen=True)
-class AttentionKind:
-    """Holds what differs between the attention of layers.
-
-    layer: its index, in the cache too. window: how many tokens a token sees, itself included; None for all before it.
-    """
-
-    layer: int
-    scaling: float
-    window: int | None = None
-
-    def query_blocks(self, length: int, device: torch.device, dtype: torch.dtype) -> Iterator["QueryBlock"]:
-        """Yields one view if causal attention is enough for this length, else one per block of queries."""
-        window = self.window
-        if not window or window >= length:
-            yield QueryBlock(slice(0, length), slice(0, length), None)
-            return
-        step = min(queries_of_mask(window), length)
-        mask = _window_mask(window, step, device, dtype)
-        for start in range(0, length, step):
-            stop, before = min(start + step, length), min(start, window - 1)
-            first = window - 1 - before
-            keys = slice(start - before, stop)
-            yield QueryBlock(slice(start, stop), keys, mask[: stop - start, first : first + stop - start + before])
-
-
-@dataclass(frozen=True)
-class QueryBlock:
-    """The keys that some queries of a sequence see.
-
-    mask: added to the scores, [queries, keys]; None for causal attention.
-    """
-
-    queries: slice
-    keys: slice
-    mask: Tensor | None
-
-
-def _window_mask(window: int, num_queries: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns the mask [queries, queries + window - 1] of consecutive queries.
-
-    The first query sees the first `window` keys.
-    """
-    shape = num_queries, num_queries + window - 1
-    seen = torch.ones(shape, dtype=torch.bool, device=device).tril_(window - 1).triu_()
-    return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(seen.logical_not_(), float("-inf"))
 
 
 def packed_attention(
@@ -149,7 +101,9 @@ def packed_attention(
     assert isinstance(layer, int)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window: Any = options["sliding_window"] if "sliding_window" in options else window_in_mask(module)
-    return attend(q, k, v, packing, AttentionKind(layer, scaling, window)).unsqueeze(0), None
+    sinks: Any = options.get("s_aux")
+    kind = AttentionKind(layer, scaling, window, None if sinks is None else Sinks(sinks))
+    return attend(q, k, v, packing, kind).unsqueeze(0), None
 
 
 def window_in_mask(module: Any) -> int | None:
@@ -169,14 +123,14 @@ def attend(
     """
     if not isinstance(packing, Packing):
         return packing.attend(query, key, value, kind)
-    if query.device.type == "cpu":
-        if torch.is_grad_enabled():
-            return _FlashOnCpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
-        return _flash_on_cpu(query, key, value, packing, kind)[0]
     if fits_flash_on_gpu(query):
         if torch.is_grad_enabled():
             return _FlashOnGpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
         return flash_on_gpu(query, key, value, packing, kind)[0]
+    if query.is_cpu or kind.sinks is not None:
+        if torch.is_grad_enabled():
+            return _ByGroup.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
+        return _by_group(query, key, value, packing, kind)[0]
     return join_groups([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
 
 
@@ -223,7 +177,7 @@ def flash_on_gpu(
     """Attends all sequences in one kernel. Calls aten: torch's varlen_attn takes four times as long to launch it.
 
     Returns:
-        the output, and the log-sum-exp of the scores, float32 [heads, tokens].
+        the output, and the log-sum-exp of the scores and sinks, float32 [heads, tokens].
     """
     bounds, longest = packing.bounds(query.device), packing.longest
     return flash_of_last_queries(query, key, value, (bounds, bounds), (longest, longest), kind)
@@ -249,7 +203,7 @@ def flash_of_last_queries(
     out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, *bounds, *longest, 0.0, is_causal and not kind.window, False, scale=kind.scaling, **window
     )
-    return out, log_sums
+    return out, log_sums if kind.sinks is None else kind.sinks.join(out.transpose(0, 1), log_sums)
 
 
 def flash_gradients_on_gpu(
@@ -302,30 +256,46 @@ class _FlashOnGpu(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sums = ctx.saved_tensors
         gradients = flash_gradients_on_gpu(grads[0], query, key, value, out, log_sums, ctx.packing, ctx.kind)
+        if ctx.kind.sinks is not None:
+            ctx.kind.sinks.add_gradient(grads[0].transpose(0, 1), out.transpose(0, 1), log_sums)
         return *gradients, None, None
 
 
-def _flash_on_cpu(
+def _by_group(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns the attention output, and each group's log-sum-exp of the scores, which backward needs."""
+    """Returns the attention output, and each group's log-sum-exp of the scores and sinks, which backward needs."""
     outs, log_sums = [], []
     for group in packing.groups:
         q, k, v = (rows_by_group(x, group) for x in (query, key, value))
-        out, log_sum = flash_on_cpu(q, k, v, kind)
+        out, log_sum = attend_group(q, k, v, kind)
         outs.append(out)
         log_sums.append(log_sum)
     return join_groups(outs), log_sums
 
 
-def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
-    """Attends sequences of one length.
+def attend_group(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
+    """Attends sequences of one length, where there is no flash attention for all lengths at once.
 
     Args:
         query: [count, heads, length, head_dim]; key and value have kv_heads.
     Returns:
-        the output, and the log-sum-exp of the scores, float32 [count, heads, length].
+        the output, and the log-sum-exp of the scores and sinks, float32 [count, heads, length].
     """
+    out, log_sums = (flash_on_cpu if query.is_cpu else attend_in_chunks)(query, key, value, kind)
+    return out, log_sums if kind.sinks is None else kind.sinks.join(out, log_sums)
+
+
+def group_gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, kind: AttentionKind
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of query, key and value of `attend_group`, given its results."""
+    gradients = flash_gradients_on_cpu if query.is_cpu else gradients_in_chunks
+    return gradients(grad, query, key, value, out, log_sums, kind)
+
+
+def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
+    """Computes `attend_group` without sinks by torch's kernel for the CPU."""
     flash, parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
     for view in kind.query_blocks(query.shape[2], query.device, query.dtype):
         q, k, v = query[:, :, view.queries], key[:, :, view.keys], value[:, :, view.keys]
@@ -334,6 +304,26 @@ def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind)
         return parts[0]
     outs, log_sums = zip(*parts, strict=True)
     return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
+
+
+def attend_last_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: AttentionKind) -> Tensor:
+    """Returns the attention output of the last tokens of sequences, where flash attention on a GPU does not apply.
+
+    Args:
+        query: [count, heads, queries, head_dim]; key and value are [count, kv_heads, tokens, head_dim].
+        mask: added to the scores, [queries, tokens]; None if queries see all tokens.
+    """
+    if kind.sinks is None:
+        gqa = query.shape[1] != key.shape[1]
+        return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=kind.scaling, enable_gqa=gqa)
+    if query.is_cpu:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sums = flash(query, key, value, 0.0, False, attn_mask=mask, scale=kind.scaling)
+    else:
+        assert mask is not None
+        out, log_sums = attend_in_chunks(query, key, value, kind)
+    kind.sinks.join(out, log_sums)
+    return out
 
 
 def flash_gradients_on_cpu(
@@ -358,12 +348,12 @@ def flash_gradients_on_cpu(
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-class _FlashOnCpu(torch.autograd.Function):
-    """Runs torch's CPU kernels over the groups; autograd would create a zero tensor of all tokens for each group."""
+class _ByGroup(torch.autograd.Function):
+    """Runs the groups one after the other; autograd would create a zero tensor of all tokens for each group."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
-        out, log_sums = _flash_on_cpu(query, key, value, packing, kind)
+        out, log_sums = _by_group(query, key, value, packing, kind)
         ctx.save_for_backward(query, key, value, out, *log_sums)
         ctx.packing, ctx.kind = packing, kind
         return out
@@ -375,7 +365,9 @@ class _FlashOnCpu(torch.autograd.Function):
         parts = []
         for group, log_sum in zip(ctx.packing.groups, log_sums, strict=True):
             g, q, k, v, o = (rows_by_group(x, group) for x in (grad, query, key, value, out))
-            parts.append(flash_gradients_on_cpu(g, q, k, v, o, log_sum, ctx.kind))
+            parts.append(group_gradients(g, q, k, v, o, log_sum, ctx.kind))
+            if ctx.kind.sinks is not None:
+                ctx.kind.sinks.add_gradient(g, o, log_sum)
         gradients = [join_groups(list(of_groups)) for of_groups in zip(*parts, strict=True)]
         return (*gradients, None, None)
 

@@ -113,7 +113,7 @@ void swiglu(float *out, const float *gate, const float *up, int64_t stride, int6
 #define TILE 64
 
 /* A query in progress: over the keys so far, the largest score, the sum of exp(score - largest), and the values [size]
- * weighted by exp(score - largest). */
+ * weighted by exp(score - largest). A sink is a first score without a value. */
 struct query {
     const float *vector;
     float *weighed, largest, sum;
@@ -204,7 +204,8 @@ static inline void see(struct query *query, const float *keys, const float *valu
 }
 
 /* A decode step: one new token for each of many sequences. Its key and value are stored after the lengths[row] tokens in
- * slot slots[row], and its query sees them and itself, or the last `window` of them if that is not 0.
+ * slot slots[row], and its query sees them and itself, or the last `window` of them if that is not 0. sinks is [heads],
+ * or NULL if there are none.
  *
  * query and out are [rows, heads, size], key and value [rows, kv_heads, size], each with its stride between rows; out is
  * contiguous. keys and values are [slots, kv_heads, capacity, size].
@@ -214,8 +215,8 @@ static inline void see(struct query *query, const float *keys, const float *valu
  * of memory.
  */
 int decode_attention(float *out, const float *query, int64_t query_stride, const float *key, int64_t key_stride,
-                const float *value, int64_t value_stride, float *keys, float *values, const int64_t *slots,
-                const int64_t *lengths, const int64_t *order, const int64_t *bounds, const int64_t *shared,
+                const float *value, int64_t value_stride, float *keys, float *values, const float *sinks,
+                const int64_t *slots, const int64_t *lengths, const int64_t *order, const int64_t *bounds, const int64_t *shared,
                 int64_t groups, int64_t heads, int64_t kv_heads, int64_t size, int64_t capacity, int64_t window,
                 float scaling, int threads) {
     int64_t per_row = heads / kv_heads;
@@ -233,8 +234,10 @@ int decode_attention(float *out, const float *query, int64_t query_stride, const
                 continue;
             }
             for (int64_t q = 0; q < num; q++) {
-                int64_t head = members[q / per_row] * query_stride + (kv_head * per_row + q % per_row) * size;
-                queries[q] = (struct query){query + head, weighed + q * size, -INFINITY, 0.0f};
+                int64_t head = kv_head * per_row + q % per_row;
+                const float *vector = query + members[q / per_row] * query_stride + head * size;
+                queries[q] = (struct query){vector, weighed + q * size, sinks == NULL ? -INFINITY : sinks[head],
+                                            sinks == NULL ? 0.0f : 1.0f};
             }
             int64_t common = window || num_rows == 1 ? 0 : shared[group] / TILE * TILE;
             int64_t first = (slots[members[0]] * kv_heads + kv_head) * capacity * size;

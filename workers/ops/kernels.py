@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .attention_kind import AttentionKind
+
 if TYPE_CHECKING:
     from .triton_kernels import TritonKernels
 
@@ -32,7 +34,7 @@ _ARGUMENTS = {
     "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2],
     "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 3],
     "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3],
-    "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 7, *[_SIZE] * 6, _FLOAT, _INT],
+    "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 8, *[_SIZE] * 6, _FLOAT, _INT],
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
 }
 
@@ -116,8 +118,7 @@ class Kernels:
         slots: Tensor,
         lengths: Tensor,
         groups: PrefixGroups,
-        window: int | None,
-        scaling: float,
+        kind: AttentionKind,
         num_threads: int,
     ) -> Tensor:
         """Runs the attention of a decode step, and stores the new keys and values. Returns the query's shape.
@@ -132,10 +133,10 @@ class Kernels:
         query, key, value, out = with_rows(query), with_rows(key), with_rows(value), query.new_empty(query.shape)
         new = (part for tensor in (query, key, value) for part in (tensor.data_ptr(), tensor.stride(0)))
         where = (tensor.data_ptr() for tensor in (slots, lengths, groups.order, groups.bounds, groups.num_shared))
-        sizes = len(groups.num_shared), query.shape[1], key.shape[1], query.shape[2], keys.shape[2], window or 0
-        failed = self._library.decode_attention(
-            out.data_ptr(), *new, keys.data_ptr(), values.data_ptr(), *where, *sizes, scaling, num_threads
-        )
+        sizes = len(groups.num_shared), query.shape[1], key.shape[1], query.shape[2], keys.shape[2], kind.window or 0
+        sinks = None if kind.sinks is None else kind.sinks.scores
+        cache = keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()
+        failed = self._library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, kind.scaling, num_threads)
         if failed:
             raise MemoryError(f"attention of {query.shape[0]} rows: no memory for its sums")
         return out

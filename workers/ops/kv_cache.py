@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .attention import AttentionKind, Packing, attend, fits_flash_on_gpu, flash_of_last_queries
+from .attention import (
+    AttentionKind,
+    Packing,
+    attend,
+    attend_last_tokens,
+    fits_flash_on_gpu,
+    flash_of_last_queries,
+)
 from .kernels import PrefixGroups, kernels_for, triton_kernels_for
 
 # The span of views is rounded up to a multiple of this, so that not every step needs new views.
@@ -153,10 +160,10 @@ class DecodeStep:
         if kernels is not None:
             cached = *self.tensors.of_layer(kind.layer, key), self.slots, self.lengths, self.groups
             num_threads = self.num_threads if self.span * key.numel() > _WORTH_THREADS else 1
-            return kernels.decode_attention(query, key, value, *cached, kind.window, kind.scaling, num_threads)
+            return kernels.decode_attention(query, key, value, *cached, kind, num_threads)
         if (triton := triton_kernels_for(key)) is not None:
             cached = *self.tensors.of_layer(kind.layer, key), self.slots, self.lengths, self.span
-            return triton.decode_attention(query, key, value, *cached, kind.window, kind.scaling)
+            return triton.decode_attention(query, key, value, *cached, kind)
         reading = self.tensors.views(kind.layer, key, self.num_slots, self.span)
         reading.keys[self.slots, :, self.lengths] = key
         reading.values[self.slots, :, self.lengths] = value
@@ -164,7 +171,7 @@ class DecodeStep:
             # By slot: moving the few queries is cheap, gathering the cache is not.
             query = query.new_zeros(self.num_slots, *query.shape[1:]).index_copy_(0, self.slots, query)
         hidden = self._mask(kind.window, reading.first_keys.shape[-1], key.shape[1], query.dtype)
-        out = _attend_once(query, reading, hidden, kind.scaling)
+        out = _attend_once(query, reading, hidden, kind)
         return out if self.in_order else out[self.slots]
 
     def _mask(self, window: int | None, span: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -213,13 +220,10 @@ class ContinuationChunk:
                 query[self.start : self.stop], *own, bounds, longest, kind, is_causal=self.is_causal
             )[0]
         q = query[self.start : self.stop].transpose(0, 1).unsqueeze(0)
-        k, v = keys[self.slot, None, :, :length], values[self.slot, None, :, :length]
+        k, v = keys[self.slot, None, :, :length].contiguous(), values[self.slot, None, :, :length]
         if kind.window not in self._masks:
             self._masks[kind.window] = self._mask(length, kind.window, q) if self.is_causal else None
-        mask = self._masks[kind.window]
-        gqa = q.shape[1] != k.shape[1]
-        out = scaled_dot_product_attention(q, k.contiguous(), v, attn_mask=mask, scale=kind.scaling, enable_gqa=gqa)
-        return out[0].transpose(0, 1)
+        return attend_last_tokens(q, k, v, self._masks[kind.window], kind)[0].transpose(0, 1)
 
     def _bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the bounds of queries and of keys for flash attention, computed once for all layers."""
@@ -299,21 +303,31 @@ class CachedRow:
         return out
 
 
-def _attend_once(q: Tensor, reading: CacheViews, mask: Tensor, scaling: float) -> Tensor:
+def _attend_once(q: Tensor, reading: CacheViews, mask: Tensor, kind: AttentionKind) -> Tensor:
     """Returns the attention output, of the shape of q [n, heads, head_dim]. mask: [n * kv_heads, 1, span].
 
     In float32 plain products take half the time of torch's fused kernel on the CPU; in lower precision they would round
     the scores.
     """
-    num_rows, num_heads, head_dim = q.shape
     if q.dtype == torch.float32:
-        grouped = q.reshape(mask.shape[0], -1, head_dim)
-        scores = torch.baddbmm(mask, grouped, reading.first_keys, alpha=scaling)
-        return torch.bmm(torch.softmax(scores, dim=-1), reading.first_values).view(q.shape)
-    kv_heads = mask.shape[0] // num_rows
+        return _attend_by_products(q, reading.first_keys, reading.first_values, mask, kind)
+    if kind.sinks is not None:
+        # Torch's fused kernel does not return the sum of its weights.
+        keys, values = reading.first_keys.float(), reading.first_values.float()
+        return _attend_by_products(q.float(), keys, values, mask.float(), kind).to(q.dtype)
+    (num_rows, num_heads, _), kv_heads = q.shape, mask.shape[0] // q.shape[0]
     k = reading.first_keys.transpose(1, 2).unflatten(0, (-1, kv_heads))
     v = reading.first_values.unflatten(0, (-1, kv_heads))
     # The heads that share keys become queries of one head: fused kernels take no mask together with shared heads.
     mask = mask.unflatten(0, (-1, kv_heads))[:, :1].expand(-1, 1, num_heads // kv_heads, -1)
-    grouped = q.view(num_rows, kv_heads, -1, head_dim)
-    return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scaling).reshape(q.shape)
+    grouped = q.view(num_rows, kv_heads, -1, q.shape[-1])
+    return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=kind.scaling).reshape(q.shape)
+
+
+def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
+    grouped = q.reshape(mask.shape[0], -1, q.shape[-1])
+    scores = torch.baddbmm(mask, grouped, keys, alpha=kind.scaling)
+    out = torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
+    if kind.sinks is not None:
+        kind.sinks.join(out.unsqueeze(2), scores.logsumexp(-1).view(*q.shape[:2], 1))
+    return out

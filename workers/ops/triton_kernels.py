@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention_kind import AttentionKind
 from .kernels import with_rows
 
 # A program of attention reads this many bytes of keys at a time: three such tiles of keys and of values fit into the
@@ -142,8 +143,7 @@ class TritonKernels:
         slots: Tensor,
         lengths: Tensor,
         span: int,
-        window: int | None,
-        scaling: float,
+        kind: AttentionKind,
     ) -> Tensor:
         """Runs the attention of a decode step, and stores the new keys and values. Returns the query's shape.
 
@@ -157,7 +157,7 @@ class TritonKernels:
         """
         query, key, value = with_rows(query), with_rows(key), with_rows(value)
         (rows, heads, size), kv_heads, capacity = query.shape, key.shape[1], keys.shape[2]
-        parts = _num_parts(rows * kv_heads, min(span, window or span))
+        parts = _num_parts(rows * kv_heads, min(span, kind.window or span))
         out = query.new_empty(query.shape)
         sums = out if parts == 1 else query.new_empty(parts, rows, heads, size + 2, dtype=torch.float32)
         # A product of matrices takes at least 16 rows and columns.
@@ -166,8 +166,10 @@ class TritonKernels:
         _launch(
             _decode_attention,
             (rows, kv_heads, parts),
-            *(out, sums, query, key, value, keys, values, slots, lengths, scaling),
-            *(query.stride(0), key.stride(0), value.stride(0), rows, heads, kv_heads, capacity, size, window or 0),
+            *(out, sums, query, key, value, keys, values, slots, lengths),
+            *(lengths if kind.sinks is None else kind.sinks.scores, kind.scaling),
+            *(query.stride(0), key.stride(0), value.stride(0), rows, heads, kv_heads, capacity, size, kind.window or 0),
+            SINKS=kind.sinks is not None,
             DIVIDED=parts > 1,
             KEYS=num_keys,
             GROUP=group,
@@ -357,11 +359,12 @@ def _gate_gradient(
 # Numbers that differ from step to step; for each new multiple of 16 among them, Triton would compile another kernel.
 @triton.jit(do_not_specialize=["rows", "capacity", "window"])
 def _decode_attention(
-    out, sums, query, key, value, keys, values, slots, lengths, scaling, query_stride, key_stride, value_stride,
+    out, sums, query, key, value, keys, values, slots, lengths, sinks, scaling, query_stride, key_stride, value_stride,
     rows, heads, kv_heads, capacity, size, window,
-    DIVIDED: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    SINKS: tl.constexpr, DIVIDED: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attends one row's queries of one key head to a part of its keys; the first part has the new key too.
+    """Attends one row's queries of one key head to a part of its keys; the first part has the new key too,
+    and the sinks, float32 [heads], if there are any.
 
     sums: of each part, float32 [parts, rows, heads, size + 2]: the weighted sum of values, the greatest score, and the
     sum of weights.
@@ -387,6 +390,13 @@ def _decode_attention(
         greatest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scaling
         total += 1.0
         acc += new_value.to(tl.float32)[None, :]
+        if SINKS:
+            sink = tl.load(sinks + head, in_group, 0.0)
+            highest = tl.maximum(greatest, sink)
+            total = tl.exp(greatest - highest)
+            acc *= total[:, None]
+            total += tl.exp(sink - highest)
+            greatest = highest
 
     first = tl.maximum(length + 1 - window, 0) if window > 0 else length * 0
     each = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), KEYS) * KEYS

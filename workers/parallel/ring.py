@@ -61,10 +61,10 @@ class Ring:
         return min(self.size, kind.window or self.size)
 
     def kind_of_step(self, step: int, kind: AttentionKind) -> AttentionKind:
-        """Returns the kind with its window counted in tokens of the stripe that is `step` before this rank's."""
-        if not kind.window:
-            return kind
-        return replace(kind, window=(kind.window - 1 - step) // self.size + 1)
+        """Returns the kind without sinks, which all stripes share, and with its window counted in tokens of the stripe
+        that is `step` before this rank's."""
+        window = (kind.window - 1 - step) // self.size + 1 if kind.window else None
+        return replace(kind, window=window, sinks=None)
 
     def block(self, step: int, device: torch.device) -> RingBlock | None:
         """Returns the pairs for the stripe that is `step` before this rank's, None if no query sees anything of it."""
@@ -120,7 +120,10 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *attended = ctx.saved_tensors
-        return *_backward(grads[0], query, key, value, PartialAttention(*attended), ctx.ring, ctx.kind), None, None
+        (grad,), whole, sinks = grads, PartialAttention(*attended), ctx.kind.sinks
+        if sinks is not None:
+            sinks.add_gradient(grad.transpose(0, 1), whole.out.transpose(0, 1), whole.log_sum_exps.t())
+        return *_backward(grad, query, key, value, whole, ctx.ring, ctx.kind), None, None
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: AttentionKind) -> PartialAttention:
@@ -137,6 +140,8 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: Attent
             of_block = attend_part(query[block.queries], keys, values, block.packing, ring.kind_of_step(step, kind))
             _join(out, log_sums, block.queries, of_block)
         held = held if arriving is None else arriving.wait()
+    if kind.sinks is not None:
+        log_sums = kind.sinks.join(out.transpose(0, 1), log_sums.t()).t()
     return PartialAttention(out.to(query.dtype), log_sums)
 
 

@@ -45,6 +45,8 @@ class ShardedPacking:
         if key.shape[1] % size:
             key, value = (x.repeat_interleave(size // key.shape[1], dim=1) for x in (key, value))
         query, key, value = (self._stripe_tokens(x) for x in (query, key, value))
+        heads = query.shape[1]
+        kind = kind.of_heads(self.team.index % size * heads, heads)
         return self._own_tokens(self._attend_stripe(query, key, value, kind))
 
     def _attend_stripe(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:

@@ -1,18 +1,22 @@
-"""Packed attention and its gradients against a naive softmax per sequence, with sliding windows."""
+"""Packed attention and its gradients against a naive softmax per sequence, with sliding windows and sinks."""
 
 import math
 
 import pytest
 import torch
 from torch import Tensor, nn
-from trainhouse.workers.ops.attention import AttendingPacking, Packing, pack_lengths, packed_attention
+from trainhouse.workers.ops.attention import ATTENTION, AttendingPacking, Packing, pack_lengths, packed_attention
 from trainhouse.workers.shapes import windows
+from transformers import AutoModelForCausalLM
 
+from ...tiny import tiny_config
 from ..adapted import relative_error
 from ..parallel.live_bytes import LiveBytes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = [5, 5, 3, 9]
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+WITH_SINKS = pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
 
 
 class Layer(nn.Module):
@@ -27,19 +31,26 @@ def rows(num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+def naive(query: Tensor, key: Tensor, value: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """Causal attention of one sequence [1, heads, length, head_dim] -> [length, heads, head_dim]."""
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) / math.sqrt(HEAD_DIM)
     i, j = torch.meshgrid(torch.arange(query.shape[2]), torch.arange(query.shape[2]), indexing="ij")
     sees = (j <= i) & (j > i - (window or 10**9))
-    return (scores.masked_fill(~sees, -math.inf).softmax(-1) @ value)[0].transpose(0, 1)
+    scores = scores.masked_fill(~sees, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(1, -1, len(sees), 1)], dim=-1)
+    return (scores.softmax(-1)[..., : len(sees)] @ value)[0].transpose(0, 1)
 
 
 def attend(
-    qkv: tuple[Tensor, Tensor, Tensor], packing: Packing | AttendingPacking, window: int | None = None
+    qkv: tuple[Tensor, Tensor, Tensor],
+    packing: Packing | AttendingPacking,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    out, _ = packed_attention(Layer(), *qkv, None, packing=packing, scaling=HEAD_DIM**-0.5, sliding_window=window)
+    options = {"sliding_window": window} if sinks is None else {"sliding_window": window, "s_aux": sinks}
+    out, _ = packed_attention(Layer(), *qkv, None, packing=packing, scaling=HEAD_DIM**-0.5, **options)
     return out[0]
 
 
@@ -47,41 +58,65 @@ def split(qkv: tuple[Tensor, Tensor, Tensor], lengths: list[int]) -> list[tuple[
     return list(zip(*(x.split(lengths, dim=2) for x in qkv), strict=True))
 
 
+@WITH_SINKS
 @pytest.mark.parametrize("window", [None, 4])
-def test_packed_sequences_attend_as_each_alone(window: int | None) -> None:
-    qkv = rows(sum(LENGTHS), seed=0)
-    expected = torch.cat([naive(*part, window=window) for part in split(qkv, LENGTHS)])
-    torch.testing.assert_close(attend(qkv, Packing(pack_lengths(LENGTHS)), window), expected, atol=1e-5, rtol=1e-5)
-    with pytest.raises(AssertionError):
-        other = attend(qkv, Packing(pack_lengths([10, 3, 9])), window)
-        torch.testing.assert_close(other, expected, atol=1e-5, rtol=1e-5)
+def test_packed_sequences_attend_as_each_alone(window: int | None, sinks: Tensor | None) -> None:
+    qkv, packing = rows(sum(LENGTHS), seed=0), Packing(pack_lengths(LENGTHS))
+    expected = torch.cat([naive(*part, window=window, sinks=sinks) for part in split(qkv, LENGTHS)])
+    torch.testing.assert_close(attend(qkv, packing, window, sinks), expected, atol=1e-5, rtol=1e-5)
+    for other in (
+        attend(qkv, Packing(pack_lengths([10, 3, 9])), window, sinks),
+        attend(qkv, packing, window, SINKS if sinks is None else sinks + 0.001),
+    ):
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(other, expected, atol=1e-5, rtol=1e-5)
 
 
+@WITH_SINKS
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_gradients_are_those_of_each_sequence_alone(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
-    assert_gradients(torch.device("cpu"), window, dtype, tolerance)
+def test_gradients_are_those_of_each_sequence_alone(
+    window: int | None, dtype: torch.dtype, tolerance: float, sinks: Tensor | None
+) -> None:
+    assert_gradients(torch.device("cpu"), window, dtype, tolerance, sinks)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@WITH_SINKS
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_gradients_on_a_gpu_are_those_of_each_sequence_alone(
-    window: int | None, dtype: torch.dtype, tolerance: float
+    window: int | None, dtype: torch.dtype, tolerance: float, sinks: Tensor | None
 ) -> None:
-    assert_gradients(torch.device("cuda"), window, dtype, tolerance)
+    assert_gradients(torch.device("cuda"), window, dtype, tolerance, sinks)
 
 
-def assert_gradients(device: torch.device, window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+def learned(sinks: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns the sinks as a parameter whose gradient is collected in float32."""
+    parameter = sinks.to(device, dtype, copy=True).requires_grad_()
+    parameter.grad_dtype = torch.float32
+    parameter.grad = torch.zeros_like(sinks, device=device)
+    return parameter
+
+
+def assert_gradients(
+    device: torch.device, window: int | None, dtype: torch.dtype, tolerance: float, sinks: Tensor | None
+) -> None:
     weight = torch.randn(sum(LENGTHS), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9))
     exact = [x.to(dtype).double().requires_grad_() for x in rows(sum(LENGTHS), seed=7)]
     leaves = [x.detach().to(device, dtype).requires_grad_() for x in exact]
+    parameter = None if sinks is None else learned(sinks, device, dtype)
+    exact_sinks = None if sinks is None else sinks.double().requires_grad_()
     parts = split((exact[0], exact[1], exact[2]), LENGTHS)
-    wanted = torch.cat([naive(part[0], part[1], part[2], window=window) for part in parts])
-    found = attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(LENGTHS)), window)
-    gradients = torch.autograd.grad((found * weight.to(found)).sum(), leaves)
-    exact_gradients = torch.autograd.grad((wanted * weight.double()).sum(), exact)
+    wanted = torch.cat([naive(part[0], part[1], part[2], window=window, sinks=exact_sinks) for part in parts])
+    found = attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(LENGTHS)), window, parameter)
+    gradients = [*torch.autograd.grad((found * weight.to(found)).sum(), leaves)]
+    exact_gradients = torch.autograd.grad(
+        (wanted * weight.double()).sum(), exact if exact_sinks is None else [*exact, exact_sinks]
+    )
+    if parameter is not None and parameter.grad is not None:
+        gradients.append(parameter.grad)
     for one, other in zip((found, *gradients), (wanted, *exact_gradients), strict=True):
         error = relative_error(one.double().cpu(), other)
         assert error < tolerance < relative_error(one.double().cpu() * (1 + 2 * tolerance), other)
@@ -133,3 +168,38 @@ def test_windowed_attention_allocates_no_square_mask(
 def test_adjacent_equal_lengths_are_one_group() -> None:
     groups = pack_lengths([5, 5, 3, 5])
     assert [(group.start, group.count, group.length) for group in groups] == [(0, 2, 5), (10, 1, 3), (13, 1, 5)]
+
+
+def test_sinks_of_transformers_layers_give_its_own_numbers() -> None:
+    """Compares logits and the gradients of all parameters; half of the layers have a window of four tokens."""
+    config = tiny_config("gpt_oss", sliding_window=4, num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(parameter)
+    tokens = torch.randint(config.vocab_size, (sum(LENGTHS),))
+    weight = torch.randn(sum(LENGTHS), config.vocab_size)
+    wanted = torch.cat([model(part[None], use_cache=False).logits[0] for part in tokens.split(LENGTHS)])
+    wanted.backward(weight)
+    exact = collected_gradients(model)
+    model.set_attn_implementation(ATTENTION)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    options = {"position_ids": positions[None], "use_cache": False, "packing": Packing(pack_lengths(LENGTHS))}
+    found = model(tokens[None], **options).logits[0]
+    found.backward(weight)
+    assert relative_error(found, wanted) < 1e-5
+    for name, gradient in collected_gradients(model).items():
+        assert relative_error(gradient, exact[name]) < 1e-5, name
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter += 0.01
+        assert relative_error(model(tokens[None], **options).logits[0], wanted) > 1e-5
+
+
+def collected_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Returns copies of the gradients, and sets them to zero."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    copies = {name: gradient.clone() for name, gradient in gradients.items()}
+    model.zero_grad(set_to_none=False)
+    return copies

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 from trainhouse.workers.ops import kernels as kernels_module
+from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks
 from trainhouse.workers.ops.kernels import Kernels, PrefixGroups, kernels_for, load_kernels
 
 TOLERANCE = 3e-6
@@ -71,10 +72,17 @@ def test_swiglu_of_parts_of_a_wider_row(kernels: Kernels, size: int) -> None:
 
 LENGTHS = [0, 1, 15, 16, 63, 64, 100, 130]
 CAPACITY = 140
+SINKS = torch.tensor([0.5, -1.0, 30.0, 0.0, -200.0, 3.0])
 
 
 def attended(
-    kernels: Kernels, size: int, window: int | None, groups: PrefixGroups, num_threads: int, slots: list[int]
+    kernels: Kernels,
+    size: int,
+    window: int | None,
+    groups: PrefixGroups,
+    num_threads: int,
+    slots: list[int],
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Returns the output of a step, and its query, keys, values and slots. Sequences 6 and 7 share 80 tokens."""
     heads, kv_heads, rows = 6, 2, len(LENGTHS)
@@ -83,19 +91,24 @@ def attended(
     query, key, value = (random(rows, n, size, seed=5 + n) for n in (heads, kv_heads, kv_heads + 1))
     value = value[:, :kv_heads]
     new = query, key, value, keys, values, torch.tensor(slots), torch.tensor(LENGTHS)
-    out = kernels.decode_attention(*new, groups, window, size**-0.5, num_threads)
+    kind = AttentionKind(0, size**-0.5, window, None if sinks is None else Sinks(sinks))
+    out = kernels.decode_attention(*new, groups, kind, num_threads)
     for row, (slot, length) in enumerate(zip(slots, LENGTHS, strict=True)):
         assert torch.equal(keys[slot, :, length], key[row]) and torch.equal(values[slot, :, length], value[row])
     return out, (query, keys, values, torch.tensor(slots))
 
 
-def naive_attention(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, window: int | None) -> Tensor:
+def naive_attention(
+    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     outs = []
     for row, length in enumerate(LENGTHS):
         first = max(0, length + 1 - window) if window else 0
         k, v = (x[slots[row], :, first : length + 1].repeat_interleave(3, 0).double() for x in (keys, values))
         scores = (query[row, :, None].double() @ k.mT) * query.shape[-1] ** -0.5
-        outs.append((scores.softmax(-1) @ v)[:, 0])
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].double()], -1)
+        outs.append((scores.softmax(-1)[..., : v.shape[1]] @ v)[:, 0])
     return torch.stack(outs).float()
 
 
@@ -115,11 +128,12 @@ TOGETHER = groups_of([3], [7, 6], [0], [1], [2], [4], [5])
 @pytest.mark.parametrize("size", [4, 20, 32, 80, 128, 200])
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("groups", [APART, TOGETHER], ids=["apart", "together"])
-def test_attention(kernels: Kernels, size: int, window: int | None, groups: PrefixGroups) -> None:
+@pytest.mark.parametrize("sinks", [None, SINKS, SINKS.bfloat16()], ids=["no sinks", "sinks", "bfloat16 sinks"])
+def test_attention(kernels: Kernels, size: int, window: int | None, groups: PrefixGroups, sinks: Tensor | None) -> None:
     slots = [3, 1, 0, 2, 7, 5, 6, 4]
     for num_threads in (1, 2):
-        out, cached = attended(kernels, size, window, groups, num_threads, slots)
-        assert_near(out, naive_attention(*cached, window))
+        out, cached = attended(kernels, size, window, groups, num_threads, slots, sinks)
+        assert_near(out, naive_attention(*cached, window, sinks))
 
 
 def test_shared_keys_are_read_from_the_groups_first_sequence(kernels: Kernels) -> None:

@@ -11,7 +11,7 @@ from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.ops.kernels import PrefixGroups
 from trainhouse.workers.ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences, SlotTensors
 
-from .test_attention import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, attend, naive, rows, split
+from .test_attention import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, SINKS, WITH_SINKS, attend, naive, rows, split
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -55,8 +55,8 @@ def step(tensors: SlotTensors, slots: Sequence[int], lengths: Sequence[int], fir
     )
 
 
-def decode(qkv: QKV, *steps: DecodeStep, window: int | None = None) -> Tensor:
-    return attend(qkv, CachedRow(steps, (), None, sum(len(one.slots) for one in steps), ()), window)
+def decode(qkv: QKV, *steps: DecodeStep, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    return attend(qkv, CachedRow(steps, (), None, sum(len(one.slots) for one in steps), ()), window, sinks)
 
 
 def last_tokens(qkv: QKV) -> QKV:
@@ -71,19 +71,23 @@ def all_but_last(qkv: QKV) -> QKV:
     return query, key, value
 
 
-def expected_last(qkv: QKV, window: int | None = None) -> Tensor:
-    return torch.stack([naive(*part, window=window)[-1] for part in split(qkv, LENGTHS)])
+def expected_last(qkv: QKV, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    return torch.stack([naive(*part, window=window, sinks=sinks)[-1] for part in split(qkv, LENGTHS)])
 
 
+@WITH_SINKS
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [2, 0, 3, 1], [5, 1, 2, 4]])
-def test_a_decoded_token_attends_as_the_last_of_its_sequence(window: int | None, slots: list[int]) -> None:
+def test_a_decoded_token_attends_as_the_last_of_its_sequence(
+    window: int | None, slots: list[int], sinks: Tensor | None
+) -> None:
     qkv, tensors = rows(sum(LENGTHS), seed=1), new_slot_tensors()
-    attend(all_but_last(qkv), fresh(tensors, SHORTER, slots), window)
-    decoded = decode(last_tokens(qkv), step(tensors, slots, SHORTER), window=window)
-    torch.testing.assert_close(decoded, expected_last(qkv, window), atol=1e-5, rtol=1e-5)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(decoded.flip(0), expected_last(qkv, window), atol=1e-5, rtol=1e-5)
+    attend(all_but_last(qkv), fresh(tensors, SHORTER, slots), window, sinks)
+    decoded = decode(last_tokens(qkv), step(tensors, slots, SHORTER), window=window, sinks=sinks)
+    torch.testing.assert_close(decoded, expected_last(qkv, window, sinks), atol=1e-5, rtol=1e-5)
+    for other in (decoded.flip(0), expected_last(qkv, window, SINKS if sinks is None else None)):
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(other, expected_last(qkv, window, sinks), atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_reads_slots_of_several_lengths() -> None:
@@ -99,35 +103,53 @@ def _part(qkv: QKV, tokens: slice) -> QKV:
     return query, key, value
 
 
+@WITH_SINKS
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("cuts", [(4, 9), (1, 2), (3, 4, 8)])
-def test_a_sequence_in_chunks_attends_as_in_one_piece(window: int | None, cuts: tuple[int, ...]) -> None:
+def test_a_sequence_in_chunks_attends_as_in_one_piece(
+    window: int | None, cuts: tuple[int, ...], sinks: Tensor | None
+) -> None:
     qkv, tensors = rows(12, seed=8), new_slot_tensors()
-    parts = [attend(_part(qkv, slice(0, cuts[0])), fresh(tensors, [cuts[0]], [3]), window)]
+    parts = [attend(_part(qkv, slice(0, cuts[0])), fresh(tensors, [cuts[0]], [3]), window, sinks)]
     for start, stop in zip(cuts, (*cuts[1:], 12), strict=True):
         chunk = CachedRow((), [ContinuationChunk(0, stop - start, tensors, 3, start)], None, stop - start, ())
-        parts.append(attend(_part(qkv, slice(start, stop)), chunk, window))
-    torch.testing.assert_close(torch.cat(parts), naive(*qkv, window=window), atol=1e-5, rtol=1e-5)
+        parts.append(attend(_part(qkv, slice(start, stop)), chunk, window, sinks))
+    torch.testing.assert_close(torch.cat(parts), naive(*qkv, window=window, sinks=sinks), atol=1e-5, rtol=1e-5)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(
+            torch.cat(parts), naive(*qkv, window=window, sinks=SINKS + 0.001), atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@WITH_SINKS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_sequence_in_chunks_attends_as_in_one_piece_on_a_gpu(window: int | None) -> None:
+def test_a_sequence_in_chunks_attends_as_in_one_piece_on_a_gpu(
+    window: int | None, dtype: torch.dtype, sinks: Tensor | None
+) -> None:
     """Runs flash attention on chunks that end within its blocks of 64 and 128 keys, and at their ends."""
     qkv, tensors = rows(300, seed=8), new_slot_tensors(capacity=320)
-    halves = [x.cuda().bfloat16() for x in qkv]
+    halves = [x.cuda().to(dtype) for x in qkv]
+    sinks_there = None if sinks is None else sinks.cuda()
     found, cuts = [], [0, 1, 64, 100, 256, 300]
     for start, stop in pairwise(cuts):
         length = stop - start
         row = CachedRow((), [ContinuationChunk(0, length, tensors, 3, start)], None, length, ())
         found.append(
-            attend((halves[0][:, :, start:stop], halves[1][:, :, start:stop], halves[2][:, :, start:stop]), row, window)
+            attend(
+                (halves[0][:, :, start:stop], halves[1][:, :, start:stop], halves[2][:, :, start:stop]),
+                row,
+                window,
+                sinks_there,
+            )
         )
-    wanted, error = naive(*(x.bfloat16().float() for x in qkv), window=window), 2e-2
-    torch.testing.assert_close(torch.cat(found).cpu().float(), wanted, atol=error, rtol=error)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(torch.cat(found).cpu().float(), naive(*qkv, window=20), atol=error, rtol=error)
+    query, key, value = (x.to(dtype).float() for x in qkv)
+    error = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for sees, is_near in ((window, True), (20, False)):
+        wanted = naive(query, key, value, window=sees, sinks=sinks)
+        assert torch.allclose(torch.cat(found).cpu().float(), wanted, atol=error, rtol=error) == is_near
 
 
 def test_one_row_mixes_decode_chunk_and_new_sequence() -> None:
@@ -166,12 +188,13 @@ def test_leftovers_in_a_slot_do_not_reach_the_next_sequence() -> None:
     torch.testing.assert_close(decoded, expected_last(qkv), atol=1e-5, rtol=1e-5)
 
 
-def test_nonfinite_sequence_leaves_the_others_alone() -> None:
+@WITH_SINKS
+def test_nonfinite_sequence_leaves_the_others_alone(sinks: Tensor | None) -> None:
     query, key, value = rows(sum(LENGTHS), seed=3)
     key[:, :, :5], value[:, :, :5] = math.nan, math.inf
     tensors = new_slot_tensors(4)
-    prefilled = attend((query, key, value), fresh(tensors, LENGTHS, [0, 1, 2, 3]))
-    decoded = decode(rows(4, seed=4), step(tensors, [0, 1, 2, 3], LENGTHS))
+    prefilled = attend((query, key, value), fresh(tensors, LENGTHS, [0, 1, 2, 3]), sinks=sinks)
+    decoded = decode(rows(4, seed=4), step(tensors, [0, 1, 2, 3], LENGTHS), sinks=sinks)
     assert prefilled[:5].isnan().all() and prefilled[5:].isfinite().all()
     assert decoded[0].isnan().all() and decoded[1:].isfinite().all()
 
@@ -200,13 +223,15 @@ def outputs(tensors: SlotTensors, slot: int) -> Tensor:
     return decode(rows(1, seed=6), step(alone, [0], [9]))
 
 
+@WITH_SINKS
 @pytest.mark.parametrize("window", WINDOWS)
-def test_bfloat16_stays_within_its_rounding(window: int | None) -> None:
+def test_bfloat16_stays_within_its_rounding(window: int | None, sinks: Tensor | None) -> None:
     qkv, tensors = rows(sum(LENGTHS), seed=1), new_slot_tensors()
     low = tuple(x.bfloat16() for x in qkv)
-    attend(all_but_last((low[0], low[1], low[2])), fresh(tensors, SHORTER, [0, 1, 2, 3]), window)
-    decoded = decode(last_tokens((low[0], low[1], low[2])), step(tensors, [0, 1, 2, 3], SHORTER), window=window)
+    attend(all_but_last((low[0], low[1], low[2])), fresh(tensors, SHORTER, [0, 1, 2, 3]), window, sinks)
+    last = step(tensors, [0, 1, 2, 3], SHORTER)
+    decoded = decode(last_tokens((low[0], low[1], low[2])), last, window=window, sinks=sinks)
     assert decoded.shape == (4, HEADS, HEAD_DIM)
-    torch.testing.assert_close(decoded.float(), expected_last(qkv, window), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(decoded.float(), expected_last(qkv, window, sinks), atol=0.05, rtol=0.05)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(decoded.float(), expected_last(qkv, window), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(decoded.float(), expected_last(qkv, window, sinks), atol=1e-5, rtol=1e-5)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, silu
 
 pytest.importorskip("triton", reason="only CUDA builds of torch bring Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU: TRITON_INTERPRET=1 runs the kernels on the CPU", allow_module_level=True)
 
+from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks  # noqa: E402
 from trainhouse.workers.ops.triton_kernels import TritonKernels  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -118,8 +119,15 @@ def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, is_gelu:
         (2, 1, 256, [70]),
     ],
 )
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_decode_attention(
-    dtype: torch.dtype, window: int | None, heads: int, kv_heads: int, size: int, lengths: list[int]
+    dtype: torch.dtype,
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    lengths: list[int],
+    has_sinks: bool,
 ) -> None:
     """The cache has other slots, and numbers behind the sequences that must not be read."""
     rows, capacity = len(lengths), max(lengths) + 5
@@ -130,8 +138,10 @@ def test_decode_attention(
     packed = random(rows, heads + 2 * kv_heads, size, dtype=dtype, seed=3)
     query, key, value = packed.split([heads, kv_heads, kv_heads], 1)
     before = keys.clone(), values.clone()
+    sinks = random(heads, dtype=dtype, seed=4).mul_(5) if has_sinks else None
+    kind = AttentionKind(0, 0.3, window, None if sinks is None else Sinks(sinks))
     found = KERNELS.decode_attention(
-        query, key, value, keys, values, slots, torch.tensor(lengths, device=DEVICE), max(lengths) + 1, window, 0.3
+        query, key, value, keys, values, slots, torch.tensor(lengths, device=DEVICE), max(lengths) + 1, kind
     )
     for cached, old, new in zip((keys, values), before, (key, value), strict=True):
         for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
@@ -140,5 +150,9 @@ def test_decode_attention(
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
         seen = slice(max(0, length + 1 - window) if window else 0, length + 1)
         k, v = (cached[slot, :, seen].double() for cached in (keys, values))
-        wanted = scaled_dot_product_attention(query[row, :, None].double(), k, v, scale=0.3, enable_gqa=True)
-        assert_near(found[row], wanted[:, 0])
+        k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
+        scores = (k @ query[row, :, :, None].double()).squeeze(-1) * 0.3
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None].double()], -1)
+        weights = scores.softmax(-1)[:, : k.shape[1]]
+        assert_near(found[row], (weights[:, None] @ v).squeeze(1))

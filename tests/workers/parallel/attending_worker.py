@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import AttentionKind, Packing, pack_lengths
+from trainhouse.workers.ops.attention_kind import Sinks
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.parallel.sequence import ShardedPacking
 from trainhouse.workers.parallel.token_shard import TokenShard
@@ -24,10 +25,13 @@ class Attending:
     kv_heads: int = 1
     window: int | None = None
     dtype: torch.dtype = torch.float32
+    has_sinks: bool = False
 
-    @property
-    def kind(self) -> AttentionKind:
-        return AttentionKind(0, HEAD_DIM**-0.5, self.window)
+    def kind(self, sinks: Tensor | None) -> AttentionKind:
+        return AttentionKind(0, HEAD_DIM**-0.5, self.window, Sinks(sinks) if sinks is not None else None)
+
+    def sinks(self) -> Tensor | None:
+        return torch.linspace(-1, 2, self.heads) if self.has_sinks else None
 
     @property
     def packing(self) -> Packing:
@@ -45,15 +49,21 @@ class AttendingWorker(Worker):
         self._mesh = mesh
 
     def attend(self, case: Attending) -> list[np.ndarray]:
-        """Returns, for all tokens, the output without and with gradients, and the gradients of query, key and value."""
+        """Returns, for all tokens, the output without and with gradients, and the gradients of query, key and value,
+        and of any sinks."""
         sp = self._mesh.along("sp")
         split = SequenceSplit.of(sp.size, case.heads, case.kv_heads)
         share = TokenShard(sum(case.lengths), self._mesh, ring=split.ring)
         packing = ShardedPacking.of(case.packing, share, sp, split)
         *leaves, grad = (share.of_tokens(x).contiguous() for x in case.tensors())
+        sinks = case.sinks()
         with torch.no_grad():
-            plain = packing.attend(*leaves, case.kind)
+            plain = packing.attend(*leaves, case.kind(sinks))
         leaves = [leaf.requires_grad_() for leaf in leaves]
-        out = packing.attend(*leaves, case.kind)
+        out = packing.attend(*leaves, case.kind(sinks))
+        if sinks is not None:
+            # After the forward pass, as with sharded layers.
+            sinks.grad = torch.zeros_like(sinks)
         found = [plain, out.detach(), *torch.autograd.grad(out, leaves, grad)]
-        return [share.joined(each).float().numpy() for each in found]
+        of_sinks = [sp.all_reduce(sinks.grad).numpy()] if sinks is not None and sinks.grad is not None else []
+        return [share.joined(each).float().numpy() for each in found] + of_sinks

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.tests.workers.parallel.attending_worker import HEAD_DIM, Attending
-from trainhouse.workers.ops.attention import AttentionKind, Packing, attend, pack_lengths
+from trainhouse.workers.ops.attention import Packing, attend, pack_lengths
 from trainhouse.workers.ops.partial_attention import attend_part, part_gradients
 from trainhouse.workers.parallel.mesh import Mesh, Team
 from trainhouse.workers.parallel.ring import Ring
@@ -39,7 +39,11 @@ CASES = {
     "as many heads": Attending(UNEVEN, heads=3, kv_heads=3),
     "heads shared out first": Attending(UNEVEN, heads=6, kv_heads=2),
     "one key head": Attending(UNEVEN, heads=6, kv_heads=1, window=9),
+    "sinks": Attending(UNEVEN, has_sinks=True),
+    "sinks in a window": Attending(UNEVEN, heads=15, kv_heads=5, window=7, has_sinks=True),
+    "sinks of heads that are shared out first": Attending(UNEVEN, heads=8, kv_heads=2, has_sinks=True),
     "bfloat16": Attending(UNEVEN, dtype=torch.bfloat16),
+    "bfloat16 with sinks": Attending(UNEVEN, dtype=torch.bfloat16, has_sinks=True),
     "bfloat16 in a window": Attending(UNEVEN, dtype=torch.bfloat16, window=7),
 }
 
@@ -67,19 +71,23 @@ def on_ranks(request: pytest.FixtureRequest) -> Iterator[Attends]:
 
 
 def exact(case: Attending, tensors: list[Tensor] | None = None) -> list[Tensor]:
-    """Computes one softmax in float64: the result twice, and the gradients of query, key and value.
+    """Computes one softmax in float64: the result twice, and the gradients of query, key and value, and of any sinks.
 
     tensors: those of another case.
     """
     *leaves, grad = (x.double() for x in tensors or case.tensors())
     query, key, value = (leaf.requires_grad_() for leaf in leaves)
     times = case.heads // case.kv_heads
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(times, 1)) * case.kind.scaling
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(times, 1)) * HEAD_DIM**-0.5
     number = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
     place = torch.arange(len(number))
     distance = place[:, None] - place
     sees = (number[:, None] == number) & (distance >= 0) & (distance < (case.window or 10**9))
-    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if (sinks := case.sinks()) is not None:
+        leaves.append(sinks.double().requires_grad_())
+        scores = torch.cat([scores, leaves[-1][:, None, None].expand(-1, len(place), 1)], -1)
+    weights = scores.softmax(-1)[..., : len(place)]
     out = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(times, 1))
     return [out.detach(), out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -93,13 +101,13 @@ def are_close(ours: list[np.ndarray], theirs: list[Tensor], tolerance: float) ->
 def test_ring_attention_equals_one_rank(name: str, on_ranks: Attends) -> None:
     case = CASES[name]
     found, tolerance = on_ranks(case), 1e-5 if case.dtype == torch.float32 else 2e-2
-    assert are_close(found, exact(case), tolerance) == [True] * 5
-    # The bounds detect another window size, or sequences that see each other.
-    num_tokens, others = sum(case.lengths), [replace(case, window=4)]
+    assert are_close(found, exact(case), tolerance) == [True] * len(found)
+    # The bounds detect another window size, sinks that are left out, or sequences that see each other.
+    num_tokens, others = sum(case.lengths), [replace(case, window=4), replace(case, has_sinks=not case.has_sinks)]
     if case.window != 1:
         others.append(replace(case, lengths=(num_tokens - 1, 1)))
     for other in others if num_tokens > 1 else ():
-        out_is_close, _, *gradients_are_close = are_close(found, exact(other, case.tensors()), tolerance)
+        out_is_close, _, *gradients_are_close = are_close(found[:5], exact(other, case.tensors())[:5], tolerance)
         assert not (out_is_close or any(gradients_are_close)), other
 
 
@@ -167,33 +175,54 @@ def test_joined_stripes_are_in_order() -> None:
 
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("most_scores", [1, 1 << 10, 1 << 22])
+@pytest.mark.parametrize("has_sinks", [False, True])
 def test_chunked_attention_equals_the_whole(
-    window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None, most_scores: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's fused kernel is turned off."""
-    from trainhouse.workers.ops import partial_attention as attention_parts
+    from trainhouse.workers.ops import attention, chunked_attention
 
-    monkeypatch.setattr(attention_parts, "MAX_SCORES", most_scores)
-    monkeypatch.setattr(attention_parts, "flash_on_cpu", attention_parts._chunked)
-    monkeypatch.setattr(attention_parts, "flash_gradients_on_cpu", attention_parts._chunked_gradients)
-    case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window)
+    monkeypatch.setattr(chunked_attention, "MAX_SCORES", most_scores)
+    monkeypatch.setattr(attention, "flash_on_cpu", chunked_attention.attend_in_chunks)
+    monkeypatch.setattr(attention, "flash_gradients_on_cpu", chunked_attention.gradients_in_chunks)
+    case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window, has_sinks=has_sinks)
+    kind = case.kind(case.sinks())
     *qkv, grad = case.tensors()
-    whole = attend_part(*qkv, case.packing, case.kind)
-    gradients = part_gradients(grad, *qkv, whole, case.packing, case.kind)
+    whole = attend_part(*qkv, case.packing, kind)
+    gradients = part_gradients(grad, *qkv, whole, case.packing, kind)
     found = [whole.out, whole.out, *gradients]
-    assert are_close([x.numpy() for x in found], exact(case), 1e-5) == [True] * 5
-    assert torch.allclose(attend(*qkv, case.packing, case.kind), whole.out, atol=1e-5)
+    assert are_close([x.numpy() for x in found], exact(case)[:5], 1e-5) == [True] * 5
+    assert torch.allclose(attend(*qkv, case.packing, kind), whole.out, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("most_scores", [1, 1 << 22])
+def test_chunks_of_the_last_queries_see_all_keys(
+    window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainhouse.workers.ops import chunked_attention
+
+    monkeypatch.setattr(chunked_attention, "MAX_SCORES", most_scores)
+    case = Attending((70,), heads=4, kv_heads=2, window=window)
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in case.tensors()[:3])
+    whole = chunked_attention.attend_in_chunks(query, key, value, case.kind(None))
+    last = chunked_attention.attend_in_chunks(query[:, :, 30:], key, value, case.kind(None))
+    for some, every in zip(last, whole, strict=True):
+        torch.testing.assert_close(some, every[:, :, 30:], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(some, every[:, :, 29:-1], atol=1e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpu_attention_equals_cpu(window: int | None, dtype: torch.dtype) -> None:
-    case = Attending(UNEVEN, heads=4, kv_heads=2, window=window, dtype=dtype)
-    kind = AttentionKind(0, HEAD_DIM**-0.5, window)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_gpu_attention_equals_cpu(window: int | None, dtype: torch.dtype, has_sinks: bool) -> None:
+    case = Attending(UNEVEN, heads=4, kv_heads=2, window=window, dtype=dtype, has_sinks=has_sinks)
     both: list[list[Tensor]] = []
     for device in ("cpu", "cuda"):
+        sinks = case.sinks()
+        kind = case.kind(None if sinks is None else sinks.to(device))
         *qkv, grad = (x.to(device) for x in case.tensors())
         whole = attend_part(*qkv, case.packing, kind)
         both.append([x.float().cpu() for x in (*whole, *part_gradients(grad, *qkv, whole, case.packing, kind))])

@@ -28,8 +28,8 @@ http logs config files store store/tables store/database text
 WORKERS = """
 engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
-checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models batch
-state losses parallel ops planner shapes protocol
+checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
+models/layers batch state losses parallel ops planner shapes shapes/families shapes/parts protocol
 """
 FOLDERS = [
     "server",

@@ -332,10 +332,11 @@ def _text(plan: MemoryPlan) -> Iterator[str]:
 def _head(plan: MemoryPlan) -> Iterator[str]:
     shape, load = plan.shape, plan.load
     experts = shape.experts
+    of_mixers = " or ".join(dict.fromkeys(map(str, shape.mixers)))
     of_experts = "" if experts is None else f", {experts.num} experts of which a token takes {experts.per_token}"
     yield (
         f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters in {load.dtype}; "
-        f"{shape.num_layers} layers, {shape.heads} query and {shape.kv_heads} key/value heads{of_experts}"
+        f"{shape.num_layers} layers, {of_mixers}{of_experts}"
     )
     yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
     yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}"

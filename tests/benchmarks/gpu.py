@@ -35,6 +35,7 @@ from trainhouse.workers.protocol.calls import (
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
+from trainhouse.workers.shapes.parts import SoftmaxAttention
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -345,6 +346,10 @@ def _planned_shape(bench: Bench) -> ModelShape:
     return shape
 
 
+def attention_layers(shape: ModelShape) -> list[SoftmaxAttention]:
+    return [layer.mixer for layer in shape.layers if isinstance(layer.mixer, SoftmaxAttention)]
+
+
 def num_operations(shape: ModelShape, plan: Plan) -> float:
     """Returns the multiplications and additions that a pass needs.
 
@@ -353,7 +358,8 @@ def num_operations(shape: ModelShape, plan: Plan) -> float:
     """
     frozen = num_parameters(shape) - (0 if shape.tied_embeddings else shape.vocab * shape.hidden)
     adapter = adapter_size(shape, SINGLE, RANK)
-    pairs = 3 * 4 * shape.heads * shape.head_dim * shape.num_layers / 2
+    features = sum(mixer.heads * mixer.head_dim for mixer in attention_layers(shape))
+    pairs = 3 * 4 * features / 2
     return sum(rows * (length * (4 * frozen + 6 * adapter) + pairs * length**2) for rows, length in plan)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..models.model import BaseModel
 from ..protocol.parallel_spec import ShardedUnit
-from ..shapes.families import FAMILIES
+from ..shapes.model_shape import ModelShape
 from ..shapes.split import Split
 from ..state.parameter import DimensionSplit, ExpertParameter, ModelParameter
 from ..state.program import Program
@@ -43,8 +43,9 @@ def _checkpoint_name(base: BaseModel, name: str) -> str:
     )
     if block is None:
         return name
+    assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
     layer = block.removesuffix("mlp.")
-    return f"{layer}{FAMILIES[base.config.model_type].sparse_block}.{name.removeprefix(block)}"
+    return f"{layer}{base.shape.experts.saved_block}.{name.removeprefix(block)}"
 
 
 def _cuts(base: BaseModel, name: str, own: Tensor) -> Iterator[DimensionSplit]:
@@ -68,6 +69,8 @@ def _is_repeated(base: BaseModel, name: str) -> bool:
 
 
 def _unit(path: Sequence[str]) -> ShardedUnit | None:
+    if path[-2] == "shared_expert_gate":  # it reads the residual stream
+        return None
     if "self_attn" in path:
         return "self_attn"
     if "experts" in path or path[-2] == "gate":

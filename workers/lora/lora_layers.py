@@ -10,7 +10,7 @@ from torch import nn
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
-from ..models.experts import RoutedExperts
+from ..models.layers import RoutedExperts
 from ..models.model import BaseModel
 from ..programs.policy import POLICY
 from ..shapes.split import Split

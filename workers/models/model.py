@@ -31,15 +31,21 @@ from ..planner.checks import activations_refusal
 from ..planner.footprint import gigabytes
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import WorkerConfig, ZeroStage
-from ..shapes.families import TEXT_PARTS, logit_scale_of
-from ..shapes.model_shape import longest_context, refusal_of, refuse_missing_weights, rope_of
+from ..shapes.model_shape import (
+    ModelShape,
+    describe_model,
+    longest_context,
+    refusal_of,
+    refuse_missing_weights,
+    rope_of,
+)
+from ..shapes.other_models import TEXT_PARTS, logit_scale_of
 from ..shapes.sequence_split import SequenceSplit
-from ..shapes.styles import placement_of
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
 from .devices import no_cuda
-from .experts import RoutedExperts, is_plain_swiglu
 from .fsdp import GatherBuffers, ShardedLayer, ShardedLayers
-from .fused_decoder import EMBEDDING, FusedTrunk, Merge, fused_trunk
+from .fused_decoder import EMBEDDING, FusedTrunk, fused_trunk
+from .layers import Merge, RoutedExperts, is_plain_swiglu
 from .packing_checks import check_modules, check_numbers
 from .tensor_parallel import ParameterSharding
 
@@ -75,13 +81,13 @@ class BaseModel:
     modules, and whether they are whole, sharded or quantized.
 
     trunk: everything below the unembedding; `lora` wraps its linear layers. product: multiplies with the frozen
-    weights. weights_per_product: weights of a linear layer, on average. experts: by name, those of sparse layers that
-    run by our own forward. is_sparse: whether some layers have experts, run by us or by transformers. num_parameters:
-    of all ranks together. precision: dtype and quantization. source: where it was loaded from. spec: layout of the
-    ranks that share it. sequence_split: how ranks along sp split sequences. shards_activations: whether ranks along tp
-    shard the activations between linear layers in training. activations: as in WorkerConfig. unembedding: [vocab,
-    hidden], possibly tied to the embedding; this rank's rows if ranks keep it in parts, except inside
-    `whole_unembedding` and `gathered`. head_name, embedding_name: names of these parameters.
+    weights. shape: what its config describes. weights_per_product: weights of a linear layer, on average. experts: by
+    name, those of sparse layers that run by our own forward. is_sparse: whether some layers have experts, run by us or
+    by transformers. num_parameters: of all ranks together. precision: dtype and quantization. source: where it was
+    loaded from. spec: layout of the ranks that share it. sequence_split: how ranks along sp split sequences.
+    shards_activations: whether ranks along tp shard the activations between linear layers in training. activations: as
+    in WorkerConfig. unembedding: [vocab, hidden], possibly tied to the embedding; this rank's rows if ranks keep it in
+    parts, except inside `whole_unembedding` and `gathered`. head_name, embedding_name: names of these parameters.
     """
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
@@ -98,13 +104,17 @@ class BaseModel:
         check_installed("optimizer_states", config.optimizer_states, "float32")
         self._quantization = config.base_quantization
         self._quantized: list[QuantizedWeight] = []
-        placed = ParameterSharding(mesh)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
         self.precision = f"{self.dtype} {config.base_quantization}"
         self.threads = ThreadCount(self.device)
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
-        self.model, self._is_text_part = _load(config.model.source, self.dtype, self.device, placed)
+        loaded_config, self._is_text_part = _config_of(config.model.source)
+        self.shape = describe_model(config.model.name, loaded_config.to_dict())
+        self._weights = self.shape.placed_weights() if isinstance(self.shape, ModelShape) else {}
+        placed = ParameterSharding(mesh, self._weights)
+        key_mapping = _TEXT_NAMES if self._is_text_part else None
+        self.model = _load(config.model.source, loaded_config, key_mapping, self.dtype, self.device, placed)
         self.splits = placed.splits
         self._sharded, self._biases_of_others = placed.sharded, placed.biases_of_others
         self.config: PreTrainedConfig = self.model.config
@@ -112,7 +122,7 @@ class BaseModel:
         self.num_parameters = sum(self._num_parts(name) * each.numel() for name, each in own.items())
         self.sequence_split = _sequence_split(self.config, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
-        self._fused = fused_trunk(self.trunk, mesh)
+        self._fused = fused_trunk(self.trunk, self.shape, mesh)
         if self._fused is None:
             check_modules(self.source, self.model)
         self.shards_activations = config.tp_activations == "sharded" and self._fused is not None
@@ -150,7 +160,7 @@ class BaseModel:
 
     def _logits(self, tokens: Tensor, positions: Tensor, packing: AttendingPacking) -> Tensor:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
-        fused = fused_trunk(self.trunk)
+        fused = fused_trunk(self.trunk, describe_model(self.source, self.config.to_dict()))
         run = self._by_transformers if fused is None else fused.hidden_states
         return self.product(run(tokens, positions, packing), self.unembedding)
 
@@ -163,8 +173,10 @@ class BaseModel:
 
     def is_replicated_over_tp(self, name: str) -> bool:
         """True if several ranks have the weights of this name whole, and run the same tokens through them."""
-        placement = placement_of(name.removeprefix(f"{self.model.base_model_prefix}."))
-        return placement is not None and self.spec.tp > self.spec.tp_size_of(placement.unit)
+        weight = self._weights.get(name.removeprefix(f"{self.model.base_model_prefix}."))
+        if weight is None or weight.placement is None:
+            return False
+        return self.spec.tp > self.spec.tp_size_of(weight.placement.unit)
 
     def _num_parts(self, name: str) -> int:
         """Returns the number of ranks' parts that make up the whole parameter of this name."""
@@ -509,20 +521,38 @@ _TEXT_PART = "language_model"
 _TEXT_NAMES = {rf"^{_TEXT_PART}\.lm_head": "lm_head", rf"^(?:model\.)?{_TEXT_PART}\.(?:model\.)?": "model."}
 
 
-def _load(
-    source: str, dtype: torch.dtype, device: torch.device, placed: ParameterSharding
-) -> tuple[PreTrainedModel, bool]:
-    """Returns the model, and whether it is the text part of a model that also takes images."""
-    transformers_logging.disable_progress_bar()
+def _config_of(source: str) -> tuple[PreTrainedConfig, bool]:
+    """Returns the config of the model to load, and whether that is the text part of a model that also takes images.
+
+    Raises:
+        ValueError: the model is not supported.
+    """
     config = AutoConfig.from_pretrained(source)
     if (refusal := refusal_of(config.to_dict())) is not None:
         raise ValueError(f"{source}: {refusal}")
-    refuse_missing_weights(source)
     is_text_part = config.model_type in TEXT_PARTS
-    of_part = {"config": config.get_text_config(), "key_mapping": _TEXT_NAMES} if is_text_part else {}
+    return config.get_text_config() if is_text_part else config, is_text_part
+
+
+def _load(
+    source: str,
+    config: PreTrainedConfig,
+    key_mapping: Mapping[str, str] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    placed: ParameterSharding,
+) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    refuse_missing_weights(source)
     with placed.loading() as options:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **of_part, **options
+            source,
+            config=config,
+            key_mapping=key_mapping,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+            **options,
         )
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -532,4 +562,4 @@ def _load(
     placed.finish_loading(model)
     model.requires_grad_(False)
     nn.Module.to(model, device)
-    return model.eval(), is_text_part
+    return model.eval()

@@ -3,7 +3,7 @@
 The parts are read from the files as such (transformers shards on read), and are plain tensors afterwards.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from ..parallel.mesh import Mesh
+from ..shapes.parts import Placement, Weight
 from ..shapes.split import Split
-from ..shapes.styles import Placement, placement_of
 
 
 class ParameterSharding:
@@ -28,8 +28,9 @@ class ParameterSharding:
     name, biases that another rank along tp adds.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: Mesh, weights: Mapping[str, Weight]) -> None:
+        """Takes the layers' parameters by their names below the trunk."""
+        self._mesh, self._weights = mesh, weights
         self.splits: dict[str, dict[int, Split]] = {}
         self.sharded: list[str] = []
         self.biases_of_others: dict[str, Tensor] = {}
@@ -80,11 +81,9 @@ class ParameterSharding:
         prefix = f"{model.base_model_prefix}."
         ends = [id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
         for name, parameter in list(model.named_parameters()):
-            placement = placement_of(name.removeprefix(prefix))
-            if placement is not None:
-                heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
-                sections = placement.sections(parameter.shape[placement.dim], heads, kv_heads)
-                marked = self._marked(name, parameter, placement, sections)
+            weight = self._weights.get(name.removeprefix(prefix))
+            if weight is not None and weight.placement is not None:
+                marked = self._marked(name, parameter, weight.placement, weight.split_sections)
             elif id(parameter) in ends:
                 marked = self._marked_end(name, parameter)
             else:

@@ -59,7 +59,7 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotates heads of size 2 n, whose first half holds the real and second half the imaginary parts.
+    """Rotates the first 2 n features of heads, whose first half holds the real and second half the imaginary parts.
 
     cos [tokens, 1, 2 n], both halves equal; sin [tokens, 1, n]; float32.
     """
@@ -68,7 +68,10 @@ class Rotation:
     sin: Tensor
 
     def apply(self, x: Tensor, sign: float = 1.0) -> Tensor:
-        """Returns float32 [tokens, heads, 2 n] rotated; sign -1 rotates back, and maps the gradient."""
+        """Returns float32 [tokens, heads, size] rotated; sign -1 rotates back, and maps the gradient."""
+        size = self.cos.shape[-1]
+        if size < x.shape[-1]:
+            return torch.cat((self.apply(x[..., :size], sign), x[..., size:]), dim=-1)
         out = x * self.cos
         (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
         out_first.addcmul_(second, self.sin, value=-sign)
@@ -122,7 +125,7 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     """Rotates the heads of x [tokens, heads, size], after normalizing each head if there is a norm."""
     if torch.is_grad_enabled():
         return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := _kernels_for(x)) is not None:
+    if (kernels := kernels_for(x) or _triton_rotating(x, rotation)) is not None:
         return kernels.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
     return _rotated(x, rotation, norm)[0]
 
@@ -192,7 +195,7 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
         ctx.rotation, ctx.norm = rotation, norm
-        if (triton := triton_kernels_for(x)) is not None:
+        if (triton := _triton_rotating(x, rotation)) is not None:
             ctx.save_for_backward(x if norm is not None else None, None)
             return triton.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
         out, inverse = _rotated(x, rotation, norm)
@@ -203,7 +206,7 @@ class _RotateHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, inverse = ctx.saved_tensors
         (grad,), rotation, norm = grads, ctx.rotation, ctx.norm
-        triton = triton_kernels_for(grad)
+        triton = _triton_rotating(grad, rotation)
         if triton is not None and (norm is None or not norm.has_gradient):
             weight, eps = _weight_and_eps(norm)
             return triton.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
@@ -276,6 +279,11 @@ def _backward_of_norm(grad: Tensor, addend: Tensor | None, x: Tensor, inverse: T
 def _kernels_for(x: Tensor) -> "Kernels | TritonKernels | None":
     """Returns kernels without gradients, or None if x needs torch's own operations."""
     return kernels_for(x) if x.is_cpu else triton_kernels_for(x)
+
+
+def _triton_rotating(x: Tensor, rotation: Rotation) -> "TritonKernels | None":
+    """Returns Triton's kernels if they rotate these heads: they rotate whole heads only."""
+    return triton_kernels_for(x) if rotation.cos.shape[-1] == x.shape[-1] else None
 
 
 def _weight_and_eps(norm: RmsNorm | None) -> tuple[Tensor | None, float]:

@@ -71,11 +71,12 @@ void add_rms_norm(float *out, float *total, const float *x, const float *update,
 /* Maps x [rows, heads, size], rows `stride` apart, to contiguous out: each head normed, if there are weights [size] (or
  * [heads, size]: `weight_stride` is then size, else 0), and rotated by cos [rows, size] and sin [rows, size / 2]. */
 void rotate_heads(float *out, const float *x, int64_t stride, const float *weight, int64_t weight_stride, float eps,
-                  const float *cosines, const float *sines, int64_t rows, int64_t heads, int64_t size) {
-    int64_t half = size / 2;
+                  const float *cosines, const float *sines, int64_t rows, int64_t heads, int64_t size,
+                  int64_t rotated) {
+    int64_t half = rotated / 2;
 #pragma omp parallel for if (rows * heads * size > WORTH_THREADS)
     for (int64_t row = 0; row < rows; row++) {
-        const float *cosine = cosines + row * size, *sine = sines + row * half;
+        const float *cosine = cosines + row * rotated, *sine = sines + row * half;
         for (int64_t head = 0; head < heads; head++) {
             const float *first = x + row * stride + head * size, *second = first + half;
             float *to = out + (row * heads + head) * size;
@@ -88,12 +89,14 @@ void rotate_heads(float *out, const float *x, int64_t stride, const float *weigh
                     to[i] = real * cosine[i] - imaginary * sine[i];
                     to[half + i] = imaginary * cosine[half + i] + real * sine[i];
                 }
+                for (int64_t i = rotated; i < size; i++) to[i] = first[i] * inverse * w[i];
             } else {
 #pragma omp simd
                 for (int64_t i = 0; i < half; i++) {
                     to[i] = first[i] * cosine[i] - second[i] * sine[i];
                     to[half + i] = second[i] * cosine[half + i] + first[i] * sine[i];
                 }
+                for (int64_t i = rotated; i < size; i++) to[i] = first[i];
             }
         }
     }

@@ -32,7 +32,7 @@ _COMPILE_SECONDS = 120
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2],
-    "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 3],
+    "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 4],
     "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3],
     "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 8, *[_SIZE] * 6, _FLOAT, _INT],
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
@@ -86,8 +86,8 @@ class Kernels:
 
         Args:
             x: [tokens, heads, size].
-            cos: [tokens, 1, size].
-            sin: [tokens, 1, size / 2].
+            cos: [tokens, 1, rotated], for the first features of each head.
+            sin: [tokens, 1, rotated / 2].
             weight: [size] or [heads, size].
         """
         tokens, heads, size = x.shape
@@ -95,7 +95,7 @@ class Kernels:
         pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
         angles = cos.data_ptr(), sin.data_ptr()
         self._library.rotate_heads(
-            out.data_ptr(), x.data_ptr(), x.stride(0), pointer, stride, eps, *angles, tokens, heads, size
+            out.data_ptr(), x.data_ptr(), x.stride(0), pointer, stride, eps, *angles, tokens, heads, size, cos.shape[-1]
         )
         return out
 

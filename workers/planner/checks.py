@@ -2,8 +2,7 @@
 loaded. Imports no torch."""
 
 import os
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from math import gcd
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def auto_refusal(model: ModelDescription) -> str:
 def valid_tp(shape: ModelShape, replicated: Collection[ShardedUnit] = ()) -> list[int]:
     """Returns the valid degrees in ascending order. Units in `replicated` are whole on all ranks, so any degree suits
     them."""
-    sizes = [things.number for things in _shared_by_tp(shape) if things.unit not in replicated]
+    sizes = [things.number for things in shape.divisible() if things.unit not in replicated]
     return divisors(gcd(*sizes)) if sizes else [1]
 
 
@@ -118,8 +117,8 @@ def _check_family(spec: ParallelSpec, model: ModelDescription) -> None:
         )
     if not model.runs_own_layers:
         raise ValueError(
-            f"{wanted[0]}: {model.name} has another activation than {model.family.activation}, or rotates only a part "
-            f"of each head; such models support only {any_model}"
+            f"{wanted[0]}: {model.name} has another activation than {model.family.activation}; such models support "
+            f"only {any_model}"
         )
 
 
@@ -138,7 +137,7 @@ def _check_replicated(spec: ParallelSpec, shape: ModelShape) -> None:
 
     A pattern may also match weights that the model does not have.
     """
-    units: set[ShardedUnit] = {things.unit for things in _shared_by_tp(shape)}
+    units: set[ShardedUnit] = {things.unit for things in shape.divisible()}
     replicated: list[ShardedUnit] = [unit for unit in spec.replicated if unit in units]
     if spec.replicated and not replicated:
         there = ", ".join(sorted(PATTERNS[each] for each in units))
@@ -150,7 +149,7 @@ def _check_replicated(spec: ParallelSpec, shape: ModelShape) -> None:
 
 
 def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
-    for things in _shared_by_tp(shape):
+    for things in shape.divisible():
         if things.number % spec.tp_size_of(things.unit):
             choices = ", ".join(map(str, valid_tp(shape, spec.replicated)))
             others: set[ShardedUnit] = {*spec.replicated, things.unit}
@@ -158,24 +157,6 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
                 choices += f" (--parallel with --shard {PATTERNS[things.unit]}=replicate: {spec.tp}, too)"
             what = f"{things.number} {things.what} of {shape.name}"
             raise ValueError(f"tp={spec.tp} does not divide {what}; valid tp: {choices}")
-
-
-@dataclass(frozen=True)
-class _Divisible:
-    """A dimension that ranks along tp divide evenly."""
-
-    unit: ShardedUnit
-    number: int
-    what: str
-
-
-def _shared_by_tp(shape: ModelShape) -> Iterator[_Divisible]:
-    yield _Divisible("self_attn", shape.heads, "query heads")
-    yield _Divisible("self_attn", shape.kv_heads, "key/value heads")
-    if shape.num_dense_layers:
-        yield _Divisible("mlp", shape.intermediate, "feed-forward features")
-    if shape.experts:
-        yield _Divisible("experts", shape.experts.intermediate, "feed-forward features of each expert")
 
 
 def _check_experts(spec: ParallelSpec, shape: ModelShape) -> None:

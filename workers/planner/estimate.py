@@ -5,9 +5,8 @@ from math import prod
 
 from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
-from ..shapes.styles import placement_of
 from .activations import Activations, activations
-from .parameters import OwnFeatures, ParameterGroup, adapter_size, full_size, output_head, parameters
+from .parameters import ParameterGroup, adapter_size, full_size, output_head, parameters
 from .trainable_memory import TrainableBytes, bytes_per_number
 from .workload import Workload
 
@@ -74,9 +73,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Workload) -> MemoryEst
 
 def _base_bytes(parameters: ParameterGroup, load: Workload) -> float:
     """Returns the bytes per number. Quantized weights have 4 bits, and a float32 for each 64 of them."""
-    placement = placement_of(parameters.pattern.removeprefix("model."))
-    is_linear = placement is not None and not parameters.pattern.endswith(".bias")
-    return 0.5 + 4 / 64 if is_linear and load.base_quantization == "nf4" else load.number_bytes
+    return 0.5 + 4 / 64 if parameters.is_quantizable and load.base_quantization == "nf4" else load.number_bytes
 
 
 def num_learned(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
@@ -87,8 +84,8 @@ def num_learned(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
 
 def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
     """Returns how many tokens the KV cache of a rank holds."""
-    bytes_per_token = 2 * OwnFeatures.of(shape, spec).keys * shape.num_layers * load.number_bytes
-    return load.kv_cache_bytes // bytes_per_token
+    numbers = sum(layer.mixer.cache_entries(spec).numbers_per_token for layer in shape.layers)
+    return load.kv_cache_bytes // max(1, numbers * load.number_bytes)
 
 
 def _gathered(table: list[ParameterGroup], one_layer: bool) -> int:

@@ -4,13 +4,15 @@ Mirrors how tensor_parallel.py and fsdp.py divide weights; tests compare it with
 torch.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
-from ..shapes.styles import Style, placement_of
+from ..shapes.parts import Layer, Weight
+from ..shapes.parts.part import Style
 
 # In flat vectors each matrix starts at a multiple of this many numbers.
 _ALIGNMENT = 16
@@ -22,6 +24,7 @@ class ParameterGroup:
 
     pattern: their names, with * for the layer's index. count: how many they are.
     style: how ranks along tp and ep divide them. own_shape: the part that a rank computes with.
+    is_divided: whether ranks may divide them, whatever the layout.
     fsdp: the number of parts of own_shape of which a rank keeps one. It gathers the others, or only some rows in the
     case of the embedding.
     """
@@ -32,10 +35,15 @@ class ParameterGroup:
     count: int = 1
     fsdp: int = 1
     style: Style = "replicate"
+    is_divided: bool = False
 
     @property
     def is_of_layers(self) -> bool:
         return "*" in self.pattern
+
+    @property
+    def is_quantizable(self) -> bool:
+        return self.is_divided and not self.pattern.endswith(".bias")
 
     @property
     def size(self) -> int:
@@ -67,55 +75,23 @@ def num_parameters(shape: ModelShape) -> int:
 
 
 def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
-    yield from _attention_parameters(shape, spec)
-    if shape.num_dense_layers:
-        yield from _dense_parameters(shape, spec)
-    if shape.experts:
-        yield from _expert_parameters(shape, spec)
-    for norm in shape.family.norms.names:
-        yield _whole(f"model.layers.*.{norm}.weight", shape.hidden, count=shape.num_layers)
+    """Yields the parameters of layers, those of equal name and shape as one group."""
+    counts: Counter[Weight] = Counter()
+    for layer, number in Counter(shape.layers).items():
+        for weight in layer.weights():
+            counts[weight] += number
+    for weight, count in counts.items():
+        own, style = weight.own_shape(spec), "replicate"
+        if weight.placement is not None and weight.placement.unit not in spec.replicated:
+            style = weight.placement.style
+        fsdp = _num_kept_parts(own[0], spec) if weight.placement is not None else 1
+        yield ParameterGroup(
+            f"model.layers.*.{weight.name}", weight.shape, own, count, fsdp, style, weight.placement is not None
+        )
 
 
-def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
-    hidden, attention = shape.hidden, "model.layers.*.self_attn"
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    apart = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
-    for name, size in (("qkv_proj", queries + 2 * keys),) if shape.family.has_fused_projections else apart:
-        yield _shared(f"{attention}.{name}.weight", (size, hidden), spec, shape.num_layers)
-        if shape.attention_bias:
-            yield _shared(f"{attention}.{name}.bias", (size,), spec, shape.num_layers)
-    yield _shared(f"{attention}.o_proj.weight", (hidden, queries), spec, shape.num_layers)
-    if shape.output_bias:
-        yield _whole(f"{attention}.o_proj.bias", hidden, count=shape.num_layers)
-    if shape.family.norms_heads:
-        together = shape.family.norms_heads == "together"
-        for name, size in (("q_norm", queries), ("k_norm", keys)):
-            yield _whole(f"{attention}.{name}.weight", size if together else shape.head_dim, count=shape.num_layers)
-
-
-def _dense_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
-    hidden, features, count = shape.hidden, shape.intermediate, shape.num_dense_layers
-    apart = (("gate_proj", features), ("up_proj", features))
-    for name, size in (("gate_up_proj", 2 * features),) if shape.family.has_fused_projections else apart:
-        yield _shared(f"model.layers.*.mlp.{name}.weight", (size, hidden), spec, count)
-        if shape.mlp_bias:
-            yield _shared(f"model.layers.*.mlp.{name}.bias", (size,), spec, count)
-    yield _shared("model.layers.*.mlp.down_proj.weight", (hidden, features), spec, count)
-    if shape.mlp_bias:
-        yield _whole("model.layers.*.mlp.down_proj.bias", hidden, count=count)
-
-
-def _expert_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[ParameterGroup]:
-    experts = shape.experts
-    assert experts is not None
-    num, features, count = experts.num, experts.intermediate, len(experts.layers)
-    yield _whole("model.layers.*.mlp.gate.weight", num, shape.hidden, count=count)
-    yield _shared("model.layers.*.mlp.experts.gate_up_proj", (num, 2 * features, shape.hidden), spec, count)
-    yield _shared("model.layers.*.mlp.experts.down_proj", (num, shape.hidden, features), spec, count)
-
-
-def _whole(pattern: str, *shape: int, count: int = 1) -> ParameterGroup:
-    return ParameterGroup(pattern, shape, shape, count)
+def _whole(pattern: str, *shape: int) -> ParameterGroup:
+    return ParameterGroup(pattern, shape, shape)
 
 
 def _end(pattern: str, shape: ModelShape, spec: ParallelSpec) -> ParameterGroup:
@@ -129,21 +105,14 @@ def _num_kept_parts(rows: int, spec: ParallelSpec) -> int:
     return spec.num_weight_shards if rows % spec.num_weight_shards == 0 else 1
 
 
-def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int) -> ParameterGroup:
-    placement = placement_of(pattern.removeprefix("model."))
-    assert placement is not None, pattern
-    unit, parts = placement.unit, [1] * len(shape)
-    parts[placement.dim] *= spec.tp_size_of(unit)
-    parts[0] *= spec.ep_size_of(unit)
-    own = tuple(size // num for size, num in zip(shape, parts, strict=True))
-    style = "replicate" if unit in spec.replicated else placement.style
-    return ParameterGroup(pattern, shape, own, count, fsdp=_num_kept_parts(own[0], spec), style=style)
-
-
 def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
     """Returns the size of one flat vector of an adapter: this rank's parts of its matrices."""
-    matrices = (features for linear in _linears(shape, spec) for features in linear)
-    return sum(_aligned(lora_rank * features) for features in matrices)
+    return sum(number * _adapter_size(layer, spec, lora_rank) for layer, number in Counter(shape.layers).items())
+
+
+def _adapter_size(layer: Layer, spec: ParallelSpec, lora_rank: int) -> int:
+    pairs = (pair for part in layer.parts for pair in part.adapter_pairs(spec))
+    return sum(_aligned(lora_rank * features) for pair in pairs for features in pair)
 
 
 def full_size(shape: ModelShape, spec: ParallelSpec) -> int:
@@ -153,48 +122,3 @@ def full_size(shape: ModelShape, spec: ParallelSpec) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-    """Yields a rank's numbers of inputs and outputs of each adapted linear layer; those of its experts are summed."""
-    own, is_fused = OwnFeatures.of(shape, spec), shape.family.has_fused_projections
-    for _ in range(shape.num_layers):
-        of_heads = own.queries, own.keys, own.keys
-        yield from ((shape.hidden, size) for size in ((sum(of_heads),) if is_fused else of_heads))
-        yield own.queries, shape.hidden
-    for _ in range(shape.num_dense_layers):
-        yield from ((shape.hidden, size) for size in ([2 * own.features] if is_fused else [own.features] * 2))
-        yield own.features, shape.hidden
-    for _ in shape.experts.layers if shape.experts else ():
-        hidden, features = own.experts * shape.hidden, own.experts * own.expert_features
-        yield from ((hidden, features), (hidden, features), (features, hidden))
-
-
-@dataclass(frozen=True)
-class OwnFeatures:
-    """The features per token of a rank along tp.
-
-    queries, keys: of all its heads together. experts: the number of experts on a rank along ep.
-    """
-
-    heads: int
-    kv_heads: int
-    queries: int
-    keys: int
-    features: int
-    expert_features: int
-    experts: int
-
-    @staticmethod
-    def of(shape: ModelShape, spec: ParallelSpec) -> "OwnFeatures":
-        tp_of_heads, tp_of_experts = spec.tp_size_of("self_attn"), spec.tp_size_of("experts")
-        heads, kv_heads = shape.heads // tp_of_heads, shape.kv_heads // tp_of_heads
-        return OwnFeatures(
-            heads,
-            kv_heads,
-            heads * shape.head_dim,
-            kv_heads * shape.head_dim,
-            shape.intermediate // spec.tp_size_of("mlp"),
-            shape.experts.intermediate // tp_of_experts if shape.experts else 0,
-            shape.experts.num // spec.ep_size_of("experts") if shape.experts else 0,
-        )

@@ -14,8 +14,9 @@ def default_draft_spec(base: ParallelSpec, heads: int) -> ParallelSpec:
 def check_drafts(spec: ParallelSpec, base: ParallelSpec, target: ModelDescription) -> None:
     """Raises ValueError if the layout is not possible for the target. A target of another kind than ModelShape is
     checked when it is loaded."""
-    if isinstance(target, ModelShape):
-        check_draft_spec(spec, base, target.heads, target.kv_heads)
+    if isinstance(target, ModelShape) and target.attentions:
+        attention = target.attentions[0]
+        check_draft_spec(spec, base, attention.heads, attention.kv_heads)
 
 
 def check_draft_spec(spec: ParallelSpec, base: ParallelSpec, heads: int, kv_heads: int) -> None:

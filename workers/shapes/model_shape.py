@@ -5,12 +5,16 @@ Imports neither torch nor transformers, so that an impossible layout is refused 
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from ..protocol.worker_config import ServedModel
-from .families import BY_TRANSFORMERS, FAMILIES, LAYER_TYPES, TEXT_PARTS, Family, unsupported_setting
+from .families import FAMILIES, Family
+from .families.config_reader import optional_number
+from .other_models import BY_TRANSFORMERS, LAYER_TYPES, TEXT_PARTS, unsupported_setting
+from .parts import Divisible, Layer, Mixer, RoutedExperts, SoftmaxAttention, Weight
 
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
@@ -50,50 +54,51 @@ class ModelDescription:
     refusal: str | None = None
 
 
-@dataclass(frozen=True)
-class Experts:
-    """Feed-forward experts, of which each token uses `per_token`.
-
-    layers: the indices of the layers that have them.
-    """
-
-    num: int
-    per_token: int
-    intermediate: int
-    layers: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(ModelDescription):
     """Properties of a model of one of FAMILIES.
 
-    heads, kv_heads: of queries, and of keys and values. intermediate: features of a dense feed-forward part.
-    attention_bias, output_bias, mlp_bias: whether the projections to queries, keys and values, the projection after
-    attention, and those of the feed-forward part have biases.
-    window: tokens that a layer with a sliding window sees.
-    runs_own_layers: whether its layers are exactly those of the family, so that our own forward pass can run them.
+    vocab: tokens of the embedding. runs_own_layers: whether its layers are exactly those of the family, so that our
+    own forward pass can run them.
     """
 
     family: Family
     hidden: int
-    intermediate: int
-    num_layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab: int
     tied_embeddings: bool
-    attention_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    window: int | None
-    experts: Experts | None
+    layers: tuple[Layer, ...]
     runs_own_layers: bool
 
     @property
-    def num_dense_layers(self) -> int:
-        """Returns the number of layers without experts."""
-        return self.num_layers - (len(self.experts.layers) if self.experts else 0)
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The different sequence mixers, in the order of their first layers."""
+        return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
+
+    @cached_property
+    def attentions(self) -> tuple[SoftmaxAttention, ...]:
+        """The different mixers with softmax attention."""
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention))
+
+    @cached_property
+    def experts(self) -> RoutedExperts | None:
+        """The experts of the first sparse layer, None if no layer is sparse."""
+        return next((each for layer in self.layers if isinstance(each := layer.feed_forward, RoutedExperts)), None)
+
+    @property
+    def num_sparse_layers(self) -> int:
+        return sum(isinstance(layer.feed_forward, RoutedExperts) for layer in self.layers)
+
+    def divisible(self) -> Sequence[Divisible]:
+        """Returns what the layers have that ranks divide evenly."""
+        return tuple(dict.fromkeys(each for layer in dict.fromkeys(self.layers) for each in layer.divisible()))
+
+    def placed_weights(self) -> dict[str, Weight]:
+        """Returns the parameters of all layers by their names below the trunk."""
+        return {f"layers.{i}.{each.name}": each for i, layer in enumerate(self.layers) for each in layer.weights()}
 
 
 def read_model(served: ServedModel) -> ModelDescription:
@@ -159,9 +164,21 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
     model_type = TEXT_PARTS.get(model_type, model_type)
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
-        longest = longest_context(_optional(name, text, "max_position_embeddings"), rope)
+        longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
         return ModelDescription(name, model_type, rope, longest, refusal)
-    return _ConfigReader(name, text, family).shape(model_type, rope)
+    config = family.reader(name, text)
+    return ModelShape(
+        name=name,
+        model_type=model_type,
+        rope=rope,
+        max_positions=longest_context(config.number("max_position_embeddings"), rope),
+        family=family,
+        hidden=config.hidden,
+        vocab=config.number("vocab_size"),
+        tied_embeddings=config.is_set("tie_word_embeddings"),
+        layers=tuple(family.layers(config)),
+        runs_own_layers=config.get(family.activation_key) == family.activation,
+    )
 
 
 def longest_context(max_positions: int | None, rope: Rope) -> int | None:
@@ -175,98 +192,6 @@ def longest_context(max_positions: int | None, rope: Rope) -> int | None:
     if rope.kind == "yarn" and rope.factor and rope.original_positions:
         return max(max_positions or 0, int(rope.factor * rope.original_positions))
     return max_positions
-
-
-class _ConfigReader:
-    """Reads the fields of a config.json, with the family's defaults for missing ones."""
-
-    def __init__(self, name: str, config: Mapping[str, object], family: Family) -> None:
-        self._name, self._family = name, family
-        self._config = {**family.defaults, **config}
-
-    def shape(self, model_type: str, rope: Rope) -> ModelShape:
-        heads = self._number("num_attention_heads")
-        hidden, num_layers = self._number("hidden_size"), self._number("num_hidden_layers")
-        biased = self._has_bias("attention_bias")
-        return ModelShape(
-            name=self._name,
-            model_type=model_type,
-            rope=rope,
-            max_positions=longest_context(self._number("max_position_embeddings"), rope),
-            family=self._family,
-            hidden=hidden,
-            intermediate=self._number("intermediate_size"),
-            num_layers=num_layers,
-            heads=heads,
-            kv_heads=self._number("num_key_value_heads", heads),
-            head_dim=self._number("head_dim", hidden // heads),
-            vocab=self._number("vocab_size"),
-            tied_embeddings=self._is("tie_word_embeddings"),
-            attention_bias=biased or self._family.qkv_bias,
-            output_bias=biased,
-            mlp_bias=self._has_bias("mlp_bias"),
-            window=self._window(num_layers),
-            experts=self._experts(num_layers),
-            runs_own_layers=self._is_regular(),
-        )
-
-    def _is_regular(self) -> bool:
-        rope = self._config.get("rope_parameters")
-        in_rope = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-        rotated = self._config.get("partial_rotary_factor") or in_rope or 1.0
-        return self._config[self._family.activation_key] == self._family.activation and rotated == 1.0
-
-    def _window(self, num_layers: int) -> int | None:
-        if self._config["sliding_window"] is None or not self._is("use_sliding_window"):
-            return None
-        return self._number("sliding_window") if self._has_windows(num_layers) else None
-
-    def _has_windows(self, num_layers: int) -> bool:
-        if self._family.windows != "by_layer":
-            return self._family.windows == "every"
-        kinds = self._config["layer_types"]
-        if isinstance(kinds, list):
-            return "sliding_attention" in kinds
-        if "sliding_window_pattern" in self._config:
-            return self._number("sliding_window_pattern") > 1
-        return num_layers > self._number("max_window_layers", at_least=0)
-
-    def _experts(self, num_layers: int) -> Experts | None:
-        if self._family.sparsity is None:
-            return None
-        num = self._number("num_local_experts", self._number("num_experts", at_least=0), at_least=0)
-        layers = tuple(range(num_layers)) if self._family.sparsity == "all" else self._sparse_layers(num_layers)
-        if not num or not layers:
-            return None
-        size = "moe_intermediate_size" if "moe_intermediate_size" in self._family.defaults else "intermediate_size"
-        return Experts(num, self._number("num_experts_per_tok"), self._number(size), layers)
-
-    def _sparse_layers(self, num_layers: int) -> tuple[int, ...]:
-        dense, step = self._config["mlp_only_layers"] or (), self._number("decoder_sparse_step")
-        assert isinstance(dense, list | tuple)
-        return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
-
-    def _has_bias(self, key: str) -> bool:
-        return key in self._family.biases and self._is(key)
-
-    def _is(self, key: str) -> bool:
-        return bool(self._config[key])
-
-    def _number(self, key: str, if_none: int | None = None, at_least: int = 1) -> int:
-        number = _optional(self._name, self._config, key)
-        number = if_none if number is None else number
-        if number is None or number < at_least:
-            raise ValueError(
-                f"the config.json of {self._name} has {key} {number}: expected a number of at least {at_least}"
-            )
-        return number
-
-
-def _optional(name: str, config: Mapping[str, object], key: str) -> int | None:
-    value = config.get(key)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise ValueError(f"the config.json of {name} has {key} {value!r}: expected a whole number")
 
 
 def rope_of(config: Mapping[str, object]) -> Rope:

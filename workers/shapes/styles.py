@@ -5,59 +5,15 @@ Imports no torch.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from ..protocol.parallel_spec import ShardedUnit
-
-Style = Literal["colwise", "rowwise", "grouped", "replicate"]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The division of a parameter along `dim` by tp.
-
-    num_sections: equal parts of the dimension that are divided separately (see Split).
-    of_heads: whether its rows are queries, keys and values, divided separately.
-    Parameters of experts have one row for each expert in addition, and these rows are divided along ep.
-    """
-
-    unit: ShardedUnit
-    dim: int
-    num_sections: int = 1
-    of_heads: bool = False
-
-    @property
-    def style(self) -> Style:
-        if self.unit == "experts":
-            return "grouped"
-        return "colwise" if self.dim == 0 else "rowwise"
-
-    def sections(self, size: int, heads: int, kv_heads: int) -> tuple[int, ...]:
-        """Returns the sections of a dimension of this size."""
-        shares = (heads, kv_heads, kv_heads) if self.of_heads else (1,) * self.num_sections
-        return tuple(size * share // sum(shares) for share in shares)
-
+from .parts import PARTS, Placement
+from .parts.part import Style
 
 # Placements by name below the trunk. Every rank has all other parameters whole.
 PLAN: Mapping[str, Placement] = {
-    "layers.*.self_attn.q_proj.weight": Placement("self_attn", 0),
-    "layers.*.self_attn.q_proj.bias": Placement("self_attn", 0),
-    "layers.*.self_attn.k_proj.weight": Placement("self_attn", 0),
-    "layers.*.self_attn.k_proj.bias": Placement("self_attn", 0),
-    "layers.*.self_attn.v_proj.weight": Placement("self_attn", 0),
-    "layers.*.self_attn.v_proj.bias": Placement("self_attn", 0),
-    "layers.*.self_attn.qkv_proj.weight": Placement("self_attn", 0, of_heads=True),
-    "layers.*.self_attn.o_proj.weight": Placement("self_attn", 1),
-    "layers.*.mlp.gate_proj.weight": Placement("mlp", 0),
-    "layers.*.mlp.gate_proj.bias": Placement("mlp", 0),
-    "layers.*.mlp.up_proj.weight": Placement("mlp", 0),
-    "layers.*.mlp.up_proj.bias": Placement("mlp", 0),
-    "layers.*.mlp.gate_up_proj.weight": Placement("mlp", 0, 2),
-    "layers.*.mlp.down_proj.weight": Placement("mlp", 1),
-    "layers.*.mlp.experts.gate_up_proj": Placement("experts", 1, 2),
-    "layers.*.mlp.experts.down_proj": Placement("experts", 2),
+    f"layers.*.{name}": placement for part in PARTS for name, placement in part.placements.items()
 }
 
 # A pattern for all parameters of a unit.
@@ -66,11 +22,6 @@ PATTERNS: Mapping[ShardedUnit, str] = {
     "mlp": "layers.*.mlp.*_proj.*",
     "experts": "layers.*.mlp.experts.*",
 }
-
-
-def placement_of(name: str) -> Placement | None:
-    """Returns the placement of a parameter, given its name below the trunk, with * or a number for the layer."""
-    return next((place for pattern, place in PLAN.items() if fnmatchcase(name, pattern)), None)
 
 
 def replicated_units(overrides: Iterable[str]) -> tuple[ShardedUnit, ...]:

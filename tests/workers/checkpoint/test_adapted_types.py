@@ -17,7 +17,8 @@ from trainhouse.workers.checkpoint import TrainedState, read_new_model, read_sav
 from trainhouse.workers.checkpoint.peft_import import import_adapter
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.shapes.families import BY_TRANSFORMERS, FAMILIES
+from trainhouse.workers.shapes.families import FAMILIES
+from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS
 from transformers import AutoModelForCausalLM
 
 from ..adapted import Adapted, load_in_peft, peft_gradients, peft_logits, probe, quieten_peft, relative_error, sequences

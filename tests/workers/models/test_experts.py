@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from trainhouse.workers.lora import Adapter, Segment
-from trainhouse.workers.models.experts import RoutedExperts
+from trainhouse.workers.models.layers import RoutedExperts
 from trainhouse.workers.ops.grouped_gemm import GroupedRows
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.shapes.families import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_config, tiny_model
@@ -30,7 +29,7 @@ def test_expert_layer_equals_transformers(num_tokens: int) -> None:
     block = model.base_model.layers[0].mlp.requires_grad_(False)
     for weight in (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj):
         nn.init.normal_(weight, std=0.3)
-    ours = RoutedExperts(block.experts, Mesh().along("ep"), FAMILIES["qwen3_moe"].expert_linears, block.gate)
+    ours = RoutedExperts(block.experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"), block.gate)
     x, gradient = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(num_tokens, 64)
     theirs = block(x[None])[0]
     theirs.backward(gradient)

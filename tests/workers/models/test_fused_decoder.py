@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainhouse.workers.lora import Adapter, Segment
 from trainhouse.workers.models.fused_decoder import fused_trunk
 from trainhouse.workers.ops.attention import Packing, pack_lengths
+from trainhouse.workers.shapes.model_shape import describe_model
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from ...tiny import LLAMA3_ROPE, TINY_SHAPE, tiny_config
@@ -39,6 +40,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: tiny_config("qwen3_moe"),
     "qwen3_moe with a dense layer": lambda: tiny_config("qwen3_moe_mixed"),
     **{kind: lambda kind=kind: tiny_config(kind) for kind in ("mixtral", "phi3", "olmo2", "gemma3")},
+    "phi3 with partial rotation": lambda: tiny_config("phi3", partial_rotary_factor=0.75, head_dim=16),
     "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
 }
 
@@ -69,7 +71,7 @@ def transformers_forward(bench: Adapted, tokens: Tensor, positions: Tensor, pack
 
 
 def fused_forward(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-    assert fused_trunk(bench.base.trunk) is not None
+    assert fused_trunk(bench.base.trunk, bench.base.shape) is not None
     return bench.base.hidden_states(tokens, positions, packing)
 
 
@@ -184,14 +186,14 @@ def test_without_adapters_no_graph_is_kept(tmp_path: Path) -> None:
 )
 def test_altered_model_is_not_fused(alter: Callable[[Any], object]) -> None:
     trunk: Any = AutoModelForCausalLM.from_config(tiny_config("qwen3")).base_model
-    assert fused_trunk(trunk) is not None
+    assert fused_trunk(trunk, describe_model("m", trunk.config.to_dict())) is not None
     alter(trunk)
-    assert fused_trunk(trunk) is None
+    assert fused_trunk(trunk, describe_model("m", trunk.config.to_dict())) is None
 
 
 def test_other_families_run_unfused(tmp_path: Path) -> None:
     bench = random_model(GemmaConfig(**SHAPE), tmp_path)
-    assert fused_trunk(bench.base.trunk) is None
+    assert fused_trunk(bench.base.trunk, bench.base.shape) is None
     adapter = bench.create("a")
     tokens, positions, packing = packed()
     with torch.no_grad(), bench.lora.applied([Segment(0, len(tokens), adapter)]):

@@ -26,8 +26,9 @@ from trainhouse.workers.ops import attention
 from trainhouse.workers.ops.attention import pack_lengths
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.shapes.families import BY_TRANSFORMERS, FAMILIES
+from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import refusal_of
+from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

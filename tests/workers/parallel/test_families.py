@@ -22,8 +22,8 @@ from trainhouse.workers.planner.checks import check_layout
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.shapes.families import FAMILIES, Family
-from trainhouse.workers.shapes.model_shape import read_model
+from trainhouse.workers.shapes.model_shape import ModelShape, read_model
+from trainhouse.workers.shapes.parts import RoutedExperts
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
@@ -65,8 +65,9 @@ def test_a_family_trains_and_samples_as_transformers_does(
     tuned = in_peft(tiny_models[kind], exported)
     loss, logprobs = loss_of(tuned, request.data)
     loss.backward()
-    linears = FAMILIES[kind.removesuffix("_mixed")].expert_linears if kind in SPARSE else Family.expert_linears
-    wanted = peft_gradients(tuned, NUM_EXPERTS, linears)
+    shape = read_model(ServedModel("m", str(tiny_models[kind])))
+    experts = shape.experts if isinstance(shape, ModelShape) else None
+    wanted = peft_gradients(tuned, NUM_EXPERTS, experts.linears if experts else RoutedExperts.linears)
     assert close(output.metrics["loss:sum"], loss.item())
     assert all(
         np.abs(each["logprobs"] - row_logprobs).max() < TOLERANCE

@@ -16,6 +16,7 @@ from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.shapes.parts import Dense
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
@@ -207,7 +208,8 @@ def test_head_is_gathered_together_with_the_last_layer(tied: bool) -> None:
 
 def test_saving_assembles_one_matrix_at_a_time() -> None:
     shape = public("Llama-3.1-8B")
-    of_vocabulary, of_features = shape.vocab * shape.hidden, shape.intermediate * shape.hidden
+    (features,) = {each.features for layer in shape.layers if isinstance(each := layer.feed_forward, Dense)}
+    of_vocabulary, of_features = shape.vocab * shape.hidden, features * shape.hidden
     for layout, numbers in (("fsdp=4", 2 * of_vocabulary), ("tp=4", 2 * of_features), ("replicas=2", 0)):
         assert estimate(shape, ParallelSpec.parse(layout), LOAD).saving == 4 * numbers
     assert estimate(shape, ParallelSpec(fsdp=2, tp=2), LOAD).saving == 4 * max(2 * of_vocabulary, 3 * of_features)

@@ -191,20 +191,15 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         DENSE | {"model_type": "phi3", "rope_scaling": {"type": "su"}},
         "tp=2: M has RoPE scaling longrope, with which a token's rotation depends on the batch",
     ),
-    "rotation of a part": (
-        "--parallel tp=2",
-        DENSE | {"model_type": "phi3", "partial_rotary_factor": 0.75},
-        "tp=2: M has another activation than silu, or rotates only a part of each head",
-    ),
     "other activation": (
         "--parallel tp=2",
         DENSE | {"model_type": "gemma3_text", "hidden_activation": "gelu"},
-        "tp=2: M has another activation than gelu_pytorch_tanh, or rotates only",
+        "tp=2: M has another activation than gelu_pytorch_tanh; such models support only replicas",
     ),
     "activation": (
         "--parallel tp=2",
         DENSE | {"hidden_act": "gelu"},
-        "tp=2: M has another activation than silu, or rotates only a part of each head",
+        "tp=2: M has another activation than silu; such models support only replicas",
     ),
     "another forward": (
         "--activations recompute",

@@ -24,6 +24,7 @@ from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
+from trainhouse.workers.shapes.parts import RoutedExperts, SoftmaxAttention
 from transformers import AutoModelForCausalLM
 
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model
@@ -60,7 +61,7 @@ def public(name: str) -> ModelShape:
 
 def by_name(table: list[ParameterGroup], shape: ModelShape) -> dict[str, ParameterGroup]:
     """Returns the parameters of a model by their names."""
-    sparse = set(shape.experts.layers) if shape.experts else set()
+    sparse = {i for i, layer in enumerate(shape.layers) if isinstance(layer.feed_forward, RoutedExperts)}
     named = {}
     for each in table:
         layers = range(shape.num_layers)
@@ -301,11 +302,19 @@ def test_the_smallest_layout_fits_and_no_smaller_one_does(name: str, longest: in
     assert choice.spec.tp <= 8
 
 
+def with_mixers(shape: ModelShape, **changes: int | None) -> ModelShape:
+    """Returns the model with these settings in all its attention."""
+    mixers = [each.mixer for each in shape.layers if isinstance(each.mixer, SoftmaxAttention)]
+    changed = [replace(mixer, **changes) for mixer in mixers]  # pyright: ignore[reportArgumentType]
+    layers = [replace(layer, mixer=mixer) for layer, mixer in zip(shape.layers, changed, strict=True)]
+    return replace(shape, layers=tuple(layers))
+
+
 def test_tp_is_preferred_and_fsdp_is_the_last_choice() -> None:
     shape, load = public("Llama-3.1-70B"), Workload(longest=4096, adapter_slots=4)
     choice = smallest_layout(shape, load, 80 * 10**9)
     assert choice is not None and str(choice.spec) == f"tp={choice.spec.num_ranks}"
-    odd = replace(shape, kv_heads=1)  # tp cannot share out anything
+    odd = with_mixers(shape, kv_heads=1)  # tp cannot share out anything
     choice = smallest_layout(odd, replace(load, samples=False), 80 * 10**9)
     assert choice is not None and choice.spec.tp == 1 and choice.spec.fsdp > 1
 
@@ -332,17 +341,18 @@ def test_every_remedy_fits(slots: int) -> None:
 
 
 def test_window_costs_a_mask_where_kernels_need_one() -> None:
-    shape = replace(public("Llama-3.1-8B"), window=1024)
+    shape = with_mixers(public("Llama-3.1-8B"), window=1024)
     load = Workload(longest=4096, dtype="float32")
-    more = activations(shape, SINGLE, load).working - activations(replace(shape, window=None), SINGLE, load).working
+    more = activations(shape, SINGLE, load).working - activations(with_mixers(shape, window=None), SINGLE, load).working
     assert 512 * 1024 * 4 < more < 8 << 20
-    assert activations(replace(shape, window=4096), SINGLE, load) == activations(
-        replace(shape, window=None), SINGLE, load
+    assert activations(with_mixers(shape, window=4096), SINGLE, load) == activations(
+        with_mixers(shape, window=None), SINGLE, load
     )
     longer = replace(load, longest=8192)
     assert (
-        activations(shape, SINGLE, longer).working - activations(replace(shape, window=None), SINGLE, longer).working
+        activations(shape, SINGLE, longer).working
+        - activations(with_mixers(shape, window=None), SINGLE, longer).working
         == more
     )
     short = replace(load, dtype="bfloat16")
-    assert activations(shape, SINGLE, short) == activations(replace(shape, window=None), SINGLE, short)
+    assert activations(shape, SINGLE, short) == activations(with_mixers(shape, window=None), SINGLE, short)

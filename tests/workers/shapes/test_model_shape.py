@@ -10,7 +10,6 @@ from trainhouse.workers.planner.parameters import num_parameters
 from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import (
-    Experts,
     ModelShape,
     Rope,
     describe_model,
@@ -18,6 +17,7 @@ from trainhouse.workers.shapes.model_shape import (
     model_directory,
     read_model,
 )
+from trainhouse.workers.shapes.parts import Dense, RoutedExperts, SoftmaxAttention
 from transformers import AutoConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -82,32 +82,44 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
     # Not every config has these attributes.
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     kv_heads = theirs.num_key_value_heads or theirs.num_attention_heads
-    assert (ours.heads, ours.kv_heads, ours.head_dim) == (theirs.num_attention_heads, kv_heads, head_dim)
-    assert (ours.hidden, ours.intermediate, ours.vocab) == (
-        theirs.hidden_size,
-        theirs.intermediate_size,
-        theirs.vocab_size,
-    )
+    for attention in ours.attentions:
+        assert (attention.heads, attention.kv_heads) == (theirs.num_attention_heads, kv_heads)
+        assert attention.head_dim == attention.rotary_dim == head_dim
+    assert (ours.hidden, ours.vocab) == (theirs.hidden_size, theirs.vocab_size)
+    dense = {layer.feed_forward.features for layer in ours.layers if isinstance(layer.feed_forward, Dense)}
+    assert dense <= {theirs.intermediate_size}
     assert (ours.num_layers, ours.tied_embeddings, ours.max_positions) == (
         theirs.num_hidden_layers,
         theirs.tie_word_embeddings,
         theirs.max_position_embeddings,
     )
-    kinds = getattr(theirs, "layer_types", None)
-    which, has_any = FAMILIES[model_type].windows, getattr(theirs, "sliding_window", None)
-    has_one = which == "every" or (which == "by_layer" and kinds is not None and "sliding_attention" in kinds)
-    assert ours.window == (has_any if has_one else None)
+    assert windows_of(ours) == expected_windows(model_type, theirs)
+    sparse = [i for i, layer in enumerate(ours.layers) if isinstance(layer.feed_forward, RoutedExperts)]
+    experts = ours.experts
     if model_type == "mixtral" and theirs.num_experts:
-        layers = tuple(range(6))
-        assert ours.experts == Experts(theirs.num_local_experts, theirs.num_experts_per_tok, ours.intermediate, layers)
+        assert sparse == list(range(6)) and experts is not None
+        assert (experts.num, experts.per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+        assert experts.features == theirs.intermediate_size
     elif model_type == "qwen3_moe" and theirs.num_experts:
         layers = (i for i in range(6) if i not in theirs.mlp_only_layers and (i + 1) % theirs.decoder_sparse_step == 0)
-        experts = ours.experts
-        assert experts is not None and experts.layers == tuple(layers)
+        assert sparse == list(layers) and experts is not None
         assert (experts.num, experts.per_token) == (theirs.num_experts, theirs.num_experts_per_tok)
-        assert experts.intermediate == theirs.moe_intermediate_size
+        assert experts.features == theirs.moe_intermediate_size
     else:
-        assert ours.experts is None
+        assert experts is None and not sparse
+
+
+def windows_of(shape: ModelShape) -> list[int | None]:
+    return [layer.mixer.window for layer in shape.layers if isinstance(layer.mixer, SoftmaxAttention)]
+
+
+def expected_windows(model_type: str, theirs: Any) -> list[int | None]:
+    window, kinds = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
+    if model_type in ("mistral", "mixtral", "phi3", "qwen3_moe"):
+        return [window] * theirs.num_hidden_layers
+    if model_type in ("llama", "olmo2"):
+        return [None] * theirs.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
-from ...shapes.families import logit_scale_of
+from ...shapes.other_models import logit_scale_of
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch.nn.functional import silu
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
-from ..ops.fused import swiglu
-from ..ops.grouped_gemm import GroupedRows
-from ..ops.quantized import dequantized
-from ..parallel.collectives import all_to_all_rows, reduce_from_team
-from ..parallel.mesh import Team
+from ...ops.fused import swiglu
+from ...ops.grouped_gemm import GroupedRows
+from ...ops.quantized import dequantized
+from ...parallel.collectives import all_to_all_rows, reduce_from_team
+from ...parallel.mesh import Team
 
 
 class AdapterTerms(Protocol):

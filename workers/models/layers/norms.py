@@ -1,0 +1,24 @@
+"""The norms of decoder layers."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.fused import RmsNorm, add_rms_norm, rms_norm
+
+
+def norm_of(module: Any, adds_one: bool) -> RmsNorm:
+    """Returns the norm of transformers' module. `adds_one`: whether 1 is added to its weight."""
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    return RmsNorm(module.weight, torch.tensor(eps, device=module.weight.device), adds_one)
+
+
+def add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
+    """Returns the sum of both, and its norm; without a norm the sum twice."""
+    if norm is None:
+        total = hidden if update is None else hidden + update
+        return total, total
+    if update is None:
+        return hidden, rms_norm(hidden, norm)
+    return add_rms_norm(hidden, update, norm)

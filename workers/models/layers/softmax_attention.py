@@ -1,0 +1,100 @@
+"""Runs softmax attention: projections, norms and rotations of heads, attention, gates."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.attention import AttendingPacking, AttentionKind, Packing, attend
+from ...ops.fused import RmsNorm, Rotation, rotate_heads
+from ...parallel.mesh import Mesh
+from ...parallel.norms import ShardedHeadNorms
+from ...shapes.families import Family
+from ...shapes.parts import SoftmaxAttention
+from .merge import Merge, MergedProjection
+from .norms import norm_of
+
+
+class SoftmaxMixer:
+    """Implements Mixer."""
+
+    def __init__(self, part: SoftmaxAttention, module: Any, number: int, family: Family, mesh: Mesh) -> None:
+        """Takes the layer's number, and transformers' module of its attention."""
+        self._part, self._module = part, module
+        self.is_replicated = "self_attn" in mesh.spec.replicated
+        self._kind = AttentionKind(number, module.scaling, part.window)
+        tp = mesh.spec.tp_size_of("self_attn")
+        self._sizes = [heads * part.head_dim // tp for heads in (part.heads, part.kv_heads, part.kv_heads)]
+        self._query_norm: RmsNorm | None = None
+        self._key_norm: RmsNorm | None = None
+        self._joint_norms: ShardedHeadNorms | None = None
+        if part.norms_heads is not None:
+            query, key = (norm_of(each, family.norm_weight_plus_one) for each in (module.q_norm, module.k_norm))
+            if part.norms_heads == "together":
+                self._joint_norms = ShardedHeadNorms(query, key, mesh.tensor_team("self_attn"))
+            else:
+                self._query_norm, self._key_norm = query, key
+        self._merged = MergedProjection()
+        self._merged_norm: RmsNorm | None = None
+
+    @staticmethod
+    def is_recognised(part: SoftmaxAttention, module: Any) -> bool:
+        """True if the module has the projections and norms of the part."""
+        has_norms, is_fused = part.norms_heads is not None, part.is_fused
+        return hasattr(module, "q_norm") == has_norms and hasattr(module, "qkv_proj") == is_fused
+
+    def refresh(self, are_original: bool) -> None:
+        self._merged.refresh(are_original)
+        joint = self._joint_norms.parts if self._joint_norms is not None else ()
+        for norm in (self._query_norm, self._key_norm, *joint):
+            if norm is not None:
+                norm.refresh()
+
+    def merge(self, merge: Merge) -> None:
+        module, part = self._module, self._part
+        if part.is_fused or part.is_gated or self._joint_norms is not None:
+            return
+        self._merged.merge(merge, [module.q_proj, module.k_proj, module.v_proj])
+        if self._query_norm is not None and self._key_norm is not None:
+            heads = [size // part.head_dim for size in self._sizes]
+            weights = [self._query_norm.weight.expand(heads[0], -1), self._key_norm.weight.expand(heads[1], -1)]
+            self._merged_norm = RmsNorm(torch.cat(weights), self._query_norm.eps)
+
+    def forward(self, x: Tensor, rotations: Mapping[str, Rotation], packing: Packing | AttendingPacking) -> Tensor:
+        rotation = rotations[self._part.rotation]
+        if self._merged.suits(x):
+            attended = attend(*self._merged_heads(x, rotation), packing, self._kind)
+            return self._module.o_proj(attended.flatten(-2))
+        query, gate, key, value = self._projected(x)
+        query, key = self._normed(query, key, rotation)
+        attended = attend(query, key, value, packing, self._kind).flatten(-2)
+        return self._module.o_proj(attended if gate is None else attended * gate.sigmoid())
+
+    def _merged_heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
+        """Returns query, key and value [tokens, heads, head_dim], normed and rotated."""
+        heads = self._merged.forward(x).view(x.shape[0], -1, self._part.head_dim)
+        queries, keys, values = (size // self._part.head_dim for size in self._sizes)
+        rotated = rotate_heads(heads[:, : queries + keys], rotation, self._merged_norm)
+        return *rotated.split((queries, keys), dim=1), heads[:, -values:]
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Returns query [tokens, heads, head_dim], gate [tokens, heads * head_dim] if there is one, key and value."""
+        module, gate = self._module, None
+        if self._part.is_fused:
+            query, key, value = module.qkv_proj(x).split(self._sizes, dim=-1)
+            # Cloned, since the view of the values that backward keeps would hold the queries and keys too.
+            value = value.clone() if torch.is_grad_enabled() else value
+        else:
+            query, key, value = module.q_proj(x), module.k_proj(x), module.v_proj(x)
+        if self._part.is_gated:
+            query, gate = query.unflatten(-1, (-1, 2, self._part.head_dim)).unbind(-2)
+            query, gate = query.flatten(-2), gate.flatten(-2)
+        if self._joint_norms is not None:
+            query, key = self._joint_norms.normed(query, key)
+        heads = (each.unflatten(-1, (-1, self._part.head_dim)) for each in (query, key, value))
+        query, key, value = heads
+        return query, gate, key, value
+
+    def _normed(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        return rotate_heads(query, rotation, self._query_norm), rotate_heads(key, rotation, self._key_norm)

@@ -1,0 +1,38 @@
+"""Runs a sparse feed-forward part: routed experts, and the experts that all tokens share."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ...parallel.collectives import ResidualStream
+from ...parallel.mesh import Mesh
+from ...shapes.parts import RoutedExperts as Part
+from .dense import DenseFeedForward
+from .experts import RoutedExperts
+from .merge import Merge
+
+
+class SparseFeedForward:
+    """Implements FeedForward."""
+
+    def __init__(self, part: Part, module: Any, mesh: Mesh) -> None:
+        self._is_replicated = "experts" in mesh.spec.replicated
+        self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, module.gate)
+        self._shared = DenseFeedForward(part.shared, module.shared_expert, mesh) if part.shared else None
+        self._shared_gate: Any = module.shared_expert_gate if part.gates_shared else None
+
+    def refresh(self, are_original: bool) -> None:
+        if self._shared is not None:
+            self._shared.refresh(are_original)
+
+    def merge(self, merge: Merge) -> None:
+        if self._shared is not None:
+            self._shared.merge(merge)
+
+    def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
+        tokens = stream.enter(x, self._is_replicated)
+        routed = stream.leave(self.experts.forward(tokens, stream.ep_ranks_share_tokens), self._is_replicated)
+        if self._shared is None:
+            return routed
+        shared = self._shared.forward(x, stream)
+        return routed + (shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid())

@@ -1,0 +1,76 @@
+"""Reads fields of a model's config.json, with the family's defaults for missing ones. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+
+
+class ConfigReader:
+    """Holds the config of one model. name: what clients call it, for messages."""
+
+    def __init__(self, name: str, config: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+        self._name = name
+        self._config = {**defaults, **config}
+
+    def get(self, key: str) -> object:
+        """Returns the value of any type, None if there is none."""
+        return self._config.get(key)
+
+    def is_set(self, key: str) -> bool:
+        return bool(self._config.get(key))
+
+    def number(self, key: str, if_none: int | None = None, at_least: int = 1) -> int:
+        """Returns a whole number. Raises ValueError if it is missing, of another type or too small."""
+        number = optional_number(self._name, self._config, key)
+        number = if_none if number is None else number
+        if number is None or number < at_least:
+            raise ValueError(
+                f"the config.json of {self._name} has {key} {number}: expected a number of at least {at_least}"
+            )
+        return number
+
+    def fraction(self, key: str, if_none: float) -> float:
+        """Returns a number that the config has itself, or among its rope_parameters."""
+        rope = self._config.get("rope_parameters")
+        value = self._config.get(key) or (rope.get(key) if isinstance(rope, dict) else None) or if_none
+        if not isinstance(value, int | float):
+            raise ValueError(f"the config.json of {self._name} has {key} {value!r}: expected a number")
+        return float(value)
+
+    def names(self, key: str) -> Sequence[str] | None:
+        """Returns a list of names, such as one for each layer; None if there is none."""
+        value = self._config.get(key)
+        return [str(each) for each in value] if isinstance(value, list | tuple) else None
+
+    def numbers(self, key: str) -> Sequence[int]:
+        """Returns a list of whole numbers, empty if there is none."""
+        value = self._config.get(key)
+        return [each for each in value if isinstance(each, int)] if isinstance(value, list | tuple) else ()
+
+    @property
+    def num_layers(self) -> int:
+        return self.number("num_hidden_layers")
+
+    @property
+    def hidden(self) -> int:
+        return self.number("hidden_size")
+
+    @property
+    def heads(self) -> int:
+        return self.number("num_attention_heads")
+
+    @property
+    def head_dim(self) -> int:
+        return self.number("head_dim", self.hidden // self.heads)
+
+    @property
+    def window(self) -> int | None:
+        """The tokens that a layer with a sliding window sees; None if no layer has one."""
+        is_used = self._config.get("sliding_window") is not None and self.is_set("use_sliding_window")
+        return self.number("sliding_window") if is_used else None
+
+
+def optional_number(name: str, config: Mapping[str, object], key: str) -> int | None:
+    """Returns a whole number of a config.json, None if it is missing. Raises ValueError if it is something else."""
+    value = config.get(key)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"the config.json of {name} has {key} {value!r}: expected a whole number")

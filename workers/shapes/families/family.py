@@ -1,0 +1,77 @@
+"""The declaration of a model family: how to read its layers off a config, and where transformers has its modules.
+
+Imports no torch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..parts import Dense, Layer, SoftmaxAttention
+from .config_reader import ConfigReader
+
+# Rotations that do not depend on the lengths in a batch.
+FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
+
+# Fields that a config.json may leave out.
+DEFAULTS: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "sliding_window": None,
+    "use_sliding_window": True,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one `model_type` that run with our own layers (workers/models/fused_decoder.py).
+
+    name: the prefix of its classes in transformers. module: the module of transformers that defines them.
+    layers: reads the layers off a config.
+    defaults: values of fields that a config.json may leave out, besides DEFAULTS.
+    trunk, rotary: suffixes of the classes of the model without its head, and of its rotations.
+    embedding: the same of its embedding; None = torch's embedding.
+    norm_weight_plus_one: whether 1 is added to the weights of norms.
+    activation, activation_key: the activation of gates, and the config's field for it.
+    """
+
+    name: str
+    module: str
+    layers: Callable[[ConfigReader], Sequence[Layer]]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    trunk: str = "Model"
+    rotary: str = "RotaryEmbedding"
+    embedding: str | None = None
+    norm_weight_plus_one: bool = False
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
+
+    def defines(self, module: object, role: str) -> bool:
+        """True if the module is of the family's class for this role, such as "Attention"."""
+        kind, home = type(module), f"transformers.models.{self.module}.modeling_{self.module}"
+        return kind.__name__ == self.name + role and kind.__module__ == home
+
+    def reader(self, name: str, config: Mapping[str, object]) -> ConfigReader:
+        return ConfigReader(name, config, DEFAULTS | self.defaults)
+
+
+def attention(config: ConfigReader, **settings: bool | str | int | None) -> SoftmaxAttention:
+    """Returns attention of the sizes that most configs name alike. Settings are fields of SoftmaxAttention."""
+    head_dim = config.head_dim
+    sizes = {"rotary_dim": int(head_dim * config.fraction("partial_rotary_factor", 1.0))}
+    return SoftmaxAttention(
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.number("num_key_value_heads", config.heads),
+        head_dim=head_dim,
+        **(sizes | settings),  # pyright: ignore[reportArgumentType]
+    )
+
+
+def dense(config: ConfigReader, **settings: bool | str) -> Dense:
+    """Returns the dense part of the size that most configs name alike. Settings are fields of Dense."""
+    features = config.number("intermediate_size")
+    return Dense(hidden=config.hidden, features=features, **settings)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,52 @@
+"""Gemma 3, whose layers with a window have rotations of their own: https://arxiv.org/abs/2503.19786."""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, Norms, SoftmaxAttention
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+_NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    of_all = dense(config, activation=_ACTIVATION)
+    return [Layer(config.hidden, _mixer(config, kind), of_all, _NORMS) for kind in _kinds(config)]
+
+
+def _mixer(config: ConfigReader, kind: str) -> SoftmaxAttention:
+    has_bias = config.is_set("attention_bias")
+    window = config.window if kind == "sliding_attention" else None
+    return attention(config, rotation=kind, window=window, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each")
+
+
+def _kinds(config: ConfigReader) -> Sequence[str]:
+    """Returns the kind of each layer. Without `layer_types` only every n-th layer has no window."""
+    step = config.number("sliding_window_pattern")
+    by_step = ["sliding_attention" if number % step else "full_attention" for number in range(1, config.num_layers + 1)]
+    return config.names("layer_types") or by_step
+
+
+GEMMA3 = Family(
+    "Gemma3",
+    "gemma3",
+    _layers,
+    {
+        "hidden_activation": _ACTIVATION,
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "layer_types": None,
+        "tie_word_embeddings": True,
+    },
+    trunk="TextModel",
+    embedding="TextScaledWordEmbedding",
+    norm_weight_plus_one=True,
+    activation=_ACTIVATION,
+    activation_key="hidden_activation",
+)

@@ -1,0 +1,76 @@
+"""Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen3, dense and sparse (https://arxiv.org/abs/2505.09388)."""
+
+from collections.abc import Mapping, Sequence
+
+from ..parts import Layer, RoutedExperts
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+
+def _windows(config: ConfigReader) -> list[int | None]:
+    """Returns the window of each layer: those that `layer_types` names have one, or those from some layer on."""
+    kinds, first = config.names("layer_types"), config.number("max_window_layers", at_least=0)
+    has_window = [kind == "sliding_attention" for kind in kinds] if kinds else []
+    has_window = has_window or [number >= first for number in range(config.num_layers)]
+    return [config.window if each else None for each in has_window]
+
+
+def _layers_of_qwen2(config: ConfigReader) -> Sequence[Layer]:
+    of_all = dense(config)
+    return [Layer(config.hidden, attention(config, qkv_bias=True, window=each), of_all) for each in _windows(config)]
+
+
+def _layers_of_qwen3(config: ConfigReader) -> Sequence[Layer]:
+    of_all, has_bias = dense(config), config.is_set("attention_bias")
+    mixers = [
+        attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", window=each)
+        for each in _windows(config)
+    ]
+    return [Layer(config.hidden, mixer, of_all) for mixer in mixers]
+
+
+def _layers_of_qwen3_moe(config: ConfigReader) -> Sequence[Layer]:
+    has_bias = config.is_set("attention_bias")
+    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", window=config.window)
+    num = config.number("num_local_experts", config.number("num_experts", at_least=0), at_least=0)
+    of_dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step")
+    of_layers = [num > 0 and i not in of_dense and (i + 1) % step == 0 for i in range(config.num_layers)]
+    sparse = Layer(config.hidden, mixer, _experts(config, num)) if any(of_layers) else None
+    plain = Layer(config.hidden, mixer, dense(config))
+    return [sparse if is_sparse and sparse else plain for is_sparse in of_layers]
+
+
+def _experts(config: ConfigReader, num: int) -> RoutedExperts:
+    return RoutedExperts(
+        hidden=config.hidden,
+        num=num,
+        per_token=config.number("num_experts_per_tok"),
+        features=config.number("moe_intermediate_size"),
+    )
+
+
+_DEFAULTS: Mapping[str, object] = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+QWEN2 = Family("Qwen2", "qwen2", _layers_of_qwen2, _DEFAULTS)
+QWEN3 = Family("Qwen3", "qwen3", _layers_of_qwen3, {**_DEFAULTS, "head_dim": 128})
+QWEN3_MOE = Family(
+    "Qwen3Moe",
+    "qwen3_moe",
+    _layers_of_qwen3_moe,
+    {
+        **_DEFAULTS,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+)

@@ -1,0 +1,72 @@
+"""Models that run with transformers' modules, and settings that no model may have.
+
+Imports no torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Further model_types. They run with transformers' modules and give the same numbers packed, alone and sampled.
+# tests/workers/models/test_survey.py checks each of them, and all others of transformers.
+# fmt: off
+BY_TRANSFORMERS = frozenset({
+    "afmoe", "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe",
+    "cohere_compass_text", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode",
+    "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "mellum",
+    "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "olmo", "olmo3", "olmoe", "opt",
+    "persimmon", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
+})
+# fmt: on
+
+# Multimodal models of which only the part for text runs: model_type of the whole -> model_type of that part.
+TEXT_PARTS: Mapping[str, str] = {"gemma3": "gemma3_text"}
+
+# Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
+REFUSED_SETTINGS = (
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "kv_lora_rank",
+    "use_bidirectional_attention",
+)
+
+# Those of the above that change nothing if they are 1.
+_SCALES = frozenset({"logit_scale", "logits_scaling"})
+
+# For model_types that run with transformers' modules: the setting by which their logits are multiplied, or divided.
+LOGIT_SCALES: Mapping[str, str] = {
+    "cohere": "logit_scale",
+    "cohere2": "logit_scale",
+    "cohere2_moe": "logit_scale",
+    "cohere_compass_text": "logit_scale",
+    "hyperclovax": "logits_scaling",
+}
+LOGIT_DIVISORS: Mapping[str, str] = {
+    "granite": "logits_scaling",
+    "granitemoe": "logits_scaling",
+    "granitemoeshared": "logits_scaling",
+}
+
+# Other kinds of layers carry a state along the row, from one packed sequence into the next.
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:
+    """Returns the first setting whose arithmetic is not implemented for this model_type, None if there is no such
+    setting."""
+    known = LOGIT_SCALES.get(model_type), LOGIT_DIVISORS.get(model_type)
+    for setting in REFUSED_SETTINGS:
+        value = config.get(setting)
+        if value and setting not in known and not (setting in _SCALES and value == 1):
+            return setting
+    return None
+
+
+def logit_scale_of(config: Any) -> float:
+    """Returns the factor by which a model with this config of transformers multiplies its logits."""
+    multiplier = getattr(config, LOGIT_SCALES.get(config.model_type, ""), None)
+    divisor = getattr(config, LOGIT_DIVISORS.get(config.model_type, ""), None)
+    return (1.0 if multiplier is None else float(multiplier)) / (1.0 if divisor is None else float(divisor))

@@ -1,0 +1,28 @@
+"""The parts of a layer as a model's family declares them: sequence mixers and feed-forward parts.
+
+A part says what weights it has, how ranks divide them, which linear layers adapters adapt, what the sampler caches and
+what a pass keeps. Plans, checks, sharding, adapters and caches are derived from that. Imports no torch.
+"""
+
+from .dense import Dense
+from .layer import PARTS, FeedForward, Layer, Mixer, Norms
+from .part import CacheEntries, Divisible, Part, Placement, Share, Weight
+from .routed_experts import RoutedExperts
+from .softmax_attention import SoftmaxAttention
+
+__all__ = [
+    "PARTS",
+    "CacheEntries",
+    "Dense",
+    "Divisible",
+    "FeedForward",
+    "Layer",
+    "Mixer",
+    "Norms",
+    "Part",
+    "Placement",
+    "RoutedExperts",
+    "Share",
+    "SoftmaxAttention",
+    "Weight",
+]

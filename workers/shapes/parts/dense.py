@@ -1,0 +1,77 @@
+"""A feed-forward part that all tokens share: a gate, an up and a down projection."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...protocol.parallel_spec import ParallelSpec
+from .part import Divisible, Placement, Share, Weight
+
+_ROWS, _COLUMNS = Placement("mlp", 0), Placement("mlp", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """down(activation(gate(x)) * up(x)).
+
+    name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES.
+    is_fused: whether one projection computes gate and up.
+    """
+
+    hidden: int
+    features: int
+    name: str = "mlp"
+    activation: str = "silu"
+    has_bias: bool = False
+    is_fused: bool = False
+
+    module: ClassVar[str] = "MLP"
+    placements: ClassVar[Mapping[str, Placement]] = {
+        f"mlp.{name}": placement
+        for name, placement in {
+            "gate_proj.weight": _ROWS,
+            "gate_proj.bias": _ROWS,
+            "up_proj.weight": _ROWS,
+            "up_proj.bias": _ROWS,
+            "gate_up_proj.weight": _ROWS,
+            "down_proj.weight": _COLUMNS,
+        }.items()
+    }
+
+    def weights(self) -> Iterator[Weight]:
+        if self.is_fused:
+            sections = self.features, self.features
+            yield self._weight("gate_up_proj.weight", (sum(sections), self.hidden), sections, "gate_up_proj")
+        else:
+            for name in ("gate_proj", "up_proj"):
+                yield self._weight(f"{name}.weight", (self.features, self.hidden), (), name)
+                if self.has_bias:
+                    yield self._weight(f"{name}.bias", (self.features,))
+        yield self._weight("down_proj.weight", (self.hidden, self.features), (), "down_proj")
+        if self.has_bias:
+            yield self._weight("down_proj.bias", (self.hidden,))
+
+    def _weight(self, name: str, shape: tuple[int, ...], sections: tuple[int, ...] = (), *adapters: str) -> Weight:
+        return Weight(f"{self.name}.{name}", shape, self.placements.get(f"mlp.{name}"), sections, adapters)
+
+    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
+        for weight in self.weights():
+            yield from weight.adapter_pairs(spec)
+
+    def divisible(self) -> Iterator[Divisible]:
+        yield Divisible("mlp", self.features, "feed-forward features")
+
+    def kept_bytes(self, share: Share) -> float:
+        """Counts gate, up, the gate's activation, and the product of the two."""
+        inputs = share.inputs(self.hidden, 2 if self.is_fused else 3)
+        return inputs + share.number_bytes * 4 * self._own_features(share)
+
+    def working_bytes(self, share: Share) -> float:
+        """Counts the gathered gradient, and that by the features. The norm's inputs are already freed."""
+        gathered = self.hidden * share.number_bytes if share.gathers_stream else 0
+        # On some CPUs the sum of two products is not computed in place of the first one.
+        products = 2 if share.number_bytes == 4 and not share.is_full else 1
+        return gathered + products * share.number_bytes * self._own_features(share)
+
+    def _own_features(self, share: Share) -> int:
+        return self.features // share.spec.tp_size_of("mlp")

@@ -1,0 +1,63 @@
+"""A layer: its sequence mixer, its feed-forward part, and the norms around them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...protocol.parallel_spec import ParallelSpec
+from .dense import Dense
+from .part import CacheEntries, Divisible, Part, Weight
+from .routed_experts import RoutedExperts
+from .softmax_attention import SoftmaxAttention
+
+
+class Mixer(Part, Protocol):
+    """A part that mixes the tokens of a sequence."""
+
+    def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
+        """Returns what the sampler keeps of a sequence on one rank."""
+        ...
+
+
+FeedForward = Dense | RoutedExperts
+
+PARTS: tuple[type[Part], ...] = (SoftmaxAttention, Dense, RoutedExperts)
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of a layer's norms by position, before and after the mixer and the feed-forward part. None = no norm."""
+
+    before_mixer: str | None = "input_layernorm"
+    after_mixer: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        every = (self.before_mixer, self.after_mixer, self.before_mlp, self.after_mlp)
+        return tuple(name for name in every if name is not None)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer. hidden: features of the residual stream."""
+
+    hidden: int
+    mixer: Mixer
+    feed_forward: FeedForward
+    norms: Norms = Norms()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.mixer, self.feed_forward
+
+    def weights(self) -> Iterator[Weight]:
+        """Yields all parameters of the layer, with names below it."""
+        for part in self.parts:
+            yield from part.weights()
+        yield from (Weight(f"{norm}.weight", (self.hidden,)) for norm in self.norms.names)
+
+    def divisible(self) -> Iterator[Divisible]:
+        for part in self.parts:
+            yield from part.divisible()

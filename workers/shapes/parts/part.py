@@ -1,0 +1,149 @@
+"""What every part of a layer declares."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from ...protocol.parallel_spec import ParallelSpec, ShardedUnit
+
+FLOAT32 = 4
+INT64 = 8
+
+Style = Literal["colwise", "rowwise", "grouped", "replicate"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The division of a parameter along `dim` by tp.
+
+    Parameters of experts have one row for each expert in addition, and these rows are divided along ep.
+    """
+
+    unit: ShardedUnit
+    dim: int
+
+    @property
+    def style(self) -> Style:
+        if self.unit == "experts":
+            return "grouped"
+        return "colwise" if self.dim == 0 else "rowwise"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter of a part.
+
+    name: below the layer, such as self_attn.q_proj.weight. placement: None if every rank has it whole.
+    sections: sizes of the parts of the placement's dimension that are divided separately; one by default.
+    adapters: names of the pairs of matrices by which adapters adapt this linear layer. Several names share out the
+    sections of its outputs.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    placement: Placement | None = None
+    sections: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def split_sections(self) -> tuple[int, ...]:
+        assert self.placement is not None
+        return self.sections or (self.shape[self.placement.dim],)
+
+    def own_shape(self, spec: ParallelSpec) -> tuple[int, ...]:
+        """Returns the shape of a rank's part."""
+        if self.placement is None:
+            return self.shape
+        parts = [1] * len(self.shape)
+        parts[self.placement.dim] *= spec.tp_size_of(self.placement.unit)
+        parts[0] *= spec.ep_size_of(self.placement.unit)
+        return tuple(size // num for size, num in zip(self.shape, parts, strict=True))
+
+    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
+        """Yields a rank's numbers of inputs and outputs for each pair of matrices."""
+        if not self.adapters:
+            return
+        num_outputs, num_inputs = self.own_shape(spec)
+        if len(self.adapters) == 1:
+            yield num_inputs, num_outputs
+            return
+        yield from ((num_inputs, num_outputs * size // sum(self.sections)) for size in self.sections)
+
+
+@dataclass(frozen=True)
+class Divisible:
+    """A number of things that ranks along an axis divide evenly.
+
+    axis: "sp" also requires that no rank shares one with another.
+    """
+
+    unit: ShardedUnit
+    number: int
+    what: str
+    axis: Literal["tp", "sp"] = "tp"
+
+
+@dataclass(frozen=True)
+class CacheEntries:
+    """What the sampler keeps of a sequence for one layer, on one rank.
+
+    numbers_per_token: keys and values, in the base model's dtype. state_numbers: of the states of a fixed size in the
+    base model's dtype; float32_state_numbers: of those in float32.
+    """
+
+    numbers_per_token: int = 0
+    state_numbers: int = 0
+    float32_state_numbers: int = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of a pass, as far as parts need it to count bytes for each of its tokens.
+
+    ulysses: ranks that share out heads in attention. number_bytes: of a number in the base model's dtype.
+    lora_rank: 0 if no adapters are trained. gathers_stream: whether ranks along tp shard the residual stream.
+    """
+
+    spec: ParallelSpec
+    number_bytes: int
+    lora_rank: int
+    is_full: bool
+    gathers_stream: bool
+    ulysses: int = 1
+
+    def inputs(self, hidden: int, num_linears: int) -> float:
+        """Returns the bytes of the input of trained linear layers, and of its products with adapters' A matrices."""
+        return self.number_bytes * (hidden + num_linears * self.lora_rank)
+
+
+class Part(Protocol):
+    """A sequence mixer or a feed-forward part.
+
+    placements: by name of a parameter below the layer, how ranks divide it; ranks have all other parameters whole.
+    module: the ending of the name of its class in transformers. name: where it is below the layer.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    placements: ClassVar[Mapping[str, Placement]]
+    module: ClassVar[str]
+
+    def weights(self) -> Iterator[Weight]:
+        """Yields all parameters, in the order of the module."""
+        ...
+
+    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
+        """Yields a rank's numbers of inputs and outputs for each pair of matrices that adapters may have; the numbers
+        of its experts are summed."""
+        ...
+
+    def divisible(self) -> Iterator[Divisible]: ...
+
+    def kept_bytes(self, share: Share) -> float:
+        """Returns the bytes for each token that a pass keeps for the backward pass."""
+        ...
+
+    def working_bytes(self, share: Share) -> float:
+        """Returns the bytes for each token that are needed in addition while the part runs backward."""
+        ...

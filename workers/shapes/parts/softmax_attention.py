@@ -1,0 +1,118 @@
+"""Softmax attention over the tokens of a sequence, or over a window of them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ...protocol.parallel_spec import ParallelSpec
+from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
+
+_NAME = "self_attn"
+_ROWS, _COLUMNS = Placement("self_attn", 0), Placement("self_attn", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftmaxAttention:
+    """Softmax attention with grouped queries and rotations.
+
+    rotary_dim: how many features of each head rotate, the first ones. rotation: the kind of its rotations, if layers
+    differ in that.
+    qkv_bias, output_bias: whether the projections to queries, keys and values, and the one after attention, have
+    biases.
+    norms_heads: whether queries and keys have a norm, over each head or over all heads together.
+    is_fused: whether one projection computes queries, keys and values.
+    is_gated: whether the projection to queries also computes gates for the output, head by head.
+    window: how many tokens a token sees, itself included; None for all before it.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rotation: str = ""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    norms_heads: Literal["each", "together"] | None = None
+    is_fused: bool = False
+    is_gated: bool = False
+    window: int | None = None
+
+    name: ClassVar[str] = _NAME
+    module: ClassVar[str] = "Attention"
+    placements: ClassVar[Mapping[str, Placement]] = {
+        f"{_NAME}.q_proj.weight": _ROWS,
+        f"{_NAME}.q_proj.bias": _ROWS,
+        f"{_NAME}.k_proj.weight": _ROWS,
+        f"{_NAME}.k_proj.bias": _ROWS,
+        f"{_NAME}.v_proj.weight": _ROWS,
+        f"{_NAME}.v_proj.bias": _ROWS,
+        f"{_NAME}.qkv_proj.weight": _ROWS,
+        f"{_NAME}.o_proj.weight": _COLUMNS,
+    }
+
+    def __str__(self) -> str:
+        return f"{self.heads} query and {self.kv_heads} key/value heads"
+
+    @property
+    def _queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def _keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def weights(self) -> Iterator[Weight]:
+        queries = self._queries * (2 if self.is_gated else 1)
+        projections = {"q_proj": queries, "k_proj": self._keys, "v_proj": self._keys}
+        if self.is_fused:
+            sections = tuple(projections.values())
+            yield self._weight("qkv_proj.weight", (sum(sections), self.hidden), sections, "qkv_proj")
+        else:
+            for name, size in projections.items():
+                yield self._weight(f"{name}.weight", (size, self.hidden), (), name)
+                if self.qkv_bias:
+                    yield self._weight(f"{name}.bias", (size,))
+        yield self._weight("o_proj.weight", (self.hidden, self._queries), (), "o_proj")
+        if self.output_bias:
+            yield self._weight("o_proj.bias", (self.hidden,))
+        if self.norms_heads:
+            is_joint = self.norms_heads == "together"
+            for name, size in (("q_norm", self._queries), ("k_norm", self._keys)):
+                yield self._weight(f"{name}.weight", (size if is_joint else self.head_dim,))
+
+    def _weight(self, name: str, shape: tuple[int, ...], sections: tuple[int, ...] = (), *adapters: str) -> Weight:
+        path = f"{_NAME}.{name}"
+        return Weight(path, shape, self.placements.get(path), sections, adapters)
+
+    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
+        for weight in self.weights():
+            yield from weight.adapter_pairs(spec)
+
+    def divisible(self) -> Iterator[Divisible]:
+        yield Divisible("self_attn", self.heads, "query heads")
+        yield Divisible("self_attn", self.kv_heads, "key/value heads")
+
+    def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
+        return CacheEntries(numbers_per_token=2 * self._keys // spec.tp_size_of("self_attn"))
+
+    def kept_bytes(self, share: Share) -> float:
+        """Counts queries and keys rotated, values and the output of attention, and inputs of norms and gates."""
+        tp = share.spec.tp_size_of("self_attn")
+        heads, kv_heads = self.heads // tp, self.kv_heads // tp
+        repeated = max(1.0, share.ulysses / kv_heads)  # each rank has at least one head
+        queries, keys = 2 * heads * self.head_dim, 2 * kv_heads * self.head_dim * repeated
+        norms = 0
+        if self.norms_heads:
+            queries, keys = queries + heads * self.head_dim, keys + kv_heads * self.head_dim
+            norms = FLOAT32 * (heads + kv_heads if self.norms_heads == "each" else 2)
+        if self.is_gated:
+            queries += 2 * heads * self.head_dim  # the gates' sigmoids, and the output before it is gated
+        if share.ulysses > 1:
+            queries += heads * self.head_dim  # the output of attention again, by tokens
+        sums = FLOAT32 * heads  # of the scores' exponentials
+        inputs = share.inputs(self.hidden, 2 if self.is_fused else 4)
+        return inputs + share.number_bytes * (queries + keys) + norms + sums
+
+    def working_bytes(self, share: Share) -> float:
+        return 0.0

@@ -166,18 +166,18 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
     if family is None or refusal is not None:
         longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
         return ModelDescription(name, model_type, rope, longest, refusal)
-    config = family.reader(name, text)
+    reader = family.reader(name, text)
     return ModelShape(
         name=name,
         model_type=model_type,
         rope=rope,
-        max_positions=longest_context(config.number("max_position_embeddings"), rope),
+        max_positions=longest_context(reader.number("max_position_embeddings"), rope),
         family=family,
-        hidden=config.hidden,
-        vocab=config.number("vocab_size"),
-        tied_embeddings=config.is_set("tie_word_embeddings"),
-        layers=tuple(family.layers(config)),
-        runs_own_layers=config.get(family.activation_key) == family.activation,
+        hidden=reader.hidden,
+        vocab=reader.number("vocab_size"),
+        tied_embeddings=reader.is_set("tie_word_embeddings"),
+        layers=tuple(family.layers(reader)),
+        runs_own_layers=reader.get(family.activation_key) == family.activation,
     )
 
 

@@ -119,7 +119,7 @@ def expected_windows(model_type: str, theirs: Any) -> list[int | None]:
         return [window] * theirs.num_hidden_layers
     if model_type in ("llama", "olmo2"):
         return [None] * theirs.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if kind == "sliding_attention" else None for kind in kinds or ()]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
 from ...shapes.parts import Dense, Layer, Part, SoftmaxAttention
+from ...shapes.parts import RoutedExperts as RoutedExpertsPart
 from .dense import DenseFeedForward
 from .experts import RoutedExperts
 from .merge import Merge
@@ -133,6 +134,7 @@ def _mixer(part: Any, module: Any, number: int, family: Family, mesh: Mesh) -> M
     return SoftmaxMixer(part, module.self_attn, number, family, mesh)
 
 
-def _feed_forward(part: Any, module: Any, mesh: Mesh) -> FeedForward:
-    kind = DenseFeedForward if isinstance(part, Dense) else SparseFeedForward
-    return kind(part, module.mlp, mesh)
+def _feed_forward(part: Dense | RoutedExpertsPart, module: Any, mesh: Mesh) -> FeedForward:
+    if isinstance(part, Dense):
+        return DenseFeedForward(part, module.mlp, mesh)
+    return SparseFeedForward(part, module.mlp, mesh)

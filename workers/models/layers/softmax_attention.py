@@ -1,6 +1,6 @@
 """Runs softmax attention: projections, norms and rotations of heads, attention, gates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,19 +64,21 @@ class SoftmaxMixer:
     def forward(self, x: Tensor, rotations: Mapping[str, Rotation], packing: Packing | AttendingPacking) -> Tensor:
         rotation = rotations[self._part.rotation]
         if self._merged.suits(x):
-            attended = attend(*self._merged_heads(x, rotation), packing, self._kind)
+            query, key, value = self._merged_heads(x, rotation)
+            attended = attend(query, key, value, packing, self._kind)
             return self._module.o_proj(attended.flatten(-2))
         query, gate, key, value = self._projected(x)
         query, key = self._normed(query, key, rotation)
         attended = attend(query, key, value, packing, self._kind).flatten(-2)
         return self._module.o_proj(attended if gate is None else attended * gate.sigmoid())
 
-    def _merged_heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
+    def _merged_heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Returns query, key and value [tokens, heads, head_dim], normed and rotated."""
         heads = self._merged.forward(x).view(x.shape[0], -1, self._part.head_dim)
         queries, keys, values = (size // self._part.head_dim for size in self._sizes)
         rotated = rotate_heads(heads[:, : queries + keys], rotation, self._merged_norm)
-        return *rotated.split((queries, keys), dim=1), heads[:, -values:]
+        query, key = rotated.split((queries, keys), dim=1)
+        return query, key, heads[:, -values:]
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Returns query [tokens, heads, head_dim], gate [tokens, heads * head_dim] if there is one, key and value."""

@@ -55,7 +55,7 @@ class Family:
         return kind.__name__ == self.name + role and kind.__module__ == home
 
     def reader(self, name: str, config: Mapping[str, object]) -> ConfigReader:
-        return ConfigReader(name, config, DEFAULTS | self.defaults)
+        return ConfigReader(name, config, {**DEFAULTS, **self.defaults})
 
 
 def attention(config: ConfigReader, **settings: bool | str | int | None) -> SoftmaxAttention:

@@ -29,8 +29,8 @@ class RoutedExperts:
     linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: Dense | None = None
     gates_shared: bool = False
+    name: str = _NAME
 
-    name: ClassVar[str] = _NAME
     module: ClassVar[str] = "SparseMoeBlock"
     placements: ClassVar[Mapping[str, Placement]] = {
         f"{_NAME}.experts.gate_up_proj": Placement("experts", 1),

@@ -37,8 +37,8 @@ class SoftmaxAttention:
     is_fused: bool = False
     is_gated: bool = False
     window: int | None = None
+    name: str = _NAME
 
-    name: ClassVar[str] = _NAME
     module: ClassVar[str] = "Attention"
     placements: ClassVar[Mapping[str, Placement]] = {
         f"{_NAME}.q_proj.weight": _ROWS,

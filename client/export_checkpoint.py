@@ -4,11 +4,14 @@ import argparse
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..schemas.adapter_files import CONFIG, DESCRIPTION
 from .errors import TrainhouseError
+from .merged_model import merge_into_base
 from .service import ServiceClient
 
 RETRY_SECONDS = 1.0  # short, because a user is waiting and can retry
@@ -23,11 +26,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if directory.is_dir() and any(directory.iterdir()):
             raise ValueError(f"{directory} is not empty: name a new directory")
         with ServiceClient(options.base_url, options.api_key, retry_seconds=RETRY_SECONDS) as service:
+            if options.merge_into is not None:
+                _export_merged(service, options.path, options.merge_into, directory)
+                print(f"load {directory} with: {_with_transformers(directory.resolve())}")
+                return 0
             files = service.create_rest_client().export_checkpoint(options.path, directory).result()
         if all(file.suffix == ".age" for file in files):
             print(f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`")
             return 0
-        description = json.loads((directory / "trainhouse.json").read_text())
+        description = json.loads((directory / DESCRIPTION).read_text())
     except (TrainhouseError, ValueError, OSError) as error:
         print(f"trainhouse export: error: {error}", file=sys.stderr)
         return 1
@@ -44,9 +51,25 @@ def _parser() -> argparse.ArgumentParser:
         "path", metavar="CHECKPOINT", help="tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
     )
     parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="new or empty directory to write")
+    parser.add_argument(
+        "--merge-into",
+        metavar="BASE_DIRECTORY",
+        type=Path,
+        help="write the base model of this directory with the adapter added to its weights, instead of the adapter",
+    )
     parser.add_argument("--base-url", help="URL of the server (default: TRAINHOUSE_BASE_URL or http://127.0.0.1:8000)")
     parser.add_argument("--api-key", help="API key; the environment variable TRAINHOUSE_API_KEY is safer")
     return parser
+
+
+def _export_merged(service: ServiceClient, path: str, base: Path, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        adapter = Path(scratch)
+        service.create_rest_client().export_checkpoint(path, adapter).result()
+        if not (adapter / CONFIG).exists():
+            raise ValueError(f"{path} is not an adapter that can be read here: export it without --merge-into")
+        merge_into_base(adapter, base, directory)
 
 
 def loaded_by(description: dict[str, Any], directory: Path) -> str:
@@ -55,8 +78,12 @@ def loaded_by(description: dict[str, Any], directory: Path) -> str:
     if description.get("training") == "draft":
         return _with_draft(base, place, description["algorithm"], description.get("block_size"))
     if description.get("training") == "full":
-        return f'AutoModel.from_pretrained("{place}") of transformers, or the class that config.json names'
+        return _with_transformers(place)
     return f'PeftModel.from_pretrained(base, "{place}") of peft, with {base}'
+
+
+def _with_transformers(place: Path) -> str:
+    return f'AutoModel.from_pretrained("{place}") of transformers, or the class that config.json names'
 
 
 def _with_draft(base: str, place: Path, algorithm: str, block_size: int | None) -> str:

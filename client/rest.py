@@ -1,11 +1,13 @@
 """Provides RestClient, which lists and manages stored training runs, checkpoints and sessions without a session."""
 
+import asyncio
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from ..schemas import checkpoints
+from ..schemas.adapter_files import write_for_peft
 from ..schemas.checkpoints import (
     CopyWeightsResponse,
     ExternalWeightsUrls,
@@ -119,12 +121,21 @@ class RestClient:
             raise ValueError(f"{path} is missing: name a directory that peft's save_pretrained wrote") from None
 
     def download_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
-        """Downloads the files of a checkpoint (an adapter that PEFT can load, or a full model); returns their paths."""
+        """Downloads the files of a checkpoint as they are; returns their paths."""
         return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True))
 
     def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
-        """Downloads a checkpoint without its optimizer state, since other programs load every tensor file they find."""
-        return self._connection.run(self._download(tinker_path, Path(directory), _is_not_optimizer))
+        """Downloads a checkpoint for other programs: an adapter as PEFT reads it, or a full model.
+
+        The optimizer state is left out, since such programs load every tensor file they find. Files that are encrypted
+        stay as they are.
+        """
+        return self._connection.run(self._export(tinker_path, Path(directory)))
+
+    async def _export(self, tinker_path: str, directory: Path) -> list[Path]:
+        paths = await self._download(tinker_path, directory, _is_not_optimizer)
+        await asyncio.to_thread(write_for_peft, directory)
+        return paths
 
     async def _download(self, tinker_path: str, directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
         address = f"{checkpoint_address(tinker_path)}/external_weights_urls"

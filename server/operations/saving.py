@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...schemas.adapter_files import write_for_cookbook
 from ...schemas.checkpoints import (
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
@@ -57,7 +58,8 @@ class SaveWeightsForSampler(Operation):
 
 @dataclass(eq=False)
 class SaveWeightsExternal(Operation):
-    """Saves PEFT files, or a full model's, for download through the checkpoint's external_weights_urls."""
+    """Saves an adapter under the official service's names, or a full model, for download through
+    external_weights_urls."""
 
     kind = "save_weights_external"
     request: SaveWeightsExternalRequest
@@ -106,5 +108,7 @@ class _Checkpoint:
             with refusing_full_disk("the checkpoint was"):
                 async with writing as staging:
                     await context.dispatch.save_run(run.run_id, staging, optimizer=optimizer)
+                    if self.kind == "external_weights":
+                        await asyncio.to_thread(write_for_cookbook, staging)
                     await asyncio.to_thread(encrypt_files, staging, recipients)
         return checkpoint_path(run.run_id, self.kind, self.name)

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...schemas.adapter_files import stacked_name
 from ...schemas.errors import OperationError
 from .description import few
 
@@ -26,7 +27,10 @@ def has_tensors(directory: Path, stem: str) -> bool:
 
 
 class SavedTensors(Mapping[str, Tensor]):
-    """The tensors in the files of a stem. Names and shapes are checked at once; a tensor is read on access."""
+    """The tensors in the files of a stem. Names and shapes are checked at once; a tensor is read on access.
+
+    The matrices of experts are also found where the file has one tensor for all experts of a layer.
+    """
 
     def __init__(
         self,
@@ -44,8 +48,10 @@ class SavedTensors(Mapping[str, Tensor]):
             OperationError: a file is missing, damaged or has other tensors.
         """
         self._files: dict[str, Path] = {}
-        self._names: dict[str, str] = {}
+        # Name in the file, and place in that tensor if it has those of all experts.
+        self._places: dict[str, tuple[str, int | None]] = {}
         newer = {older: name for name in wanted if (older := older_name(name)) != name}
+        stacks = _stacks(wanted)
         self._opened: dict[Path, Any] = {}
         shapes: dict[str, list[int]] = {}
         paths = _files(directory, stem)
@@ -55,20 +61,27 @@ class SavedTensors(Mapping[str, Tensor]):
             try:
                 file = self._opened[path] = safe_open(path, framework="pt")
                 for found in file.keys():  # noqa: SIM118 (the file cannot be iterated)
-                    name: str = newer.get(found) or found
-                    if name in self._files:
-                        raise OperationError(f"{path.name} and {self._files[name].name} both have {name}: remove one")
-                    self._files[name], self._names[name] = path, found
-                    shapes[name] = file.get_slice(found).get_shape()
+                    shape = file.get_slice(found).get_shape()
+                    of_each = {} if found in wanted else stacks.get(found, {})
+                    names = {name: index for index, name in of_each.items() if index < shape[0]}
+                    for name, index in names.items() or [(newer.get(found) or found, None)]:
+                        if name in self._files:
+                            raise OperationError(
+                                f"{path.name} and {self._files[name].name} both have {name}: remove one"
+                            )
+                        self._files[name], self._places[name] = path, (found, index)
+                        shapes[name] = shape if index is None else shape[1:]
             except SafetensorError as error:
                 raise OperationError(f"{path.name} is damaged: {error}") from None
         _check_tensors(f"{stem}.safetensors", shapes, wanted)
 
     def __getitem__(self, name: str) -> Tensor:
         """Reads a tensor. Raises OperationError if it cannot be read."""
-        path = self._files[name]
+        path, (found, index) = self._files[name], self._places[name]
         try:
-            return self._opened[path].get_tensor(self._names[name])
+            if index is not None:
+                return self._opened[path].get_slice(found)[index]
+            return self._opened[path].get_tensor(found)
         except (OSError, SafetensorError) as error:
             raise OperationError(f"{path.name} cannot be read: {error}", "server") from None
 
@@ -81,6 +94,15 @@ class SavedTensors(Mapping[str, Tensor]):
     def read(self) -> dict[str, Tensor]:
         """Reads all tensors."""
         return {name: self[name] for name in self}
+
+
+def _stacks(wanted: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
+    """Returns the matrices of experts by the tensor that may have those of all, and by their place in it."""
+    stacks: dict[str, dict[int, str]] = {}
+    for name in wanted:
+        if (place := stacked_name(name)) is not None:
+            stacks.setdefault(place[0], {})[place[1]] = name
+    return stacks
 
 
 def _files(directory: Path, stem: str) -> list[Path]:

@@ -18,7 +18,10 @@ from .target import Target
 
 
 class Adapter(Trainable):
-    """A trainable LoRA adapter on a frozen base. The views of its vectors are A and B^T by target."""
+    """A trainable LoRA adapter on a frozen base. The views of its vectors are A and B^T by target.
+
+    tied_embedding: name of the embedding if the output head has the same weights, None if it has its own.
+    """
 
     kind = "adapters"
 
@@ -41,13 +44,15 @@ class Adapter(Trainable):
         layout = layout_of(self.targets, lora.rank, program.matrices(base))
         super().__init__(layout, base.device, base.dtype, program, partial(_pairs_of, layout, self.targets))
         self.batching_key = (lora.train_attn, lora.train_mlp), lora.rank
-        self._unembed_name = unembed_name
+        self.unembed_name = unembed_name
+        embedding = base.saved_name(base.embedding_name.removesuffix(".weight"))
+        self.tied_embedding = embedding if base.head_name == base.embedding_name else None
         self.not_adapted, self.base_is_sparse = tuple(unadapted_layers), base.is_sparse
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 
     @property
     def unembed(self) -> LoraPair | None:
-        return self.pairs.get(self._unembed_name)
+        return self.pairs.get(self.unembed_name)
 
     @property
     def scale(self) -> float:

@@ -10,6 +10,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainhouse.client.merged_model import merge_into_base
+from trainhouse.schemas.adapter_files import write_for_cookbook, write_for_peft
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.checkpoints.peft_config import PeftConfig
@@ -30,7 +32,7 @@ CORE = ("dots1", "gpt_neox", "laguna", "llama", "mixtral", "phimoe", "qwen2_moe"
 EVERY = [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in SERVED]
 
 # Relative to the largest change of a log-probability by the adapter.
-TOLERANCE = 1e-4
+TOLERANCE = 1e-5
 
 
 def tiny(model_type: str, directory: Path) -> Path:
@@ -87,6 +89,16 @@ def test_peft_loads_every_matrix_of_an_export(model_type: str, tmp_path: Path) -
     assert torch.equal(numbers([*in_files.values()]), numbers([*parameters.values()])), "none was dropped or added"
     assert_each_kind_matters(adapted, adapter, tuned, moved)
     assert_reimported_unchanged(adapted, directory, tmp_path / "back")
+    merge_into_base(directory, tmp_path / "model", tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    assert distance(adapted, adapter, merged) < TOLERANCE * moved
+    with warnings.catch_warnings():
+        quieten_peft()
+        by_peft = distance(adapted, adapter, tuned.merge_and_unload())
+    if adapter.tied_embedding is None:
+        assert by_peft < TOLERANCE * moved
+    else:  # peft merges into the embedding too
+        assert by_peft > 100 * TOLERANCE * moved
 
 
 def assert_each_kind_matters(adapted: Adapted, adapter: Adapter, tuned: PeftModel, moved: float) -> None:
@@ -184,6 +196,23 @@ def test_group_without_adaptable_layers_is_refused(model_type: str, tmp_path: Pa
             continue
         with pytest.raises(OperationError, match=rf"{flag}=True would adapt nothing of {found} models such as "):
             layers.check_groups(lora)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mixtral"])
+def test_an_adapter_with_the_cookbooks_names_is_read_and_written_back(model_type: str, tmp_path: Path) -> None:
+    adapted = adapted_tiny(model_type, tmp_path / "model")
+    adapter = adapted.create("run")
+    directory = exported(adapter, tmp_path / "here")
+    before = load_file(directory / "adapter_model.safetensors")
+    write_for_cookbook(directory)
+    renamed = load_file(directory / "adapter_model.safetensors")
+    assert (renamed.keys() != before.keys()) == (model_type == "qwen3_moe")
+    assert torch.equal(numbers([*renamed.values()]), numbers([*before.values()]))
+    loaded = read_new_model(adapted.models, directory)
+    assert torch.equal(loaded.weights, adapter.weights)
+    write_for_peft(directory)
+    after = load_file(directory / "adapter_model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
 # Checkpoints of earlier versions

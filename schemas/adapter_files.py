@@ -1,0 +1,154 @@
+"""Rewrites the file with an adapter's matrices into the form that another program reads.
+
+peft and vLLM read pairs of matrices named after the weights that they adapt, those of each expert by themselves. The
+official service's adapters, which tinker-cookbook converts and merges, have the matrices of all experts of a layer as
+one tensor: w1 for gate, w2 for down, w3 for up.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .tensor_file import FileTensor, TensorFile, write_tensors
+
+WEIGHTS, CONFIG, DESCRIPTION = "adapter_model.safetensors", "adapter_config.json", "trainhouse.json"
+PREFIX = "base_model.model."
+
+_STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_MATRIX = re.compile(r"(?P<path>.+)\.(?P<side>lora_[AB])\.weight")
+_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)")
+_OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>w[123])")
+
+Pair = tuple[np.ndarray, np.ndarray]
+"""A [rank, in] and B [out, rank], or of all experts of a layer with another first dimension, which is 1 for a matrix
+that they share."""
+
+
+def write_for_cookbook(directory: Path) -> None:
+    """Rewrites the adapter in a checkpoint's directory under the names that tinker-cookbook expects.
+
+    The head stays lm_head and not unembed_tokens, the official service's name for it, which the cookbook would merge
+    into the embedding if the two are tied. Experts whose layers have other names in the model's files than gate_proj,
+    up_proj and down_proj stay separate: the cookbook finds them under no name. Other models stay as they are.
+    """
+    if (directory / WEIGHTS).exists():
+        _rewrite(directory, _for_cookbook(TensorFile(directory / WEIGHTS)))
+
+
+def write_for_peft(directory: Path) -> None:
+    """Rewrites the adapter in a checkpoint's directory as peft reads it. Other models stay as they are."""
+    if (directory / WEIGHTS).exists():
+        description = _description(directory)
+        _rewrite(directory, _for_peft(TensorFile(directory / WEIGHTS), description))
+        _fuse_in_config(directory / CONFIG, description.get("fused_projections", {}))
+
+
+def block_diagonal(pairs: Sequence[Pair]) -> Pair:
+    """Returns one pair that adapts a linear layer as these do, each of which adapts the next of its outputs.
+
+    The rank of A [sum of ranks, in] and B [sum of outputs, sum of ranks] is the sum of theirs, so alpha must grow as
+    much for the same scale.
+    """
+    of_a, of_b = zip(*pairs, strict=True)
+    b = np.zeros((sum(len(each) for each in of_b), sum(each.shape[1] for each in of_b)), np.float32)
+    row = column = 0
+    for each in of_b:
+        b[row : row + each.shape[0], column : column + each.shape[1]] = each
+        row, column = row + each.shape[0], column + each.shape[1]
+    return np.concatenate(of_a), b
+
+
+def expert_pairs(a: np.ndarray, b: np.ndarray) -> list[Pair]:
+    """Splits the matrices of all experts of a layer, [1 or experts, rank, in] and [1 or experts, out, rank]."""
+    number = max(len(a), len(b))
+    return [(a[min(index, len(a) - 1)], b[min(index, len(b) - 1)]) for index in range(number)]
+
+
+def pairs_of(file: TensorFile) -> dict[str, Pair]:
+    """Returns the pairs of matrices by the path of what they adapt. Raises ValueError if one of a pair is missing."""
+    paths = dict.fromkeys(match["path"] for name in file if (match := _MATRIX.fullmatch(name)))
+    pairs = {}
+    for path in paths:
+        a, b = names = _names(path.removeprefix(PREFIX))
+        if missing := [name for name in names if name not in file]:
+            raise ValueError(f"{file.path} has no {missing[0]}")
+        pairs[path.removeprefix(PREFIX)] = file[a], file[b]
+    return pairs
+
+
+def stacked_name(name: str) -> tuple[str, int] | None:
+    """Returns the name of the tensor that has this matrix of an expert among those of all, and its place there.
+
+    Returns None for other matrices.
+    """
+    match = _MATRIX.fullmatch(name)
+    of_expert = _OF_EXPERT.fullmatch(match["path"]) if match else None
+    if match is None or of_expert is None or of_expert["linear"] not in _STACKED_NAMES:
+        return None
+    path = f"{of_expert['experts']}.{_STACKED_NAMES[of_expert['linear']]}"
+    return f"{path}.{match['side']}.weight", int(of_expert["number"])
+
+
+def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
+    tensors: dict[str, FileTensor] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name in file:
+        if (place := stacked_name(name)) is None:
+            tensors[name] = file.copied(name)
+        else:
+            stacks.setdefault(place[0], {})[place[1]] = file[name]
+    for name, matrices in stacks.items():
+        tensors[name] = FileTensor.stacked([matrices[number] for number in range(len(matrices))])
+    return tensors
+
+
+def _for_peft(file: TensorFile, description: Mapping[str, Any]) -> dict[str, FileTensor]:
+    names: Sequence[str] = description.get("expert_linears", [*_STACKED_NAMES])
+    linears = dict(zip(_STACKED_NAMES.values(), names, strict=True))
+    pairs = pairs_of(file)
+    for path, (a, b) in [*pairs.items()]:
+        match = _OF_ALL_EXPERTS.fullmatch(path)
+        if match is not None:
+            del pairs[path]
+            linear = linears[match["linear"]]
+            of_each = enumerate(expert_pairs(a, b))
+            pairs |= {f"{match['experts']}.{number}.{linear}": pair for number, pair in of_each}
+    for fused, parts in description.get("fused_projections", {}).items():
+        for layer in [path.removesuffix(f".{parts[0]}") for path in pairs if path.endswith(f".{parts[0]}")]:
+            pairs[f"{layer}.{fused}"] = block_diagonal([pairs.pop(f"{layer}.{part}") for part in parts])
+    matrices = {
+        name: FileTensor.of(matrix)
+        for path, pair in pairs.items()
+        for name, matrix in zip(_names(path), pair, strict=True)
+    }
+    # Such as a critic's head.
+    return matrices | {name: file.copied(name) for name in file if not _MATRIX.fullmatch(name)}
+
+
+def _names(path: str) -> tuple[str, str]:
+    return f"{PREFIX}{path}.lora_A.weight", f"{PREFIX}{path}.lora_B.weight"
+
+
+def _rewrite(directory: Path, tensors: Mapping[str, FileTensor]) -> None:
+    file = TensorFile(directory / WEIGHTS)
+    if tensors.keys() != file.keys():
+        write_tensors(directory / WEIGHTS, tensors, file.metadata)
+
+
+def _fuse_in_config(path: Path, fused: Mapping[str, Sequence[str]]) -> None:
+    """Replaces the parts of fused projections by the whole, whose rank and alpha are their sums."""
+    config = json.loads(path.read_text())
+    for whole, parts in fused.items():
+        if parts[0] in config["target_modules"]:
+            config["target_modules"] = sorted({*config["target_modules"], whole} - {*parts})
+            for pattern, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
+                config[pattern] = {**(config.get(pattern) or {}), whole: len(parts) * one}
+    path.write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _description(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / DESCRIPTION).read_text())

@@ -1,0 +1,121 @@
+"""Reads and writes safetensors files with NumPy alone, tensor by tensor.
+
+bfloat16, which NumPy lacks, is given as its bits, uint16.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_NUMPY_TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_LENGTH_BYTES = 8  # of the number before the header: the header's size
+_MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor:
+    """A tensor of a file that is written.
+
+    dtype: as safetensors names it, such as F32. num_bytes: of all its numbers. content: returns the numbers as arrays
+    whose bytes follow each other in the file; called when the tensor's turn has come, so that one is in memory at a
+    time.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    content: Callable[[], Iterable[np.ndarray]]
+
+    @staticmethod
+    def of(array: np.ndarray) -> "FileTensor":
+        """Returns a float32 tensor."""
+        return FileTensor.stacked([array], array.shape)
+
+    @staticmethod
+    def stacked(arrays: Sequence[np.ndarray], shape: tuple[int, ...] | None = None) -> "FileTensor":
+        """Returns a float32 tensor of equal arrays along a new first dimension."""
+        assert all(array.dtype == np.float32 for array in arrays)
+        shape = (len(arrays), *arrays[0].shape) if shape is None else shape
+        return FileTensor("F32", shape, 4 * math.prod(shape), lambda: arrays)
+
+
+class TensorFile(Mapping[str, np.ndarray]):
+    """The tensors of a file, which is mapped into memory and read on access."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        self.path = path
+        self._header, start = _read_header(path)
+        self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+        self._bytes = np.memmap(path, np.uint8, "r")[start:] if path.stat().st_size > start else np.empty(0, np.uint8)
+        if any(entry["data_offsets"][1] > len(self._bytes) for entry in self._header.values()):
+            raise ValueError(f"{path} is damaged: it is shorter than its header says")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """Returns a tensor. Raises ValueError if it is of another dtype than F32, F16 and BF16."""
+        dtype = self.dtype(name)
+        if dtype not in _NUMPY_TYPES:
+            raise ValueError(f"{name} of {self.path} has dtype {dtype}: only {', '.join(_NUMPY_TYPES)} are read")
+        return self._raw(name).view(_NUMPY_TYPES[dtype]).reshape(self.shape(name))
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the names in the order of the file."""
+        return iter(sorted(self._header, key=lambda name: self._header[name]["data_offsets"]))
+
+    def __len__(self) -> int:
+        return len(self._header)
+
+    def dtype(self, name: str) -> str:
+        return self._header[name]["dtype"]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._header[name]["shape"])
+
+    def copied(self, name: str) -> FileTensor:
+        """Returns the tensor, of any dtype, for another file."""
+        raw = self._raw(name)
+        return FileTensor(self.dtype(name), self.shape(name), len(raw), lambda: [raw])
+
+    def _raw(self, name: str) -> np.ndarray:
+        start, stop = self._header[name]["data_offsets"]
+        return self._bytes[start:stop]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a file, in the place of any there once it is complete."""
+    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    position = 0
+    for name, tensor in tensors.items():
+        offsets = [position, position + tensor.num_bytes]
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        position = offsets[1]
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    new = path.with_name(f"{path.name}.new")
+    with new.open("wb") as file:
+        file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
+        for tensor in tensors.values():
+            for array in tensor.content():
+                file.write(np.ascontiguousarray(array).data)
+    assert new.stat().st_size == _LENGTH_BYTES + len(encoded) + position, "a tensor has other bytes than it said"
+    new.replace(path)
+
+
+def _read_header(path: Path) -> tuple[dict[str, dict], int]:
+    """Returns the header and the position at which the numbers start."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size <= _MAX_HEADER_BYTES:
+            try:
+                return json.loads(file.read(size)), _LENGTH_BYTES + size
+            except ValueError:
+                pass
+    raise ValueError(f"{path} is not a safetensors file")

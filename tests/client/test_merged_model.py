@@ -1,0 +1,114 @@
+"""Adapters merged into the files of their base models, see also tests/workers/checkpoint/test_adapted_types.py."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from trainhouse.client.merged_model import merge_into_base
+from trainhouse.schemas.adapter_files import CONFIG, DESCRIPTION, WEIGHTS
+
+RANK, ALPHA = 2, 8.0
+
+
+def base_model(directory: Path, dtype: torch.dtype, **more: Tensor) -> dict[str, Tensor]:
+    """Saves weights in two files, with an index and a tokenizer."""
+    torch.manual_seed(0)
+    directory.mkdir()
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(9000, 6).to(dtype),  # more rows than are merged at a time
+        "model.layers.0.self_attn.q_proj.weight": torch.randn(8, 6).to(dtype),
+        "model.norm.weight": torch.randn(6),
+        **more,
+    }
+    names = list(tensors)
+    for number, part in enumerate((names[:2], names[2:]), 1):
+        save_file({name: tensors[name] for name in part}, directory / f"model-0000{number}-of-00002.safetensors")
+    (directory / "model.safetensors.index.json").write_text("{}")
+    (directory / "pytorch_model.bin").write_text("pickled")
+    (directory / "tokenizer.json").write_text("words")
+    (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": True, "vocab_size": 9000}))
+    return tensors
+
+
+def adapter(directory: Path, shapes: dict[str, tuple[int, int]], **config: object) -> dict[str, tuple[Tensor, Tensor]]:
+    """Saves an adapter for layers with these numbers of outputs and inputs; the head is tied."""
+    directory.mkdir()
+    pairs = {
+        path: (torch.randn(RANK, inputs), torch.randn(outputs, RANK)) for path, (outputs, inputs) in shapes.items()
+    }
+    tensors = {
+        f"base_model.model.{path}.lora_{side}.weight": each
+        for path, pair in pairs.items()
+        for side, each in zip("AB", pair, strict=True)
+    }
+    save_file(tensors, directory / WEIGHTS)
+    (directory / CONFIG).write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, **config}))
+    tied = {"head": "lm_head", "embedding": "model.embed_tokens"}
+    (directory / DESCRIPTION).write_text(json.dumps({"tied_head": tied} if "lm_head" in shapes else {}))
+    return pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_summed_and_rounded_as_by_torch(dtype: torch.dtype, tmp_path: Path) -> None:
+    weights = base_model(tmp_path / "base", dtype)
+    shapes = {"model.layers.0.self_attn.q_proj": (8, 6), "lm_head": (9000, 6)}
+    pairs = adapter(tmp_path / "adapter", shapes)
+    merge_into_base(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    found = {
+        name: each for path in (tmp_path / "merged").glob("*.safetensors") for name, each in load_file(path).items()
+    }
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert torch.equal(found[name], weights[name])
+    sources = {"model.layers.0.self_attn.q_proj": "model.layers.0.self_attn.q_proj", "lm_head": "model.embed_tokens"}
+    for path, source in sources.items():
+        a, b = pairs[path]
+        wanted = weights[f"{source}.weight"].float() + ALPHA / RANK * (b @ a)
+        own = found[f"{path}.weight"]
+        assert own.dtype == dtype
+        # Up to the order of sums in the product, which rounds a number to its other neighbour now and then.
+        assert float((own == wanted.to(dtype)).float().mean()) > (0.5 if dtype is torch.float32 else 0.999)
+        torch.testing.assert_close(own, wanted.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(own, weights[f"{source}.weight"], rtol=0.1, atol=0.1)
+
+
+def test_the_other_files_describe_the_merged_model(tmp_path: Path) -> None:
+    base_model(tmp_path / "base", torch.float32)
+    adapter(tmp_path / "adapter", {"lm_head": (9000, 6)})
+    merged = tmp_path / "merged"
+    merge_into_base(tmp_path / "adapter", tmp_path / "base", merged)
+    files = [path.name for path in merged.glob("*.safetensors")]
+    assert {path.name for path in merged.iterdir()} == {
+        *(*files, "model.safetensors.index.json", "config.json", "tokenizer.json")
+    }
+    index = json.loads((merged / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file for file in files for name in load_file(merged / file)}
+    assert index["metadata"]["total_size"] == 4 * (2 * 9000 * 6 + 8 * 6 + 6)
+    assert json.loads((merged / "config.json").read_text()) == {"tie_word_embeddings": False, "vocab_size": 9000}
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
+    base_model(tmp_path / "base", torch.float32, **{"quantized.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)})
+
+    def refused(match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            merge_into_base(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+        shutil.rmtree(tmp_path / "adapter")
+        assert not (tmp_path / "merged").exists()
+
+    adapter(tmp_path / "adapter", {"model.layers.1.self_attn.q_proj": (8, 6)})
+    refused(r"the base model has no weight model\.layers\.1\.self_attn\.q_proj\.weight: name the base model of this")
+    adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": (8, 7)})
+    refused(r"q_proj\.weight of the base model has shape \[8, 6\], and the adapter is for \[8, 7\]")
+    adapter(tmp_path / "adapter", {"quantized": (4, 4)})
+    refused(r"quantized\.weight of .* has dtype F8_E4M3: only F32, F16, BF16 are read")
+    adapter(tmp_path / "adapter", {"lm_head": (9000, 6)}, modules_to_save=["score"])
+    refused("is the adapter of a critic")
+    adapter(tmp_path / "adapter", {"lm_head": (9000, 6)})
+    shutil.rmtree(tmp_path / "base")
+    (tmp_path / "base").mkdir()
+    refused("has no safetensors files")

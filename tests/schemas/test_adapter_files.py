@@ -1,0 +1,129 @@
+"""The forms of an adapter's file."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse.schemas.adapter_files import (
+    CONFIG,
+    DESCRIPTION,
+    WEIGHTS,
+    Pair,
+    block_diagonal,
+    pairs_of,
+    write_for_cookbook,
+    write_for_peft,
+)
+from trainhouse.schemas.tensor_file import FileTensor, TensorFile, write_tensors
+
+RANDOM = np.random.default_rng(0)
+LAYER = "model.layers.0"
+
+
+def matrix(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape, np.float32)
+
+
+def stored(directory: Path, pairs: dict[str, Pair], description: dict[str, object]) -> Path:
+    sides = ("lora_A", "lora_B")
+    tensors = {
+        f"base_model.model.{path}.{side}.weight": FileTensor.of(each)
+        for path, pair in pairs.items()
+        for side, each in zip(sides, pair, strict=True)
+    }
+    write_tensors(directory / WEIGHTS, tensors)
+    config = {"r": 2, "lora_alpha": 32, "target_modules": sorted({path.rpartition(".")[2] for path in pairs})}
+    (directory / CONFIG).write_text(json.dumps(config))
+    (directory / DESCRIPTION).write_text(json.dumps(description))
+    return directory
+
+
+def test_projections_of_one_layer_become_one_pair() -> None:
+    """Against each pair by itself, for outputs of unequal sizes."""
+    pairs = [(matrix(rank, 6), matrix(out, rank)) for rank, out in ((2, 4), (3, 2), (2, 5))]
+    a, b = block_diagonal(pairs)
+    assert a.shape == (7, 6) and b.shape == (11, 7)
+    wanted = np.concatenate([each_b @ each_a for each_a, each_b in pairs])
+    np.testing.assert_allclose(b @ a, wanted, rtol=1e-5, atol=1e-6)
+    a, b = block_diagonal([pairs[1], pairs[0], pairs[2]])
+    assert np.abs(b @ a - wanted).max() > 0.1
+
+
+def test_separately_adapted_projections_are_fused_for_peft(tmp_path: Path) -> None:
+    parts = ["in_proj_q", "in_proj_k", "in_proj_v"]
+    pairs = {f"{LAYER}.mixer.{part}": (matrix(2, 6), matrix(3, 2)) for part in parts}
+    others = {f"{LAYER}.mixer.out_proj": (matrix(2, 3), matrix(6, 2))}
+    stored(tmp_path, pairs | others, {"fused_projections": {"in_proj_qkv": parts}})
+    write_for_peft(tmp_path)
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    assert found.keys() == {f"{LAYER}.mixer.in_proj_qkv", *others}
+    fused = block_diagonal([pairs[f"{LAYER}.mixer.{part}"] for part in parts])
+    assert all(np.array_equal(*each) for each in zip(found[f"{LAYER}.mixer.in_proj_qkv"], fused, strict=True))
+    config = json.loads((tmp_path / CONFIG).read_text())
+    assert config["target_modules"] == ["in_proj_qkv", "out_proj"]
+    assert config["rank_pattern"] == {"in_proj_qkv": 6} and config["alpha_pattern"] == {"in_proj_qkv": 96}
+
+
+@pytest.mark.parametrize("linears", [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]])
+def test_matrices_shared_by_experts_are_copied_for_peft(linears: list[str], tmp_path: Path) -> None:
+    gate, up, down = (
+        (matrix(1, 2, 6), matrix(3, 4, 2)),
+        (matrix(1, 2, 6), matrix(3, 4, 2)),
+        (matrix(3, 2, 4), matrix(1, 6, 2)),
+    )
+    experts = f"{LAYER}.mlp.experts"
+    stored(
+        tmp_path,
+        {f"{experts}.w1": gate, f"{experts}.w3": up, f"{experts}.w2": down},
+        {"expert_linears": linears},
+    )
+    write_for_peft(tmp_path)
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    assert found.keys() == {f"{experts}.{number}.{linear}" for number in range(3) for linear in linears}
+    for number in range(3):
+        for linear, (a, b) in zip(linears, (gate, up, down), strict=True):
+            own_a, own_b = found[f"{experts}.{number}.{linear}"]
+            assert np.array_equal(own_a, a[number % len(a)]) and np.array_equal(own_b, b[number % len(b)])
+
+
+def test_matrices_of_experts_are_stacked_for_the_cookbook(tmp_path: Path) -> None:
+    experts = f"{LAYER}.mlp.experts"
+    order = (2, 0, 11, *range(3, 11), 1)  # not that of the names either
+    pairs = {f"{experts}.{number}.down_proj": (matrix(2, 4), matrix(6, 2)) for number in order}
+    others = {
+        f"{LAYER}.mlp.shared_experts.down_proj": (matrix(2, 4), matrix(6, 2)),
+        "lm_head": (matrix(2, 6), matrix(9, 2)),
+    }
+    stored(tmp_path, pairs | others, {})
+    write_for_cookbook(tmp_path)
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    assert found.keys() == {f"{experts}.w2", *others}
+    a, b = found[f"{experts}.w2"]
+    for number in range(12):
+        of_one = pairs[f"{experts}.{number}.down_proj"]
+        assert np.array_equal(a[number], of_one[0]) and np.array_equal(b[number], of_one[1])
+
+
+def test_other_tensors_and_other_models_stay(tmp_path: Path) -> None:
+    stored(tmp_path, {"lm_head": (matrix(2, 6), matrix(9, 2))}, {})
+    file = TensorFile(tmp_path / WEIGHTS)
+    tensors = {name: file.copied(name) for name in file} | {
+        "base_model.model.score.weight": FileTensor.of(matrix(1, 6))
+    }
+    write_tensors(tmp_path / WEIGHTS, tensors)
+    before = (tmp_path / WEIGHTS).read_bytes()
+    write_for_cookbook(tmp_path)
+    write_for_peft(tmp_path)
+    assert (tmp_path / WEIGHTS).read_bytes() == before
+    for path in tmp_path.iterdir():
+        path.unlink()
+    write_for_cookbook(tmp_path)
+    write_for_peft(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_incomplete_pair_is_refused(tmp_path: Path) -> None:
+    write_tensors(tmp_path / WEIGHTS, {"base_model.model.lm_head.lora_A.weight": FileTensor.of(matrix(2, 6))})
+    with pytest.raises(ValueError, match=r"has no base_model\.model\.lm_head\.lora_B\.weight"):
+        pairs_of(TensorFile(tmp_path / WEIGHTS))

@@ -350,7 +350,10 @@ class TrainingClient:
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None
     ) -> APIFuture[checkpoints.SaveWeightsExternalResponse]:
-        """Saves an adapter in PEFT's format, or a full model in Hugging Face's, for RestClient.download_checkpoint."""
+        """Saves an adapter as tinker-cookbook reads it, or a full model, for download.
+
+        RestClient.export_checkpoint writes either as other programs read it.
+        """
         request, answer = checkpoints.SaveWeightsExternalRequest, checkpoints.SaveWeightsExternalResponse
         return self._operation("save_weights_external", request, {"path": name, "ttl_seconds": ttl_seconds}, answer)
 

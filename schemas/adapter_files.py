@@ -107,8 +107,7 @@ def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
 
 
 def _for_peft(file: TensorFile, description: Mapping[str, Any]) -> dict[str, FileTensor]:
-    names: Sequence[str] = description.get("expert_linears", [*_STACKED_NAMES])
-    linears = dict(zip(_STACKED_NAMES.values(), names, strict=True))
+    linears = description.get("expert_linears") or {stacked: name for name, stacked in _STACKED_NAMES.items()}
     pairs = pairs_of(file)
     for path, (a, b) in [*pairs.items()]:
         match = _OF_ALL_EXPERTS.fullmatch(path)

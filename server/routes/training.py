@@ -176,7 +176,10 @@ async def save_weights_for_sampler(
     openapi_extra=json_body(SaveWeightsExternalRequest, {"model_id": MODEL_ID, "path": "export"}),
 )
 async def save_weights_external(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """Saves an adapter in PEFT's format or a full model in Hugging Face's; external_weights_urls returns its URLs."""
+    """Saves an adapter as tinker-cookbook reads it, or a full model in Hugging Face's format.
+
+    external_weights_urls returns the URLs of its files.
+    """
     return await submit_request(request, services, tenant, "save_weights_external")
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 from trainhouse import Datum, ServiceClient, TrainingClient
 from trainhouse.client.export_checkpoint import loaded_by
+from transformers import AutoModelForCausalLM
 
 from ..live import LiveServer
 
@@ -24,9 +26,9 @@ def service(shared_server: LiveServer) -> Iterator[ServiceClient]:
         yield client
 
 
-def export(server: LiveServer, path: str, directory: Path) -> str:
+def export(server: LiveServer, path: str, directory: Path, *options: str) -> str:
     """Runs the export command and returns its output."""
-    command = [sys.executable, "-m", "trainhouse.server", "export", path, str(directory)]
+    command = [sys.executable, "-m", "trainhouse.server", "export", path, str(directory), *options]
     done = subprocess.run(
         [*command, f"--base-url={server.url}", f"--api-key={KEY}"], capture_output=True, text=True, timeout=120
     )
@@ -53,6 +55,30 @@ def test_an_adapter_is_exported_without_its_optimizer(
     assert "name a new directory" in export(shared_server, path, tmp_path / "adapter")
     missing = path.replace("state", "none")
     assert f"there is no checkpoint {missing}" in export(shared_server, missing, tmp_path / "missing")
+
+
+@pytest.mark.slow
+def test_an_adapter_is_exported_merged(
+    service: ServiceClient, shared_server: LiveServer, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+    path, tokens = train_and_save(client, "cross_entropy"), [5, 6, 7, 8]
+    passed = client.forward([Datum(tokens, {"target_tokens": np.array([6, 7, 8, 9])})], "cross_entropy").result(60)
+    base = tiny_models["llama"]  # the same weights
+    output = export(shared_server, path, tmp_path / "merged", f"--merge-into={base}")
+    assert f'AutoModel.from_pretrained("{tmp_path}/merged") of transformers' in output
+
+    def logprobs(directory: Path) -> np.ndarray:
+        logits = AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([tokens])).logits[0]
+        return logits.log_softmax(-1)[range(4), [6, 7, 8, 9]].detach().numpy()
+
+    ours = passed.loss_fn_outputs[0]["logprobs"]
+    np.testing.assert_allclose(logprobs(tmp_path / "merged"), ours, atol=1e-5)
+    assert np.abs(logprobs(base) - ours).max() > 1e-3
+    draft = train_and_save(service.create_draft_client(MODEL, "eagle3", capture_layers=[0, 1]), "eagle3")
+    refused = export(shared_server, draft, tmp_path / "draft", f"--merge-into={base}")
+    assert f"{draft} is not an adapter that can be read here: export it without --merge-into" in refused
+    assert not [*(tmp_path / "draft").iterdir()]
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_matrices_shared_by_experts_are_copied_for_peft(linears: list[str], tmp_
     stored(
         tmp_path,
         {f"{experts}.w1": gate, f"{experts}.w3": up, f"{experts}.w2": down},
-        {"expert_linears": linears},
+        {"expert_linears": dict(zip(("w1", "w3", "w2"), linears, strict=True))},
     )
     write_for_peft(tmp_path)
     found = pairs_of(TensorFile(tmp_path / WEIGHTS))

@@ -27,13 +27,10 @@ class PeftFormat:
 
     def describe(self) -> dict[str, Any]:
         adapter = self._adapter
-        experts = [target for target in adapter.targets if target.num_experts is not None]
-        described: dict[str, Any] = {"targets": [target.name for target in adapter.targets]}
-        if adapter.unembed is not None and adapter.tied_embedding is not None:
-            described["tied_head"] = {"head": adapter.unembed_name, "embedding": adapter.tied_embedding}
-        if experts:
-            described["expert_linears"] = list(dict.fromkeys(target.saved_kind for target in experts))
-        return described
+        targets = {"targets": [target.name for target in adapter.targets]}
+        if adapter.unembed is None or adapter.tied_embedding is None:
+            return targets
+        return {**targets, "tied_head": {"head": adapter.unembed_name, "embedding": adapter.tied_embedding}}
 
     def check(self, saved: CheckpointDescription) -> None:
         adapter, theirs = self._adapter, saved.training

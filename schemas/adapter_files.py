@@ -40,11 +40,15 @@ def write_for_cookbook(directory: Path) -> None:
 
 
 def write_for_peft(directory: Path) -> None:
-    """Rewrites the adapter in a checkpoint's directory as peft reads it. Other models stay as they are."""
+    """Rewrites the adapter in a checkpoint's directory as peft reads it. Other models stay as they are.
+
+    A file is replaced, so that hard links to it keep the former content.
+    """
     if (directory / WEIGHTS).exists():
         description = _description(directory)
         _rewrite(directory, _for_peft(TensorFile(directory / WEIGHTS), description))
-        _fuse_in_config(directory / CONFIG, description.get("fused_projections", {}))
+        if fused := description.get("fused_projections"):
+            _fuse_in_config(directory / CONFIG, fused)
 
 
 def block_diagonal(pairs: Sequence[Pair]) -> Pair:
@@ -146,7 +150,9 @@ def _fuse_in_config(path: Path, fused: Mapping[str, Sequence[str]]) -> None:
             config["target_modules"] = sorted({*config["target_modules"], whole} - {*parts})
             for pattern, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
                 config[pattern] = {**(config.get(pattern) or {}), whole: len(parts) * one}
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(config, indent=2) + "\n")
+    new.replace(path)
 
 
 def _description(directory: Path) -> dict[str, Any]:

@@ -21,8 +21,7 @@ class FileTensor:
     """A tensor of a file that is written.
 
     dtype: as safetensors names it, such as F32. num_bytes: of all its numbers. content: returns the numbers as arrays
-    whose bytes follow each other in the file; called when the tensor's turn has come, so that one is in memory at a
-    time.
+    whose bytes follow each other in the file; called when the tensor is written, so that one is in memory at a time.
     """
 
     dtype: str

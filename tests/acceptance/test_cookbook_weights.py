@@ -62,7 +62,7 @@ def test_downloaded_checkpoints_are_merged(
     tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    """For a state, the cookbook exports it encrypted to a key of its own."""
+    """The cookbook exports a state encrypted to a key of its own."""
     saving = trained.save_weights_external("export") if saved == "external" else trained.save_state("state")
     given = {"base_model": str(tiny_models[kind]), "adapter_path": str(tmp_path / "adapter")}
     weights.download(tinker_path=saving.result(60).path, output_dir=given["adapter_path"], base_url=server.url)

@@ -40,12 +40,14 @@ from ..shapes.model_shape import (
     rope_of,
 )
 from ..shapes.other_models import TEXT_PARTS, logit_scale_of
+from ..shapes.packed_weights import quantization_of
 from ..shapes.sequence_split import SequenceSplit
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
 from .devices import no_cuda
 from .fsdp import GatherBuffers, ShardedLayer, ShardedLayers
 from .fused_decoder import EMBEDDING, FusedTrunk, fused_trunk
 from .layers import Merge, RoutedExperts, is_plain_swiglu
+from .packed_tensors import dequantizing
 from .packing_checks import check_modules, check_numbers
 from .tensor_parallel import ParameterSharding
 
@@ -530,8 +532,11 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, bool]:
     config = AutoConfig.from_pretrained(source)
     if (refusal := refusal_of(config.to_dict())) is not None:
         raise ValueError(f"{source}: {refusal}")
-    is_text_part = config.model_type in TEXT_PARTS
-    return config.get_text_config() if is_text_part else config, is_text_part
+    if config.model_type not in TEXT_PARTS:
+        return config, False
+    text: Any = config.get_text_config()
+    text.quantization_config = dict(quantization_of(config.to_dict()))
+    return text, True
 
 
 def _load(
@@ -544,7 +549,7 @@ def _load(
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     refuse_missing_weights(source)
-    with placed.loading() as options:
+    with placed.loading() as options, dequantizing(config, dtype):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,

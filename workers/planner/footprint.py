@@ -4,12 +4,12 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 from pathlib import Path
 
 from ..protocol.parallel_spec import SINGLE
 from ..protocol.worker_config import WorkerConfig
 from ..shapes.model_shape import ModelShape, model_directory, read_model
+from ..shapes.packed_weights import Quantization, TensorHeader, num_elements
 from .parameters import num_parameters, parameters
 from .workload import BYTES_PER_NUMBER
 
@@ -56,10 +56,11 @@ def loaded_bytes(model: WorkerConfig) -> int | None:
     """Returns the bytes of the weights in the dtype they will be loaded in, None if this machine's disk has none."""
     directory = model_directory(model.model.source)
     files = sorted(directory.glob("*.safetensors")) if directory else []
-    if not files:
+    if directory is None or not files:
         return None
     dtype = model.dtype if model.dtype != "auto" else "float32" if runs_on_cpu(model) else "bfloat16"
-    return sum(_num_elements(file) for file in files) * BYTES_PER_NUMBER[dtype]
+    headers = {name: header for file in files for name, header in _headers(file)}
+    return num_elements(headers, _quantization(directory)) * BYTES_PER_NUMBER[dtype]
 
 
 def planned_bytes(model: WorkerConfig) -> int:
@@ -89,12 +90,22 @@ def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
-def _num_elements(file: Path) -> int:
+def _quantization(directory: Path) -> Quantization:
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return Quantization()  # reading the model reports it
+    return Quantization.of(config) if isinstance(config, dict) else Quantization()
+
+
+def _headers(file: Path) -> Iterator[tuple[str, TensorHeader]]:
     """Reads the header alone: its length (8 bytes, little-endian), then JSON with dtype, shape and offsets by name."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
-    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            yield name, TensorHeader(tensor["dtype"], tuple(tensor["shape"]))
 
 
 def available_to(container: Path) -> Iterator[int]:

@@ -14,6 +14,7 @@ from ..protocol.worker_config import ServedModel
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
 from .other_models import BY_TRANSFORMERS, LAYER_TYPES, TEXT_PARTS, unsupported_setting
+from .packed_weights import METHODS, quantization_of
 from .parts import Divisible, Layer, Mixer, RoutedExperts, SoftmaxAttention, Weight
 
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
@@ -245,10 +246,9 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
         return f"models with recurrent or linear-attention layers ({named}) are not supported"
     if every.get("model_type") == "gpt_oss":
         return "models with attention sinks are not supported"
-    quantization = every.get("quantization_config")
-    if isinstance(quantization, dict):
-        method = quantization.get("quant_method", "quantized")
-        return f"models with {method} weights are not supported: use the release in bfloat16"
+    method = quantization_of(config).get("quant_method")
+    if method is not None and method not in METHODS:
+        return f"weights quantized by {method} are not supported, only by {', '.join(METHODS)}: use another release"
     return None if model_type in (*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS) else _unknown(model_type, config)
 
 

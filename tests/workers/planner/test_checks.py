@@ -165,8 +165,8 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "sinks": ("--parallel ep=2", DENSE | {"model_type": "gpt_oss"}, "M: models with attention sinks are not supported"),
     "quantized": (
         "--parallel tp=2",
-        DENSE | {"quantization_config": {"quant_method": "fp8"}},
-        "M: models with fp8 weights are not supported: use the release in bfloat16",
+        DENSE | {"quantization_config": {"quant_method": "gptq"}},
+        "M: weights quantized by gptq are not supported, only by mxfp4, fp8, fbgemm_fp8, compressed-tensors, modelopt: use",
     ),
     "other family": (
         "--parallel tp=2",

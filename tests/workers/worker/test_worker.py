@@ -325,8 +325,8 @@ UNSUPPORTED = {
         "models with use_bidirectional_attention",
     ),
     "quantized weights": (
-        {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
-        "models with fp8 weights are not supported: use the release in bfloat16",
+        {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+        "weights quantized by gptq are not supported, only by mxfp4, fp8, ",
     ),
     "position biases": ({"model_type": "bloom"}, "bloom models are not supported: it was not verified that sequences"),
 }

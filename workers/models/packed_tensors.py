@@ -133,15 +133,17 @@ class DequantizedTensor:
 
     def _scales(self, lead: tuple[slice, ...]) -> Tensor:
         """Returns float32 [matrices that are read * rows of scales, columns of scales]."""
-        packed = self._packed
+        packed, num_matrices = self._packed, prod(each.stop - each.start for each in lead)
         scales = self._of_matrices(packed.scales, lead)
         if scales.dtype == torch.uint8:
             has_two_levels = packed.factor or packed.divisor
             scales = scales.view(torch.float8_e4m3fn if has_two_levels else torch.float8_e8m0fnu)
-        scales = scales.float().reshape(-1, self._grid[1])
+        scales = scales.float().reshape(-1, self._grid[0] * self._grid[1])
         if packed.factor is not None:
-            scales = scales * self._stored[packed.factor][...].float()
-        return scales if packed.divisor is None else scales / self._stored[packed.divisor][...].float()
+            scales = scales * self._of_matrices(packed.factor, lead).float().reshape(-1, 1)
+        if packed.divisor is not None:
+            scales = scales / self._of_matrices(packed.divisor, lead).float().reshape(-1, 1)
+        return scales.expand(num_matrices, -1).reshape(-1, self._grid[1])
 
     def _zero_points(self, lead: tuple[slice, ...]) -> Tensor | None:
         """Returns float32 in the shape of the scales, or None if there are none."""
@@ -154,9 +156,9 @@ class DequantizedTensor:
         return zeros.float().reshape(-1, self._grid[1])
 
     def _of_matrices(self, name: str, lead: tuple[slice, ...]) -> Tensor:
-        """Returns a small tensor, of a stack of matrices the part of those that are read."""
+        """Returns a small tensor, and if it has a part for each matrix of a stack, those of the ones that are read."""
         stored = self._stored[name]
-        return stored[lead] if lead and len(stored.get_shape()) > len(lead) else stored[...]
+        return stored[lead] if lead and list(stored.get_shape()[: len(lead)]) == self._shape[:-2] else stored[...]
 
 
 def _spans(index: Index, shape: Sequence[int]) -> list[slice]:

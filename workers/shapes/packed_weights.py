@@ -1,4 +1,4 @@
-"""Finds the weights that a model's files hold in fewer bits, with their scales in tensors beside them.
+"""Finds the weights that a model's files hold in fewer bits: codes in one tensor, their scales in others.
 
 Reads names, dtypes and shapes alone, of the layouts of gpt-oss, DeepSeek, compressed-tensors and NVIDIA's ModelOpt.
 Imports no torch.
@@ -14,11 +14,15 @@ METHODS = ("mxfp4", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 
 _EIGHT_BIT = {"F8_E4M3", "F8_E5M2", "I8", "U8"}
 """Dtypes of codes in files, as safetensors names them. A byte can also hold two numbers of 4 bits."""
+_FLOAT4_SCALES = {"F8_E4M3", "F8_E8M0", "U8"}
 _OF_ACTIVATIONS = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "qscale_act"),
     *("q_scale", "k_scale", "v_scale"),
 )
 """Last parts of the names of scales that only products in 8 or 4 bits, and caches, need."""
+
+_NOT_READ = {"weight_g_idx", "pre_quant_scale", "svdquant_lora_a"}
+"""Last parts of the names of an order of columns, of scales of inputs, and of a matrix that is added."""
 
 CodeKind = Literal["float8", "float4", "integer"]
 
@@ -104,9 +108,9 @@ def packed_weights(tensors: Mapping[str, TensorHeader], quantization: Quantizati
     found = dict(_found(tensors, quantization))
     used = {name for packed in found.values() for name in packed.names}
     for name, header in tensors.items():
-        parent, _, leaf = name.rpartition(".")
-        if leaf == "weight_g_idx" or f"{parent}.pre_quant_scale" in tensors:
-            raise ValueError(f"{parent} has columns in another order or scale than its codes: use another release")
+        path, _, leaf = name.rpartition(".")
+        if leaf in _NOT_READ:
+            raise ValueError(f"{path} needs {leaf} to be dequantized, which is not supported: use another release")
         if header.dtype in _EIGHT_BIT and name not in used and leaf.endswith(("weight", "_packed", "_blocks", "_proj")):
             raise ValueError(f"{name} is packed as {header.dtype}, without scales that are known: use another release")
     return found
@@ -188,6 +192,8 @@ def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quanti
     dtype, shape = tensors[codes].dtype, tensors[codes].shape
     path = codes.rpartition(".")[0]
     factor, zero_points = f"{scales}_2", f"{path}.weight_zero_point"
+    if dtype == "U8" and tensors[scales].dtype not in _FLOAT4_SCALES:
+        raise ValueError(f"{codes} has codes of 4 bits in an order that is not known: use another release")
     if dtype == "U8" or (dtype == "I8" and quantization.method == "fp8"):
         packed = PackedWeight("float4", codes, scales, (*shape[:-1], 2 * shape[-1]), 2, (1, 1))
     else:
@@ -201,12 +207,16 @@ def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quanti
 
 
 def grid_of(shape: Sequence[int], scales: Sequence[int]) -> tuple[int, int]:
-    """Returns the rows and columns of a weight's scales, whose dimensions may be fewer, or have ones between them."""
-    if prod(scales) == 1:
+    """Returns the rows and columns of the scales of a matrix, or of each matrix in a stack.
+
+    Scales can lack dimensions, the last ones first, or have ones after each.
+    """
+    of_matrix = scales[len(shape) - 2 :]
+    if prod(scales) == 1 or not of_matrix:
         return 1, 1
-    if len(scales) == len(shape) + 2:
-        return scales[-4], scales[-2]
-    return (scales[-2], scales[-1]) if len(scales) == len(shape) else (scales[-1], 1)
+    if len(of_matrix) == 4:
+        return of_matrix[0], of_matrix[2]
+    return of_matrix[0], (of_matrix[1] if len(of_matrix) == 2 else 1)
 
 
 def _block(packed: PackedWeight, scales: Sequence[int], quantization: Quantization) -> tuple[int, int]:

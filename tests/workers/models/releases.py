@@ -30,9 +30,9 @@ class Release:
     config: Mapping[str, Any]
     pack: Callable[[str, tuple[int, int]], tuple[Tensors, Tensor]]
 
-    def write(self, model: Path, packed: Path, plain: Path) -> None:
+    def write(self, model: Path, packed: Path, plain: Path, seed: int = 0) -> None:
         """Writes a model's linear layers with random codes into `packed`, and with their numbers into `plain`."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         weights = load_file(model / "model.safetensors")
         stored, numbers = dict(weights), dict(weights)
         for name, weight in weights.items():
@@ -78,6 +78,11 @@ def deepseek(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
 def float8_rows(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     codes, scales = float8_codes(shape), some_scales(shape[0], 1).bfloat16()
     return {name: codes, f"{name}_scale": scales}, codes.float() * scales.float()
+
+
+def mxfp8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+    codes, scales = float8_codes(shape), torch.randint(119, 123, (shape[0], shape[1] // 32), dtype=torch.uint8)
+    return {name: codes, f"{name}_scale": scales}, codes.float() * 2.0 ** (repeated(scales, 1, 32, shape) - 127)
 
 
 def float8_whole(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
@@ -140,6 +145,7 @@ RELEASES = {
     "DeepSeek's FP8": Release({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}, deepseek),
     "FP8 by rows": Release(compressed("float-quantized", num_bits=8, type="float", strategy="channel"), float8_rows),
     "FP8 by matrices": Release({"quant_method": "modelopt", "quant_algo": "FP8"}, float8_whole),
+    "MXFP8": Release({"quant_method": "modelopt", "quant_algo": "MXFP8"}, mxfp8),
     "Kimi's INT4": Release(compressed("pack-quantized", num_bits=4, type="int", group_size=32), kimi),
     "INT8 with zero points": Release(
         compressed("pack-quantized", num_bits=8, type="int", group_size=32, symmetric=False), asymmetric

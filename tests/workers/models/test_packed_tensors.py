@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,9 +15,11 @@ from trainhouse.workers.planner.footprint import loaded_bytes
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import refusal_of
 from trainhouse.workers.shapes.packed_weights import METHODS, Quantization
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.utils.quantization_config import Mxfp4Config
 
 from ...tiny import tiny_model
+from ..parallel.live_bytes import LiveBytes
 from .releases import RELEASES, float8_codes, some_scales
 
 # Blocks of 128 end within matrices, and those of other layouts with them.
@@ -25,7 +27,7 @@ SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
 EXPERTS = SHAPE | {"moe_intermediate_size": 160}
 
 
-def a_config(directory: Path, dtype: str = "float32") -> WorkerConfig:
+def a_config(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> WorkerConfig:
     return WorkerConfig(ServedModel("tiny", str(directory)), threads=1, device="cpu", dtype=dtype)
 
 
@@ -36,7 +38,7 @@ def written(layout: str, directory: Path, kind: str = "qwen3_moe") -> tuple[Path
     return directory / "packed", directory / "plain"
 
 
-def parameters(directory: Path, dtype: str = "float32") -> dict[str, Tensor]:
+def parameters(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> dict[str, Tensor]:
     return BaseModel(a_config(directory, dtype)).own_parameters()
 
 
@@ -180,6 +182,36 @@ def test_any_part_equals_that_of_the_whole_and_only_its_codes_are_read(layout: s
         assert codes.num_read * numbers_per_code <= most
 
 
+def test_parts_of_a_stack_equal_those_of_the_whole(tmp_path: Path) -> None:
+    stored = load_file(mxfp4_release(tmp_path) / "model.safetensors")
+    config = Quantization("mxfp4")
+    weights = dequantized_tensors({name: Stored(each) for name, each in stored.items()}, config, torch.float32)
+    weight = weights["model.layers.0.mlp.experts.gate_up_proj"]
+    whole = weight[...]
+    assert whole.shape == tuple(weight.get_shape()) == (4, 192, 640)
+    for part in [(slice(1, 3), slice(20, 90), slice(5, 500)), (slice(3, 4),), (slice(0, 4), slice(0, 96))]:
+        assert torch.equal(weight[part], whole[part])
+
+
+@pytest.mark.parametrize("scales", [(), (3,), (3, 8), (3, 8, 1), (3, 1, 1), (3, 2, 1, 4, 1)])
+def test_scales_of_a_stack_can_lack_dimensions(scales: tuple[int, ...]) -> None:
+    codes, factors = torch.randn(3, 8, 16).to(torch.float8_e4m3fn), some_scales(*scales)
+    across, along = (2, 4) if len(scales) == 5 else (scales[1] if len(scales) > 1 else 1, 1)
+    grid = factors.reshape(-1, across, along).repeat_interleave(8 // across, 1).repeat_interleave(16 // along, 2)
+    stored = {"a.gate_up_proj": Stored(codes), "a.gate_up_proj_scale": Stored(factors)}
+    (weight,) = dequantized_tensors(stored, Quantization(), torch.float32).values()
+    assert torch.equal(weight[...], codes.float() * grid)
+    assert torch.equal(weight[1:3, 3:7, 5:9], (codes.float() * grid)[1:3, 3:7, 5:9])
+
+
+def test_reading_takes_little_more_memory_than_the_numbers() -> None:
+    stored = {"a.weight": Stored(float8_codes((2048, 2048))), "a.weight_scale_inv": Stored(some_scales(16, 16))}
+    (weight,) = dequantized_tensors(stored, Quantization("fp8"), torch.bfloat16).values()
+    with LiveBytes() as memory:
+        out = weight[...]
+    assert out.nbytes < memory.peak < 1.5 * out.nbytes
+
+
 def test_releases_of_modelopt_that_say_so_in_another_file_load(tmp_path: Path) -> None:
     packed, plain = written("NVFP4 of ModelOpt", tmp_path)
     (packed / "config.json").write_text((plain / "config.json").read_text())
@@ -208,13 +240,17 @@ def test_the_memory_of_mxfp4_experts_is_planned_for_their_numbers(tmp_path: Path
 UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": ({"a.weight": float8_codes((4, 4))}, "a.weight is packed as F8_E4M3, without scales that are known"),
     "no scales of integers": ({"a.weight_packed": torch.ones(4, 4, dtype=torch.int32)}, "download the model again"),
+    "another order": (
+        {"a.weight": torch.ones(4, 4, dtype=torch.uint8), "a.weight_scale": some_scales(4, 1)},
+        "a.weight has codes of 4 bits in an order that is not known",
+    ),
     "odd scales": (
         {"a.weight": float8_codes((5, 4)), "a.weight_scale": some_scales(2, 4)},
         "a.weight of 5 x 4 has 2 x 4 scales",
     ),
     "scaled inputs": (
         {"a.weight": float8_codes((4, 4)), "a.weight_scale": some_scales(1), "a.pre_quant_scale": some_scales(4)},
-        "a has columns in another order or scale",
+        "a needs pre_quant_scale to be dequantized",
     ),
     "3 bits": (
         {"a.weight_packed": torch.ones(4, 3, dtype=torch.int32), "a.weight_scale": some_scales(4, 1)},

@@ -1,0 +1,39 @@
+"""Ranks read the same parts of a release in fewer bits as of one that holds its numbers unpacked."""
+
+from pathlib import Path
+
+import pytest
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+
+from ...tiny import tiny_model
+from ..models.releases import RELEASES
+from .digesting_worker import DIGESTING
+from .training import layout
+
+pytestmark = pytest.mark.slow
+
+# Ranks' parts begin and end within blocks.
+SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
+EXPERTS = SHAPE | {"moe_intermediate_size": 160}
+
+
+def digests(model: Path, spec: str, scratch: Path) -> list[dict[str, str]]:
+    with layout(model, ParallelSpec.parse(spec), scratch, DIGESTING) as ranks:
+        return ranks.answers("digests")
+
+
+@pytest.mark.parametrize("release", ["DeepSeek's FP8", "Kimi's INT4", "NVFP4 of ModelOpt"])
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        *(("fsdp=2", "qwen3_moe"), ("tp=2", "qwen3_moe"), ("ep=2", "qwen3_moe"), ("tp=2", "phi3")),
+        *(pytest.param(spec, "qwen3_moe", marks=pytest.mark.full) for spec in ("fsdp=2,tp=2", "fsdp=2,ep=2")),
+    ],
+)
+def test_ranks_read_their_parts(spec: str, kind: str, release: str, tmp_path: Path) -> None:
+    model = tiny_model(kind, tmp_path / "model", **(EXPERTS if kind == "qwen3_moe" else SHAPE))
+    RELEASES[release].write(model, tmp_path / "packed", tmp_path / "plain")
+    ours, theirs = (digests(tmp_path / name, spec, tmp_path) for name in ("packed", "plain"))
+    assert ours == theirs and ours[0] != ours[1]
+    RELEASES[release].write(model, tmp_path / "other", tmp_path / "other_plain", seed=1)
+    assert digests(tmp_path / "other", spec, tmp_path) != theirs

@@ -181,8 +181,7 @@ def _compressed(path: str, tensors: Mapping[str, TensorHeader], quantization: Qu
 def _bits(path: str, columns: int, num_groups: int, quantization: Quantization) -> int:
     """Returns the bits of a code that fit the numbers of 32-bit integers and of scales in a row."""
     for bits, size in quantization.integers:
-        is_possible = size is None or size < 0 or ceil(num_groups * size * bits / 32) == columns
-        if is_possible and 32 % bits == 0:
+        if 8 % bits == 0 and (not size or size < 0 or ceil(columns * 32 / bits / size) == num_groups):
             return bits
     raise ValueError(f"{path}: codes of {quantization.integers} (bits, group) cannot be read: use another release")
 

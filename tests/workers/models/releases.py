@@ -92,7 +92,7 @@ def float8_whole(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
 
 
 def kimi(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-    codes, scales = torch.randint(-8, 8, shape), some_scales(shape[0], shape[1] // 32).bfloat16()
+    codes, scales = torch.randint(-8, 8, shape), some_scales(shape[0], blocks(shape[1], 32)).bfloat16()
     whole = torch.tensor(shape, dtype=torch.int32)
     tensors = {f"{name}_packed": integers(codes, 4), f"{name}_scale": scales, f"{name}_shape": whole}
     return tensors, codes.float() * repeated(scales, 1, 32, shape)

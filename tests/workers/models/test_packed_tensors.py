@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from ...tiny import tiny_model
 from ..parallel.live_bytes import LiveBytes
 from .releases import RELEASES, float8_codes, some_scales
+from .test_survey import image_model
 
 # Blocks of 128 end within matrices, and those of other layouts with them.
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
@@ -71,6 +72,13 @@ def test_a_release_loads_as_the_numbers_it_stands_for(layout: str, tmp_path: Pat
 def test_other_families_load_too(kind: str, tmp_path: Path) -> None:
     packed, plain = written("NVFP4 of ModelOpt", tmp_path, kind)
     assert same(parameters(packed), parameters(plain))
+
+
+def test_text_part_of_an_image_model_loads(tmp_path: Path) -> None:
+    """The whole model's config says how its text part is packed."""
+    image_model().save_pretrained(tmp_path / "model")
+    RELEASES["Kimi's INT4"].write(tmp_path / "model", tmp_path / "packed", tmp_path / "plain")
+    assert same(parameters(tmp_path / "packed"), parameters(tmp_path / "plain"))
 
 
 def test_fp8_equals_transformers_dequantized_model(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "quantized": (
         "--parallel tp=2",
         DENSE | {"quantization_config": {"quant_method": "gptq"}},
-        "M: weights quantized by gptq are not supported, only by mxfp4, fp8, fbgemm_fp8, compressed-tensors, modelopt: use",
+        "M: weights quantized by gptq are not supported, only by mxfp4, fp8, fbgemm_fp8, compressed-tensors, modelopt",
     ),
     "other family": (
         "--parallel tp=2",

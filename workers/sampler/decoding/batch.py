@@ -46,8 +46,9 @@ class Prefill:
         return len(self.tokens) - self.computed
 
     def matches(self, sequence: SequenceState) -> bool:
-        """True if the sequence continues from the same tokens."""
-        return sequence.job is self.job and not len(sequence.tokens) and len(self.tokens) == len(self.job.prompt)
+        """True if the sequence has sampled nothing yet and continues from the same tokens."""
+        is_prompt = self.samples_next and len(self.tokens) == len(self.job.prompt)
+        return is_prompt and sequence.job is self.job and not len(sequence.tokens)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
-"""Keys and values of sequences in progress, in slots, and attention over them.
+"""Keys, values and recurrent states of sequences in progress, in slots, and attention and recurrences over them.
 
 Slots are contiguous, so that a decode step reads them in place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +20,18 @@ from .attention import (
     attend_last_tokens,
     fits_flash_on_gpu,
     flash_of_last_queries,
+    pack_lengths,
 )
 from .kernels import PrefixGroups, kernels_for, triton_kernels_for
+from .recurrence import Recurrence, StateKind
 
 # The span of views is rounded up to a multiple of this, so that not every step needs new views.
 _READ_TOKENS = 16
 
 # Reading this many numbers takes longer than waking up other threads.
 _WORTH_THREADS = 1 << 18
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,11 @@ class CacheViews:
 
 
 class SlotTensors:
-    """Slots for sequences of up to `capacity` tokens: per layer keys and values [slots, kv_heads, capacity, head_dim].
+    """Slots for sequences of up to `capacity` tokens: keys and values [slots, kv_heads, capacity, head_dim] of each
+    layer with attention, and states [slots, *shape] of each recurrence.
 
-    A slot in use is zero beyond its sequence. The code that fills it must clear what an earlier sequence left there,
-    which may be non-finite (0 * NaN is NaN, so a mask alone would not keep it out).
+    Keys and values of a slot in use are zero beyond its sequence. The code that fills it must clear what an earlier
+    sequence left there, which may be non-finite (0 * NaN is NaN, so a mask alone would not keep it out).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -53,6 +61,7 @@ class SlotTensors:
         self.num_slots = 0
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._states: dict[StateKind, Tensor] = {}
         self._reading: dict[int, CacheViews] = {}
         self._read = (0, 0)
 
@@ -83,10 +92,18 @@ class SlotTensors:
             self._values[layer] = like.new_zeros(shape)
         return keys, self._values[layer]
 
+    def states(self, kind: StateKind, device: torch.device) -> Tensor:
+        """Returns the states of a recurrence, [num_slots, *shape]. They are allocated at first use."""
+        states = self._states.get(kind)
+        if states is None:
+            shape = self.num_slots, *kind.shape
+            states = self._states[kind] = torch.zeros(shape, dtype=kind.dtype, device=device)
+        return states
+
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors of all layers; none before the first forward pass."""
-        for of_layers in (self._keys, self._values):
-            yield from of_layers.values()
+        for tensors in (self._keys, self._values, self._states):
+            yield from tensors.values()
 
     def resize(self, num_slots: int) -> None:
         """Changes the number of slots, and keeps the first ones.
@@ -96,19 +113,20 @@ class SlotTensors:
         kept = min(num_slots, self.num_slots)
         self._reading = {}
         for of_layers in (self._keys, self._values):
-            for layer, old in of_layers.items():
-                resized = of_layers[layer] = old.new_zeros(num_slots, *old.shape[1:])
-                resized[:kept] = old[:kept]
+            _resize(of_layers, kept, num_slots)
+        _resize(self._states, kept, num_slots)
         self.num_slots = num_slots
 
     def copy_slot(self, slot: int, target: "SlotTensors", target_slot: int) -> None:
-        """Copies as many tokens as both slots can hold, and clears the rest of the target."""
+        """Copies states, and as many tokens as both slots can hold; clears the rest of the target."""
         length = min(self.capacity, target.capacity)
         for layer, keys in self._keys.items():
             own = keys, self._values[layer]
             for mine, other in zip(own, target.of_layer(layer, keys[0].transpose(0, 1)), strict=True):
                 other[target_slot, :, :length] = mine[slot, :, :length]
                 other[target_slot, :, length:] = 0
+        for kind, states in self._states.items():
+            target.states(kind, states.device)[target_slot] = states[slot]
 
     def copies(self, slot: int, tokens: slice) -> Mapping[int, tuple[Tensor, Tensor]]:
         """Returns copies of each layer's keys and values [kv_heads, tokens, head_dim]."""
@@ -117,8 +135,18 @@ class SlotTensors:
             for layer, keys in self._keys.items()
         }
 
+    def state_copies(self, slot: int) -> Mapping[StateKind, Tensor]:
+        """Returns copies of the slot's states, each [*shape]."""
+        return {kind: states[slot].clone() for kind, states in self._states.items()}
+
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in self.tensors())
+
+
+def _resize(tensors: dict[Key, Tensor], num_kept: int, num_slots: int) -> None:
+    for key, old in tensors.items():
+        resized = tensors[key] = old.new_zeros(num_slots, *old.shape[1:])
+        resized[:num_kept] = old[:num_kept]
 
 
 @dataclass(eq=False)
@@ -174,6 +202,12 @@ class DecodeStep:
         out = _attend_once(query, reading, hidden, kind)
         return out if self.in_order else out[self.slots]
 
+    def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Returns the output of a recurrence [n, ...] for inputs of the packed row, and updates its states."""
+        if not isinstance(self.rows, slice) or self.rows.stop - self.rows.start < len(inputs[0]):
+            inputs = [x[self.rows] for x in inputs]
+        return op.step(inputs, self.tensors.states(op.state, inputs[0].device), self.slots)
+
     def _mask(self, window: int | None, span: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Returns the mask [num_slots * kv_heads, 1, span], by slot: minus infinity for hidden keys.
 
@@ -197,6 +231,7 @@ class ContinuationChunk:
     """Tokens start:stop of the packed row, which continue a sequence that has `cached` tokens in its slot.
 
     is_causal: whether tokens do not see those after them; if False, layers must not have a window.
+    is_draft: whether its tokens after the first are draft tokens, some of which may be rejected.
     """
 
     start: int
@@ -205,6 +240,7 @@ class ContinuationChunk:
     slot: int
     cached: int
     is_causal: bool = True
+    is_draft: bool = False
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     _bounds: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -252,13 +288,17 @@ class ContinuationChunk:
 
 @dataclass(frozen=True, eq=False)
 class NewSequences:
-    """Stores `count` new sequences of one `length`, from token `start` of the packed row, in slots int64 [count]."""
+    """Stores `count` new sequences of one `length`, from token `start` of the packed row, in slots int64 [count].
+
+    number: the index of the first of them among the new sequences of the row.
+    """
 
     start: int
     count: int
     length: int
     tensors: SlotTensors
     slots: Tensor
+    number: int
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> None:
         for cached, new in zip(self.tensors.of_layer(layer, key), (key, value), strict=True):
@@ -266,12 +306,29 @@ class NewSequences:
             cached[self.slots, :, : self.length] = part.transpose(1, 2)
             cached[self.slots, :, self.length :] = 0
 
+    def store_states(self, kind: StateKind, states: Tensor) -> None:
+        """Stores the states after all new sequences of the row, [sequences, *shape]."""
+        of_slots = self.tensors.states(kind, states.device)
+        of_slots[self.slots] = states[self.number : self.number + self.count]
+
+
+@dataclass(frozen=True, eq=False)
+class PendingInputs:
+    """The inputs of a recurrence at the tokens of all chunks with draft tokens in a row, each [tokens, ...].
+
+    The slots keep the states before these tokens until it is known how many are accepted.
+    """
+
+    op: Recurrence
+    inputs: Sequence[Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class CachedRow:
     """A packed row of sequences in the cache: some take one token, some several, and some are new.
 
-    fresh: the new ones, at the end of the row from token `fresh_start`. storing: the slots to store them in, if any.
+    chunks: adjacent in the row, in its order. fresh: the new ones, at the end of the row from token `fresh_start`.
+    storing: the slots to store them in, if any. pending: of the recurrences that have run; empty without draft tokens.
     """
 
     steps: Sequence[DecodeStep]
@@ -279,6 +336,7 @@ class CachedRow:
     fresh: Packing | None
     fresh_start: int
     storing: Sequence[NewSequences]
+    pending: list[PendingInputs] = field(default_factory=list)
 
     @property
     def longest(self) -> int:
@@ -301,6 +359,67 @@ class CachedRow:
             new = slice(self.fresh_start, None)
             out[new] = attend(query[new], key[new], value[new], self.fresh, kind)
         return out
+
+    def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Returns the output of a recurrence [tokens, ...] for inputs of the row, each [tokens, ...].
+
+        Stores the states after the row, except those of chunks with draft tokens.
+        """
+        if len(self.steps) == 1 and not self.chunks and self.fresh is None:
+            return self.steps[0].recur(op, inputs)
+        parts = [(step.rows, step.recur(op, inputs)) for step in self.steps]
+        if self.chunks:
+            parts.append((slice(self.chunks[0].start, self.chunks[-1].stop), self._continue(op, inputs)))
+        if self.fresh is not None:
+            parts.append((slice(self.fresh_start, None), self._begin(op, inputs, self.fresh)))
+        first = parts[0][1]
+        out = first.new_empty(len(inputs[0]), *first.shape[1:])
+        for rows, part in parts:
+            out[rows] = part
+        return out
+
+    def _begin(self, op: Recurrence, inputs: Sequence[Tensor], fresh: Packing) -> Tensor:
+        out, after = op.scan([x[self.fresh_start :] for x in inputs], fresh)
+        for storing in self.storing:
+            storing.store_states(op.state, after)
+        return out
+
+    def _continue(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        device, own = inputs[0].device, slice(self.chunks[0].start, self.chunks[-1].stop)
+        places = [(run.tensors.states(op.state, device), run.slots.to(device)) for run in self._runs]
+        initial = torch.cat([states[slots] for states, slots in places])
+        out, after = op.scan([x[own] for x in inputs], self._continued, initial)
+        for run, (states, slots) in zip(self._runs, places, strict=True):
+            if not run.is_draft:
+                states[slots] = after[run.number : run.number + len(slots)]
+        if drafts := [run.tokens for run in self._runs if run.is_draft]:
+            self.pending.append(PendingInputs(op, [torch.cat([x[tokens] for tokens in drafts]) for x in inputs]))
+        return out
+
+    @cached_property
+    def _continued(self) -> Packing:
+        return Packing(pack_lengths([chunk.stop - chunk.start for chunk in self.chunks]))
+
+    @cached_property
+    def _runs(self) -> list["_ChunkRun"]:
+        runs: list[_ChunkRun] = []
+        for _, group in groupby(enumerate(self.chunks), key=lambda pair: (id(pair[1].tensors), pair[1].is_draft)):
+            numbers, chunks = zip(*group, strict=True)
+            slots = torch.tensor([chunk.slot for chunk in chunks])
+            tokens = slice(chunks[0].start, chunks[-1].stop)
+            runs.append(_ChunkRun(chunks[0].tensors, slots, numbers[0], tokens, chunks[0].is_draft))
+        return runs
+
+
+@dataclass(frozen=True, eq=False)
+class _ChunkRun:
+    """Adjacent chunks in slots int64 [chunks] of the same tensors. number: of the first. tokens: of all, in the row."""
+
+    tensors: SlotTensors
+    slots: Tensor
+    number: int
+    tokens: slice
+    is_draft: bool
 
 
 def _attend_once(q: Tensor, reading: CacheViews, mask: Tensor, kind: AttentionKind) -> Tensor:

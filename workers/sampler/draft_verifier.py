@@ -35,14 +35,16 @@ class DraftVerifier:
 
         Sequences whose draft does not pay continue without it.
         """
-        # Other sequences of this pass may have ended their jobs.
-        placed = [
+        drafted = [
             (start, part)
             for start, part in zip(batch.starts(), batch.parts, strict=True)
-            if isinstance(part, DraftTokensPart) and part.sequence.line != NOWHERE
+            if isinstance(part, DraftTokensPart)
         ]
+        # Other sequences of this pass may have ended their jobs.
+        placed = [(start, part) for start, part in drafted if part.sequence.line != NOWHERE]
         if not placed:
             return
+        self._scheduler.slots.pending.begin([part for _, part in drafted], output.pending)
         parts = [part for _, part in placed]
         rows = np.concatenate([np.arange(start, start + part.length) for start, part in placed])
         logits = self._runner.logits(
@@ -57,6 +59,7 @@ class DraftVerifier:
             for (start, part), here, result in zip(placed, places, verified, strict=True)
         ]
         self._recorder.append_accepted(accepted)
+        self._scheduler.slots.advance_states(self._scheduler.table)
         for sequence in self._scheduler.with_drafts():
             if sequence.without_draft:
                 self._scheduler.stop_drafting(sequence)

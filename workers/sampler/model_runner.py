@@ -11,6 +11,7 @@ from torch import Tensor
 from ..heads import LogprobHead
 from ..lora import Adapter, BatchPlan, Segment
 from ..models.model import BaseModel
+from ..ops.kv_cache import PendingInputs
 from ..registry.model_registry import ModelRegistry
 from .cache.cache import KVCache
 from .decoding.batch import AdapterSpan, Batch
@@ -27,10 +28,12 @@ class PassOutput:
 
     hidden: of each token, [tokens, hidden].
     captured: the layers that drafts read, see BaseModel.hidden_states.
+    pending: of the parts with draft tokens, see CachedRow.
     """
 
     hidden: Tensor
     captured: Mapping[int, Tensor]
+    pending: Sequence[PendingInputs]
 
 
 class ModelRunner:
@@ -52,7 +55,7 @@ class ModelRunner:
         packing = batch.packing(table, self._cache, self._base.device)
         with self.applied(batch.adapter_spans(), batch.num_tokens):
             hidden = self._base.hidden_states(tokens, positions, packing, captured=captured)
-        return PassOutput(hidden, captured or {})
+        return PassOutput(hidden, captured or {}, packing.pending)
 
     @contextmanager
     def applied(self, spans: Sequence[AdapterSpan], num_tokens: int) -> Iterator[None]:

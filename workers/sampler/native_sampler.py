@@ -206,6 +206,7 @@ class NativeSampler:
             logits_of = self._runner.logits_with(prefill.job.adapter_id)
             scores.score(part.start, output.hidden[rows], logits_of, self._config.head_chunk_tokens)
         prefill.computed = part.stop
+        self._scheduler.slots.store_chunk(part)
         if part.is_last:
             self._scheduler.end_prefill(prefill)
 

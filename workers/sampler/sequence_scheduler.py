@@ -106,7 +106,7 @@ class SequenceScheduler:
             DraftTokensPart.of(sequence, proposed[sequence].tokens, self.table) for sequence in self._drafting
         ]
         for prefill in self._prefills:
-            length = min(prefill.remaining, budget) if prefill.cached else prefill.remaining
+            length = min(prefill.until_border, budget) if prefill.cached else prefill.remaining
             if length > 0:
                 parts.append(PrefillChunk(prefill, prefill.computed, prefill.computed + length))
                 budget -= length
@@ -116,8 +116,6 @@ class SequenceScheduler:
         """Lets the sequences of the prefill decode."""
         self._prefills.remove(prefill)
         leader, *others = prefill.sequences
-        if prefill.cached:
-            self.slots.store_prefix(leader, prefill.weight_version, prefill.tokens)
         self.slots.fork(leader, others, prefill.cached)
         for sequence in prefill.sequences:
             sequence.weight_version = prefill.weight_version
@@ -264,6 +262,7 @@ class SequenceScheduler:
         if cached:
             self.slots.load_prefix(sequence, prefix)
         prefill = Prefill([sequence], tokens, cached, weight_version, prefix.num_tokens if cached else 0, samples_next)
+        prefill.borders = self.slots.borders(prefill)
         if sequence.job.num_cache_hits is None:
             sequence.job.num_cache_hits = prefill.computed
         self._prefills.append(prefill)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cache.cache import SHORTEST, KVCache
-from .cache.prefix_cache import BlockRange, num_tokens_of, truncate
+from .cache.prefix_cache import BLOCK, StoredRange, num_tokens_of, truncate
 from .cache.weight_versions import WeightVersions
+from .decoding.batch import Prefill, PrefillChunk
 from .requests.jobs import Job, SequenceState
 from .requests.sequence_table import SequenceTable
+from .speculation.pending_states import PendingStates
 from .speculation.speculative_decoder import SpeculativeDecoder
 
 
@@ -17,8 +19,8 @@ from .speculation.speculative_decoder import SpeculativeDecoder
 class CachedPrefix:
     """The beginning of a sequence in the prefix caches. of_draft: empty without a draft, else of the same tokens."""
 
-    of_model: Sequence[BlockRange]
-    of_draft: Sequence[BlockRange]
+    of_model: Sequence[StoredRange]
+    of_draft: Sequence[StoredRange]
 
     @property
     def num_tokens(self) -> int:
@@ -26,10 +28,13 @@ class CachedPrefix:
 
 
 class SequenceSlots:
-    """The slots of one sampler's sequences. Other samplers may share the caches."""
+    """The slots of one sampler's sequences. Other samplers may share the caches.
+
+    pending: the states that a pass with draft tokens leaves behind.
+    """
 
     def __init__(self, cache: KVCache, speculation: SpeculativeDecoder, weight_versions: WeightVersions) -> None:
-        self.cache = cache
+        self.cache, self.pending = cache, PendingStates(cache)
         self._speculation, self._weight_versions = speculation, weight_versions
 
     def weight_version_of(self, job: Job) -> int:
@@ -88,9 +93,26 @@ class SequenceSlots:
         of_model = self.cache.prefixes.find(weight_version, tokens, most)
         if not self.uses_draft(sequence):
             return CachedPrefix(of_model, ())
-        # Both must start at the same token: the draft needs the target's hidden states of all later ones.
-        of_draft = self._speculation.find_prefix(sequence, weight_version, tokens, num_tokens_of(of_model))
-        return CachedPrefix(truncate(of_model, num_tokens_of(of_draft)), of_draft)
+        # Both must start at the same token: the draft needs the target's hidden states of all later ones. The draft can
+        # start at any token, but the model, if it has states, only where they were stored.
+        of_draft = self._speculation.find_prefix(sequence, weight_version, tokens, most)
+        if num_tokens_of(of_draft) < num_tokens_of(of_model):
+            of_model = self.cache.prefixes.find(weight_version, tokens, num_tokens_of(of_draft))
+        return CachedPrefix(of_model, truncate(of_draft, num_tokens_of(of_model)))
+
+    def borders(self, prefill: Prefill) -> tuple[int, ...]:
+        """Returns after how many tokens of a prompt the model's states will be stored; empty if it has none.
+
+        One border is before the last token, which must always run, so that the same prompt starts there. The other is
+        after the blocks that the prompt shares with earlier ones, so that later ones with the same blocks start there.
+        """
+        if not (self.cache.has_states and prefill.cached) or len(prefill.sequences[0].tokens):
+            return ()
+        last = len(prefill.tokens) - 1
+        if self.uses_draft(prefill.sequences[0]):
+            last = last // BLOCK * BLOCK  # the draft's prefixes end with a block
+        known = self.cache.prefixes.known_blocks(prefill.weight_version, prefill.tokens[:last])
+        return tuple(sorted({border for border in (num_tokens_of(known), last) if border > prefill.computed}))
 
     def load_prefix(self, sequence: SequenceState, prefix: CachedPrefix) -> None:
         """Fills the sequence's slots with the prefix."""
@@ -107,24 +129,54 @@ class SequenceSlots:
         self._speculation.fork(leader, others)
 
     def store_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
-        """Stores the sequence in the prefix caches, unless the weights have changed since."""
+        """Stores the sequence in the prefix caches, unless the weights have changed since.
+
+        Args:
+            tokens: int64. The states that are in the slot or pending must be those after them.
+        """
         if weight_version == self.weight_version_of(sequence.job):
+            self.pending.advance({sequence: len(tokens)})
             self.cache.store_prefix(sequence, weight_version, tokens)
+        self.store_draft_prefix(sequence, weight_version, tokens)
+
+    def store_draft_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
+        """Stores the sequence in the draft's prefix cache, unless the weights have changed since."""
+        if weight_version == self.weight_version_of(sequence.job):
             self._speculation.keep(sequence, weight_version, tokens)
+
+    def store_chunk(self, chunk: PrefillChunk) -> None:
+        """Stores a prefill of which a chunk has run.
+
+        Without states after its last chunk; else at its borders, and after chunks whose keys and values need more
+        memory than the states.
+        """
+        prefill, tokens = chunk.prefill, chunk.prefill.tokens[: chunk.stop]
+        is_large = chunk.length * self.cache.size.bytes_per_token > self.cache.size.bytes_per_sequence
+        is_stored = chunk.stop in prefill.borders or is_large if self.cache.has_states else chunk.is_last
+        if is_stored and prefill.cached:
+            self.store_prefix(chunk.sequence, prefill.weight_version, tokens)
+        elif chunk.is_last:
+            self.store_draft_prefix(chunk.sequence, prefill.weight_version, tokens)
+
+    def advance_states(self, table: SequenceTable) -> None:
+        """Computes the states that are pending, after all tokens but the newest."""
+        if sequences := self.pending.sequences():
+            self.pending.advance({each: int(table.length[each.line]) - 1 for each in sequences})
 
     def stop_drafting(self, sequence: SequenceState, table: SequenceTable) -> None:
         """Frees the draft's slot of a sequence that continues without it. The draft's prefix cache keeps the tokens."""
-        if sequence.weight_version == self.weight_version_of(sequence.job):
-            table.copy_to(sequence)
-            self._speculation.keep(sequence, sequence.weight_version, sequence.token_ids())
+        table.copy_to(sequence)
+        self.store_draft_prefix(sequence, sequence.weight_version, sequence.token_ids())
         self._speculation.forget(sequence)
 
     def free(self, sequence: SequenceState) -> None:
         self.cache.free(sequence)
+        self.pending.forget(sequence)
         self._speculation.forget(sequence)
 
     def clear(self) -> None:
         self.cache.clear()
+        self.pending.clear()
         self._speculation.clear()
 
     def _length_to_draft(self, sequence: SequenceState) -> int:

@@ -31,7 +31,7 @@ def fresh(tensors: SlotTensors, lengths: Sequence[int], slots: Sequence[int], st
     packing, storing, sequence = Packing(pack_lengths(list(lengths))), [], 0
     for group in packing.groups:
         own = torch.tensor(slots[sequence : sequence + group.count])
-        storing.append(NewSequences(start + group.start, group.count, group.length, tensors, own))
+        storing.append(NewSequences(start + group.start, group.count, group.length, tensors, own, sequence))
         sequence += group.count
     return CachedRow((), (), packing, start, storing)
 

@@ -22,7 +22,7 @@ def test_a_pass_allocates_the_bytes_that_the_config_says(kind: str, tmp_path: Pa
     tensors, tokens = SlotTensors(capacity=8), torch.arange(3, 8)
     tensors.resize(2)
     packing = Packing(pack_lengths([5]))
-    row = CachedRow((), (), packing, 0, [NewSequences(0, 1, 5, tensors, torch.tensor([1]))])
+    row = CachedRow((), (), packing, 0, [NewSequences(0, 1, 5, tensors, torch.tensor([1]), 0)])
     with torch.no_grad():
         base.hidden_states(tokens, tokens - 3, row)
     size = size_of_config(base.config, base.dtype.itemsize)

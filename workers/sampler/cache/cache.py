@@ -1,4 +1,4 @@
-"""The KV cache of all sequences in flight of one model, within a budget of bytes.
+"""The cache of all sequences in flight of one model, keys, values and states, within a budget of bytes.
 
 Slots have a few fixed lengths, with one pool for each. A sequence that outgrows its slot moves to a longer one. The
 rest of the budget keeps prefixes for later requests.
@@ -17,7 +17,7 @@ from ...shapes.cache_size import CacheSize
 from ..requests.jobs import SequenceState
 from .cache_budget import CacheBudget
 from .config_size import size_of_config
-from .prefix_cache import BLOCK, BlockRange, PrefixCache, restore
+from .prefix_cache import PrefixCache, StoredRange, restore
 
 # Slots hold this many tokens or a larger power of two; from _FINE on also the lengths half way between these.
 SHORTEST = 64
@@ -65,7 +65,7 @@ class KVCache:
         self.size, self.budget = size, budget
         self.num_moves = 0
         self._num_ahead = num_ahead
-        self.prefixes = PrefixCache(budget.clock, num_ahead)
+        self.prefixes = self._new_prefixes()
         self._pools: dict[int, SlotPool] = {}
         self._slots: dict[SequenceState, CacheSlot] = {}
         budget.join(self)
@@ -74,6 +74,11 @@ class KVCache:
     def of(base: BaseModel, config: WorkerConfig) -> "KVCache":
         budget = CacheBudget(config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
         return KVCache(size_of_config(base.config, base.dtype.itemsize, base.spec.tp_size_of("self_attn")), budget)
+
+    @property
+    def has_states(self) -> bool:
+        """True if the model has recurrent states."""
+        return self.size.bytes_per_sequence > 0
 
     @property
     def budget_bytes(self) -> int:
@@ -103,7 +108,7 @@ class KVCache:
         yield from self.prefixes.tensors()
 
     def clear(self) -> None:
-        self.prefixes = PrefixCache(self.budget.clock, self._num_ahead)
+        self.prefixes = self._new_prefixes()
         self._pools = {}
         self._slots = {}
 
@@ -162,30 +167,31 @@ class KVCache:
             reverse=True,
         )
 
-    def load_prefix(self, sequence: SequenceState, block_ranges: Sequence[BlockRange]) -> None:
+    def load_prefix(self, sequence: SequenceState, ranges: Sequence[StoredRange]) -> None:
         """Fills the sequence's slot with a cached prefix."""
         slot = self._slots[sequence]
-        restore(block_ranges, slot.tensors, slot.index)
+        restore(ranges, slot.tensors, slot.index)
 
     def store_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
-        """Stores the whole blocks of `tokens` from the sequence's slot in the prefix cache, if the budget has room.
+        """Stores `tokens` from the sequence's slot in the prefix cache, if the budget has room.
 
-        Drops older prefixes to make room; frees slots only if unused ones take most of the budget.
+        Of a model without states it stores whole blocks; else all tokens, and the slot's states must be those after
+        them. Drops older prefixes to make room; frees slots only if unused ones take most of the budget.
 
         Args:
             tokens: int64, [n].
         """
-        known = self.prefixes.find(weight_version, tokens, len(tokens))
-        first, digests = self.prefixes.missing(weight_version, tokens)
-        num_bytes = len(digests) * BLOCK * self.size.bytes_per_token
-        if not digests or num_bytes > self.budget_bytes // 2:
+        known = self.prefixes.known_blocks(weight_version, tokens)
+        missing = self.prefixes.missing(weight_version, tokens)
+        num_bytes = missing.num_bytes(self.size)
+        if not num_bytes or num_bytes > self.budget_bytes // 2:
             return
         if self.budget.free_bytes() < num_bytes and 2 * (self.slot_bytes() - self.held_bytes()) > self.budget_bytes:
             self.free_unused_slots()
-        of_known = sum(stored.num_bytes for stored in {block_range.stored for block_range in known})
+        of_known = sum(stored.num_bytes for stored in {each.stored for each in known})
         if self.budget_bytes - self.budget.slot_bytes() - of_known >= num_bytes:
             self.budget.drop_prefixes(num_bytes)
-            self.prefixes.add(digests, self._slots[sequence].tensors, self._slots[sequence].index, first)
+            self.prefixes.add(missing, self._slots[sequence].tensors, self._slots[sequence].index)
 
     def oldest_prefix(self) -> int | None:
         return self.prefixes.oldest
@@ -198,6 +204,9 @@ class KVCache:
         for pool in self._pools.values():
             if pool.num_free:
                 pool.tensors.resize(len(pool.occupants))
+
+    def _new_prefixes(self) -> PrefixCache:
+        return PrefixCache(self.budget.clock, self._num_ahead, self.has_states)
 
     def _leave(self, slot: CacheSlot) -> None:
         """Frees the slot. The pool's last sequence moves into the gap."""

@@ -28,6 +28,7 @@ class Prefill:
     sequences: the first one's slot stores the tokens; without `cached` none has a slot.
     weight_version: see PrefixCache.
     samples_next: whether the next token is sampled at the end of the prefill.
+    borders: numbers of tokens, ascending, after which a pass ends so that the states there can be stored.
     """
 
     sequences: list[SequenceState]
@@ -36,6 +37,7 @@ class Prefill:
     weight_version: int
     computed: int = 0
     samples_next: bool = True
+    borders: Sequence[int] = ()
 
     @property
     def job(self) -> Job:
@@ -44,6 +46,11 @@ class Prefill:
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
+
+    @property
+    def until_border(self) -> int:
+        """The most tokens of its next pass."""
+        return next((border for border in self.borders if border > self.computed), len(self.tokens)) - self.computed
 
     def matches(self, sequence: SequenceState) -> bool:
         """True if the sequence has sampled nothing yet and continues from the same tokens."""
@@ -297,7 +304,8 @@ class Batch:
 def _chunk(start: int, part: PrefillChunk | DraftTokensPart, cache: KVCache) -> ContinuationChunk:
     slot = cache.slot_of(part.sequence)
     assert slot is not None
-    return ContinuationChunk(start, start + part.length, slot.tensors, slot.index, part.start)
+    is_draft = isinstance(part, DraftTokensPart)
+    return ContinuationChunk(start, start + part.length, slot.tensors, slot.index, part.start, is_draft=is_draft)
 
 
 def _storing(
@@ -309,9 +317,11 @@ def _storing(
         slot = cache.slot_of(placed[1].sequence) if placed[1].cached else None
         return placed[1].length, 0 if slot is None else slot.capacity
 
+    number = 0
     for (length, capacity), members in groupby(fresh, key=kind):
+        starts, parts = zip(*members, strict=True)
         if capacity:
-            starts, parts = zip(*members, strict=True)
             slots = [slot for part in parts if (slot := cache.slot_of(part.sequence)) is not None]
             indices = torch.tensor([slot.index for slot in slots], device=device)
-            yield NewSequences(starts[0], len(parts), length, slots[0].tensors, indices)
+            yield NewSequences(starts[0], len(parts), length, slots[0].tensors, indices, number)
+        number += len(parts)

@@ -20,7 +20,7 @@ from ...ops.kv_cache import ContinuationChunk
 from ...registry.model_registry import ModelRegistry
 from ...state.trainable import Trainable
 from ..cache.draft_caches import DraftCaches
-from ..cache.prefix_cache import BlockRange, num_tokens_of
+from ..cache.prefix_cache import StoredRange, num_tokens_of
 from ..decoding.rank_sync import RankSync
 from ..requests.jobs import SequenceState
 from ..requests.sequence_table import SequenceTable
@@ -112,7 +112,7 @@ class SpeculativeDecoder:
 
     def find_prefix(
         self, sequence: SequenceState, weight_version: int, tokens: np.ndarray, most: int
-    ) -> list[BlockRange]:
+    ) -> list[StoredRange]:
         """Returns the longest prefix in the draft's prefix cache, at most `most` tokens long.
 
         Args:
@@ -122,11 +122,11 @@ class SpeculativeDecoder:
         draft = self._draft(sequence)
         return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, weight_version), tokens, most)
 
-    def restore(self, sequence: SequenceState, block_ranges: Sequence[BlockRange]) -> None:
+    def restore(self, sequence: SequenceState, ranges: Sequence[StoredRange]) -> None:
         """Fills the draft's slot with a cached prefix. The draft then needs the features of later tokens only."""
         state = self._states[sequence]
-        self._caches.of(state.draft).load_prefix(sequence, block_ranges)
-        state.num_cached = num_tokens_of(block_ranges)
+        self._caches.of(state.draft).load_prefix(sequence, ranges)
+        state.num_cached = num_tokens_of(ranges)
 
     def keep(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores those of `tokens`, int64, that the draft has processed in its prefix cache."""

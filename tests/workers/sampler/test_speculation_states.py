@@ -1,0 +1,142 @@
+"""Speculative sampling of a model with recurrent states: these must stand for the accepted tokens alone."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.protocol.calls import SampleJob
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler.speculation.payoff import DraftPayoff
+from trainhouse.workers.sampler.speculation.pending_states import PendingStates
+from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
+from trainhouse.workers.sampler.speculation.verification import DraftTokens
+from trainhouse.workers.worker.worker import Worker
+
+from ...tiny import tiny_model
+from ..jobs import job
+from .test_prefixes import BLOCK
+from .test_speculation import assert_same_samples, make_draft, preempted_lengths, run
+from .test_states import pass_sizes
+
+__all__ = ["pass_sizes", "preempted_lengths"]
+
+pytestmark = pytest.mark.slow
+
+NUM_DRAFT_TOKENS = 3
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """Returns a worker with a draft, which is used whether or not it pays."""
+    tiny_model("llama", tmp_path / "model", initializer_range=0.2)
+    worker = Worker(WorkerConfig(ServedModel("tiny", str(tmp_path / "model")), threads=1))
+    make_draft(worker, "draft", tmp_path / "draft")
+    monkeypatch.setattr(DraftPayoff, "pays", lambda *_: True)
+    return worker
+
+
+def greedy(name: str, length: int, **options: Any) -> SampleJob:
+    prompt = np.random.default_rng(length).integers(3, 500, length)
+    return job(name, prompt, None, temperature=0.0, **({"max_tokens": 25} | options))
+
+
+def drafting(jobs: list[SampleJob]) -> list[SampleJob]:
+    return [replace(each, draft_id="draft", num_draft_tokens=NUM_DRAFT_TOKENS) for each in jobs]
+
+
+def propose_right_tokens(monkeypatch: pytest.MonkeyPatch, wanted: Mapping[str, SampleResponse]) -> None:
+    """Proposes in a sequence's n-th pass the next n modulo k + 1 of the wanted tokens, and k in all."""
+
+    def propose(self: SpeculativeDecoder, sequences: Any, table: Any) -> dict[Any, DraftTokens]:
+        found = proposed(self, sequences, table)
+        for sequence, each in found.items():
+            if num := len(each.tokens):
+                start = int(table.count[sequence.line])
+                tokens = wanted[sequence.job.spec.job_id].sequences[0].tokens[start : start + num].astype(np.int64)
+                num_right = sequence.draft_stats.num_passes % (num + 1)
+                tokens[num_right:] = 3 + (tokens[num_right:] + 1) % 500
+                one_hot = torch.nn.functional.one_hot(torch.from_numpy(tokens), 512).float()
+                found[sequence] = DraftTokens(tokens, one_hot)
+        return found
+
+    proposed = SpeculativeDecoder.propose
+    monkeypatch.setattr(SpeculativeDecoder, "propose", propose)
+
+
+def advance_by_one(self: PendingStates, lengths: Mapping[Any, int]) -> None:
+    """Advances the states as if no draft token were accepted."""
+    advance(self, {each: self._places[each].num_known + 1 for each in lengths if each in self._places})
+
+
+advance = PendingStates.advance
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_samples_are_the_same_however_many_draft_tokens_are_accepted(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, is_wrong: bool
+) -> None:
+    jobs = [greedy(str(length), length, num_samples=2) for length in (1, 5, 12, 40)]
+    plain = [greedy("plain", 20, max_tokens=60)]
+    wanted = run(worker, *jobs, *plain)
+    propose_right_tokens(monkeypatch, wanted)
+    if is_wrong:
+        monkeypatch.setattr(PendingStates, "advance", advance_by_one)
+    found = run(worker, *drafting(jobs), *plain)
+    if is_wrong:
+        with pytest.raises(AssertionError):
+            assert_same_samples(found, wanted)
+        return
+    assert_same_samples(found, wanted)
+    for one in jobs:
+        guesses = found[one.job_id].guesses
+        assert guesses is not None and len(guesses.by_accepted) == NUM_DRAFT_TOKENS + 1 and min(guesses.by_accepted) > 0
+    assert not worker._sampler._of_base._scheduler.slots.pending._inputs
+
+
+def test_the_turn_after_a_stop_among_draft_tokens_reuses_the_state_before_the_stop(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = greedy("a", 9)
+    wanted = run(worker, one)
+    propose_right_tokens(monkeypatch, wanted)
+    tokens = wanted["a"].sequences[0].tokens
+    for stop in range(3, 14):
+        worker._sampler.forget_all()
+        first = int(np.flatnonzero(tokens == tokens[stop])[0])
+        (drafted,) = drafting([replace(one, stop_token_ids=(int(tokens[stop]),))])
+        sampled = run(worker, drafted)["a"].sequences[0]
+        assert sampled.stop_reason == "stop" and sampled.tokens.tolist() == tokens[: first + 1].tolist()
+        turn = job("turn", np.concatenate([one.prompt, sampled.tokens, one.prompt]), temperature=0.0)
+        found = run(worker, turn)
+        assert found["turn"].prompt_cache_hit_tokens == 9 + first
+        worker._sampler.forget_all()
+        assert_same_samples(found, run(worker, turn))
+
+
+@pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 100])
+def test_a_repeated_prompt_starts_at_its_last_whole_block(worker: Worker, length: int) -> None:
+    """The draft's prefix ends there, and it starts at the same token as the model."""
+    (one,) = drafting([greedy("a", length)])
+    first, again = run(worker, one), run(worker, one)
+    hits = (length - 1) // BLOCK * BLOCK
+    assert (first["a"].prompt_cache_hit_tokens, again["a"].prompt_cache_hit_tokens) == (0, hits)
+    assert_same_samples(again, first)
+    plain = run(worker, replace(one, draft_id=None))
+    assert plain["a"].prompt_cache_hit_tokens == hits
+    assert_same_samples(plain, first)
+
+
+def test_preempted_samples_draft_again(worker: Worker, preempted_lengths: list[int]) -> None:
+    jobs = drafting([greedy(str(length), length, num_samples=3, max_tokens=90) for length in (5, 6, 12, 30)])
+    wanted = run(worker, *jobs)
+    assert not preempted_lengths
+    small = Worker(replace(worker._config, kv_cache_bytes=1 << 18))
+    small.load_draft("draft", str(Path(worker._config.model.source).parent / "draft"))
+    found = run(small, *jobs, budget_milliseconds=0)
+    assert len(preempted_lengths) > 2
+    assert_same_samples(found, wanted)

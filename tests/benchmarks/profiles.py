@@ -28,7 +28,6 @@ from trainhouse import SamplingClient, SamplingParams, ServiceClient
 from ...schemas.models import FullConfig, LoraConfig, TrainingConfig
 from ...workers.lora import LoraLayers, Segment
 from ...workers.models.model import BaseModel
-from ...workers.ops.allocator import tune_allocator
 from ...workers.ops.attention import Packing, pack_lengths
 from ...workers.ops.kernels import PrefixGroups
 from ...workers.ops.kv_cache import CachedRow, DecodeStep, SlotTensors
@@ -36,6 +35,7 @@ from ...workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpe
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import ServedModel, WorkerConfig
 from ...workers.registry.model_registry import KINDS, ModelRegistry
+from ...workers.resources.allocator import tune_allocator
 from ...workers.state.residency import Residency
 from ...workers.worker.worker import Worker
 from ..acceptance.crashing import Crashing, until, worker_pids

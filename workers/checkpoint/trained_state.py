@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ..lora import Adapter
-from ..ops.memory import is_out_of_memory
 from ..parallel.mesh import Mesh
+from ..resources.memory import is_out_of_memory
 from ..state.flat_params import FlatLayout
 from ..state.gradients import GradientWindow
 from ..state.trainable import Trainable

@@ -20,9 +20,7 @@ from ..batch.micro_batch import MicroBatch
 from ..ops.attention import ATTENTION, AttendingPacking, Packing
 from ..ops.kernels import load_kernels_for
 from ..ops.linear import FrozenProduct, to_product_layout
-from ..ops.memory import available_bytes
 from ..ops.quantized import QuantizedWeight, check_installed, replace_parameter
-from ..ops.threads import ThreadCount
 from ..parallel.mesh import Mesh, Team
 from ..parallel.sequence import ShardedPacking
 from ..parallel.sharded_embedding import ShardedEmbedding
@@ -31,6 +29,8 @@ from ..planner.checks import activations_refusal
 from ..planner.footprint import gigabytes
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import WorkerConfig, ZeroStage
+from ..resources.memory import available_bytes
+from ..resources.threads import ThreadCount
 from ..shapes.model_shape import (
     ModelShape,
     describe_model,

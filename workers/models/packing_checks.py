@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..batch.micro_batch import MicroBatch, select_examples
 from ..ops.attention import AttendingPacking, AttentionKind, Packing, attend, pack_lengths
-from ..ops.memory import is_out_of_memory
+from ..resources.memory import is_out_of_memory
 
 Logits = Callable[[Tensor, Tensor, AttendingPacking], Tensor]
 """Maps tokens and positions, int64 [tokens], in a packing to logits [tokens, vocab]."""

@@ -1,1 +1,1 @@
-"""Kernels: attention, linear layers, memory and threads of a device."""
+"""Kernels: attention, recurrences and linear layers."""

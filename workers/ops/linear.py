@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .threads import ThreadCount
+from ..resources.threads import ThreadCount
 
 
 class Product(Protocol):

@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..ops.allocator import single_arena_for_children
 from ..protocol.messages import Buffer, FrameReader, FrameWriter
 from ..protocol.timeouts import GRACE_SECONDS
+from ..resources.allocator import single_arena_for_children
 from .base import Pool, PoolSpec, RankAnswer, decode_answer, set_answer
 from .worker_host import set_passive_wait_policy
 

@@ -7,8 +7,8 @@ import traceback
 from typing import Any
 
 from ...schemas.errors import OperationError
-from ..ops.allocator import MemoryTrimmer
 from ..protocol.messages import Buffer, decode, encode
+from ..resources.allocator import MemoryTrimmer
 from .base import PoolSpec, RankAnswer, RankProcess, WorkerError
 
 

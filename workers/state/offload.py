@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ...schemas.errors import OperationError
-from ..ops.memory import is_out_of_memory
+from ..resources.memory import is_out_of_memory
 from .page_file import PageFile
 
 

@@ -12,9 +12,9 @@ from torch.autograd.graph import increment_version
 
 from ...schemas.errors import OperationError
 from ...schemas.training import AdamParams
-from ..ops.memory import reporting_out_of_memory
 from ..parallel.mesh import Mesh, Team
 from ..protocol.calls import Failure, OptimizerStep
+from ..resources.memory import reporting_out_of_memory
 from .gradients import GradientWindow
 from .moments import EightBitMoments
 from .trainable import Trainable

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..ops.memory import is_out_of_memory, reporting_out_of_memory
+from ..resources.memory import is_out_of_memory, reporting_out_of_memory
 from .page_file import FilePage, PageFile
 from .trainable import Trainable
 

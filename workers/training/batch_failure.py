@@ -7,8 +7,8 @@ import torch
 
 from ...schemas.errors import Category, OperationError
 from ..batch.validated import ValidatedBatch
-from ..ops.memory import available_bytes, is_out_of_memory
 from ..planner.footprint import gigabytes
+from ..resources.memory import available_bytes, is_out_of_memory
 
 
 @dataclass(frozen=True)

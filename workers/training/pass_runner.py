@@ -19,12 +19,12 @@ from ..drafts.sequences.captured_features import CapturedFeatures
 from ..heads import LogprobHead
 from ..losses import CAPTURES
 from ..models.model import BaseModel
-from ..ops.lanes import Lanes
-from ..ops.memory import bounded_memory
 from ..parallel.mesh import Mesh
 from ..protocol.calls import Failure, OperationPart, PartAnswer
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
+from ..resources.lanes import Lanes
+from ..resources.memory import bounded_memory
 from ..state.trainable import Trainable
 from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message

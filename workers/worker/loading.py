@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from ..batch.validated import ModelLimits
 from ..lora import LoraLayers
 from ..models.model import BaseModel
-from ..ops.memory import available_bytes
 from ..parallel.mesh import Mesh
 from ..planner.footprint import gigabytes
 from ..planner.layout_search import micro_batch_tokens
@@ -22,6 +21,7 @@ from ..protocol.worker_config import (
     GPU_PREFILL_CHUNK_TOKENS,
     WorkerConfig,
 )
+from ..resources.memory import available_bytes
 from ..shapes.model_shape import ModelShape, read_model
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
-from ..ops.memory import release_freed_memory, reporting_out_of_memory
+from ..resources.memory import release_freed_memory, reporting_out_of_memory
 from ..state.offload import Offload
 from ..state.residency import Residency
 

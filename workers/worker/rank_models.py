@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from ...schemas.errors import OperationError
-from ..ops.memory import reporting_out_of_memory
 from ..registry.model_registry import ModelRegistry
+from ..resources.memory import reporting_out_of_memory
 from ..state.trainable import Trainable
 from ..state.vectors import STEP_VECTORS
 from .agreement import RankAgreement

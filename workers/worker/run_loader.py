@@ -5,9 +5,9 @@ from pathlib import Path
 
 from ..checkpoint import is_snapshot, read_new_model, read_saved, target_directory
 from ..drafts.version import version_of_parts
-from ..ops.memory import reporting_out_of_memory
 from ..parallel.mesh import Mesh
 from ..registry.model_registry import ModelRegistry, target_id
+from ..resources.memory import reporting_out_of_memory
 from ..state.optim import keep_on_first_rank
 from ..training.pass_runner import PassRunner
 from .agreement import RankAgreement

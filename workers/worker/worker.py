@@ -21,7 +21,6 @@ from ..lora import Adapter, LoraLayers
 from ..models.model import resolve_device, unique_name
 from ..models.model_cache import with_local_model
 from ..models.packing_checks import check_ranks
-from ..ops.allocator import tune_allocator
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
 from ..protocol.calls import (
     AdapterWeights,
@@ -40,6 +39,7 @@ from ..protocol.shared_fs import SharedFileProbe
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import KINDS, ModelRegistry
 from ..registry.programs import program_of
+from ..resources.allocator import tune_allocator
 from ..sampler.multi_model import MultiModelSampler
 from ..state.residency import Residency
 from ..state.vectors import FORWARD_VECTORS

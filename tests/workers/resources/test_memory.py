@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainhouse.workers.ops.memory import is_out_of_memory
 from trainhouse.workers.planner import footprint
 from trainhouse.workers.planner.activations import activations
 from trainhouse.workers.planner.parameters import parameters
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.resources.memory import is_out_of_memory
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.worker.worker import Worker
 
 COUNT_FAULTS = """
 import resource, sys
 import torch
-from trainhouse.workers.ops.allocator import tune_allocator
+from trainhouse.workers.resources.allocator import tune_allocator
 if sys.argv[1] == "tuned" and not tune_allocator():
     print("other allocator")
     sys.exit()
@@ -52,7 +52,7 @@ COUNT_KEPT = """
 import sys
 import torch
 from trainhouse.tests.benchmarks.processes.probes import resident_bytes
-from trainhouse.workers.ops.allocator import tune_allocator
+from trainhouse.workers.resources.allocator import tune_allocator
 if sys.argv[1] == "tuned":
     tune_allocator()
 weight = torch.ones(256, 256)
@@ -90,7 +90,7 @@ def error_of(call: Callable[[], object]) -> Exception | None:
 BOUNDED = """
 import torch
 from trainhouse.workers.planner import footprint
-from trainhouse.workers.ops.memory import bounded_memory, is_out_of_memory
+from trainhouse.workers.resources.memory import bounded_memory, is_out_of_memory
 def is_refused(num_bytes):
     try:
         torch.empty(num_bytes, dtype=torch.uint8)
@@ -120,8 +120,8 @@ GIVE_BACK = """
 import ctypes, sys
 import torch
 from trainhouse.workers.planner import footprint
-from trainhouse.workers.ops.allocator import trim, tune_allocator
-from trainhouse.workers.ops.memory import bounded_memory
+from trainhouse.workers.resources.allocator import trim, tune_allocator
+from trainhouse.workers.resources.memory import bounded_memory
 tune_allocator()
 blocks = [ctypes.create_string_buffer(1 << 20) for _ in range(2000)]
 pins = blocks[::50]

@@ -13,9 +13,9 @@ import pytest
 import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.ops.lanes import Lanes, current_lane
 from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.resources.lanes import Lanes, current_lane
 from trainhouse.workers.worker.worker import Worker
 
 from ..requests import supervised

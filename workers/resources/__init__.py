@@ -1,0 +1,1 @@
+"""The memory and the threads of a worker's process."""

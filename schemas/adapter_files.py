@@ -40,15 +40,19 @@ def write_for_cookbook(directory: Path) -> None:
 
 
 def write_for_peft(directory: Path) -> None:
-    """Rewrites the adapter in a checkpoint's directory as peft reads it. Other models stay as they are.
+    """Rewrites the adapter in a checkpoint's directory as peft and vLLM read it. Other models stay as they are.
 
-    A file is replaced, so that hard links to it keep the former content.
+    If experts shared matrices, the directory becomes a checkpoint in which each has its own. Files are replaced, so
+    that hard links to them keep the former content. Optimizer state stays as it is.
     """
     if (directory / WEIGHTS).exists():
         description = _description(directory)
         _rewrite(directory, _for_peft(TensorFile(directory / WEIGHTS), description))
         if fused := description.get("fused_projections"):
-            _fuse_in_config(directory / CONFIG, fused)
+            _replace_json(directory / CONFIG, _with_fused(json.loads((directory / CONFIG).read_text()), fused))
+        if description.pop("expert_linears", None) is not None:
+            description["lora"]["expert_factors"] = "each"
+            _replace_json(directory / DESCRIPTION, description)
 
 
 def block_diagonal(pairs: Sequence[Pair]) -> Pair:
@@ -142,18 +146,21 @@ def _rewrite(directory: Path, tensors: Mapping[str, FileTensor]) -> None:
         write_tensors(directory / WEIGHTS, tensors, file.metadata)
 
 
-def _fuse_in_config(path: Path, fused: Mapping[str, Sequence[str]]) -> None:
-    """Replaces the parts of fused projections by the whole, whose rank and alpha are their sums."""
-    config = json.loads(path.read_text())
+def _with_fused(config: dict[str, Any], fused: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Returns the config with fused projections in the place of their parts, whose ranks and alphas they sum."""
     for whole, parts in fused.items():
         if parts[0] in config["target_modules"]:
             config["target_modules"] = sorted({*config["target_modules"], whole} - {*parts})
             for pattern, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
                 config[pattern] = {**(config.get(pattern) or {}), whole: len(parts) * one}
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(config, indent=2) + "\n")
-    new.replace(path)
+    return config
 
 
 def _description(directory: Path) -> dict[str, Any]:
     return json.loads((directory / DESCRIPTION).read_text())
+
+
+def _replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    new.replace(path)

@@ -76,7 +76,7 @@ def test_matrices_shared_by_experts_are_copied_for_peft(linears: list[str], tmp_
     stored(
         tmp_path,
         {f"{experts}.w1": gate, f"{experts}.w3": up, f"{experts}.w2": down},
-        {"expert_linears": dict(zip(("w1", "w3", "w2"), linears, strict=True))},
+        {"lora": {"rank": 2}, "expert_linears": dict(zip(("w1", "w3", "w2"), linears, strict=True))},
     )
     write_for_peft(tmp_path)
     found = pairs_of(TensorFile(tmp_path / WEIGHTS))
@@ -85,6 +85,7 @@ def test_matrices_shared_by_experts_are_copied_for_peft(linears: list[str], tmp_
         for linear, (a, b) in zip(linears, (gate, up, down), strict=True):
             own_a, own_b = found[f"{experts}.{number}.{linear}"]
             assert np.array_equal(own_a, a[number % len(a)]) and np.array_equal(own_b, b[number % len(b)])
+    assert json.loads((tmp_path / DESCRIPTION).read_text()) == {"lora": {"rank": 2, "expert_factors": "each"}}
 
 
 def test_matrices_of_experts_are_stacked_for_the_cookbook(tmp_path: Path) -> None:

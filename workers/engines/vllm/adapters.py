@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from ....schemas.adapter_files import write_for_peft
 from ....schemas.errors import OperationError
 from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
@@ -151,9 +152,13 @@ class VllmAdapters:
 
 
 async def link_files(source: Path, target: Path) -> None:
-    """Links a checkpoint's files into another directory, so that the checkpoint may be deleted."""
+    """Links a checkpoint's files into another directory, so that the checkpoint may be deleted.
+
+    Files in a form that vLLM does not read are rewritten there.
+    """
     try:
         await asyncio.to_thread(shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True)
+        await asyncio.to_thread(write_for_peft, target)
     except (OSError, shutil.Error) as error:
         raise OperationError(f"checkpoint {source} cannot be read: {error}", "server") from None
 

@@ -19,10 +19,10 @@ from trainhouse.workers.lora import Segment
 from trainhouse.workers.lora.segment import clip_segments
 from trainhouse.workers.losses import LOSSES, LossOutput
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.ops import memory
 from trainhouse.workers.planner import footprint
 from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.resources import memory
 from trainhouse.workers.state.trainable import Trainable
 from trainhouse.workers.state.vectors import STEP_VECTORS
 from trainhouse.workers.training import scoring_pass

@@ -46,7 +46,7 @@ from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
 from .devices import no_cuda
 from .fsdp import GatherBuffers, ShardedLayer, ShardedLayers
 from .fused_decoder import EMBEDDING, FusedTrunk, fused_trunk
-from .layers import Merge, RoutedExperts, is_plain_swiglu
+from .layers import Merge, RoutedExperts, activation_of
 from .packed_tensors import dequantizing
 from .packing_checks import check_modules, check_numbers
 from .tensor_parallel import ParameterSharding
@@ -194,7 +194,7 @@ class BaseModel:
         if self._fused is not None:
             return self.experts
         team, linears = self._mesh.expert_team("experts"), self._expert_linears()
-        named = [(name, each) for name, each in self.model.named_modules() if is_plain_swiglu(each)]
+        named = [(name, each) for name, each in self.model.named_modules() if activation_of(each) is not None]
         return {name: RoutedExperts(each, team, linears) for name, each in named} if linears else {}
 
     @cached_property

@@ -33,6 +33,19 @@ class GroupedRows:
         for number, rows in self._spans:
             y[rows].addmm_(x[rows], matrices[number])
 
+    def add_vectors(self, y: Tensor, vectors: Tensor) -> None:
+        """Adds to each row of y [rows, q] its group's vector of [groups, q]."""
+        if _is_native(y):
+            y.add_(torch.cat([vectors, vectors.new_zeros(1, vectors.shape[1])])[self._group_of_rows(len(y))])
+            return
+        for number, rows in self._spans:
+            y[rows].add_(vectors[number])
+
+    def add_sums(self, totals: Tensor, x: Tensor) -> None:
+        """Adds to totals [groups, q] the sums over each group's rows of x [rows, q], in the dtype of the totals."""
+        for number, rows in self._spans:
+            totals[number].add_(x[rows].sum(0, dtype=totals.dtype))
+
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         """Adds left^T right over each group's rows, summed in float32.
 
@@ -54,6 +67,11 @@ class GroupedRows:
         """Returns the products [groups, p, q], rounded to the factors' dtype at the end."""
         products = torch._grouped_mm(left.t(), right, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
         return products.masked_fill_((self._counts == 0)[:, None, None], 0)
+
+    def _group_of_rows(self, num_rows: int) -> Tensor:
+        """Returns the group of each row, int64 [rows]; their number for rows of none."""
+        rows = torch.arange(num_rows, dtype=self._stops.dtype, device=self._stops.device)
+        return torch.searchsorted(self._stops, rows, right=True)
 
     @cached_property
     def _stops(self) -> Tensor:

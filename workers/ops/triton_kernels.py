@@ -119,19 +119,29 @@ class TritonKernels:
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns silu(gate) * up; all [tokens, size]."""
-        return _gated(gate, up, is_gelu=False)
+        return _gated(gate, up, "silu")
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns gelu(gate) * up with the tanh approximation; all [tokens, size]."""
-        return _gated(gate, up, is_gelu=True)
+        return _gated(gate, up, "gelu")
 
     def swiglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradients of gate and up, which it may overwrite."""
-        return _gated_gradient(grad, gate, up, is_gelu=False)
+        return _gated_gradient(grad, gate, up, "silu")
 
     def geglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradients of gate and up, which it may overwrite."""
-        return _gated_gradient(grad, gate, up, is_gelu=True)
+        return _gated_gradient(grad, gate, up, "gelu")
+
+    def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+        """Returns the gate of gpt-oss, see clamped_swiglu in ../models/layers/activations.py; all [tokens, size]."""
+        return _gated(gate, up, "clamped", alpha, limit)
+
+    def clamped_swiglu_gradient(
+        self, grad: Tensor, gate: Tensor, up: Tensor, alpha: float, limit: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of gate and up, which it may overwrite."""
+        return _gated_gradient(grad, gate, up, "clamped", alpha, limit)
 
     def decode_attention(
         self,
@@ -202,17 +212,19 @@ def _num_parts(num_programs: int, num_keys: int) -> int:
     return max(1, min(-(-_MIN_PROGRAMS // num_programs), -(-num_keys // _MIN_KEYS)))
 
 
-def _gated(gate: Tensor, up: Tensor, is_gelu: bool) -> Tensor:
+def _gated(gate: Tensor, up: Tensor, kind: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
     gate, up = with_rows(gate), with_rows(up)
-    out = gate.new_empty(gate.shape)
-    _launch(_gate, _of_blocks(gate), out, gate, up, gate.stride(0), up.stride(0), gate.shape[1], is_gelu, _BLOCK)
+    out, sizes = gate.new_empty(gate.shape), (gate.stride(0), up.stride(0), gate.shape[1])
+    _launch(_gate, _of_blocks(gate), out, gate, up, *sizes, alpha, limit, kind, _BLOCK)
     return out
 
 
-def _gated_gradient(grad: Tensor, gate: Tensor, up: Tensor, is_gelu: bool) -> tuple[Tensor, Tensor]:
+def _gated_gradient(
+    grad: Tensor, gate: Tensor, up: Tensor, kind: str, alpha: float = 1.0, limit: float = 0.0
+) -> tuple[Tensor, Tensor]:
     grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
-    strides = grad.stride(0), gate.stride(0), up.stride(0)
-    _launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *strides, gate.shape[1], is_gelu, _BLOCK)
+    sizes = grad.stride(0), gate.stride(0), up.stride(0), gate.shape[1]
+    _launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *sizes, alpha, limit, kind, _BLOCK)
     return gate, up
 
 
@@ -321,39 +333,54 @@ def _rotate_heads_gradient(
 
 
 @triton.jit
-def _activation(gate, IS_GELU: tl.constexpr):
+def _activation(gate, alpha, limit, KIND: tl.constexpr):
     """Returns the activation and its derivative."""
-    if IS_GELU:
+    if KIND == "gelu":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         tanh = 2 * tl.sigmoid(2 * inner) - 1
         slope = 0.7978845608028654 * (1 + 3 * 0.044715 * gate * gate)
         return 0.5 * gate * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * slope
+    if KIND == "clamped":
+        clamped = tl.where(gate > limit, limit, gate)
+        sigmoid = tl.sigmoid(alpha * clamped)
+        derivative = tl.where(gate > limit, 0.0, sigmoid * (1 + alpha * gate * (1 - sigmoid)))
+        return clamped * sigmoid, derivative
     sigmoid = tl.sigmoid(gate)
     return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
 
 
 @triton.jit
-def _gate(out, gate, up, gate_stride, up_stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _factor(up, limit, KIND: tl.constexpr):
+    """Returns the factor of the activation, and its derivative."""
+    if KIND == "clamped":
+        inside = (up <= limit) & (up >= -limit)
+        return tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1, tl.where(inside, 1.0, 0.0)
+    return up, 1.0
+
+
+@triton.jit
+def _gate(out, gate, up, gate_stride, up_stride, size, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    active, _ = _activation(tl.load(gate + row * gate_stride + column, inside, 0.0).to(tl.float32), IS_GELU)
-    active *= tl.load(up + row * up_stride + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * size + column, active.to(out.dtype.element_ty), inside)
+    of_gate = tl.load(gate + row * gate_stride + column, inside, 0.0).to(tl.float32)
+    active, _ = _activation(of_gate, alpha, limit, KIND)
+    factor, _ = _factor(tl.load(up + row * up_stride + column, inside, 0.0).to(tl.float32), limit, KIND)
+    tl.store(out + row * size + column, (active * factor).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def _gate_gradient(
-    grad, gate, up, grad_stride, gate_stride, up_stride, size, IS_GELU: tl.constexpr, BLOCK: tl.constexpr
+    grad, gate, up, grad_stride, gate_stride, up_stride, size, alpha, limit, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Overwrites gate and up with their gradients."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     of_gate, of_up = gate + row * gate_stride + column, up + row * up_stride + column
-    active, slope = _activation(tl.load(of_gate, inside, 0.0).to(tl.float32), IS_GELU)
+    active, slope = _activation(tl.load(of_gate, inside, 0.0).to(tl.float32), alpha, limit, KIND)
+    factor, factor_slope = _factor(tl.load(of_up, inside, 0.0).to(tl.float32), limit, KIND)
     wide = tl.load(grad + row * grad_stride + column, inside, 0.0).to(tl.float32)
-    product = wide * tl.load(of_up, inside, 0.0).to(tl.float32)
-    tl.store(of_gate, (product * slope).to(gate.dtype.element_ty), inside)
-    tl.store(of_up, (wide * active).to(up.dtype.element_ty), inside)
+    tl.store(of_gate, (wide * factor * slope).to(gate.dtype.element_ty), inside)
+    tl.store(of_up, (wide * active * factor_slope).to(up.dtype.element_ty), inside)
 
 
 # Numbers that differ from step to step; for each new multiple of 16 among them, Triton would compile another kernel.

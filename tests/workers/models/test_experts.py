@@ -8,13 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from trainhouse.workers.lora import Adapter, Segment
-from trainhouse.workers.models.layers import RoutedExperts
+from trainhouse.workers.models.layers import RoutedExperts, activation_of
 from trainhouse.workers.ops.grouped_gemm import GroupedRows
 from trainhouse.workers.parallel.mesh import Mesh
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV4Config, MiniMaxM3VLTextConfig, NemotronHConfig
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ...tiny import tiny_config, tiny_model
-from ..adapted import Adapted
+from ..adapted import Adapted, relative_error
 
 LAYER = "model.layers.0.mlp.experts"
 EXACT = 1e-5
@@ -44,6 +49,87 @@ def test_expert_layer_equals_transformers(num_tokens: int) -> None:
         # Control: the tolerance detects a token that goes to another expert.
         block.experts.down_proj.copy_(block.experts.down_proj.roll(1, 0))
         assert (ours.forward(x, same_tokens=True) - theirs).abs().max() > 1e-2 * theirs.abs().max()
+
+
+def experts_with(kind: str) -> nn.Module:
+    """Returns the experts of a layer of transformers, with weights that reach the limits of clamped gates."""
+    match kind:
+        case "gpt_oss":
+            experts = GptOssExperts(tiny_config("gpt_oss"))
+        case "nemotron_h":
+            experts = NemotronHExperts(
+                NemotronHConfig(hidden_size=64, n_routed_experts=4, moe_intermediate_size=24, moe_latent_size=40)
+            )
+        case "minimax_m3_vl":
+            sizes = {"hidden_size": 64, "num_local_experts": 4, "intermediate_size": 24}
+            experts = MiniMaxM3VLExperts(MiniMaxM3VLTextConfig(**sizes))
+        case _:
+            experts = Qwen3MoeExperts(tiny_config("qwen3_moe", hidden_act=kind))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=1.0)
+    return experts
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_pytorch_tanh", "gpt_oss", "nemotron_h", "minimax_m3_vl"])
+def test_experts_of_any_layout_equal_transformers(kind: str) -> None:
+    """Compares values and the gradients of the tokens, of the weights and of the biases."""
+    experts = experts_with(kind)
+    ours = RoutedExperts(experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"))
+    chosen, weights = torch.rand(19, 4).topk(2).indices, torch.rand(19, 2)
+    x, gradient = torch.randn(19, ours.hidden_size, requires_grad=True), torch.randn(19, ours.hidden_size)
+    theirs = experts(x, chosen, weights)
+    theirs.backward(gradient)
+    leaves = {"x": x, **dict(experts.named_parameters())}
+    wanted = {name: leaf.grad.clone() for name, leaf in leaves.items() if leaf.grad is not None}
+    for leaf in leaves.values():
+        leaf.grad = torch.zeros_like(leaf)
+    found = ours.forward_routed(x, chosen, weights)
+    found.backward(gradient)
+    assert relative_error(found, theirs) < EXACT
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None and relative_error(leaf.grad, wanted[name]) < EXACT, name
+    # Control: the tolerance detects a change of any of the parameters.
+    for parameter in experts.parameters():
+        with torch.no_grad():
+            before = parameter.clone()
+            parameter *= 1.01
+            assert relative_error(ours.forward_routed(x, chosen, weights), theirs) > EXACT
+            parameter.copy_(before)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "nemotron_h"])
+def test_experts_in_bfloat16_stay_within_its_rounding(kind: str) -> None:
+    experts = experts_with(kind).bfloat16()
+    ours = RoutedExperts(experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"))
+    chosen, weights = torch.rand(19, 4).topk(2).indices, torch.rand(19, 2).bfloat16()
+    x, gradient = torch.randn(19, ours.hidden_size).bfloat16(), torch.randn(19, ours.hidden_size).bfloat16()
+    rounded, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    found = ours.forward_routed(rounded, chosen, weights)
+    found.backward(gradient)
+    wanted = experts.double()(exact, chosen, weights.double())
+    wanted.backward(gradient.double())
+    assert rounded.grad is not None and exact.grad is not None
+    for one, other in ((found, wanted), (rounded.grad, exact.grad)):
+        assert 1e-4 < relative_error(one.double(), other) < 2e-2
+
+
+def test_other_experts_are_not_taken_for_these() -> None:
+    """Their gates, activations or norms differ."""
+    others = [Qwen3MoeExperts(tiny_config("qwen3_moe", hidden_act="gelu")), nn.Linear(2, 2)]
+    others.append(DeepseekV4Experts(DeepseekV4Config(hidden_size=8, n_routed_experts=2, moe_intermediate_size=4)))
+    assert [activation_of(each) for each in others] == [None] * 3
+    assert activation_of(experts_with("gpt_oss")) is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_vectors_are_added_to_the_rows_of_their_group(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    groups = GroupedRows(torch.tensor([2, 0, 5, 0], device=device))
+    vectors = torch.randn(4, 3).bfloat16().to(device)
+    y = torch.zeros(9, 3, dtype=torch.bfloat16, device=device)
+    groups.add_vectors(y, vectors)
+    assert torch.equal(y, torch.cat([vectors[[0, 0, 2, 2, 2, 2, 2]], torch.zeros_like(vectors[:2])]))
 
 
 def test_empty_groups_and_rows_of_no_group() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +45,23 @@ def differentiate(function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor
     wide = [x.double().requires_grad_() for x in inputs]
     out = function(*wide)
     return out.detach(), *torch.autograd.grad(out, wide, grad.double())
+
+
+def naive_clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=1.5)
+    return (up.clamp(-1.5, 1.5) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+# The kernel, its gradient, and the formula.
+GATES: dict[str, tuple[Callable[..., Tensor], Callable[..., object], Callable[..., Tensor]]] = {
+    "silu": (KERNELS.swiglu, KERNELS.swiglu_gradient, lambda gate, up: silu(gate) * up),
+    "gelu": (KERNELS.geglu, KERNELS.geglu_gradient, lambda gate, up: gelu(gate, approximate="tanh") * up),
+    "clamped": (
+        partial(KERNELS.clamped_swiglu, alpha=1.702, limit=1.5),
+        partial(KERNELS.clamped_swiglu_gradient, alpha=1.702, limit=1.5),
+        naive_clamped,
+    ),
+}
 
 
 def naive_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,19 +108,16 @@ def test_rotation_of_part_of_a_wider_row(dtype: torch.dtype, heads: int, size: i
 
 @DTYPES
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 1024), (3, 1500)])
-@pytest.mark.parametrize("is_gelu", [False, True])
-def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, is_gelu: bool) -> None:
-    gate, up = random(rows, 2 * size, dtype=dtype).mul_(2).chunk(2, -1)
+@pytest.mark.parametrize("kind", ["silu", "gelu", "clamped"])
+def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, kind: str) -> None:
+    both = random(rows, 2 * size, dtype=dtype).mul_(2)
+    gate, up = both.chunk(2, -1)
     grad = random(rows, size, dtype=dtype, seed=1)
-
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        return (gelu(gate, approximate="tanh") if is_gelu else silu(gate)) * up
-
-    out, of_gate, of_up = differentiate(gated, grad, gate, up)
-    assert_near(KERNELS.geglu(gate, up) if is_gelu else KERNELS.swiglu(gate, up), out)
-    found = (KERNELS.geglu_gradient if is_gelu else KERNELS.swiglu_gradient)(grad, gate, up)
-    assert_near(found[0], of_gate)
-    assert_near(found[1], of_up)
+    value, gradient, naive = GATES[kind]
+    out, of_gate, of_up = differentiate(naive, grad, gate, up)
+    assert_near(value(gate, up), out)
+    gradient(grad, gate, up)
+    assert_near(both, torch.cat((of_gate, of_up), -1))
 
 
 # The interpreter multiplies the bits of bfloat16 matrices as integers.

@@ -8,16 +8,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import silu
-from transformers.activations import SiLUActivation
-from transformers.integrations.moe import _default_apply_gate
+from torch import Tensor
 
-from ...ops.fused import swiglu
 from ...ops.grouped_gemm import GroupedRows
-from ...ops.quantized import dequantized
 from ...parallel.collectives import all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
+from .expert_weights import ExpertWeights, activation_of
 
 
 class AdapterTerms(Protocol):
@@ -58,30 +54,19 @@ class ActiveAdapters(Protocol):
     def experts(self) -> AdapterPlan | None: ...
 
 
-def is_plain_swiglu(experts: Any) -> bool:
-    """True if RoutedExperts computes the same as this module of transformers, judging by its flags.
-
-    That is a gate with SiLU before the ups, with nothing interleaved, transposed or added.
-    """
-    flags = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
-    return (
-        [getattr(experts, flag, None) for flag in flags] == [True, True, False, False, False]
-        and type(experts)._apply_gate is _default_apply_gate
-        and isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
-    )
-
-
 class RoutedExperts:
     """Runs transformers' experts, of which each rank of a team has some.
 
-    Their weights are stacked: gate_up_proj [experts, 2 * features, hidden], gates first, and down_proj [experts,
-    hidden, features]. linears: the names of an expert's gate, up and down in files. router: None if transformers' own
-    layers choose the experts.
+    linears: the names of an expert's gate, up and down in files. router: maps tokens to the logits of all experts, the
+    weights and the numbers of those that are chosen; None if transformers' own layers choose the experts.
     """
 
     def __init__(self, experts: Any, team: Team, linears: tuple[str, str, str], router: Any = None) -> None:
         self.linears = linears
         self._router, self._experts, self._team = router, experts, team
+        activation = activation_of(experts)
+        assert activation is not None, f"{type(experts).__name__} computes something else"
+        self._weights = ExpertWeights(experts, activation)
         self._active: ActiveAdapters | None = None
         self._name = ""
 
@@ -92,12 +77,13 @@ class RoutedExperts:
 
     @property
     def hidden_size(self) -> int:
-        return self._experts.hidden_dim
+        return self._weights.hidden_size
 
     @property
     def num_features(self) -> int:
         """Features of each expert, on all ranks together."""
-        return self._experts.intermediate_dim
+        experts = self._experts
+        return experts.intermediate_dim if hasattr(experts, "intermediate_dim") else experts.intermediate_size
 
     def adapt(self, active: ActiveAdapters, name: str) -> None:
         """Makes adapters add their terms from now on. `name` is the path of the experts in the causal LM."""
@@ -107,7 +93,7 @@ class RoutedExperts:
 
     def quantize(self, quantize: Callable[..., None]) -> None:
         """Quantizes the experts' weights with a function that takes a module and names of its parameters."""
-        quantize(self._experts, "gate_up_proj", "down_proj")
+        quantize(self._experts, *self._weights.names)
 
     def forward(self, x: Tensor, same_tokens: bool) -> Tensor:
         """Returns the layer's output [tokens, hidden] for x [tokens, hidden].
@@ -134,7 +120,7 @@ class RoutedExperts:
 
     @property
     def _num_own(self) -> int:
-        return self._experts.gate_up_proj.shape[0]
+        return self._weights.num_own
 
     @property
     def _num_kinds(self) -> int:
@@ -155,7 +141,7 @@ class RoutedExperts:
         if self._active is not None and self._active.experts is not None:
             terms = self._active.experts.terms(self._name, pairs.counts, pairs.has_unadapted(self._active.experts))
             anchor = self._active.anchor if terms is not None else None
-        y = _ExpertMlp.apply(x, anchor, self._experts, pairs, terms)
+        y = _ExpertMlp.apply(x, anchor, self._weights, pairs, terms)
         assert isinstance(y, Tensor)
         return y
 
@@ -249,48 +235,49 @@ class _ExpertMlp(torch.autograd.Function):
     """Computes the experts and their adapters' terms.
 
     backward adds to the adapters' scratch gradients, and to the `grad` of the experts' weights if they have one. It
-    keeps the gate and up outputs, and the tokens if adapters need them; rows are gathered and activations computed a
-    second time.
+    keeps the features, and the tokens if adapters need them; rows are gathered and activations computed a second time.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, experts: Any, pairs: _RoutedPairs, terms: AdapterTerms | None
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        weights: ExpertWeights,
+        pairs: _RoutedPairs,
+        terms: AdapterTerms | None,
     ) -> Tensor:
-        rows, groups = pairs.gather(x), pairs.groups
-        features = groups.matmul(rows, dequantized(experts.gate_up_proj).mT)
+        rows, activation = pairs.gather(x), weights.activation
+        features = weights.features(pairs.groups, rows)
         if terms is not None:
             terms.add_gate_up(features, rows)
         del rows
-        hidden = swiglu(*features.chunk(2, dim=-1))
-        y = groups.matmul(hidden, dequantized(experts.down_proj).mT)
+        hidden = activation.value(*activation.parts(features))
+        y = weights.output(pairs.groups, hidden)
         if terms is not None:
             terms.add_down(y, hidden)
-        ctx.experts, ctx.pairs, ctx.terms = experts, pairs, terms
-        ctx.save_for_backward(x if terms is not None or experts.gate_up_proj.requires_grad else None, features)
+        ctx.weights, ctx.pairs, ctx.terms = weights, pairs, terms
+        ctx.save_for_backward(x if terms is not None or weights.are_learned else None, features)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Overwrites the saved gate and up outputs, which nothing else reads, since backward runs once."""
+        """Overwrites the saved features, which nothing else reads, since backward runs once."""
         x, features = ctx.saved_tensors
-        pairs, terms, grad = ctx.pairs, ctx.terms, grads[0].contiguous()
-        gate, up = features.chunk(2, dim=-1)
-        active = silu(gate)
-        of_down, of_gate_up = ctx.experts.down_proj.grad, ctx.experts.gate_up_proj.grad
-        grad_hidden = pairs.groups.matmul(grad, dequantized(ctx.experts.down_proj))
-        if of_down is not None:
-            pairs.groups.add_outer([of_down], grad, active * up)
-        if terms is not None:
-            terms.down_backward(grad, active * up, grad_hidden)
-        grad_active = grad_hidden * up
-        torch.mul(active, grad_hidden, out=up)
-        torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=gate)
-        del active, grad_active, grad_hidden
-        if of_gate_up is not None:
-            pairs.groups.add_outer([of_gate_up], features, pairs.gather(x))
-        wants_x = ctx.needs_input_grad[0]
-        grad_rows = pairs.groups.matmul(features, dequantized(ctx.experts.gate_up_proj)) if wants_x else None
+        weights, pairs, terms, grad = ctx.weights, ctx.pairs, ctx.terms, grads[0].contiguous()
+        parts = weights.activation.parts(features)
+        grad_hidden = weights.output_backward(pairs.groups, grad)
+        if terms is not None or weights.are_learned:
+            hidden = weights.activation.value(*parts)
+            weights.add_output_gradients(pairs.groups, grad, hidden)
+            if terms is not None:
+                terms.down_backward(grad, hidden, grad_hidden)
+            del hidden
+        weights.activation.overwrite(grad_hidden, *parts)
+        del grad_hidden
+        if weights.are_learned:
+            weights.add_features_gradients(pairs.groups, features, pairs.gather(x))
+        grad_rows = weights.features_backward(pairs.groups, features) if ctx.needs_input_grad[0] else None
         if terms is not None:
             terms.gate_up_backward(features, pairs.gather(x), grad_rows)
         return pairs.gather_backward(grad_rows) if grad_rows is not None else None, None, None, None, None

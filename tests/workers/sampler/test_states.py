@@ -12,10 +12,9 @@ from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops.attention import Packing
 from trainhouse.workers.ops.kv_cache import CachedRow
 from trainhouse.workers.protocol.calls import SamplingSlice
-from trainhouse.workers.sampler.cache import cache
-from trainhouse.workers.sampler.cache.config_size import size_of_config
+from trainhouse.workers.protocol.worker_config import WorkerConfig
+from trainhouse.workers.sampler.cache.cache import KVCache
 from trainhouse.workers.sampler.native_sampler import NativeSampler
-from trainhouse.workers.shapes.cache_size import CacheSize
 
 from ..adapted import Adapted
 from ..moving_sum import MovingSum
@@ -42,8 +41,12 @@ STATE_BYTES = 2 * 64 * 4
 PassSizes = list[int]
 
 
-def size_with_states(*arguments: Any) -> CacheSize:
-    return replace(size_of_config(*arguments), bytes_per_sequence=STATE_BYTES)
+def cache_with_states(base: BaseModel, config: WorkerConfig) -> KVCache:
+    plain = cache_of(base, config)
+    return KVCache(replace(plain.size, bytes_per_sequence=STATE_BYTES), plain.budget)
+
+
+cache_of = KVCache.of
 
 
 def with_sums(hidden: Tensor, packing: Packing | CachedRow) -> Tensor:
@@ -65,7 +68,7 @@ def pass_sizes(monkeypatch: pytest.MonkeyPatch) -> PassSizes:
         return with_sums(forward(base, tokens, positions, packing, **more), packing)
 
     monkeypatch.setattr(BaseModel, "hidden_states", hidden_states)
-    monkeypatch.setattr(cache, "size_of_config", size_with_states)
+    monkeypatch.setattr(KVCache, "of", cache_with_states)
     return sizes
 
 

@@ -85,6 +85,8 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "gemma3":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             return Gemma3TextConfig(**(kinds | {"query_pre_attn_scalar": 24} | qwen3_shape))
+        case "gemma3_capped":
+            return tiny_config("gemma3", **({"final_logit_softcapping": 0.3} | overrides))
         case "qwen2_moe":
             return Qwen2MoeConfig(**({"shared_expert_intermediate_size": 48} | experts | shape))
         case "gpt_oss":

@@ -14,16 +14,17 @@ from torch import Tensor
 from ..lora import LoraPair, Segment
 from ..lora.segment import clip_segments
 from ..models.model import BaseModel
-from ..ops.linear import add_product
+from ..ops.linear import add_product, soft_cap_derivatives, soft_capped
 
 
 class LogprobHead:
     """Has no state but the frozen weights. Segments say which adapter's part of the output head each token uses."""
 
     def __init__(self, base: BaseModel, chunk_tokens: int) -> None:
-        self.unembedding, self.product = base.unembedding, base.product
+        self.unembedding, self.product, self.cap = base.unembedding, base.product, base.logit_cap
         self._base = base
-        self.chunk_tokens = chunk_tokens
+        # The derivatives of capped logits take as much memory as the logits.
+        self.chunk_tokens = chunk_tokens if self.cap is None else max(1, chunk_tokens // 2)
 
     def split_budget(self, number: int) -> "LogprobHead":
         """Returns one of `number` concurrent heads. Together they hold as many logits as a single one."""
@@ -45,14 +46,14 @@ class LogprobHead:
         logits = self.product(hidden, self.unembedding)
         if pair is not None:
             pair.add_projection_up(logits, pair.project_down(hidden))
-        return logits.float()
+        return soft_capped(logits.float(), self.cap)
 
     @torch.no_grad()
     def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Computes logits for hidden states of several adapters, [n, hidden] -> float32 [n, vocab]."""
         logits = self.product(hidden, self.unembedding)
         _add_pairs(logits, hidden, segments)
-        return logits.float()
+        return soft_capped(logits.float(), self.cap)
 
 
 class _LogprobPass:
@@ -67,6 +68,7 @@ class _LogprobPass:
         num_tokens = min(head.chunk_tokens, len(hidden))
         self._buffer = torch.empty(num_tokens, len(head.unembedding), device=hidden.device)
         self._selection: Tensor | None = None
+        self._derivatives = None if head.cap is None else torch.empty_like(self._buffer)
         self._chunk = slice(0, 0)
 
     @property
@@ -83,16 +85,20 @@ class _LogprobPass:
         Tokens whose scores have no gradient are skipped: theirs is exactly 0, even if their logits are not finite.
         """
         log_softmax, hidden, targets = self._logits, self._hidden[self._chunk], self._targets[self._chunk]
+        derivatives = None if self._derivatives is None else self._derivatives[: len(hidden)]
         segments = clip_segments(self._segments, self._chunk)
         has_gradient = gradient != 0 if gradient.ndim == 1 else (gradient != 0).any(dim=1)
         if bool(has_gradient.all()):
-            hidden_gradient.copy_(self._gradient_of(log_softmax, targets, gradient, hidden, segments))
+            found = self._gradient_of(log_softmax, derivatives, targets, gradient, hidden, segments)
+            hidden_gradient.copy_(found)
             return
         hidden_gradient.zero_()
         some = has_gradient.nonzero().squeeze(1)
         if len(some):
+            derivatives = None if derivatives is None else derivatives[some]
+            log_softmax, segments = self._select(log_softmax, some), _among(segments, some)
             hidden_gradient[some] = self._gradient_of(
-                self._select(log_softmax, some), targets[some], gradient[some], hidden[some], _among(segments, some)
+                log_softmax, derivatives, targets[some], gradient[some], hidden[some], segments
             )
 
     @property
@@ -106,17 +112,28 @@ class _LogprobPass:
         if head.product.is_torch and hidden.dtype == logits.dtype:
             torch.mm(hidden, head.unembedding.t(), out=logits)
             _add_pairs(logits, hidden, segments)
+            soft_capped(logits, head.cap)
         else:
             logits.copy_(head.logits_of_segments(hidden, segments))
+        if head.cap is not None and self._derivatives is not None:
+            soft_cap_derivatives(logits, head.cap, out=self._derivatives[: len(logits)])
         return torch.log_softmax(logits, dim=-1, out=logits)
 
     def _gradient_of(
-        self, log_softmax: Tensor, targets: Tensor, d_logprobs: Tensor, hidden: Tensor, segments: Sequence[Segment]
+        self,
+        log_softmax: Tensor,
+        derivatives: Tensor | None,
+        targets: Tensor,
+        d_logprobs: Tensor,
+        hidden: Tensor,
+        segments: Sequence[Segment],
     ) -> Tensor:
-        """Applies d l_y / d logits = onehot(y) - softmax."""
+        """Applies d l_y / d logits = onehot(y) - softmax, and the derivatives of the cap if there is one."""
         d_targets = d_logprobs if d_logprobs.ndim == 2 else d_logprobs[:, None]
         d_logits = log_softmax.exp_().mul_(-d_targets.sum(dim=1, keepdim=True))
         d_logits.scatter_add_(1, targets if targets.ndim == 2 else targets[:, None], d_targets)
+        if derivatives is not None:
+            d_logits.mul_(derivatives)
         d_logits = d_logits.to(hidden.dtype)
         d_hidden = self._head.product(d_logits, self._head.unembedding.t())
         if self._head.unembedding.grad is not None:

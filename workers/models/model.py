@@ -19,7 +19,7 @@ from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch
 from ..ops.attention import ATTENTION, AttendingPacking, Packing
 from ..ops.kernels import load_kernels_for
-from ..ops.linear import FrozenProduct, to_product_layout
+from ..ops.linear import FrozenProduct, soft_capped, to_product_layout
 from ..ops.quantized import QuantizedWeight, check_installed, replace_parameter
 from ..parallel.mesh import Mesh, Team
 from ..parallel.sequence import ShardedPacking
@@ -39,7 +39,7 @@ from ..shapes.model_shape import (
     refuse_missing_weights,
     rope_of,
 )
-from ..shapes.other_models import TEXT_PARTS, logit_scale_of
+from ..shapes.other_models import TEXT_PARTS, logit_cap_of, logit_scale_of
 from ..shapes.packed_weights import quantization_of
 from ..shapes.sequence_split import SequenceSplit
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
@@ -131,6 +131,7 @@ class BaseModel:
         # Only of models that run by transformers' modules. Multiplied into the hidden states, so that it reaches all
         # logits, those of adapters of the head included.
         self._logit_scale = logit_scale_of(self.config)
+        self.logit_cap = logit_cap_of(self.config)
         if self._fused is None and mesh.has_forward_collectives:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
@@ -164,7 +165,7 @@ class BaseModel:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
         fused = fused_trunk(self.trunk, describe_model(self.source, self.config.to_dict()))
         run = self._by_transformers if fused is None else fused.hidden_states
-        return self.product(run(tokens, positions, packing), self.unembedding)
+        return soft_capped(self.product(run(tokens, positions, packing), self.unembedding), self.logit_cap)
 
     def saved_name(self, name: str) -> str:
         """Returns the name of this parameter or module in transformers' whole model."""

@@ -49,6 +49,16 @@ def to_product_layout(weight: Tensor) -> Tensor:
     return weight.t().contiguous().t()
 
 
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """Returns cap * tanh(logits / cap), computed in place; the logits as they are without a cap."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def soft_cap_derivatives(capped: Tensor, cap: float, out: Tensor | None = None) -> Tensor:
+    """Returns the derivatives of `soft_capped`, given its result."""
+    return torch.div(capped, cap, out=out).square_().neg_().add_(1)
+
+
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds left^T right, of [rows, p] and [rows, q], to total [p, q], which is float32 or of their dtype."""
     if left.dtype == total.dtype:

@@ -50,6 +50,9 @@ LOGIT_DIVISORS: Mapping[str, str] = {
     "granitemoeshared": "logits_scaling",
 }
 
+# The setting with the largest absolute value that a model's logits approach.
+LOGIT_CAPS: Mapping[str, str] = {"gemma3_text": "final_logit_softcapping"}
+
 # Other kinds of layers carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
@@ -57,7 +60,7 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:
     """Returns the first setting whose arithmetic is not implemented for this model_type, None if there is no such
     setting."""
-    known = LOGIT_SCALES.get(model_type), LOGIT_DIVISORS.get(model_type)
+    known = [settings.get(model_type) for settings in (LOGIT_SCALES, LOGIT_DIVISORS, LOGIT_CAPS)]
     for setting in REFUSED_SETTINGS:
         value = config.get(setting)
         if value and setting not in known and not (setting in _SCALES and value == 1):
@@ -70,3 +73,8 @@ def logit_scale_of(config: Any) -> float:
     multiplier = getattr(config, LOGIT_SCALES.get(config.model_type, ""), None)
     divisor = getattr(config, LOGIT_DIVISORS.get(config.model_type, ""), None)
     return (1.0 if multiplier is None else float(multiplier)) / (1.0 if divisor is None else float(divisor))
+
+
+def logit_cap_of(config: Any) -> float | None:
+    """Returns the cap in cap * tanh(logits / cap) of a model with this config of transformers, None if it has none."""
+    return getattr(config, LOGIT_CAPS.get(config.model_type, ""), None)

@@ -36,6 +36,7 @@ from ..lora import LoraPair, Segment
 from ..losses.draft_scores import DraftGradients, DraftScores
 from ..losses.loss import LossOutput
 from ..models.model import BaseModel
+from ..ops.linear import soft_cap_derivatives
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard
 from ..protocol.calls import Failure
@@ -310,17 +311,22 @@ def _stored(micro_batch: MicroBatch, operations: Sequence[RankOperation]) -> lis
     return [operations[each.operation].stored.get(each.example) for each in micro_batch.packed_examples()]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _TargetHead:
     """Implements TargetHead."""
 
     head: LogprobHead
     pair: LoraPair | None
+    _capped: Tensor | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head.logits(hidden, self.pair)
+        logits = self.head.logits(hidden, self.pair)
+        self._capped = logits if self.head.cap is not None else None
+        return logits
 
     def backward(self, gradient: Tensor) -> Tensor:
+        if self.head.cap is not None and self._capped is not None:
+            gradient = gradient * soft_cap_derivatives(self._capped, self.head.cap)
         gradient = gradient.to(self.head.unembedding.dtype)
         of_hidden = self.head.product(gradient, self.head.unembedding.t())
         if self.pair is not None:

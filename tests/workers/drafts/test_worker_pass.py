@@ -25,7 +25,7 @@ from .naive import NaiveDraft, naively_trained
 
 LENGTHS = (5, 1, 7, 2)
 VOCABULARY, CAPTURED = 24, (0, 2)
-THETAS = {"gemma3": 1000000.0}
+THETAS = {"gemma3": 1000000.0, "gemma3_capped": 1000000.0}
 FIELDS: dict[str, dict[str, Any]] = {"eagle3": {}, "dflash": {"num_layers": 1, "block_size": 3, "mask_token_id": 2}}
 
 
@@ -53,9 +53,8 @@ class Bench:
     def __init__(
         self, algorithm: Algorithm, kind: str, directory: Path, draft_tokens: Sequence[int] | None = None
     ) -> None:
-        windows: Any = (
-            {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere2") else {}
-        )
+        alternate = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        windows: Any = alternate if kind in ("gemma3", "gemma3_capped", "cohere2") else {}
         tiny_model(kind, directory, num_hidden_layers=4, vocab_size=VOCABULARY, **windows)
         self.worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1))
         self.theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
@@ -90,7 +89,7 @@ class Bench:
             {name: each.double() for name, each in self.draft.vectors.weight_views().items()},
             self.draft.vocabulary,
             OPTIONS[self.algorithm],
-            self.theirs.get_input_embeddings().weight.detach(),
+            self.theirs.get_input_embeddings()(torch.arange(VOCABULARY)).detach(),
             TransformersHead(self.theirs),
         )
         sequences = [self.target_sequence(number, datum, captured) for number, datum in enumerate(data)]
@@ -130,6 +129,8 @@ def some_data() -> list[Datum]:
         ("eagle3", "qwen3", None),
         ("eagle3", "gemma3", None),
         ("eagle3", "cohere2", None),
+        ("eagle3", "gemma3_capped", None),
+        ("dflash", "gemma3_capped", None),
         ("dflash", "llama", None),
         ("dflash", "cohere2", None),
     ],

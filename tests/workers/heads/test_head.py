@@ -32,8 +32,18 @@ def base(tiny_models: dict[str, Path]) -> BaseModel:
 
 
 @pytest.fixture(scope="module")
+def capped_base(tiny_models: dict[str, Path]) -> BaseModel:
+    """Its logits are at most 0.3."""
+    return BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["gemma3_capped"]))))
+
+
+@pytest.fixture(scope="module")
 def adapter(base: BaseModel) -> Adapter:
     """Has a nonzero B, so that the pair of the head matters."""
+    return some_adapter(base)
+
+
+def some_adapter(base: BaseModel) -> Adapter:
     adapter = new_adapter(LoraLayers(base, max_rank=8), LoraConfig(rank=4, seed=1))
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     return adapter
@@ -66,6 +76,8 @@ def plain(hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: O
         a, b = (matrix.clone().requires_grad_() for matrix in (adapter.unembed.a, adapter.unembed.b))
         logits = logits + adapter.unembed.scale * leaves[0] @ a.t() @ b.t()
         leaves += [a, b]
+    if base.logit_cap is not None:
+        logits = base.logit_cap * torch.tanh(logits / base.logit_cap)
     all_logprobs = torch.log_softmax(logits, dim=-1)
     targets = objective.targets.reshape(NUM_TOKENS, -1)
     logprobs = all_logprobs.gather(1, targets).reshape(objective.targets.shape)
@@ -111,6 +123,27 @@ def test_loss_and_gradients_are_those_of_autograd_for_any_chunk(
     expected = plain(hidden, base, adapter, wanted)
     for found, reference in zip(ours(hidden, base, adapter, wanted, chunk_tokens), expected, strict=True):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_capped_logits_have_the_gradients_of_autograd(
+    chunk_tokens: int, capped_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokens have no weight. Control: the tolerance detects that there is no cap."""
+    hidden, wanted, used = some_hidden(capped_base), objective("cross_entropy"), some_adapter(capped_base)
+    wanted.inputs["weights"][:7] = 0
+    expected = plain(hidden, capped_base, used, wanted)
+    hidden[:7] = torch.inf
+    found = ours(hidden, capped_base, used, wanted, chunk_tokens)
+    assert not found[2][:7].any()
+    monkeypatch.setattr(capped_base, "logit_cap", None)
+    uncapped = ours(hidden, capped_base, used, wanted, chunk_tokens)
+    for one, other, reference in zip(found, uncapped, expected, strict=True):
+        is_scored = slice(7, None) if reference.shape[:1] == (NUM_TOKENS,) else ...
+        one, other, reference = (each[is_scored] for each in (one, other, reference))
+        torch.testing.assert_close(one, reference, rtol=1e-4, atol=1e-4)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(other, reference, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_targets", [1, 3])

@@ -217,6 +217,7 @@ def configs_of(model_type: str) -> list[Mapping[str, object]]:
         ({"model_type": "llama", "logits_scaling": 1.0, "logit_scale": 1}, None),
         ({"model_type": "llama", "logits_scaling": 8.0}, "models with logits_scaling are not supported"),
         ({"model_type": "cohere2", "logit_scale": 0.25}, None),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, None),
         ({"model_type": "cohere2", "final_logit_softcapping": 30.0}, "models with final_logit_softcapping are not"),
     ],
 )
@@ -258,6 +259,13 @@ def test_wrong_logit_scale_is_found(tiny_models: Mapping[str, Path], monkeypatch
     monkeypatch.setattr(model_module, "logit_scale_of", lambda config: 1.0)
     with pytest.raises(ValueError, match=r"are 2\.3 of their spread away"):
         base_of(tiny_models["cohere2"])
+
+
+def test_missing_logit_cap_is_found(tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    base_of(tiny_models["gemma3_capped"])
+    monkeypatch.setattr(model_module, "logit_cap_of", lambda config: None)
+    with pytest.raises(ValueError, match=r"log-probabilities .* are 2\.3 of their spread away"):
+        base_of(tiny_models["gemma3_capped"])
 
 
 def test_context_must_fit_a_window_that_attention_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

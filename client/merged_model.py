@@ -4,8 +4,11 @@ Works on the files alone, so any model family and any size is merged in the memo
 """
 
 import json
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from ..schemas.tensor_file import FileTensor, TensorFile, write_tensors
 
 _ROWS = 4096  # that are in memory at a time
 _INDEX = "model.safetensors.index.json"
+_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<linear>gate_proj|up_proj|down_proj)")
+# The weights [experts, out, in] in the files of some models; outputs of gate and up follow each other.
+_STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 
 # Parts of paths that differ between an adapter, which has peft's names, and the files of some models.
 _NAMES_IN_FILES = (
@@ -57,6 +63,30 @@ def merge_into_base(adapter: Path, base: Path, merged: Path) -> None:
         _untie(merged / "config.json")
 
 
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A pair of matrices and the part of a weight that it adapts.
+
+    expert: its place if the weight is [experts, out, in], else 0. first_row: of those that it adapts.
+    """
+
+    pair: Pair
+    expert: int = 0
+    first_row: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        a, b = self.pair
+        return len(b), a.shape[1]
+
+    def add(self, values: np.ndarray, start: int, scale: float) -> None:
+        """Adds its part to some rows of a matrix, of which the first is `start`."""
+        a, b = self.pair
+        first, stop = max(start, self.first_row), min(start + len(values), self.first_row + len(b))
+        if first < stop:
+            values[first - start : stop - start] += scale * (b[first - self.first_row : stop - self.first_row] @ a)
+
+
 class _Merging:
     """Finds the weight of each pair of matrices.
 
@@ -69,44 +99,51 @@ class _Merging:
         if config.get("modules_to_save"):
             raise ValueError(f"{adapter} is the adapter of a critic, whose head no base model has: load it with peft")
         description = json.loads((adapter / DESCRIPTION).read_text())
-        self._config = config
-        self.files = [TensorFile(path) for path in sorted(base.glob("*.safetensors"))]
-        if not self.files:
-            raise ValueError(f"{base} has no safetensors files: name the directory of the base model")
+        self._scale = config["lora_alpha"] / config["r"]
+        self.files = [TensorFile(path) for path in _weight_files(base)]
         self._owners = {name: file for file in self.files for name in file}
+        pairs, tied_head = pairs_of(TensorFile(adapter / WEIGHTS)), description.get("tied_head")
+        self._parts: dict[str, list[_Part]] = defaultdict(list)
         self.new_head: str | None = None
-        self._embedding = ""
-        pairs = pairs_of(TensorFile(adapter / WEIGHTS))
-        self._pairs: dict[str, Pair] = {}
+        if tied_head is not None:
+            self.new_head, self._embedding = f"{tied_head['head']}.weight", self._find_embedding(tied_head["embedding"])
+            head = _Part(pairs.pop(tied_head["head"]))
+            self._check_shape(self._embedding, head.shape)
+            self._parts[self.new_head].append(head)
         for path, pair in pairs.items():
-            self._pairs[self._weight_of(path, pair, description.get("tied_head", {}))] = pair
+            self._place(path, pair)
 
     def tensors_of(self, file: TensorFile) -> dict[str, FileTensor]:
         """Returns the merged tensors that replace those of a file of the base model."""
-        tensors = {name: self._merged(file, name, self._pairs.get(name)) for name in file}
+        # A head in the files in spite of being tied has not been read by anyone.
+        tensors = {name: self._merged(file, name, self._parts.get(name)) for name in file if name != self.new_head}
         if self.new_head is not None and self._embedding in file:
-            tensors[self.new_head] = self._merged(file, self._embedding, self._pairs[self.new_head])
+            tensors[self.new_head] = self._merged(file, self._embedding, self._parts[self.new_head])
         return tensors
 
-    def _weight_of(self, path: str, pair: Pair, tied_head: Mapping[str, str]) -> str:
-        """Returns the name of the weight that the pair adapts."""
-        shape = len(pair[1]), pair[0].shape[1]
+    def _place(self, path: str, pair: Pair) -> None:
+        """Adds the pair to the parts of the weight that it adapts."""
         names = [f"{path}.weight", *(f"{path.replace(ours, theirs)}.weight" for ours, theirs in _NAMES_IN_FILES)]
-        found = next((name for name in names if name in self._owners), None)
-        if path == tied_head.get("head"):
-            # Files that have a tied head all the same are not to be trusted with it.
-            self.new_head = found = f"{path}.weight"
-            self._embedding = self._find_embedding(tied_head["embedding"])
-        if found is None:
+        found, part = next((name for name in names if name in self._owners), None), _Part(pair)
+        expected: tuple[int, ...] = part.shape
+        if found is None and (match := _OF_EXPERT.fullmatch(path)):
+            place, rows, columns = int(match["number"]), *part.shape
+            found = f"{match['experts']}.{_STACKED[match['linear']]}"
+            part = _Part(pair, place, rows if match["linear"] == "up_proj" else 0)
+            num_experts = self._owners[found].shape(found)[0] if found in self._owners else 0
+            expected = num_experts, rows if match["linear"] == "down_proj" else 2 * rows, columns
+        if found not in self._owners:
             raise ValueError(f"the base model has no weight {names[0]}: name the base model of this adapter")
-        weight = self._embedding if found == self.new_head else found
-        theirs = self._owners[weight][weight].shape
-        if theirs != shape:
+        self._check_shape(found, expected)
+        self._parts[found].append(part)
+
+    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        shape = self._owners[name][name].shape
+        if shape != expected:
             raise ValueError(
-                f"{weight} of the base model has shape {list(theirs)}, and the adapter is for {list(shape)}: name the"
+                f"{name} of the base model has shape {list(shape)}, and the adapter is for {list(expected)}: name the"
                 " base model of this adapter"
             )
-        return found
 
     def _find_embedding(self, path: str) -> str:
         """Returns the name of the embedding's weight, which some files have without its first part."""
@@ -115,20 +152,33 @@ class _Merging:
                 return name
         raise ValueError(f"the base model has no weight {path}.weight: name the base model of this adapter")
 
-    def _merged(self, file: TensorFile, name: str, pair: Pair | None) -> FileTensor:
+    def _merged(self, file: TensorFile, name: str, parts: Sequence[_Part] | None) -> FileTensor:
         copied = file.copied(name)
-        if pair is None:
+        if parts is None:
             return copied
-        values = file[name]
-        return FileTensor(copied.dtype, copied.shape, copied.num_bytes, partial(self._sums, values, copied.dtype, pair))
+        content = partial(self._sums, file[name], copied.dtype, parts)
+        return FileTensor(copied.dtype, copied.shape, copied.num_bytes, content)
 
-    def _sums(self, values: np.ndarray, dtype: str, pair: Pair) -> Iterator[np.ndarray]:
+    def _sums(self, values: np.ndarray, dtype: str, parts: Sequence[_Part]) -> Iterator[np.ndarray]:
         """Yields the sums of some rows after the others, rounded to the dtype of the weight."""
-        a, b = pair
-        scale = self._config["lora_alpha"] / self._config["r"]
-        for start in range(0, len(values), _ROWS):
-            rows = slice(start, start + _ROWS)
-            yield _from_float32(_to_float32(values[rows], dtype) + scale * (b[rows] @ a), dtype)
+        by_expert: dict[int, list[_Part]] = defaultdict(list)
+        for part in parts:
+            by_expert[part.expert].append(part)
+        for expert, matrix in enumerate(values if values.ndim == 3 else values[None]):
+            for start in range(0, len(matrix), _ROWS):
+                total = _to_float32(matrix[start : start + _ROWS], dtype)
+                for part in by_expert[expert]:
+                    part.add(total, start, self._scale)
+                yield _from_float32(total, dtype)
+
+
+def _weight_files(base: Path) -> list[Path]:
+    """Returns the files of a model's weights; some directories also have them in another form."""
+    if (base / _INDEX).exists():
+        return [base / name for name in sorted({*json.loads((base / _INDEX).read_text())["weight_map"].values()})]
+    if (base / "model.safetensors").exists():
+        return [base / "model.safetensors"]
+    raise ValueError(f"{base} has no model.safetensors: name the directory of the base model")
 
 
 def _to_float32(values: np.ndarray, dtype: str) -> np.ndarray:

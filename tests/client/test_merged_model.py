@@ -27,7 +27,9 @@ def base_model(directory: Path, dtype: torch.dtype, **more: Tensor) -> dict[str,
     names = list(tensors)
     for number, part in enumerate((names[:2], names[2:]), 1):
         save_file({name: tensors[name] for name in part}, directory / f"model-0000{number}-of-00002.safetensors")
-    (directory / "model.safetensors.index.json").write_text("{}")
+    files = {name: f"model-0000{1 + (number > 1)}-of-00002.safetensors" for number, name in enumerate(names)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_file({"tok_embeddings": tensors[names[0]]}, directory / "consolidated.safetensors")  # another form
     (directory / "pytorch_model.bin").write_text("pickled")
     (directory / "tokenizer.json").write_text("words")
     (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": True, "vocab_size": 9000}))
@@ -76,6 +78,40 @@ def test_weights_are_summed_and_rounded_as_by_torch(dtype: torch.dtype, tmp_path
             torch.testing.assert_close(own, weights[f"{source}.weight"], rtol=0.1, atol=0.1)
 
 
+def test_stacked_weights_of_experts_are_merged_expert_by_expert(tmp_path: Path) -> None:
+    experts = "model.layers.0.mlp.experts"
+    stacks = {f"{experts}.gate_up_proj": torch.randn(3, 2 * 4, 6), f"{experts}.down_proj": torch.randn(3, 6, 4)}
+    base_model(tmp_path / "base", torch.float32, **stacks)
+    shapes = {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4)}
+    adapted = [(number, linear) for number in (0, 2) for linear in shapes]
+    pairs = adapter(
+        tmp_path / "adapter", {f"{experts}.{number}.{linear}": shapes[linear] for number, linear in adapted}
+    )
+    merge_into_base(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    found = load_file(tmp_path / "merged" / "model-00002-of-00002.safetensors")
+    for number in (0, 2):
+        gate, up, down = (ALPHA / RANK * (b @ a) for a, b in (pairs[f"{experts}.{number}.{each}"] for each in shapes))
+        stacks[f"{experts}.gate_up_proj"][number] += torch.cat([gate, up])
+        stacks[f"{experts}.down_proj"][number] += down
+    for name, wanted in stacks.items():
+        torch.testing.assert_close(found[name], wanted)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(found[name], wanted.flip(0))
+    adapter(tmp_path / "other", {f"{experts}.0.up_proj": (5, 6)})
+    with pytest.raises(ValueError, match=r"gate_up_proj .* shape \[3, 8, 6\], and the adapter is for \[3, 10, 6\]"):
+        merge_into_base(tmp_path / "other", tmp_path / "base", tmp_path / "no")
+
+
+def test_a_tied_head_in_the_files_is_replaced(tmp_path: Path) -> None:
+    weights = base_model(tmp_path / "base", torch.float32, **{"lm_head.weight": torch.zeros(9000, 6)})
+    pairs = adapter(tmp_path / "adapter", {"lm_head": (9000, 6)})
+    merge_into_base(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    first, second = (load_file(tmp_path / "merged" / f"model-0000{number}-of-00002.safetensors") for number in (1, 2))
+    a, b = pairs["lm_head"]
+    torch.testing.assert_close(first["lm_head.weight"], weights["model.embed_tokens.weight"] + ALPHA / RANK * (b @ a))
+    assert "lm_head.weight" not in second
+
+
 def test_the_other_files_describe_the_merged_model(tmp_path: Path) -> None:
     base_model(tmp_path / "base", torch.float32)
     adapter(tmp_path / "adapter", {"lm_head": (9000, 6)})
@@ -111,4 +147,4 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     adapter(tmp_path / "adapter", {"lm_head": (9000, 6)})
     shutil.rmtree(tmp_path / "base")
     (tmp_path / "base").mkdir()
-    refused("has no safetensors files")
+    refused("has no model.safetensors")

@@ -33,7 +33,7 @@ def base(tiny_models: dict[str, Path]) -> BaseModel:
 
 @pytest.fixture(scope="module")
 def capped_base(tiny_models: dict[str, Path]) -> BaseModel:
-    """Its logits are at most 0.3."""
+    """Has logits of at most 0.3."""
     return BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["gemma3_capped"]))))
 
 

@@ -113,6 +113,7 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Metadata = None,
         model_role: models.Role = "policy",
+        expert_factors: models.ExpertFactors = "shared",
     ) -> APIFuture[TrainingClient]:
         """Creates a LoRA adapter on a base model.
 
@@ -121,10 +122,11 @@ class ServiceClient:
             seed: for the initial weights; None draws one.
             train_mlp, train_attn, train_unembed: which linear layers get an adapter.
             model_role: a "critic" is trained with the loss `value_mse`, and its `forward` returns a value per token.
+            expert_factors: "shared" or "each", see docs/parallel.md; without effect on a model that has no experts.
         """
         targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
         with readable_validation_errors():
-            lora = models.LoraConfig(rank=rank, seed=seed, **targets)
+            lora = models.LoraConfig(rank=rank, seed=seed, expert_factors=expert_factors, **targets)
         fields = {"base_model": base_model, "lora_config": lora, "user_metadata": user_metadata}
         fields["model_role"] = model_role
         return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
@@ -229,6 +231,8 @@ class ServiceClient:
         await self._connection.result(submitted, Wire.model_validate_json)
         model = models.GetInfoRequest(model_id=f"{session.session_id}:train:{number}")  # the protocol fixes this name
         info = await self._connection.post("get_info", model, models.GetInfoResponse)
+        if info.warning is not None:
+            log.warning("%s: %s", info.model_id, info.warning)
         return TrainingClient(self._connection, info, session.sampler_numbers, session.limits)
 
     def create_sampling_client_async(

@@ -18,7 +18,7 @@ from .tensor_file import FileTensor, TensorFile, write_tensors
 WEIGHTS, CONFIG, DESCRIPTION = "adapter_model.safetensors", "adapter_config.json", "trainhouse.json"
 PREFIX = "base_model.model."
 
-_STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _MATRIX = re.compile(r"(?P<path>.+)\.(?P<side>lora_[AB])\.weight")
 _OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)")
 _OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>w[123])")
@@ -95,9 +95,9 @@ def stacked_name(name: str) -> tuple[str, int] | None:
     """
     match = _MATRIX.fullmatch(name)
     of_expert = _OF_EXPERT.fullmatch(match["path"]) if match else None
-    if match is None or of_expert is None or of_expert["linear"] not in _STACKED_NAMES:
+    if match is None or of_expert is None or of_expert["linear"] not in STACKED_NAMES:
         return None
-    path = f"{of_expert['experts']}.{_STACKED_NAMES[of_expert['linear']]}"
+    path = f"{of_expert['experts']}.{STACKED_NAMES[of_expert['linear']]}"
     return f"{path}.{match['side']}.weight", int(of_expert["number"])
 
 
@@ -115,7 +115,7 @@ def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
 
 
 def _for_peft(file: TensorFile, description: Mapping[str, Any]) -> dict[str, FileTensor]:
-    linears = description.get("expert_linears") or {stacked: name for name, stacked in _STACKED_NAMES.items()}
+    linears = description.get("expert_linears") or {stacked: name for name, stacked in STACKED_NAMES.items()}
     pairs = pairs_of(file)
     for path, (a, b) in [*pairs.items()]:
         match = _OF_ALL_EXPERTS.fullmatch(path)

@@ -17,8 +17,19 @@ Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
+ExpertFactors = Literal["shared", "each"]
+"""The matrices of an adapter for the experts of a sparse layer. "shared": those at the side of the hidden states (A of
+gate and up, B of down) are shared by all experts of a layer, and the others are each expert's own. "each": every expert
+has both."""
+
+
 class LoraConfig(Wire):
-    """Configures a LoRA adapter. Its scale is alpha / rank, as in PEFT; alpha (ours) is not sent by the SDK."""
+    """Configures a LoRA adapter. Its scale is alpha / rank, as in PEFT; alpha and expert_factors (ours) are not sent by
+    the SDK.
+
+    expert_factors: null in a request means "shared"; null in what is stored means "each", which is what versions
+    without this field trained.
+    """
 
     rank: Size = 32
     seed: Seed | None = None
@@ -26,6 +37,7 @@ class LoraConfig(Wire):
     train_mlp: bool = True
     train_attn: bool = True
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
+    expert_factors: ExpertFactors | None = None
 
 
 GATE_UP_PATTERN = r".*\.experts\.gate_up_proj"
@@ -121,12 +133,13 @@ class CreateModelRequest(Wire):
 
 
 class CreateModelResponse(Wire):
-    """Describes the new model. draft, with its defaults filled in, target_path, adapted and not_adapted (see
+    """Describes the new model. draft, with its defaults filled in, target_path, adapted, not_adapted and warning (see
     GetInfoResponse) are ours."""
 
     model_id: str
     adapted: dict[str, int] | None = None
     not_adapted: dict[str, int] | None = None
+    warning: str | None = None
     draft: DraftConfig | None = None
     target_path: str | None = None
     type: Literal["create_model"] = "create_model"
@@ -144,12 +157,13 @@ class ModelData(Wire):
 
 
 class GetInfoResponse(Wire):
-    """Describes a model. lora_alpha, target_modules, adapted, not_adapted, max_context_length, model_role, draft and
-    target_path are ours.
+    """Describes a model. lora_alpha, target_modules, adapted, not_adapted, expert_factors, warning, max_context_length,
+    model_role, draft and target_path are ours.
 
     Without LoRA, lora_rank and lora_alpha are 0, and target_modules is empty. adapted, not_adapted: by name of a linear
     layer (mlp.up_proj, mlp.experts.up_proj), the number of layers in which the adapter has matrices for it, and in
-    which it has none, as for a router. draft: with its defaults filled in. target_path: the draft's current target,
+    which it has none, as for a router. expert_factors: null if it adapts no experts. warning: what train_mlp asks for
+    and the adapter lacks, null if nothing. draft: with its defaults filled in. target_path: the draft's current target,
     null for the bare base model.
     """
 
@@ -163,6 +177,8 @@ class GetInfoResponse(Wire):
     target_modules: list[str]
     adapted: dict[str, int] | None = None
     not_adapted: dict[str, int] | None = None
+    expert_factors: ExpertFactors | None = None
+    warning: str | None = None
     max_context_length: int
     model_role: Role
     draft: DraftConfig | None = None

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ...schemas.errors import RequestError
+from ...schemas.models import ExpertFactors
 from ..files.segment import Damage, LogRecord, read_segment, scan_segment
 from ..files.segment_log import Guard, RecordPosition, RecordTooLarge, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
@@ -33,6 +34,7 @@ class Header:
     refused: why the operation was refused; its seq_id counts as done. reader: id of another tenant on whose behalf the
     checkpoint to load may be read. target_path: the checkpoint that is the target of a new draft model.
     feature_bytes: space reserved for captured features; None: there was no space, and nothing is captured.
+    expert_factors: of a new adapter whose request leaves them open; None in what earlier versions journaled.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Header:
     reader: str | None = None
     target_path: str | None = None
     feature_bytes: int | None = 0
+    expert_factors: ExpertFactors | None = None
     version: int = FORMAT_VERSION
 
 

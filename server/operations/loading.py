@@ -10,7 +10,7 @@ from typing import Any, Self
 from ...schemas.checkpoints import LoadWeightsResponse
 from ...schemas.drafts import SetTargetRequest, SetTargetResponse
 from ...schemas.errors import OperationError
-from ...schemas.models import CreateModelResponse, draft_of
+from ...schemas.models import CreateModelResponse, ExpertFactors, draft_of
 from ...workers.protocol.calls import RunInfo, RunSpec
 from ..checkpoints.checkpoint_paths import full_path
 from ..checkpoints.checkpoints import hiding_directory_as
@@ -33,6 +33,7 @@ class CreateRun(Operation):
     """A run's first operation, always seq_id 0.
 
     target_path: the checkpoint that is the target of a draft model. drawn: seeds drawn because the request had none.
+    expert_factors: of an adapter whose request leaves them open.
     """
 
     kind = "create_model"
@@ -40,22 +41,25 @@ class CreateRun(Operation):
     changes_record = True
     target_path: str | None = None
     drawn: Mapping[str, int] = field(default_factory=dict)
+    expert_factors: ExpertFactors | None = None
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
         assert header is not None, "created otherwise by Runs"
-        return cls(header.target_path, header.drawn)
+        return cls(header.target_path, header.drawn, header.expert_factors)
 
     @property
     def loads_files(self) -> bool:
         return self.target_path is not None
 
     def header(self, base: Header) -> Header:
-        return replace(base, target_path=self.target_path, drawn=self.drawn)
+        return replace(base, target_path=self.target_path, drawn=self.drawn, expert_factors=self.expert_factors)
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         await context.dispatch.drop_run(run.run_id)  # left by an earlier try that the database could not store
         info = await self._create(context, run, is_replay=False)
+        if info.warning is not None:
+            logger.warning("%s of %s: %s", run.run_id, run.base_model, info.warning)
         if await context.store.runs.get(run.run_id) is None:  # it may have been inserted before a crash
             await context.store.runs.insert(replace(run, training=info.training))
         return self._response(run, info)
@@ -92,6 +96,7 @@ class CreateRun(Operation):
             model_id=run.run_id,
             adapted=info.num_adapted,
             not_adapted=info.num_not_adapted,
+            warning=info.warning,
             draft=draft_of(info.training),
             target_path=self.target_path,
         )

@@ -102,6 +102,8 @@ async def get_info(
         target_modules=list(info.target_modules) if lora else [],
         adapted=info.num_adapted,
         not_adapted=info.num_not_adapted,
+        expert_factors=info.expert_factors,
+        warning=info.warning,
         max_context_length=base.max_context_length,
         model_role=run.record.role,
         draft=draft_of(run.record.training),

@@ -14,6 +14,7 @@ from ...schemas.errors import RequestError
 from ...schemas.models import (
     CreateModelRequest,
     DraftConfig,
+    ExpertFactors,
     FullConfig,
     LoraConfig,
     OptimizerConfig,
@@ -111,11 +112,12 @@ class Runs:
         await self._services.sessions.require_open(tenant, request.session_id)
         target_path = await self._target(tenant, request)
         drawn = {} if training.seed is not None else {_SEEDS[type(training)]: draw_seed()}
-        model = _RequestedModel(
-            request.base_model, _training_with_seed(request, drawn), request.model_role, target_path
-        )
+        is_open = isinstance(training, LoraConfig) and training.expert_factors is None
+        creation = CreateRun(target_path, drawn, "shared" if is_open else None)
+        accepted = _accepted_training(request, creation.drawn, creation.expert_factors)
+        model = _RequestedModel(request.base_model, accepted, request.model_role, target_path)
         record = _record(tenant, request.session_id, request.model_seq_id, model, request)
-        return await self._create(record, CreateRun(target_path, drawn), received, reservation)
+        return await self._create(record, creation, received, reservation)
 
     async def create_from_checkpoint(
         self, tenant: Tenant, request: LoadWeightsRequest, received: ReceivedBody, reservation: Reservation
@@ -276,7 +278,7 @@ class Runs:
         entry = await self._services.journal.read(first.place)
         request = await decode_entry(entry)
         if isinstance(request, CreateModelRequest):
-            accepted = _training_with_seed(request, header.drawn)
+            accepted = _accepted_training(request, header.drawn, header.expert_factors)
             model = _RequestedModel(request.base_model, accepted, request.model_role, header.target_path)
             return _record(tenant, session_id, int(number), model, request)
         assert isinstance(request, LoadWeightsRequest)
@@ -379,13 +381,19 @@ def _requested_draft(request: CreateModelRequest) -> DraftConfig:
     return DraftConfig(**request.draft.model_dump())
 
 
-def _training_with_seed(request: CreateModelRequest, drawn: Mapping[str, int]) -> TrainingConfig:
-    """Returns the training config with its seed filled in from `drawn`, the seeds that the request omitted.
+def _accepted_training(
+    request: CreateModelRequest, drawn: Mapping[str, int], expert_factors: ExpertFactors | None
+) -> TrainingConfig:
+    """Returns the training config with what the request left open: the seeds in `drawn`, and an adapter's
+    `expert_factors`.
 
     A drawn LoRA seed marks a request that an earlier version accepted, which trained LoRA by default.
     """
     training = LoraConfig() if request.lora_config is None and _LORA_SEED in drawn else _requested_training(request)
-    return training.model_copy(update={"seed": drawn.get(_SEEDS[type(training)], training.seed)})
+    settled: dict[str, object] = {"seed": drawn.get(_SEEDS[type(training)], training.seed)}
+    if expert_factors is not None:
+        settled["expert_factors"] = expert_factors
+    return training.model_copy(update=settled)
 
 
 def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Role:

@@ -2,7 +2,7 @@
 
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,7 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn.functional import linear
+from trainhouse.schemas.adapter_files import write_for_peft
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.checkpoint import TrainedState, save
 from trainhouse.workers.lora import Adapter, LoraLayers, Segment
@@ -123,6 +124,7 @@ def _loaded_in_peft(model: torch.nn.Module, adapter: Adapter) -> PeftModel:
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         quieten_peft()
         save(TrainedState.without_gradients(adapter, Mesh(), optimizer=False), Path(directory), base_name="tiny")
+        write_for_peft(Path(directory))
         return PeftModel.from_pretrained(model, directory, is_trainable=True)
 
 
@@ -157,6 +159,26 @@ def peft_gradients(
         layer, experts, side = name.partition(".experts.")
         of_experts = _of_experts(layer, side, parameter.grad, num_experts, linears) if experts else None
         gradients |= of_experts or {name: parameter.grad}
+    return gradients
+
+
+def stacked_gradients(
+    of_each: Mapping[str, Tensor],
+    num_experts: int,
+    linears: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, Tensor]:
+    """Returns the gradients of an adapter whose experts share factors, given those of its copy with separate matrices.
+
+    A shared matrix has the sum over the experts. linears: see `peft_gradients`.
+    """
+    gradients = {name: each for name, each in of_each.items() if ".experts." not in name}
+    paths = {name.partition(".experts.")[0] for name in of_each.keys() - gradients.keys()}
+    for path in paths:
+        for kind, stacked, shared in zip(linears, ("w1", "w3", "w2"), ("lora_A", "lora_A", "lora_B"), strict=True):
+            for side in ("lora_A", "lora_B"):
+                every = torch.stack([of_each[f"{path}.experts.{i}.{kind}.{side}.weight"] for i in range(num_experts)])
+                whole = every.sum(0, keepdim=True) if side == shared else every
+                gradients[f"{path}.experts.{stacked}.{side}.weight"] = whole
     return gradients
 
 

@@ -26,11 +26,16 @@ class PeftFormat:
         self._renamed = [target for target in adapter.targets if target.saved_path is not None]
 
     def describe(self) -> dict[str, Any]:
+        """Returns the adapted layers; the names of a tied head; and if experts share matrices, the names of an expert's
+        layers in PEFT's files by those in ours."""
         adapter = self._adapter
-        targets = {"targets": [target.name for target in adapter.targets]}
-        if adapter.unembed is None or adapter.tied_embedding is None:
-            return targets
-        return {**targets, "tied_head": {"head": adapter.unembed_name, "embedding": adapter.tied_embedding}}
+        described: dict[str, Any] = {"targets": [target.name for target in adapter.targets]}
+        if adapter.unembed is not None and adapter.tied_embedding is not None:
+            described["tied_head"] = {"head": adapter.unembed_name, "embedding": adapter.tied_embedding}
+        if adapter.shares_factors:
+            sharing = [target for target in adapter.targets if target.shared is not None]
+            described["expert_linears"] = {target.stacked_kind: target.saved_kind for target in sharing}
+        return described
 
     def check(self, saved: CheckpointDescription) -> None:
         adapter, theirs = self._adapter, saved.training
@@ -47,6 +52,14 @@ class PeftFormat:
                     f" create a model with {name} {of_saved} and load into that"
                 )
         own, others = {target.name for target in adapter.targets}, saved.adapted_layers
+        in_both = {target.name for target in adapter.targets if target.num_experts is not None} & others
+        if in_both and adapter.shares_factors != (theirs.expert_factors == "shared"):
+            factors = theirs.expert_factors or "each"
+            raise OperationError(
+                f"the checkpoint was saved with expert_factors {factors!r}, and the model has others: create a model"
+                f" from the checkpoint (create_training_client_from_state), or one with expert_factors {factors!r},"
+                " and load into that"
+            )
         if own != others and not (others < own and _groups(theirs) == _groups(adapter.lora)):
             raise OperationError(
                 f"the checkpoint adapts other layers than the model: only the checkpoint has {few(others - own)},"

@@ -1,4 +1,5 @@
-"""Converts an adapter saved by peft to a checkpoint of ours that computes the same function.
+"""Converts an adapter saved by peft, or in the form of the Tinker protocol, to a checkpoint of ours that computes the
+same function.
 
 Our adapters cover whole groups of layers: attention, the feed-forward part, the head. If the file adapts a part of a
 group, the other layers of the group get the matrices of a new adapter: a random A, and B of zeros.
@@ -26,6 +27,9 @@ _OTHER_SIDE = str.maketrans("AB", "BA")
 _OF_EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(base_layer\.)?lora_(?P<side>[AB])\.weight")
 """The names under which peft saves the matrices of all experts of a layer together; those of the parameter that it
 wrapped first are below base_layer."""
+_STACKED = re.compile(r"(?P<path>.+\.experts)\.(?P<kind>w[123])\.lora_[AB]\.weight")
+"""The names of tensors [experts, ...] in files of the Tinker protocol; a matrix that experts share is [1, ...]."""
+_TINKER_HEAD = f"{_PREFIX}model.unembed_tokens."
 
 
 def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: Path, base_name: str) -> LoraConfig:
@@ -40,8 +44,15 @@ def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: P
         OperationError: the file does not fit; the message names the matrix and the reason.
     """
     layers.check_rank(lora)
-    every = [each.unsharded() for each in layers.all_targets]
-    found = _by_expert(_read(source), every, lora.rank)
+    *of_trunk, head = [each.unsharded() for each in layers.all_targets]
+    tensors = {name.replace(_TINKER_HEAD, f"{_PREFIX}{head.name}."): each for name, each in _read(source).items()}
+    if shares_factors := _shares_factors(tensors):
+        every = [*(each.with_shared_factor() for each in of_trunk), head]
+    else:
+        every = [*of_trunk, head]
+        tensors = _unstacked(tensors, of_trunk)
+    lora = lora.model_copy(update={"expert_factors": "shared" if shares_factors else "each"})
+    found = _by_expert(tensors, every, lora.rank)
     wanted = layers.with_groups_of(lora, _adapted(found, every, lora.rank))
     adapter = layers.build(wanted)
     state = TrainedState(
@@ -70,6 +81,26 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not tensors:
         raise OperationError("adapter_model.safetensors has no tensors: send the file as peft saved it")
     return tensors
+
+
+def _shares_factors(tensors: Mapping[str, Tensor]) -> bool:
+    """True if the experts of some layer share a matrix."""
+    return any(_STACKED.fullmatch(name) and tensor.dim() == 3 and len(tensor) == 1 for name, tensor in tensors.items())
+
+
+def _unstacked(tensors: Mapping[str, Tensor], every: Sequence[Target]) -> dict[str, Tensor]:
+    """Returns the tensors with stacked ones split into one per expert, under the names of peft."""
+    linears = {each.stacked_kind: each.saved_kind for each in every if each.num_experts is not None}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        matched = _STACKED.fullmatch(name)
+        if matched is None or tensor.dim() != 3 or matched["kind"] not in linears:
+            found[name] = tensor
+            continue
+        path, kind = matched["path"], matched["kind"]
+        side = name.removeprefix(f"{path}.{kind}")
+        found |= {f"{path}.{number}.{linears[kind]}{side}": each for number, each in enumerate(tensor)}
+    return found
 
 
 def _by_expert(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> dict[str, Tensor]:

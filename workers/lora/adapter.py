@@ -43,7 +43,7 @@ class Adapter(Trainable):
         self.targets = tuple(targets)
         layout = layout_of(self.targets, lora.rank, program.matrices(base))
         super().__init__(layout, base.device, base.dtype, program, partial(_pairs_of, layout, self.targets))
-        self.batching_key = (lora.train_attn, lora.train_mlp), lora.rank
+        self.batching_key = self.layer_flags, lora.rank
         self.unembed_name = unembed_name
         embedding = base.saved_name(base.embedding_name.removesuffix(".weight"))
         self.tied_embedding = embedding if base.head_name == base.embedding_name else None
@@ -58,9 +58,19 @@ class Adapter(Trainable):
     def scale(self) -> float:
         return self.lora.alpha / self.lora.rank
 
+    @property
+    def layer_flags(self) -> tuple[bool, bool, bool]:
+        """The flags that decide which matrices it has for the trunk, apart from their rank."""
+        return self.lora.train_attn, self.lora.train_mlp, self.shares_factors
+
     @cached_property
     def adapts_experts(self) -> bool:
         return any(target.num_experts is not None for target in self.targets)
+
+    @cached_property
+    def shares_factors(self) -> bool:
+        """True if the experts of a layer share a matrix of each pair."""
+        return any(target.shared is not None for target in self.targets)
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """Returns A and B^T of the target `name`: float32 views of the weights."""
@@ -74,10 +84,11 @@ class Adapter(Trainable):
         self.weights.zero_()
         generator = torch.Generator().manual_seed((self.lora.seed or 0) & SEED_MASK)
         for target in self.targets:
-            drawn = torch.empty((target.num_experts or 1) * self.lora.rank, target.in_features)
+            of_a, _ = target.matrices(self.lora.rank)
+            drawn = torch.empty(of_a.unsharded().shape)
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
             a, _ = self.matrices(target.name)
-            a.copy_(target.matrices(self.lora.rank)[0].part(drawn))
+            a.copy_(of_a.part(drawn))
         self.program.initialize(self, generator)
 
 
@@ -87,7 +98,7 @@ def layout_of(targets: Sequence[Target], rank: int, extra_matrices: Sequence[Mat
 
 
 def pair_of(layout: FlatLayout, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-    """Returns A [rank, in] and B^T [rank, out] in a vector [P]; of experts [experts * rank, ...]."""
+    """Returns A [rank, in] and B^T [rank, out] in a vector [P]; of experts [experts * rank, ...] unless shared."""
     return layout.view(vector, (target.name, "lora_A")), layout.view(vector, (target.name, "lora_B"))
 
 

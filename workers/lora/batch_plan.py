@@ -10,6 +10,7 @@ from .delta import LoraDelta
 from .lora_experts import ExpertPlan
 from .segment import Segment, group_segments
 from .segmented_matmul import SegmentedMatmul, choose_matmul
+from .shared_factors import SharedGroup
 from .stacked_factors import LinearSite, StackedFactors
 
 
@@ -58,7 +59,8 @@ class BatchPlan:
         self._factors: dict[tuple[LinearSite, tuple[Adapter, ...]], StackedFactors] = {}
         previous = previous if previous is not None and previous.is_current else None
         of_experts = previous.experts if previous is not None else None
-        self.experts = ExpertPlan(self._segments, pass_adapters or adapters, kind.device, of_experts)
+        sharing = SharedGroup.all_of(self._groups)
+        self.experts = ExpertPlan(self._segments, sharing, pass_adapters or adapters, kind.device, of_experts)
         if previous is not None:
             wanted = {tuple(group.adapters) for group in groups}
             self._factors = {key: factors for key, factors in previous._factors.items() if key[1] in wanted}

@@ -1,7 +1,8 @@
 """Adds adapters to the experts of sparse layers: each expert's gate, up and down has a pair of matrices.
 
 Pairs of token and expert are sorted by expert and adapter, so one grouped product (see ../ops/grouped_gemm.py) covers
-the matrices of all experts of several adapters.
+the matrices of all experts of several adapters. Matrices that the experts share are multiplied by token, see
+shared_factors.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,8 @@ from torch.nn.functional import pad
 from ..ops.grouped_gemm import GroupedRows
 from .adapter import Adapter
 from .segment import Segment
-
-GATE_UP = ("gate_proj", "up_proj")
-DOWN = ("down_proj",)
+from .shared_factors import SharedFactors, SharedGroup, SharedTerms, width_of
+from .target import DOWN, GATE_UP
 
 # On CUDA, ranks are padded to a multiple of this, so that rows of 16-bit numbers are multiples of 16 bytes.
 _NATIVE_RANK = 8
@@ -25,7 +25,7 @@ _NATIVE_RANK = 8
 
 @dataclass(frozen=True)
 class AdapterBundle:
-    """Adapters of equal rank and scale, which share products.
+    """Adapters of equal rank and scale, which run in the same products.
 
     kinds: the places of these adapters among all adapters of the plan.
     """
@@ -37,17 +37,23 @@ class AdapterBundle:
     def scale(self) -> float:
         return self.adapters[0].scale
 
+    @property
+    def shares_factors(self) -> bool:
+        """True if the experts of each adapter share factors."""
+        return self.adapters[0].shares_factors
+
 
 class ExpertPlan:
     """Assigns each token of a packed row the adapter that its experts use, once for all sparse layers.
 
     adapters: those that adapt experts. The kind of a token is its adapter's place among them, or their number if it has
-    none.
+    none. width: see shared_factors.width_of.
     """
 
     def __init__(
         self,
         segments: Sequence[Segment],
+        groups: Sequence[SharedGroup],
         pass_adapters: Sequence[Adapter],
         device: torch.device,
         before: "ExpertPlan | None" = None,
@@ -55,6 +61,7 @@ class ExpertPlan:
         """Sorts the adapters into bundles.
 
         Args:
+            groups: the segments' tokens of adapters whose experts share factors.
             pass_adapters: adapters of the tokens that reach this rank's experts from any rank; all ranks list them in
                 the same order.
             before: an earlier plan, whose copies are reused where the adapters are the same.
@@ -67,10 +74,15 @@ class ExpertPlan:
         self._num_tokens = segments[-1].stop if segments else None
         self._device = device
         self._slots: Tensor | None = None
-        self._copies: dict[tuple[str, tuple[Adapter, ...]], tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[str, int, tuple[Adapter, ...]], Tensor] = {}
+        self._groups, self.width = groups, width_of(self.adapters)
+        self._shared: dict[tuple[str, tuple[Adapter, ...]], SharedFactors] = {}
         if before is not None:
             wanted = {bundle.adapters for bundle in self.bundles}
-            self._copies = {key: copies for key, copies in before._copies.items() if key[1] in wanted}
+            self._copies = {key: copies for key, copies in before._copies.items() if key[2] in wanted}
+            if before.width == self.width:
+                sharing = {group.adapters for group in groups}
+                self._shared = {key: factors for key, factors in before._shared.items() if key[1] in sharing}
 
     @property
     def has_unadapted(self) -> bool:
@@ -98,21 +110,29 @@ class ExpertPlan:
         """
         return ExpertTerms(self, layer, counts, has_bare) if self.adapters else None
 
-    def factors(self, name: str, bundle: AdapterBundle, num_experts: int, is_kept: bool) -> tuple[Tensor, Tensor]:
-        """Returns A [groups, rank, in] and B^T [groups, rank, out] of a bundle.
+    def shared_terms(self, layer: str) -> SharedTerms | None:
+        """Returns the products with what experts share, or None if no adapter of the pass shares anything."""
+        if not self.width:
+            return None
+        for adapters in (group.adapters for group in self._groups):
+            if (layer, adapters) not in self._shared:
+                self._shared[layer, adapters] = SharedFactors(layer, adapters, self.width)
+        return SharedTerms(layer, [(group, self._shared[layer, group.adapters]) for group in self._groups], self.width)
+
+    def matrices(self, name: str, side: int, bundle: AdapterBundle, num_experts: int, is_kept: bool) -> Tensor:
+        """Returns each expert's A (side=0) [groups, rank, in], or B^T (side=1) [groups, rank, out], of a bundle.
 
         Args:
-            is_kept: whether to keep the copies for later calls.
+            is_kept: whether to keep copies for later calls.
         """
-        key = name, bundle.adapters
+        key = name, side, bundle.adapters
         if key in self._copies:
             return self._copies[key]
-        pairs = [adapter.vectors.weight_views()[name] for adapter in bundle.adapters]
-        a, b = (_stacked([pair[side] for pair in pairs], num_experts) for side in (0, 1))
+        stacked = _stacked([adapter.vectors.weight_views()[name][side] for adapter in bundle.adapters], num_experts)
         # The matrices of a single adapter are used in place, and must not be held: they may be offloaded.
-        if is_kept and len(pairs) > 1:
-            self._copies[key] = a, b
-        return a, b
+        if is_kept and len(bundle.adapters) > 1:
+            self._copies[key] = stacked
+        return stacked
 
 
 class ExpertTerms:
@@ -122,71 +142,80 @@ class ExpertTerms:
         is_kept = not torch.is_grad_enabled()
         is_whole = len(plan.bundles) == 1 and not has_bare
         kind_of_each = None if is_whole else _kind_of_each(counts)
-        self._layer = layer
-        self._parts = [_BundleTerms(plan, bundle, counts, kind_of_each, is_kept) for bundle in plan.bundles]
-        self._gate_up: list[list[Tensor]] = []
-        self._down: list[list[Tensor]] = []
+        self._width = plan.width
+        self._parts = [
+            (_BetweenSharedTerms if bundle.shares_factors else _BundleTerms)(
+                plan, layer, bundle, counts, kind_of_each, is_kept
+            )
+            for bundle in plan.bundles
+        ]
 
-    def add_gate_up(self, y: Tensor, x: Tensor) -> None:
-        """Adds the terms of x [rows, hidden] to y [rows, 2 * features], gates first."""
-        self._gate_up = [part.add(self._names(GATE_UP), y, x) for part in self._parts]
+    @property
+    def needs_inputs(self) -> bool:
+        """True if `gate_up_backward` needs x."""
+        return any(isinstance(part, _BundleTerms) for part in self._parts)
 
-    def add_down(self, y: Tensor, x: Tensor) -> None:
-        """Adds the terms of x [rows, features] to y [rows, hidden]."""
-        self._down = [part.add(self._names(DOWN), y, x) for part in self._parts]
+    def add_gate_up(self, y: Tensor, x: Tensor, reduced: Tensor | None) -> None:
+        """Adds the terms of x [rows, hidden] to y [rows, 2 * features], gates first.
 
-    def gate_up_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> None:
-        """Adds to the gradients of A and B, and to `grad_x` unless it is None. `grad` is the gradient of y."""
-        for part, reduced in zip(self._parts, self._gate_up, strict=True):
-            part.backward(self._names(GATE_UP), grad, x, reduced, grad_x)
+        Args:
+            reduced: the rows' products with the shared factors, see SharedTerms.reduce.
+        """
+        for part in self._parts:
+            part.add_gate_up(y, x, reduced)
 
-    def down_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor) -> None:
-        for part, reduced in zip(self._parts, self._down, strict=True):
-            part.backward(self._names(DOWN), grad, x, reduced, grad_x)
+    def add_down(self, y: Tensor, x: Tensor) -> Tensor | None:
+        """Adds the terms of x [rows, features] to y [rows, hidden].
 
-    def _names(self, kinds: Sequence[str]) -> list[str]:
-        return [f"{self._layer}.{kind}" for kind in kinds]
+        Returns:
+            those that the shared factors are still to be applied to, [rows, width]; None if experts share none.
+        """
+        z = x.new_zeros(len(x), self._width) if self._width else None
+        for part in self._parts:
+            part.add_down(y, x, z)
+        return z
+
+    def gate_up_backward(
+        self, grad: Tensor, x: Tensor | None, reduced: Tensor | None, grad_x: Tensor | None
+    ) -> Tensor | None:
+        """Adds to the gradients of A and B, and to `grad_x` unless it is None. `grad` is the gradient of y.
+
+        Returns:
+            the gradient of `reduced`.
+        """
+        grad_reduced = None if reduced is None else torch.zeros_like(reduced)
+        for part in self._parts:
+            part.gate_up_backward(grad, x, reduced, grad_x, grad_reduced)
+        return grad_reduced
+
+    def down_backward(self, grad: Tensor, grad_z: Tensor | None, x: Tensor, grad_x: Tensor) -> None:
+        """Adds to the gradients of A and B, and to `grad_x`. The first two are the gradients of y and of the result of
+        `add_down`."""
+        for part in self._parts:
+            part.down_backward(grad, grad_z, x, grad_x)
 
 
-class _BundleTerms:
+class _BundleRows:
     """The rows of one bundle's adapters in one call of a layer."""
 
     def __init__(
-        self, plan: ExpertPlan, bundle: AdapterBundle, counts: Tensor, kind_of_each: Tensor | None, is_kept: bool
+        self,
+        plan: ExpertPlan,
+        layer: str,
+        bundle: AdapterBundle,
+        counts: Tensor,
+        kind_of_each: Tensor | None,
+        is_kept: bool,
     ) -> None:
         """Groups the bundle's rows by expert and adapter.
 
         Args:
             kind_of_each: int64, one per row; None if all rows are the bundle's.
         """
-        self._plan, self._bundle, self._is_kept = plan, bundle, is_kept
+        self._plan, self._layer, self._bundle, self._is_kept = plan, layer, bundle, is_kept
         self._num_experts = len(counts)
         self._groups = GroupedRows(counts[:, bundle.kinds].flatten())
         self._rows = None if kind_of_each is None else _within(kind_of_each, bundle.kinds)
-
-    def add(self, names: Sequence[str], y: Tensor, x: Tensor) -> list[Tensor]:
-        """Returns what `backward` needs, one tensor per name."""
-        own, kept = self._own(x), []
-        for name, columns in zip(names, y.chunk(len(names), dim=1), strict=True):
-            a, b = self._factors(name)
-            reduced = self._groups.matmul(own, a.mT).mul_(self._bundle.scale)
-            self._add_times(columns, reduced, b)
-            kept.append(reduced)
-        return kept
-
-    def backward(
-        self, names: Sequence[str], grad: Tensor, x: Tensor, reduced: Sequence[Tensor], grad_x: Tensor | None
-    ) -> None:
-        own_x, own_grad = self._own(x), self._own(grad)
-        parts = own_grad.chunk(len(names), dim=1)
-        for name, of_name, reduced_by_a in zip(names, parts, reduced, strict=True):
-            a, b = self._factors(name)
-            grad_reduced = self._groups.matmul(of_name, b.mT).mul_(self._bundle.scale)
-            of_a, of_b = self._gradients(name)
-            self._groups.add_outer(of_a, grad_reduced, own_x)
-            self._groups.add_outer(of_b, reduced_by_a, of_name)
-            if grad_x is not None:
-                self._add_times(grad_x, grad_reduced, a)
 
     def _own(self, x: Tensor) -> Tensor:
         return x if self._rows is None else x.index_select(0, self._rows)
@@ -197,22 +226,102 @@ class _BundleTerms:
         else:
             y.index_add_(0, self._rows, self._groups.matmul(x, matrices))
 
-    def _factors(self, name: str) -> tuple[Tensor, Tensor]:
-        return self._plan.factors(name, self._bundle, self._num_experts, self._is_kept)
+    def _matrices(self, kind: str, side: int) -> Tensor:
+        name = f"{self._layer}.{kind}"
+        return self._plan.matrices(name, side, self._bundle, self._num_experts, self._is_kept)
 
-    def _gradients(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the tensors in which each adapter sums the gradients of A and B^T.
-
-        Shapes are [experts, rank, in] and [experts, rank, out].
-        """
+    def _gradients(self, kind: str, side: int) -> list[Tensor]:
+        """Returns the tensors [experts, rank, n] in which each adapter sums the gradients of A or B^T."""
+        name = f"{self._layer}.{kind}"
         pairs = [adapter.gradients.of_lane().views[name] for adapter in self._bundle.adapters]
-        of_a, of_b = ([_by_expert(pair[side], self._num_experts) for pair in pairs] for side in (0, 1))
-        return of_a, of_b
+        return [_by_expert(pair[side], self._num_experts) for pair in pairs]
 
 
-def _bundle_key(adapter: Adapter) -> tuple[int, float]:
-    """Returns the sort key that the adapters of a bundle share."""
-    return adapter.lora.rank, adapter.scale
+class _BundleTerms(_BundleRows):
+    """The terms of adapters that have both matrices for each expert."""
+
+    _gate_up: Sequence[Tensor] = ()
+    _down: Sequence[Tensor] = ()
+
+    def add_gate_up(self, y: Tensor, x: Tensor, reduced: Tensor | None) -> None:
+        self._gate_up = self._add(GATE_UP, y, x)
+
+    def add_down(self, y: Tensor, x: Tensor, z: Tensor | None) -> None:
+        self._down = self._add(DOWN, y, x)
+
+    def gate_up_backward(
+        self, grad: Tensor, x: Tensor | None, reduced: Tensor | None, grad_x: Tensor | None, grad_reduced: Tensor | None
+    ) -> None:
+        assert x is not None
+        self._backward(GATE_UP, grad, x, self._gate_up, grad_x)
+
+    def down_backward(self, grad: Tensor, grad_z: Tensor | None, x: Tensor, grad_x: Tensor) -> None:
+        self._backward(DOWN, grad, x, self._down, grad_x)
+
+    def _add(self, kinds: Sequence[str], y: Tensor, x: Tensor) -> list[Tensor]:
+        """Returns what `_backward` needs, one tensor per kind."""
+        own, kept = self._own(x), []
+        for kind, columns in zip(kinds, y.chunk(len(kinds), dim=1), strict=True):
+            reduced = self._groups.matmul(own, self._matrices(kind, 0).mT).mul_(self._bundle.scale)
+            self._add_times(columns, reduced, self._matrices(kind, 1))
+            kept.append(reduced)
+        return kept
+
+    def _backward(
+        self, kinds: Sequence[str], grad: Tensor, x: Tensor, reduced: Sequence[Tensor], grad_x: Tensor | None
+    ) -> None:
+        own_x, own_grad = self._own(x), self._own(grad)
+        parts = own_grad.chunk(len(kinds), dim=1)
+        for kind, of_kind, reduced_by_a in zip(kinds, parts, reduced, strict=True):
+            grad_reduced = self._groups.matmul(of_kind, self._matrices(kind, 1).mT).mul_(self._bundle.scale)
+            self._groups.add_outer(self._gradients(kind, 0), grad_reduced, own_x)
+            self._groups.add_outer(self._gradients(kind, 1), reduced_by_a, of_kind)
+            if grad_x is not None:
+                self._add_times(grad_x, grad_reduced, self._matrices(kind, 0))
+
+
+class _BetweenSharedTerms(_BundleRows):
+    """The products with each expert's own matrices, B of gate and up and A of down, of adapters that share the others.
+
+    SharedTerms multiplies with the others and with the scale.
+    """
+
+    def add_gate_up(self, y: Tensor, x: Tensor, reduced: Tensor | None) -> None:
+        assert reduced is not None
+        for kind, columns, of_kind in zip(GATE_UP, y.chunk(2, dim=1), self._own(reduced).chunk(2, dim=1), strict=True):
+            b = self._matrices(kind, 1)
+            self._add_times(columns, of_kind[:, : b.shape[1]], b)
+
+    def add_down(self, y: Tensor, x: Tensor, z: Tensor | None) -> None:
+        assert z is not None
+        for kind in DOWN:
+            a = self._matrices(kind, 0)
+            self._add_times(z[:, : a.shape[1]], self._own(x), a.mT)
+
+    def gate_up_backward(
+        self, grad: Tensor, x: Tensor | None, reduced: Tensor | None, grad_x: Tensor | None, grad_reduced: Tensor | None
+    ) -> None:
+        assert reduced is not None and grad_reduced is not None
+        tensors = (self._own(reduced), self._own(grad), grad_reduced)
+        for kind, reduced_by_a, of_kind, total in zip(
+            GATE_UP, *(each.chunk(2, dim=1) for each in tensors), strict=True
+        ):
+            b = self._matrices(kind, 1)
+            self._groups.add_outer(self._gradients(kind, 1), reduced_by_a, of_kind)
+            self._add_times(total[:, : b.shape[1]], of_kind, b.mT)
+
+    def down_backward(self, grad: Tensor, grad_z: Tensor | None, x: Tensor, grad_x: Tensor) -> None:
+        assert grad_z is not None
+        own = self._own(grad_z)
+        for kind in DOWN:
+            a = self._matrices(kind, 0)
+            self._groups.add_outer(self._gradients(kind, 0), own, self._own(x))
+            self._add_times(grad_x, own[:, : a.shape[1]], a)
+
+
+def _bundle_key(adapter: Adapter) -> tuple[bool, int, float]:
+    """Returns the sort key that the adapters of a bundle have in common."""
+    return adapter.shares_factors, adapter.lora.rank, adapter.scale
 
 
 def _bundles(adapters: Sequence[Adapter]) -> Iterator[AdapterBundle]:

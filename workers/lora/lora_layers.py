@@ -17,10 +17,9 @@ from ..shapes.split import Split
 from ..state.program import Program
 from .adapter import Adapter
 from .batch_plan import BatchPlan, PlanContext
-from .lora_experts import DOWN, GATE_UP
 from .lora_linear import ActivePlan, LoraLinear, MergedLoraLinear
 from .segment import Segment
-from .target import Group, Target, group_of
+from .target import DOWN, GATE_UP, Group, Target, group_of
 
 _FLAGS: Mapping[str, Group] = {"train_attn": "attention", "train_mlp": "mlp"}
 
@@ -33,7 +32,9 @@ class LoraLayers:
         self._max_rank = max_rank
         self._active = ActivePlan(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
-        self._frozen = tuple(_frozen(base, {target.name for target in self._trunk_targets}))
+        frozen = dict(_frozen(base, {target.name for target in self._trunk_targets}))
+        self._frozen = tuple(frozen)
+        self._frozen_experts = tuple(name for name, are_experts in frozen.items() if are_experts)
         base.finish_linears(MergedLoraLinear, self._active.captured_context)
         self._unembed_target = _unembed_target(base)
         self._kind = PlanContext(base.device, _aligned(self._trunk_targets, base.dtype))
@@ -68,8 +69,13 @@ class LoraLayers:
         adapted = {target.name for target in targets}
         return (*(each.name for each in self._trunk_targets if each.name not in adapted), *self._frozen)
 
+    def frozen_experts(self, lora: LoraConfig) -> tuple[str, ...]:
+        """Returns the names of experts that train_mlp leaves as they are, because adapters do not support them."""
+        return self._frozen_experts if lora.train_mlp else ()
+
     def check_groups(self, lora: LoraConfig) -> None:
-        """Raises OperationError if train_attn or train_mlp would adapt nothing of this base."""
+        """Raises OperationError if train_attn or train_mlp would adapt nothing of this base, or if each expert is to
+        have its own factors and they cannot be adapted."""
         there = {target.group for target in self._trunk_targets}
         idle = [flag for flag, group in _FLAGS.items() if getattr(lora, flag) and group not in there]
         if idle:
@@ -80,14 +86,21 @@ class LoraLayers:
                 f" create it with {' and '.join(f'{flag}=False' for flag in idle)}, or train all weights"
                 ' (training="full")'
             )
+        if lora.expert_factors == "each" and (frozen := self.frozen_experts(lora)):
+            raise OperationError(
+                f"expert_factors 'each' asks for adapters of experts such as {frozen[0]}, which are not supported in"
+                f" {self._base.config.model_type} models such as {self._base.source}: leave expert_factors out to train"
+                ' the other layers, or train all weights (training="full")'
+            )
 
     def bytes_at_rank(self, rank: int) -> int:
-        """Returns the bytes of an adapter of all targets in training.
+        """Returns the bytes of an adapter of all targets in training, whose experts share factors.
 
         Its weights, accumulated gradients, the gradients of one operation and two moments are float32; two copies of
         the weights have the base's dtype.
         """
-        numbers = sum(math.prod(side.shape) for target in self.all_targets for side in target.matrices(rank))
+        targets = [target.with_shared_factor() for target in self.all_targets]
+        numbers = sum(math.prod(side.shape) for target in targets for side in target.matrices(rank))
         return numbers * (5 * torch.float32.itemsize + 2 * self._base.dtype.itemsize)
 
     def with_groups_of(self, lora: LoraConfig, names: Collection[str]) -> LoraConfig:
@@ -124,6 +137,8 @@ class LoraLayers:
     def _targets(self, lora: LoraConfig) -> list[Target]:
         wanted = {group for flag, group in _FLAGS.items() if getattr(lora, flag)}
         targets = [target for target in self._trunk_targets if target.group in wanted]
+        if lora.expert_factors == "shared":
+            targets = [target.with_shared_factor() for target in targets]
         if lora.train_unembed:
             targets.append(self._unembed_target)
         if not targets:
@@ -162,15 +177,17 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
         yield replace(target, is_replicated_over_tp=base.is_replicated_over_tp(f"{name}.weight"), saved_path=saved_path)
 
 
-def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[str]:
-    """Yields the names of the trunk's layers with matrices that adapters leave alone, except for the embedding."""
+def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[tuple[str, bool]]:
+    """Yields the names of the trunk's layers with matrices that adapters leave alone, except for the embedding, and
+    whether they hold the matrices of several experts."""
     inside = {id(module) for module in base.trunk.modules()}
     experts = {name.rpartition(".")[0] for name in adapted}
     for name, module in base.model.named_modules():
         if id(module) not in inside or isinstance(module, nn.Embedding | LoraLinear) or name in experts:
             continue
-        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-            yield base.saved_name(name)
+        num_dims = max((parameter.dim() for parameter in module.parameters(recurse=False)), default=0)
+        if num_dims > 1:
+            yield base.saved_name(name), num_dims > 2 and not isinstance(module, nn.Conv1d)
 
 
 def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target:

@@ -40,7 +40,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SegmentGroup:
-    """Neighbouring, non-empty segments of different adapters that adapt the same layers of the trunk."""
+    """Neighbouring, non-empty segments of different adapters with the same matrices in the trunk, apart from ranks."""
 
     segments: tuple[Segment, ...]
 
@@ -66,7 +66,7 @@ class SegmentGroup:
         return (
             adapter is not None
             and segment.start == self.rows.stop
-            and _layers(adapter) == _layers(adapters[0])
+            and adapter.layer_flags == adapters[0].layer_flags
             and all(adapter is not other for other in adapters)
             and _padding([*adapters, adapter]) <= _MAX_PADDING
         )
@@ -94,11 +94,6 @@ def group_segments(segments: Sequence[Segment]) -> list[SegmentGroup]:
         else:
             groups.append(SegmentGroup((segment,)))
     return groups
-
-
-def _layers(adapter: Adapter) -> tuple[bool, bool]:
-    """Returns the flags that decide which layers of the trunk the adapter adapts."""
-    return adapter.lora.train_attn, adapter.lora.train_mlp
 
 
 def _padding(adapters: Sequence[Adapter]) -> float:

@@ -82,7 +82,7 @@ class SingleAdapter:
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         (total,) = totals
-        left, right = _summable(left, right)
+        left, right = _summable(left[:, : len(total)], right)
         if left.dtype == torch.float32:
             total.addmm_(left.t(), right)
         else:

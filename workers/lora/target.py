@@ -7,9 +7,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...schemas.adapter_files import STACKED_NAMES
 from ..shapes.split import Split
 
 Group = Literal["attention", "mlp"]
+Side = Literal["lora_A", "lora_B"]
+
+# The linear layers of an expert.
+GATE_UP = ("gate_proj", "up_proj")
+DOWN = ("down_proj",)
 
 # Layers are recognised by the last part of their names, and where that is ambiguous, by the part before it too.
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn"})
@@ -42,6 +48,7 @@ class Target:
     of which has its own pair of matrices. expert_split: how experts are split over ranks. saved_as: the name of an
     expert's layer in PEFT's files, None if the same as here. saved_path: the whole path of any other layer there, None
     if it is `name`. is_replicated_over_tp: whether all ranks along tp have all of it, and run the same tokens.
+    shared: the matrix of which the experts of a layer have a single one; None if each expert has both.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Target:
     saved_as: str | None = None
     saved_path: str | None = None
     is_replicated_over_tp: bool = False
+    shared: Side | None = None
 
     @property
     def saved_kind(self) -> str:
@@ -88,6 +96,20 @@ class Target:
         """Pairs of matrices on this rank; one for a plain layer."""
         return self.expert_split.own_size if self.expert_split else self.num_experts or 1
 
+    def with_shared_factor(self) -> "Target":
+        """Returns the target with the matrix at the side of the hidden states shared by all experts of the layer.
+
+        A plain layer is returned as it is.
+        """
+        if self.num_experts is None:
+            return self
+        return replace(self, shared="lora_B" if self.kind in DOWN else "lora_A")
+
+    @property
+    def stacked_kind(self) -> str:
+        """The name of an expert's layer in files that have one tensor for all experts."""
+        return STACKED_NAMES[self.kind]
+
     def matrices(self, rank: int) -> tuple["LoraMatrix", "LoraMatrix"]:
         """Returns A and B^T of an adapter of this rank."""
         a = LoraMatrix(self, "lora_A", rank, self.in_split, self.local_in_features)
@@ -107,7 +129,7 @@ class LoraMatrix:
     """
 
     target: Target
-    kind: Literal["lora_A", "lora_B"]
+    kind: Side
     rank: int
     split: Split | None
     own_features: int
@@ -119,7 +141,7 @@ class LoraMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         """The shape of this rank's part."""
-        return self.target.num_local_experts * self.rank, self.own_features
+        return self._num_own * self.rank, self.own_features
 
     @property
     def is_replicated_over_tp(self) -> bool:
@@ -128,16 +150,16 @@ class LoraMatrix:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes along which ranks have different parts of it."""
-        return tuple(split.axis for split in (self.target.expert_split, self.split) if split)
+        return tuple(split.axis for split in (self._expert_split, self.split) if split)
 
     def part(self, unsharded: Tensor) -> Tensor:
         """Returns this rank's part of a whole [experts * rank, features]."""
         if self.split:
             unsharded = self.split.part(unsharded, 1)
-        if not self.target.expert_split:
+        if not self._expert_split:
             return unsharded
         by_expert = unsharded.view(self.target.num_experts or 1, -1, unsharded.shape[1])
-        return self.target.expert_split.part(by_expert, 0).flatten(0, 1)
+        return self._expert_split.part(by_expert, 0).flatten(0, 1)
 
     def unsharded(self) -> "LoraMatrix":
         """Returns the unsplit side."""
@@ -151,22 +173,50 @@ class LoraMatrix:
         return torch.cat([self.split.whole(each, 1) if self.split else each[0] for each in rows])
 
     def named_tensors(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yields this rank's part as the matrices of PEFT's files: B as [out, rank], each expert's separately."""
-        by_expert = own.view(self.target.num_local_experts, -1, own.shape[1])
-        for name, each in zip(self._names(), by_expert.unbind(), strict=True):
-            yield name, each if self.kind == "lora_A" else each.t()
+        """Yields this rank's part as the tensors of files, with B as [out, rank].
+
+        These are each expert's matrices, separately as in PEFT's files. If experts share a matrix, it is one tensor
+        [experts, ...] for both sides, with a single expert for the shared matrix.
+        """
+        by_expert = own.view(self._num_own, -1, own.shape[1])
+        each = by_expert if self.kind == "lora_A" else by_expert.transpose(1, 2)
+        if self.target.shared is not None:
+            yield f"{self._path_of_experts}.{self.target.stacked_kind}.{self.kind}.weight", each
+        else:
+            yield from zip(self._names(), each.unbind(), strict=True)
 
     def part_of(self, name: str, saved: Tensor) -> Tensor:
-        """Returns this rank's part of a whole matrix of a file."""
-        return self.split.part(saved, 1 if self.kind == "lora_A" else 0) if self.split else saved
+        """Returns this rank's part of a whole tensor of a file."""
+        if saved.dim() == 3 and self._expert_split:
+            saved = self._expert_split.part(saved, 0)
+        return self.split.part(saved, -1 if self.kind == "lora_A" else -2) if self.split else saved
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.target.shared == self.kind
+
+    @property
+    def _num_own(self) -> int:
+        """The matrices on this rank."""
+        return 1 if self._is_shared else self.target.num_local_experts
+
+    @property
+    def _expert_split(self) -> Split | None:
+        return None if self._is_shared else self.target.expert_split
+
+    @property
+    def _path(self) -> str:
+        return f"base_model.model.{self.target.saved_path or self.target.name}"
+
+    @property
+    def _path_of_experts(self) -> str:
+        return self._path.rpartition(".")[0]
 
     def _names(self) -> Iterator[str]:
-        path = f"base_model.model.{self.target.saved_path or self.target.name}"
         if self.target.num_experts is None:
-            yield f"{path}.{self.kind}.weight"
+            yield f"{self._path}.{self.kind}.weight"
             return
-        experts, linear = path.rpartition(".")[0], self.target.saved_kind
-        split, num_own = self.target.expert_split, self.target.num_local_experts
+        split, num_own = self.target.expert_split, self._num_own
         first = split.index * num_own if split else 0
         for number in range(first, first + num_own):
-            yield f"{experts}.{number}.{linear}.{self.kind}.weight"
+            yield f"{self._path_of_experts}.{number}.{self.target.saved_kind}.{self.kind}.weight"

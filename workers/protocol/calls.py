@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from ...schemas.errors import Category, OperationError
-from ...schemas.models import LoraConfig, TrainingConfig
+from ...schemas.models import ExpertFactors, LoraConfig, TrainingConfig
 from ...schemas.sampling import SamplingParams, TopkLogprobs
 from ...schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
 
@@ -57,6 +57,7 @@ class RunInfo:
     training: with every default that the request left open filled in.
     feature_bytes: for a draft run, bytes of captured features per token.
     target_modules, not_adapted: for an adapter, names of the layers with matrices that it adapts, and of the others.
+    frozen_experts: names of experts that train_mlp leaves as they are, because adapters do not support them.
     """
 
     num_parameters: int
@@ -64,6 +65,22 @@ class RunInfo:
     training: TrainingConfig
     feature_bytes: int = 0
     not_adapted: tuple[str, ...] = ()
+    frozen_experts: tuple[str, ...] = ()
+
+    @property
+    def expert_factors(self) -> ExpertFactors | None:
+        """Returns how the adapter adapts experts; None if it adapts none."""
+        if not isinstance(self.training, LoraConfig) or not any(".experts." in name for name in self.target_modules):
+            return None
+        return self.training.expert_factors or "each"
+
+    @property
+    def warning(self) -> str | None:
+        """Returns what a user should know about the adapter, None if it adapts all that was asked for."""
+        if not self.frozen_experts:
+            return None
+        counts = ", ".join(f"{kind} in {number} layers" for kind, number in _by_kind(self.frozen_experts).items())
+        return f"train_mlp leaves experts as they are ({counts}): adapters do not support those of this base model"
 
     @property
     def num_adapted(self) -> dict[str, int] | None:

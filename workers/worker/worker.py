@@ -164,7 +164,8 @@ class Worker:
         targets, others = (model.targets, model.not_adapted) if isinstance(model, Adapter) else ((), ())
         feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
         names = tuple(target.name for target in targets)
-        return RunInfo(model.layout.num_weights, names, model.training, feature_bytes, others)
+        frozen = self._models.lora.frozen_experts(model.lora) if isinstance(model, Adapter) else ()
+        return RunInfo(model.layout.num_weights, names, model.training, feature_bytes, others, frozen)
 
     def drop_run(self, run_id: str) -> None:
         """Drops the run; ignores unknown ones."""

@@ -79,8 +79,25 @@ async def test_adapted_modules_are_reported(model_type: str, tmp_path: Path) -> 
         assert (attention["adapted"], attention["not_adapted"]) == (ATTENTION | HEAD, of_mlp | others)
         info = await server.post("get_info", {"model_id": whole["model_id"]})
         assert (info["adapted"], info["not_adapted"]) == (whole["adapted"], whole["not_adapted"])
+        assert info.get("expert_factors") == ("shared" if "mlp.experts.up_proj" in of_mlp else None)
+        assert ("warning" in whole, "warning" in info, "warning" in attention) == (
+            *["mlp.experts" in others] * 2,
+            False,
+        )
         assert types.CreateModelResponse.model_validate(whole).model_id == whole["model_id"]
         assert types.GetInfoResponse.model_validate(info).lora_rank == 4
+
+
+async def test_experts_that_stay_as_they_are_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving("aria_text", tmp_path) as server:
+        model = await create_model(server)
+        assert model["warning"].startswith("train_mlp leaves experts as they are (mlp.experts in 2 layers)")
+        assert f"{model['model_id']} of {MODEL}: {model['warning']}" in caplog.text
+        refused = await create_model(server, expert_factors="each")
+        assert refused["category"] == "user"
+        for word in ("expert_factors 'each'", "mlp.experts", "not supported in aria_text models", "leave"):
+            assert word in refused["error"]
+        assert "warning" not in await create_model(server, expert_factors="each", train_mlp=False)
 
 
 async def test_a_run_that_would_adapt_nothing_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tinker import types
-from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
+from trainhouse.schemas.models import ExpertFactors, FullConfig, LoraConfig, TrainingConfig
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -68,9 +68,12 @@ async def load(server: Server, path: str, **fields: Any) -> Run:
         ({}, FullConfig(seed=5)),
         ({"training": "full"}, FullConfig(seed=5)),
         ({"training": "full", "model_role": "critic"}, FullConfig(seed=5)),
-        ({"training": "lora", "seed": None}, LoraConfig()),
-        ({"training": "lora", "lora_config": {"rank": 4, "seed": 5}, "seed": None}, LoraConfig(rank=4, seed=5)),
-        ({"lora_config": {"rank": 4, "seed": 5}, "seed": None}, LoraConfig(rank=4, seed=5)),
+        ({"training": "lora", "seed": None}, LoraConfig(expert_factors="shared")),
+        (
+            {"training": "lora", "lora_config": {"rank": 4, "seed": 5}, "seed": None},
+            LoraConfig(rank=4, seed=5, expert_factors="shared"),
+        ),
+        ({"lora_config": {"rank": 4, "seed": 5}, "seed": None}, LoraConfig(rank=4, seed=5, expert_factors="shared")),
     ],
 )
 async def test_the_recorded_training_config_is_the_requested_one(
@@ -154,6 +157,39 @@ async def test_the_next_server_creates_the_journaled_kind_of_model(
         assert await recorded_config(latter, run) == trained
         info = await latter.post("get_info", {"model_id": run_id})
         assert info["is_lora"] == isinstance(trained, LoraConfig)
+
+
+@pytest.mark.parametrize(
+    ("requested", "journaled", "trained"),
+    [(None, "shared", "shared"), ("each", None, "each"), ("shared", None, "shared"), (None, None, None)],
+)
+async def test_expert_factors_are_those_that_the_accepting_server_chose(
+    config: ServerConfig,
+    dispatch: WorkerDispatch,
+    requested: ExpertFactors | None,
+    journaled: ExpertFactors | None,
+    trained: ExpertFactors | None,
+) -> None:
+    """Earlier versions, which journaled none, gave each expert its own."""
+    lora = {"rank": 4, "seed": 7} | ({"expert_factors": requested} if requested else {})
+    async with running_server(config, dispatch) as former:
+        if (requested, journaled) != (None, None):
+            now = await create(former, lora_config=lora)
+            assert await recorded_config(former, now) == LoraConfig(rank=4, seed=7, expert_factors=trained)
+            (segment,) = (config.store.state_dir / "journal").glob("*.segment")
+            (entry,) = (each for each in read_journal(segment) if each.header.run_id == now.model_id)
+            assert entry.header.expert_factors == journaled
+        run_id = f"{await former.create_session()}:train:0"
+        tenant = await former.services.auth.authenticate(ALICE)
+    body = {"session_id": run_id.partition(":")[0], "model_seq_id": 0, "base_model": MODEL, "lora_config": lora}
+    journal = Journal(config.store.state_dir / "journal", 1 << 20)
+    header = Header("create_model", tenant.id, run_id, 0, f"{run_id}:0", expert_factors=journaled)
+    await journal.append(header, json.dumps(body).encode())
+    await journal.close()
+    async with running_server(config, dispatch) as latter:
+        await latter.result(f"{run_id}:0")
+        run = Run(latter, run_id, body["session_id"])
+        assert await recorded_config(latter, run) == LoraConfig(rank=4, seed=7, expert_factors=trained)
 
 
 async def test_a_model_from_a_checkpoint_has_the_kind_of_the_checkpoint(server: Server) -> None:

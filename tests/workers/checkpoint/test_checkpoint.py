@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from trainhouse.schemas.adapter_files import write_for_peft
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.checkpoint import TrainedState, read_new_model, read_saved, save
@@ -106,10 +107,11 @@ def test_peft_loads_dense_layers_next_to_experts(tmp_path: Path) -> None:
     assert_peft_loads_the_export(tiny_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[0]), tmp_path)
 
 
-def assert_peft_loads_the_export(model_directory: Path, tmp_path: Path) -> None:
+def assert_peft_loads_the_export(model_directory: Path, tmp_path: Path, expert_factors: str = "each") -> None:
     adapted = Adapted(model_directory)
-    adapter = trained(adapted)
+    adapter = trained(adapted, expert_factors=expert_factors)
     directory = saved(adapter, tmp_path / "checkpoint", optimizer=False)
+    write_for_peft(directory)
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     bare = peft_logits(model, sequences()).detach()
     with warnings.catch_warnings():

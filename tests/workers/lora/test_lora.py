@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 from trainhouse.schemas.errors import OperationError
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.models import ExpertFactors, LoraConfig
 from trainhouse.workers.lora import Segment
 from trainhouse.workers.ops import linear as linear_module
 from trainhouse.workers.ops.linear import mkldnn_linear, torch_linear
@@ -26,6 +26,7 @@ from ..adapted import (
     probe,
     relative_error,
     sequences,
+    stacked_gradients,
 )
 
 TOLERANCE = 2e-6
@@ -34,6 +35,11 @@ TOLERANCE = 2e-6
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_gradients_equal_peft(kind: str, tiny_models: dict[str, Path]) -> None:
     assert_equal_to_peft(Adapted(tiny_models[kind]))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_moe_mixed", "qwen2_moe"])
+def test_experts_that_share_factors_equal_peft_with_copies(kind: str, tiny_models: dict[str, Path]) -> None:
+    assert_equal_to_peft(Adapted(tiny_models[kind]), "shared")
 
 
 @pytest.mark.skipif(
@@ -48,8 +54,8 @@ def test_forward_and_gradients_equal_peft_with_onednn(
     assert_equal_to_peft(Adapted(tiny_models["qwen2"]))
 
 
-def assert_equal_to_peft(adapted: Adapted) -> None:
-    adapter = adapted.create("one")
+def assert_equal_to_peft(adapted: Adapted, expert_factors: ExpertFactors = "each") -> None:
+    adapter = adapted.create("one", expert_factors=expert_factors)
     tuned = load_in_peft(adapted.directory, adapter)
 
     logits, wanted = adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())
@@ -59,10 +65,14 @@ def assert_equal_to_peft(adapted: Adapted) -> None:
 
     assert relative_error(logits, wanted) < TOLERANCE
     gradients = adapter.layout.named_views(adapter.gradients.scratch)
-    wanted_gradients = peft_gradients(tuned, max(target.num_experts or 0 for target in adapter.targets))
+    num_experts = max(target.num_experts or 0 for target in adapter.targets)
+    wanted_gradients = peft_gradients(tuned, num_experts)
+    if expert_factors == "shared":
+        wanted_gradients = stacked_gradients(wanted_gradients, num_experts)
     assert gradients.keys() == wanted_gradients.keys()
     for name, gradient in wanted_gradients.items():
         assert relative_error(gradients[name], gradient) < 10 * TOLERANCE, name
+        assert relative_error(1.0001 * gradients[name], gradient) > 10 * TOLERANCE
 
 
 def test_comparison_with_peft_detects_a_small_weight_error(tiny_models: dict[str, Path]) -> None:
@@ -189,12 +199,16 @@ def test_the_flags_choose_the_targets(tiny_models: dict[str, Path]) -> None:
 def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: Path) -> None:
     directory = tiny_model("qwen3_moe", tmp_path, mlp_only_layers=[0])
     lora = LoraConfig(rank=2, train_attn=False, train_unembed=False)
-    adapter = Adapted(directory).lora.build(lora)
+    layers = Adapted(directory).lora
+    adapter, sharing = layers.build(lora), layers.build(lora.model_copy(update={"expert_factors": "shared"}))
     dense = {f"model.layers.0.mlp.{kind}_proj" for kind in ("gate", "up", "down")}
     sparse = {f"model.layers.1.mlp.experts.{kind}_proj" for kind in ("gate", "up", "down")}
-    assert {target.name for target in adapter.targets} == dense | sparse
+    for each in (adapter, sharing):
+        assert {target.name for target in each.targets} == dense | sparse
     assert adapter.layout.num_weights == 2 * 3 * ((64 + 128) + 4 * (64 + 32))
     assert len(adapter.layout.named_views(adapter.weights)) == 2 * 3 * (1 + 4)
+    assert sharing.layout.num_weights == 2 * 3 * ((64 + 128) + (64 + 4 * 32))
+    assert len(sharing.layout.named_views(sharing.weights)) == 2 * 3 * (1 + 1)
 
 
 def test_a_rank_above_the_limit_is_refused_with_the_remedy(tiny_models: dict[str, Path]) -> None:

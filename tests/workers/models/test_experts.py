@@ -183,19 +183,21 @@ def loop(adapted: Adapted, x: Tensor, segments: Sequence[Segment], pairs: Mappin
 
 
 class Pairs:
-    """Holds an adapter's matrices for the experts of a layer, as leaves of autograd."""
+    """Holds an adapter's matrices for the experts of a layer, as leaves of autograd: [experts or 1, rank, n]."""
 
-    def __init__(self, adapter: Adapter, num_experts: int) -> None:
+    def __init__(self, adapter: Adapter) -> None:
         self._scale, self.leaves = adapter.scale, {}
         for kind in ("gate_proj", "up_proj", "down_proj"):
             matrices = adapter.matrices(f"{LAYER}.{kind}")
             self.leaves[kind] = [
-                matrix.detach().clone().view(num_experts, adapter.lora.rank, -1).requires_grad_() for matrix in matrices
+                matrix.detach().clone().view(-1, adapter.lora.rank, matrix.shape[1]).requires_grad_()
+                for matrix in matrices
             ]
 
     def deltas(self, expert: int) -> Iterator[Tensor]:
-        for a, b_t in self.leaves.values():
-            yield self._scale * b_t[expert].t() @ a[expert]
+        for pair in self.leaves.values():
+            a, b_t = (matrix[expert % len(matrix)] for matrix in pair)
+            yield self._scale * b_t.t() @ a
 
     def largest_error(self, adapter: Adapter) -> float:
         """Returns the largest difference from the adapter's gradients, relative to the largest gradient."""
@@ -212,26 +214,30 @@ ROWS = {
     "one token": [("a", 1)],
     "with the bare base": [("a", 7), (None, 5), ("a", 3)],
     "of one rank": [("a", 6), ("b", 9), ("a", 4)],
+    "of equal lengths": [("a", 6), ("b", 6)],
     "of mixed ranks": [("a", 6), ("c", 9), (None, 2), ("b", 5), ("d", 8)],
+    "of many rows": [("a", 70), ("c", 90), ("b", 50)],
 }
 
 
+@pytest.mark.parametrize("factors", ["each", "shared", "both"])
 @pytest.mark.parametrize("case", ROWS)
-def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) -> None:
+def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str, factors: str) -> None:
     """Adapter d adapts other layers only. With so few tokens, some experts have none, or none of some adapter."""
     torch.manual_seed(0)
+    names, of_each = f"{case}-{factors}", "each" if factors == "each" else "shared"
     made = {
-        "a": only_experts(adapted, f"{case}-a", 4),
-        "b": only_experts(adapted, f"{case}-b", 4),
-        "c": only_experts(adapted, f"{case}-c", 5),
-        "d": adapted.create(f"{case}-d", rank=4, train_mlp=False),
+        "a": only_experts(adapted, f"{names}-a", 4, expert_factors=of_each),
+        "b": only_experts(adapted, f"{names}-b", 4, expert_factors="each" if factors == "both" else of_each),
+        "c": only_experts(adapted, f"{names}-c", 5, expert_factors=of_each),
+        "d": adapted.create(f"{names}-d", rank=4, train_mlp=False),
     }
     segments, start = [], 0
     for name, length in ROWS[case]:
         segments.append(Segment(start, start + length, made[name] if name else None))
         start += length
     used = {segment.adapter for segment in segments} - {None, made["d"]}
-    pairs = {adapter: Pairs(adapter, 8) for adapter in used if adapter is not None}
+    pairs = {adapter: Pairs(adapter) for adapter in used if adapter is not None}
     x, gradient = torch.randn(start, 64, requires_grad=True), torch.randn(start, 64)
 
     wanted = loop(adapted, x, segments, pairs)
@@ -257,15 +263,35 @@ def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str) 
     with torch.no_grad():
         bare = experts_of(adapted).forward(x, same_tokens=True)
         assert (bare - wanted)[: segments[0].stop].abs().max() > 1e-2 * wanted.abs().max()
-    assert Pairs.largest_error(pairs[made["a"]], only_experts(adapted, f"{case}-other", 4)) > 0.5
+    other = only_experts(adapted, f"{names}-other", 4, expert_factors=of_each)
+    assert pairs[made["a"]].largest_error(other) > 0.5
 
 
-def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted) -> None:
-    adapter = only_experts(adapted, "first", 4)
+@pytest.mark.parametrize("factors", ["each", "shared"])
+def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted, factors: str) -> None:
+    adapter = only_experts(adapted, f"first-{factors}", 4, expert_factors=factors)
     x = torch.randn(9, 64)
     with adapted.lora.applied([Segment(0, 9, adapter)]):
         experts_of(adapted).forward(x, same_tokens=False).sum().backward()
-    assert adapter.gradients.scratch.any()
+    for kind in ("gate_proj", "up_proj", "down_proj"):
+        assert all(each.any() for each in adapter.gradients.of_lane().views[f"{LAYER}.{kind}"])
+
+
+def test_shared_factors_are_copied_once_while_decoding(adapted: Adapted) -> None:
+    adapters = [only_experts(adapted, f"sharing-{i}", 4 + i, expert_factors="shared") for i in range(2)]
+    together, x = [Segment(0, 3, adapters[0]), Segment(3, 5, adapters[1])], torch.randn(5, 64)
+    with torch.no_grad():
+        plans, outputs = [], []
+        for change in (0.0, 0.0, 1.0):
+            if change:
+                adapters[1].weights.add_(change)
+            plans.append(adapted.lora.plan(together, plans[-1] if plans else None))
+            with adapted.lora.applied(plans[-1]):
+                outputs.append(experts_of(adapted).forward(x, same_tokens=True))
+    kept = [plan.experts._shared[LAYER, tuple(adapters)] for plan in plans]
+    assert kept[0] is kept[1] and kept[2] is not kept[0]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2][:3], outputs[0][:3]) and not torch.allclose(outputs[2][3:], outputs[0][3:])
 
 
 def test_decoding_reuses_stacked_copies_and_copies_no_single_adapter(adapted: Adapted) -> None:
@@ -277,7 +303,7 @@ def test_decoding_reuses_stacked_copies_and_copies_no_single_adapter(adapted: Ad
         with adapted.lora.applied(plans[0]):
             before = experts_of(adapted).forward(x, same_tokens=True)
         plans.append(adapted.lora.plan([Segment(0, 2, adapters[0]), Segment(2, 5, adapters[1])], plans[0]))
-        kept = [plan.experts.factors(name, plan.experts.bundles[0], 8, is_kept=True)[0] for plan in plans]
+        kept = [plan.experts.matrices(name, 0, plan.experts.bundles[0], 8, is_kept=True) for plan in plans]
         assert kept[0] is kept[1]
         adapters[1].weights.add_(1.0)
         later = adapted.lora.plan(together, plans[1])
@@ -285,12 +311,14 @@ def test_decoding_reuses_stacked_copies_and_copies_no_single_adapter(adapted: Ad
             after = experts_of(adapted).forward(x, same_tokens=True)
         assert torch.equal(after[:3], before[:3]) and not torch.allclose(after[3:], before[3:])
         alone = adapted.lora.plan([Segment(0, 5, adapters[0])]).experts
-        views = [alone.factors(name, alone.bundles[0], 8, is_kept=True)[0] for _ in range(2)]
+        views = [alone.matrices(name, 0, alone.bundles[0], 8, is_kept=True) for _ in range(2)]
         assert views[0] is not views[1] and views[0].data_ptr() == views[1].data_ptr()
 
 
-def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted) -> None:
-    sick, well = only_experts(adapted, "sick", 4), only_experts(adapted, "well", 4)
+@pytest.mark.parametrize("factors", ["each", "shared"])
+def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted, factors: str) -> None:
+    sick = only_experts(adapted, f"sick-{factors}", 4, expert_factors=factors)
+    well = only_experts(adapted, f"well-{factors}", 4, expert_factors=factors)
     x = torch.randn(12, 64, requires_grad=True)
     segments = [Segment(0, 6, sick), Segment(6, 12, well)]
     results = []
@@ -308,12 +336,13 @@ def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted) -> None:
         assert torch.equal(healthy, with_nan)
 
 
-def test_in_bfloat16_gradients_are_summed_in_float32(tmp_path: Path) -> None:
+@pytest.mark.parametrize("factors", ["each", "shared"])
+def test_in_bfloat16_gradients_are_summed_in_float32(tmp_path: Path, factors: str) -> None:
     directory = tiny_model("qwen3_moe", tmp_path)
     x, gradients = torch.randn(40, 64), []
     for dtype in ("float32", "bfloat16"):
         adapted = Adapted(directory, dtype=dtype)
-        adapter = only_experts(adapted, "run", 8)
+        adapter = only_experts(adapted, "run", 8, expert_factors=factors)
         with adapted.lora.applied([Segment(0, 40, adapter)]):
             y = experts_of(adapted).forward(x.to(adapted.base.dtype), same_tokens=False)
             y.backward(torch.ones_like(y))

@@ -18,7 +18,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.ranks import Ranks
 
 HANG_SECONDS = 600.0
-LORA = LoraConfig(rank=8, seed=0, train_unembed=False)
+LORA = LoraConfig(rank=8, seed=0, train_unembed=False, expert_factors="shared")
 LENGTH, VOCAB = 512, 512
 MEASURING = "trainhouse.tests.workers.parallel.measuring_worker:MeasuringWorker"
 ACCOUNTING = "trainhouse.tests.workers.parallel.measuring_worker:AccountingWorker"

@@ -14,7 +14,8 @@ import torch
 from peft import PeftModel
 from safetensors.numpy import load_file
 from torch import Tensor
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.adapter_files import write_for_peft
+from trainhouse.schemas.models import ExpertFactors, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
 from trainhouse.workers.models.model import BaseModel
@@ -27,7 +28,7 @@ from trainhouse.workers.shapes.parts import RoutedExperts
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
-from ..adapted import peft_gradients, peft_parameters, quieten_peft
+from ..adapted import peft_gradients, peft_parameters, quieten_peft, stacked_gradients
 from .training import ADAM, Layout, greedy, layout, supervised
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "gemma3")
@@ -37,10 +38,17 @@ REFUSED = {
     "gpt_oss": "attention sinks",
     "deepseek_v3": "kv_lora_rank",
 }
-CORE = (("phi3", "single"), ("gemma3", "single"), ("qwen2_moe", "single"))
-MATRIX = [(kind, spec) for kind in (*DENSE, *SPARSE) for spec in ("single", "tp=2")]
-MATRIX += [(kind, "ep=2") for kind in SPARSE]
-MATRIX += [(kind, spec) for kind in BY_TRANSFORMERS for spec in ("single", "replicas=2")]
+CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
+    ("phi3", "single", "each"),
+    ("gemma3", "single", "each"),
+    ("qwen2_moe", "single", "each"),
+    *(("qwen3_moe", spec, "shared") for spec in ("ep=2", "tp=2", "fsdp=2")),
+)
+MATRIX = [(kind, spec, "each") for kind in (*DENSE, *SPARSE) for spec in ("single", "tp=2")]
+MATRIX += [(kind, "ep=2", "each") for kind in SPARSE]
+MATRIX += [(kind, spec, "each") for kind in BY_TRANSFORMERS for spec in ("single", "replicas=2")]
+MATRIX += [(kind, "single", "shared") for kind in (*SPARSE, "qwen2_moe")]
+MATRIX += [(kind, spec, "shared") for kind in ("qwen3_moe_mixed", "mixtral") for spec in ("ep=2", "ep=2,tp=2")]
 MORE = [case for case in MATRIX if case not in CORE]
 
 TOLERANCE = 1e-4
@@ -48,12 +56,14 @@ LENGTHS = (9, 30, 17, 4)
 NUM_EXPERTS = 4
 
 
-@pytest.mark.parametrize(("kind", "spec"), [*CORE, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)])
+@pytest.mark.parametrize(
+    ("kind", "spec", "factors"), [*CORE, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
+)
 def test_a_family_trains_and_samples_as_transformers_does(
-    kind: str, spec: str, tiny_models: Mapping[str, Path], tmp_path: Path
+    kind: str, spec: str, factors: ExpertFactors, tiny_models: Mapping[str, Path], tmp_path: Path
 ) -> None:
     with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path) as where:
-        exported = trained(where)
+        exported = trained(where, factors)
         request = supervised("a", 7, *LENGTHS)
         (output,) = where.run_pass(request)
         assert isinstance(output, ForwardBackwardOutput), output
@@ -62,12 +72,16 @@ def test_a_family_trains_and_samples_as_transformers_does(
         jobs = [greedy(f"{length}", "s", length) for length in (3, 23)]
         samples = where.sample(*jobs)
 
+    write_for_peft(exported)
     tuned = in_peft(tiny_models[kind], exported)
     loss, logprobs = loss_of(tuned, request.data)
     loss.backward()
     shape = read_model(ServedModel("m", str(tiny_models[kind])))
     experts = shape.experts if isinstance(shape, ModelShape) else None
-    wanted = peft_gradients(tuned, NUM_EXPERTS, experts.linears if experts else RoutedExperts.linears)
+    linears = experts.linears if experts else RoutedExperts.linears
+    wanted = peft_gradients(tuned, NUM_EXPERTS, linears)
+    if factors == "shared":
+        wanted = stacked_gradients(wanted, NUM_EXPERTS, linears)
     assert close(output.metrics["loss:sum"], loss.item())
     assert all(
         np.abs(each["logprobs"] - row_logprobs).max() < TOLERANCE
@@ -87,9 +101,9 @@ def test_a_family_trains_and_samples_as_transformers_does(
     assert np.abs(output.loss_fn_outputs[1]["logprobs"] - loss_of(tuned, request.data)[1][1]).max() > TOLERANCE
 
 
-def trained(where: Layout) -> Path:
+def trained(where: Layout, expert_factors: ExpertFactors = "each") -> Path:
     """Takes two steps, so that neither factor is zero."""
-    where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=11)))
+    where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=11, expert_factors=expert_factors)))
     for seed in (1, 2):
         (output,) = where.run_pass(supervised("a", seed, 12, 25))
         assert isinstance(output, ForwardBackwardOutput), output

@@ -385,11 +385,9 @@ def expected_in_pass(case: Case, where: Layout) -> Counter[str]:
 
 
 def expected_in_step(case: Case) -> Counter[str]:
-    # Matrices by how they are split along (ep, tp): replicated, by tp, by ep, and by both.
+    # Matrices by how they are split along (ep, tp): replicated, as those that experts share, by tp, by ep, and by both.
     spec = case.parallel
-    parts = {(1, 1)}
-    for unit in (unit for units in case.units for unit in units):
-        parts |= {(spec.ep_size_of(unit), 1), (spec.ep_size_of(unit), spec.tp_size_of(unit))}
+    parts = {(1, 1), *((spec.ep_size_of(unit), spec.tp_size_of(unit)) for units in case.units for unit in units)}
     num_regions = sum(prod(each) < spec.num_ranks for each in parts)  # matrices split over all ranks need no exchange
     num_norms = len(parts) - 1
     return Counter(all_reduce=num_regions + num_norms)

@@ -30,7 +30,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.ranks import Ranks
 
 WORKER = "trainhouse.workers.worker.worker:Worker"
-RUNS = {"a": LoraConfig(rank=4, seed=11), "b": LoraConfig(rank=8, seed=12)}
+RUNS = {"a": LoraConfig(rank=4, seed=11, expert_factors="shared"), "b": LoraConfig(rank=8, seed=12)}
 # With a tiny eps a step is the gradient's sign, even where the gradient is only rounding noise.
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0, eps=1e-2)
 HANG_SECONDS = 60.0

@@ -123,6 +123,34 @@ def test_the_table_matches_the_files(kind: str, tiny_models: dict[str, Path]) ->
     )
 
 
+# Parameters of adapters per rank of theirs that the hosted service publishes, in tinker-cookbook 0.6.1: of feed-forward
+# layers and experts, of attention, of the output head.
+PUBLISHED = {
+    "Qwen3-30B-A3B": (14_450_688, 835_584, 153_984),
+    "Qwen3-235B-A22B": (56_598_528, 3_176_448, 156_032),
+    "Llama-3.1-8B": (1_769_472, 851_968, 132_352),
+    "Llama-3.1-70B": (8_847_360, 4_096_000, 136_448),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_adapters_are_as_large_as_those_of_the_hosted_service(name: str, tmp_path: Path) -> None:
+    if (path := CONFIGS / f"{name}.json").exists():
+        config = json.loads(path.read_text())
+    else:
+        config = json.loads((CONFIGS / "Qwen3-30B-A3B.json").read_text()) | {
+            "hidden_size": 4096,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "moe_intermediate_size": 1536,
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape, (mlp, attention, head) = shape_at(tmp_path), PUBLISHED[name]
+    assert adapter_size(shape, SINGLE, 32) == 32 * (mlp + attention)
+    assert shape.vocab + shape.hidden == head
+    assert adapter_size(replace(shape, layers=shape.layers[1:]), SINGLE, 32) != 32 * (mlp + attention)
+
+
 # Ranks
 
 

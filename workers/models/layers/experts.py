@@ -4,7 +4,7 @@ The rows of each expert are sorted by adapter, so that all adapters' terms are g
 Switch Transformers (2021); Lepikhin et al., GShard (2020), section 3.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,15 +17,40 @@ from .expert_weights import ExpertWeights, activation_of
 
 
 class AdapterTerms(Protocol):
-    """The adapters' terms for the experts of one layer, with rows sorted like the experts' rows."""
+    """The adapters' terms for the experts of one layer, with rows sorted like the experts' rows.
 
-    def add_gate_up(self, y: Tensor, x: Tensor) -> None: ...
+    reduced: the rows of SharedAdapterTerms.reduce, and the result of `add_down` is what add_expanded takes, before it
+    is weighted and summed; both are None if the experts of no adapter share anything.
+    """
 
-    def add_down(self, y: Tensor, x: Tensor) -> None: ...
+    @property
+    def needs_inputs(self) -> bool:
+        """True if `gate_up_backward` needs x."""
+        ...
 
-    def gate_up_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> None: ...
+    def add_gate_up(self, y: Tensor, x: Tensor, reduced: Tensor | None) -> None: ...
 
-    def down_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor) -> None: ...
+    def add_down(self, y: Tensor, x: Tensor) -> Tensor | None: ...
+
+    def gate_up_backward(
+        self, grad: Tensor, x: Tensor | None, reduced: Tensor | None, grad_x: Tensor | None
+    ) -> Tensor | None:
+        """Returns the gradient of `reduced`."""
+        ...
+
+    def down_backward(self, grad: Tensor, grad_z: Tensor | None, x: Tensor, grad_x: Tensor) -> None: ...
+
+
+class SharedAdapterTerms(Protocol):
+    """The products with what adapters share for all experts of a layer, by token."""
+
+    def reduce(self, x: Tensor, anchor: Tensor) -> Tensor:
+        """Returns what the gates and ups of a token's experts add to, [tokens, n], for x [tokens, hidden]."""
+        ...
+
+    def add_expanded(self, y: Tensor, z: Tensor) -> Tensor:
+        """Returns y [tokens, hidden], overwritten, plus the terms of the weighted sum z of AdapterTerms.add_down."""
+        ...
 
 
 class AdapterPlan(Protocol):
@@ -43,6 +68,8 @@ class AdapterPlan(Protocol):
         ...
 
     def terms(self, layer: str, counts: Tensor, has_bare: bool) -> AdapterTerms | None: ...
+
+    def shared_terms(self, layer: str) -> SharedAdapterTerms | None: ...
 
 
 class ActiveAdapters(Protocol):
@@ -114,9 +141,8 @@ class RoutedExperts:
         keys = self._keys(chosen)
         if are_alike or self._team.size == 1:
             pairs = _LocalPairs(keys, self._num_own, self._num_kinds, self._team)
-            return reduce_from_team(pairs.combine(self._mlp(x, pairs), weights), self._team)
-        pairs = _ExchangedPairs(keys, self._num_own, self._num_kinds, self._team)
-        return pairs.combine(self._mlp(x, pairs), weights)
+            return reduce_from_team(self._run(x, weights, pairs), self._team)
+        return self._run(x, weights, _ExchangedPairs(keys, self._num_own, self._num_kinds, self._team))
 
     @property
     def _num_own(self) -> int:
@@ -135,15 +161,19 @@ class RoutedExperts:
             return chosen
         return chosen * self._num_kinds + plan.kinds(len(chosen))[:, None]
 
-    def _mlp(self, x: Tensor, pairs: "_RoutedPairs") -> Tensor:
-        """Returns the experts' outputs [pairs, hidden] for x [tokens, hidden]; zeros for pairs of other ranks."""
-        terms, anchor = None, None
-        if self._active is not None and self._active.experts is not None:
-            terms = self._active.experts.terms(self._name, pairs.counts, pairs.has_unadapted(self._active.experts))
-            anchor = self._active.anchor if terms is not None else None
-        y = _ExpertMlp.apply(x, anchor, self._weights, pairs, terms)
-        assert isinstance(y, Tensor)
-        return y
+    def _run(self, x: Tensor, weights: Tensor, pairs: "_RoutedPairs") -> Tensor:
+        """Returns the weighted sums [tokens, hidden] of the outputs of this rank's pairs, or of all pairs if exchanged,
+        for x [tokens, hidden]."""
+        plan = self._active.experts if self._active is not None else None
+        if self._active is None or plan is None or not plan.adapters:
+            of_pairs, _ = _ExpertMlp.apply(x, None, None, self._weights, pairs, None)
+            return pairs.combine([of_pairs], weights)[0]
+        terms, anchor = plan.terms(self._name, pairs.counts, pairs.has_unadapted(plan)), self._active.anchor
+        shared = plan.shared_terms(self._name)
+        reduced = None if shared is None else shared.reduce(x, anchor)
+        of_pairs = _ExpertMlp.apply(x, reduced, anchor, self._weights, pairs, terms)
+        y, *z = pairs.combine([each for each in of_pairs if each is not None], weights)
+        return y if shared is None else shared.add_expanded(y, *z)
 
 
 class _RoutedPairs(Protocol):
@@ -155,16 +185,16 @@ class _RoutedPairs(Protocol):
     counts: Tensor
     groups: GroupedRows
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Returns the rows of all pairs [pairs, hidden] for x [tokens, hidden], without a gradient."""
+    def gather(self, of_tokens: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the rows of all pairs [pairs, n] of each [tokens, n], without a gradient."""
         ...
 
-    def gather_backward(self, grad: Tensor) -> Tensor:
-        """Returns the gradient of x [tokens, hidden], given the gradient of the gathered rows."""
+    def gather_backward(self, of_pairs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the gradients [tokens, n], given those of the gathered rows."""
         ...
 
-    def combine(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
-        """Returns the weighted sum [tokens, hidden] of the experts' outputs [pairs, hidden]."""
+    def combine(self, of_pairs: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
+        """Returns the sums [tokens, n], weighted by [tokens, experts of each], of what pairs have, [pairs, n]."""
         ...
 
     def has_unadapted(self, plan: AdapterPlan) -> bool:
@@ -185,21 +215,24 @@ class _LocalPairs:
         self.counts = number.bincount(minlength=num_groups)[:num_groups].view(num_own, num_kinds)
         self.groups = GroupedRows(self.counts.sum(1))
 
-    def gather(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self._tokens)
+    def gather(self, of_tokens: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [each.index_select(0, self._tokens) for each in of_tokens]
 
-    def gather_backward(self, grad: Tensor) -> Tensor:
-        return _by_token(grad, self._places, self._shape).sum(1)
+    def gather_backward(self, of_pairs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [_by_token(each, self._places, self._shape).sum(1) for each in of_pairs]
 
-    def combine(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
-        return (_by_token(of_pairs, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
+    def combine(self, of_pairs: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
+        return [_weighted(_by_token(each, self._places, self._shape), weights) for each in of_pairs]
 
     def has_unadapted(self, plan: AdapterPlan) -> bool:
         return plan.has_unadapted
 
 
 class _ExchangedPairs:
-    """Pairs that any rank of a team has for this rank's experts: their rows are sent here, and the outputs back."""
+    """Pairs that any rank of a team has for this rank's experts: their rows are sent here, and the outputs back.
+
+    All that pairs have is sent in one exchange.
+    """
 
     def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
         """Exchanges the counts of pairs with the team and sorts them. For `keys` see _LocalPairs."""
@@ -215,17 +248,21 @@ class _ExchangedPairs:
         self.counts = arriving.sum(0).view(num_own, num_kinds)
         self.groups = GroupedRows(self.counts.sum(1))
 
-    def gather(self, x: Tensor) -> Tensor:
-        sent = x.index_select(0, self._tokens)
-        return self._team.all_to_all(sent, self._sent, self._received).index_select(0, self._sorted)
+    def gather(self, of_tokens: Sequence[Tensor]) -> Sequence[Tensor]:
+        sent = _joined(of_tokens).index_select(0, self._tokens)
+        arrived = self._team.all_to_all(sent, self._sent, self._received).index_select(0, self._sorted)
+        return arrived.split(_columns(of_tokens), dim=1)
 
-    def gather_backward(self, grad: Tensor) -> Tensor:
-        returned = self._team.all_to_all(grad.index_select(0, self._arrived), self._received, self._sent)
-        return _by_token(returned, self._places, self._shape).sum(1)
+    def gather_backward(self, of_pairs: Sequence[Tensor]) -> Sequence[Tensor]:
+        sent = _joined(of_pairs).index_select(0, self._arrived)
+        returned = self._team.all_to_all(sent, self._received, self._sent)
+        by_token = _by_token(returned, self._places, self._shape).sum(1)
+        return by_token.split(_columns(of_pairs), dim=1)
 
-    def combine(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
-        returned = all_to_all_rows(of_pairs[self._arrived], self._team, self._received, self._sent)
-        return (_by_token(returned, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
+    def combine(self, of_pairs: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
+        returned = all_to_all_rows(_joined(of_pairs)[self._arrived], self._team, self._received, self._sent)
+        by_token = _by_token(returned, self._places, self._shape)
+        return [_weighted(each, weights) for each in by_token.split(_columns(of_pairs), dim=-1)]
 
     def has_unadapted(self, plan: AdapterPlan) -> bool:
         return bool(self.counts[:, -1].any())
@@ -242,28 +279,31 @@ class _ExpertMlp(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        reduced: Tensor | None,
         anchor: Tensor | None,
         weights: ExpertWeights,
         pairs: _RoutedPairs,
         terms: AdapterTerms | None,
-    ) -> Tensor:
-        rows, activation = pairs.gather(x), weights.activation
-        features = weights.features(pairs.groups, rows)
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the experts' outputs [pairs, hidden] for x [tokens, hidden], with zeros for pairs of other ranks, and
+        the result of AdapterTerms.add_down. For `reduced` [tokens, n] see AdapterTerms."""
+        rows, *of_reduced = pairs.gather([x] if reduced is None else [x, reduced])
+        activation, features = weights.activation, weights.features(pairs.groups, rows)
         if terms is not None:
-            terms.add_gate_up(features, rows)
+            terms.add_gate_up(features, rows, *of_reduced or [None])
         del rows
         hidden = activation.value(*activation.parts(features))
         y = weights.output(pairs.groups, hidden)
-        if terms is not None:
-            terms.add_down(y, hidden)
+        z = None if terms is None else terms.add_down(y, hidden)
         ctx.weights, ctx.pairs, ctx.terms = weights, pairs, terms
-        ctx.save_for_backward(x if terms is not None or weights.are_learned else None, features)
-        return y
+        reads_x = weights.are_learned or (terms is not None and terms.needs_inputs)
+        ctx.save_for_backward(x if reads_x else None, reduced, features)
+        return y, z
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Overwrites the saved features, which nothing else reads, since backward runs once."""
-        x, features = ctx.saved_tensors
+        x, reduced, features = ctx.saved_tensors
         weights, pairs, terms, grad = ctx.weights, ctx.pairs, ctx.terms, grads[0].contiguous()
         parts = weights.activation.parts(features)
         grad_hidden = weights.output_backward(pairs.groups, grad)
@@ -271,16 +311,27 @@ class _ExpertMlp(torch.autograd.Function):
             hidden = weights.activation.value(*parts)
             weights.add_output_gradients(pairs.groups, grad, hidden)
             if terms is not None:
-                terms.down_backward(grad, hidden, grad_hidden)
+                terms.down_backward(grad, grads[1], hidden, grad_hidden)
             del hidden
         weights.activation.overwrite(grad_hidden, *parts)
         del grad_hidden
         if weights.are_learned:
-            weights.add_features_gradients(pairs.groups, features, pairs.gather(x))
+            weights.add_features_gradients(pairs.groups, features, *pairs.gather([x]))
         grad_rows = weights.features_backward(pairs.groups, features) if ctx.needs_input_grad[0] else None
+        grad_reduced = None
         if terms is not None:
-            terms.gate_up_backward(features, pairs.gather(x), grad_rows)
-        return pairs.gather_backward(grad_rows) if grad_rows is not None else None, None, None, None, None
+            rows, of_reduced = _regathered(pairs, x, reduced)
+            grad_reduced = terms.gate_up_backward(features, rows, of_reduced, grad_rows)
+        given = [each for each in (grad_rows, grad_reduced) if each is not None]
+        found = iter(pairs.gather_backward(given) if given else ())
+        of_x, of_reduced = (None if each is None else next(found) for each in (grad_rows, grad_reduced))
+        return of_x, of_reduced, None, None, None, None
+
+
+def _regathered(pairs: _RoutedPairs, *of_tokens: Tensor | None) -> list[Tensor | None]:
+    """Returns the rows of all pairs of each tensor, None where that is None."""
+    found = iter(pairs.gather(given) if (given := [each for each in of_tokens if each is not None]) else ())
+    return [None if each is None else next(found) for each in of_tokens]
 
 
 def _group_of_each(arriving: Tensor) -> Tensor:
@@ -290,8 +341,22 @@ def _group_of_each(arriving: Tensor) -> Tensor:
 
 
 def _by_token(of_pairs: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """Reorders [pairs, hidden] to [tokens, experts of each, hidden]."""
-    return of_pairs[places].view(*shape, -1)
+    """Reorders [pairs, n] to [tokens, experts of each, n]."""
+    return of_pairs[places].view(*shape, of_pairs.shape[1])
+
+
+def _weighted(by_token: Tensor, weights: Tensor) -> Tensor:
+    """Returns the sums [tokens, n] of [tokens, experts of each, n], weighted by [tokens, experts of each]."""
+    return (by_token * weights.unsqueeze(-1)).sum(1).to(by_token.dtype)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Joins [rows, n] of each along the columns."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=1)
+
+
+def _columns(tensors: Sequence[Tensor]) -> list[int]:
+    return [each.shape[1] for each in tensors]
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -49,9 +49,10 @@ class RoutedExperts:
             yield Weight(f"{_NAME}.shared_expert_gate.weight", (1, self.hidden))
 
     def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-        num = self.num // spec.ep_size_of("experts")
-        hidden, features = num * self.hidden, num * self.own_features(spec)
-        yield from ((hidden, features), (hidden, features), (features, hidden))
+        """Yields those of adapters whose experts share the matrices at the side of the hidden states, see
+        schemas/models.py, ExpertFactors."""
+        features = self.num // spec.ep_size_of("experts") * self.own_features(spec)
+        yield from ((self.hidden, features), (self.hidden, features), (features, self.hidden))
         if self.shared is not None:
             yield from self.shared.adapter_pairs(spec)
 
@@ -65,13 +66,13 @@ class RoutedExperts:
         return self.features // spec.tp_size_of("experts")
 
     def kept_bytes(self, share: Share) -> float:
-        """Counts for all experts of a token gate and up, the products of adapters' A matrices with the inputs of three
-        linear layers, and the expert's output before it is weighted."""
-        numbers = 2 * self.own_features(share.spec) + 3 * share.lora_rank + self.hidden
+        """Counts for all experts of a token gate and up, the expert's output before it is weighted, and its product
+        with an adapter's A; for the token, its products with the matrices that experts share."""
+        numbers = 2 * self.own_features(share.spec) + share.lora_rank + self.hidden
         of_each = share.number_bytes * numbers + (3 if share.spec.ep_size_of("experts") == 1 else 5) * INT64
         of_shared = self.shared.kept_bytes(share) - share.inputs(self.hidden, 0) if self.shared else 0.0
         of_gate = share.number_bytes * (self.hidden + 1) if self.gates_shared else 0.0
-        return share.inputs(self.hidden, 0) + self.per_token * of_each + FLOAT32 * self.num + of_shared + of_gate
+        return share.inputs(self.hidden, 3) + self.per_token * of_each + FLOAT32 * self.num + of_shared + of_gate
 
     def working_bytes(self, share: Share) -> float:
         """Counts the experts' inputs, outputs and weighted outputs, and other ranks' tokens if these are exchanged.

@@ -1,0 +1,169 @@
+"""Multiplies tokens with the factors that the experts of a sparse layer share, once for all experts of a token.
+
+These factors are at the side of the hidden states: A of gate and up multiplies the tokens before they are routed, and B
+of down multiplies the sum over a token's experts. What is between, each expert's own factors, is in lora_experts.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adapter import Adapter
+from .segment import SegmentGroup
+from .segmented_matmul import SegmentedMatmul
+from .target import DOWN, GATE_UP
+
+# Widths are multiples of this, so that rows of 16-bit numbers are multiples of 16 bytes.
+_NATIVE_RANK = 8
+
+
+def width_of(adapters: Sequence[Adapter]) -> int:
+    """Returns the columns that products with the shared factors of any of these adapters have; 0 if none shares any."""
+    highest = max((adapter.lora.rank for adapter in adapters if adapter.shares_factors), default=0)
+    return -(-highest // _NATIVE_RANK) * _NATIVE_RANK
+
+
+@dataclass(frozen=True, eq=False)
+class SharedGroup:
+    """Neighbouring tokens of adapters whose experts share factors."""
+
+    rows: slice
+    adapters: tuple[Adapter, ...]
+    matmul: SegmentedMatmul
+
+    @staticmethod
+    def all_of(groups: Sequence[tuple[SegmentGroup, SegmentedMatmul]]) -> list["SharedGroup"]:
+        """Returns the groups among these whose adapters share factors."""
+        of_each = [SharedGroup(group.rows, tuple(group.adapters), matmul) for group, matmul in groups]
+        return [group for group in of_each if group.adapters[0].shares_factors]
+
+
+class SharedFactors:
+    """Holds copies of what some adapters share in a layer. The rows that lower ranks lack are zeros.
+
+    a: A of gate, then of up, [2 * width, hidden], or [n, 2 * width, hidden] for n adapters. b: B^T of down, [width,
+    hidden] or [n, width, hidden].
+    """
+
+    def __init__(self, layer: str, adapters: Sequence[Adapter], width: int) -> None:
+        pairs = [adapter.vectors.weight_views() for adapter in adapters]
+        of_a = [[views[f"{layer}.{kind}"][0] for kind in GATE_UP] for views in pairs]
+        of_b = [[views[f"{layer}.{kind}"][1] for kind in DOWN] for views in pairs]
+        self.a, self.b = _padded(of_a, width), _padded(of_b, width)
+
+
+class SharedTerms:
+    """The products with what adapters share in a layer, for all tokens of a packed row.
+
+    width: see `width_of`.
+    """
+
+    def __init__(self, layer: str, parts: Sequence[tuple[SharedGroup, SharedFactors]], width: int) -> None:
+        self.width = width
+        self._layer, self._parts = layer, parts
+
+    def reduce(self, x: Tensor, anchor: Tensor) -> Tensor:
+        """Returns scale * x A^T of gate, then of up, [tokens, 2 * width], for x [tokens, hidden].
+
+        Tokens without such an adapter get zeros. backward adds to the gradients of A.
+        """
+        if not torch.is_grad_enabled():
+            return self._reduced(x)
+        reduced = _Reduced.apply(x, anchor, self)
+        assert isinstance(reduced, Tensor)
+        return reduced
+
+    def add_expanded(self, y: Tensor, z: Tensor) -> Tensor:
+        """Adds scale * z B^T of down to y [tokens, hidden] in place, for z [tokens, width], and returns y.
+
+        backward adds to the gradients of B.
+        """
+        if not torch.is_grad_enabled():
+            self._add_expanded(y, z)
+            return y
+        expanded = _Expanded.apply(y, z, self)
+        assert isinstance(expanded, Tensor)
+        return expanded
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        reduced = x.new_zeros(len(x), 2 * self.width)
+        for group, factors in self._parts:
+            group.matmul.times(x[group.rows], factors.a.mT, reduced[group.rows])
+            group.matmul.scale(reduced[group.rows])
+        return reduced
+
+    def reduce_backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """Adds to the gradients of A, and returns the gradient of x. `grad` is that of `reduce`."""
+        grad_x = torch.zeros_like(x)
+        for group, factors in self._parts:
+            scaled, own = group.matmul.scale(grad[group.rows].clone()), x[group.rows]
+            for kind, of_kind in zip(GATE_UP, scaled.chunk(2, dim=1), strict=True):
+                group.matmul.add_outer(self._gradients(group, kind, 0), of_kind, own)
+            group.matmul.times(scaled, factors.a, grad_x[group.rows])
+        return grad_x
+
+    def _add_expanded(self, y: Tensor, z: Tensor) -> None:
+        for group, factors in self._parts:
+            y[group.rows].add_(group.matmul.times(self._scaled(group, z), factors.b))
+
+    def expand_backward(self, grad: Tensor, z: Tensor) -> Tensor:
+        """Adds to the gradients of B, and returns the gradient of z. `grad` is that of `add_expanded`."""
+        grad_z = torch.zeros_like(z)
+        for group, factors in self._parts:
+            own = grad[group.rows]
+            for kind in DOWN:
+                group.matmul.add_outer(self._gradients(group, kind, 1), self._scaled(group, z), own)
+            group.matmul.times(own, factors.b.mT, grad_z[group.rows])
+            group.matmul.scale(grad_z[group.rows])
+        return grad_z
+
+    @staticmethod
+    def _scaled(group: SharedGroup, z: Tensor) -> Tensor:
+        return group.matmul.scale(z[group.rows].clone())
+
+    def _gradients(self, group: SharedGroup, kind: str, side: int) -> list[Tensor]:
+        name = f"{self._layer}.{kind}"
+        return [adapter.gradients.of_lane().views[name][side] for adapter in group.adapters]
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, terms: SharedTerms) -> Tensor:
+        ctx.terms = terms
+        ctx.save_for_backward(x)
+        return terms._reduced(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.terms.reduce_backward(grads[0], x), None, None
+
+
+class _Expanded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, z: Tensor, terms: SharedTerms) -> Tensor:
+        ctx.terms = terms
+        ctx.save_for_backward(z)
+        ctx.mark_dirty(y)
+        terms._add_expanded(y, z)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (z,) = ctx.saved_tensors
+        return grads[0], ctx.terms.expand_backward(grads[0].contiguous(), z), None
+
+
+def _padded(of_adapters: Sequence[Sequence[Tensor]], width: int) -> Tensor:
+    """Returns each adapter's matrices [rank, n] below each other, padded to `width` ranks each: [adapters, ranks, n],
+    without the first dimension for a single adapter."""
+    num, kinds, like = len(of_adapters), len(of_adapters[0]), of_adapters[0][0]
+    padded = like.new_zeros(num, kinds, width, like.shape[1])
+    for own, matrices in zip(padded, of_adapters, strict=True):
+        for place, matrix in zip(own, matrices, strict=True):
+            place[: len(matrix)] = matrix
+    stacked = padded.flatten(1, 2)
+    return stacked[0] if num == 1 else stacked

@@ -75,7 +75,7 @@ def test_files_for_peft_are_imported_with_separate_factors(adapted: Adapted, tmp
 
 
 def test_files_of_earlier_versions_resume_bit_for_bit(adapted: Adapted, tmp_path: Path) -> None:
-    """They do not mention expert_factors, and each expert has both matrices."""
+    """Each expert has both matrices, and nothing mentions expert_factors."""
     adapter = trained(adapted, "earlier", expert_factors="each")
     directory = saved(adapter, tmp_path / "a")
     description = json.loads((directory / "trainhouse.json").read_text())

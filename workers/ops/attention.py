@@ -4,9 +4,10 @@ A forward pass runs one packed row [1, tokens]; `Packing` says which tokens belo
 attention row, so a NaN in one cannot reach another.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,12 @@ from transformers import AttentionInterface
 from .attention_kind import AttentionKind, Sinks
 from .chunked_attention import attend_in_chunks, gradients_in_chunks
 
+if TYPE_CHECKING:
+    from .recurrence import Recurrence
+
 ATTENTION = "trainhouse_packed"
+
+Layout = TypeVar("Layout")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class Packing:
 
     groups: tuple[SequenceGroup, ...]
     cumulative: dict[torch.device, Tensor] = field(default_factory=dict)
+    layouts: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False)
 
     @property
     def num_tokens(self) -> int:
@@ -45,12 +52,23 @@ class Packing:
         """Tokens of the longest sequence."""
         return max(group.length for group in self.groups)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [group.length for group in self.groups for _ in range(group.count)]
+
     def bounds(self, device: torch.device) -> Tensor:
         """Returns the start of each sequence, and the end: int32 [sequences + 1], computed once for all layers."""
         if device not in self.cumulative:
-            lengths = [group.length for group in self.groups for _ in range(group.count)]
-            self.cumulative[device] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            self.cumulative[device] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
         return self.cumulative[device]
+
+    def layout(self, kind: "Callable[[Packing, torch.device, int], Layout]", device: torch.device, size: int) -> Layout:
+        """Returns kind(packing, device, size), computed once for all layers."""
+        key = kind, device, size
+        if key not in self.layouts:
+            self.layouts[key] = kind(self, device, size)
+        return self.layouts[key]
 
 
 class AttendingPacking(Protocol):
@@ -63,6 +81,10 @@ class AttendingPacking(Protocol):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Computes the function `attend`, and stores the keys and values."""
+        ...
+
+    def recur(self, op: "Recurrence", inputs: Sequence[Tensor]) -> Tensor:
+        """Computes the function `recur`, and stores the states."""
         ...
 
 

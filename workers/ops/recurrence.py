@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .attention import Packing
+from .attention import AttendingPacking, Packing
 
 
 @dataclass(frozen=True)
@@ -46,3 +46,10 @@ class Recurrence(Protocol):
             slots: the slot of each sequence, int64 [n], all different.
         """
         ...
+
+
+def recur(op: Recurrence, inputs: Sequence[Tensor], packing: Packing | AttendingPacking) -> Tensor:
+    """Returns the output of a recurrence over a packed row, [tokens, ...]; inputs are each [tokens, ...]."""
+    if isinstance(packing, Packing):
+        return op.scan(inputs, packing)[0]
+    return packing.recur(op, inputs)

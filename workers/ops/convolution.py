@@ -1,0 +1,158 @@
+"""Depthwise causal convolution along the tokens of each sequence of a packed row, with the activation after it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from .attention import Packing
+from .recurrence import StateKind
+
+
+@dataclass(frozen=True)
+class CausalConvolution:
+    """The convolution of a layer, a Recurrence of one input [tokens, channels]; its state are the last inputs.
+
+    Computes in float32. Gradients of the weight and the bias are added to their `grad`, if they have one.
+
+    weight: [channels, width] or [channels, 1, width]; its last column is for the token itself. bias: [channels]. dtype:
+    that of the inputs.
+    """
+
+    layer: int
+    weight: Tensor
+    bias: Tensor | None
+    is_silu: bool
+    dtype: torch.dtype
+
+    @property
+    def state(self) -> StateKind:
+        channels, width = len(self.weight), self.weight.shape[-1]
+        return StateKind(self.layer, "convolution", (channels, width - 1), self.dtype)
+
+    def scan(self, inputs: Sequence[Tensor], packing: Packing, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        (x,) = inputs
+        ends = packing.layout(Ends, x.device, self.weight.shape[-1] - 1)
+        earlier = None if initial is None else initial.mT
+        states = ends.last_inputs(x, earlier).mT
+        if torch.is_grad_enabled():
+            assert earlier is None
+            return _Convolve.apply(x, self, ends), states.detach()  # pyright: ignore[reportReturnType]
+        return self.activated(self.convolved(x, ends, earlier)).to(x.dtype), states
+
+    def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
+        (x,) = inputs
+        window = torch.cat((states.index_select(0, slots), x.unsqueeze(2)), dim=2)
+        states.index_copy_(0, slots, window[:, :, 1:])
+        out = (window * self.weight.detach().flatten(1).float()).sum(2)
+        return self.activated(out if self.bias is None else out.add_(self.bias.detach())).to(x.dtype)
+
+    def convolved(self, x: Tensor, ends: "Ends", earlier: Tensor | None) -> Tensor:
+        """Returns the convolution before the activation, float32 [tokens, channels]."""
+        out = _convolve(x, self.taps(), ends.first, earlier, forward=True)
+        return out if self.bias is None else out.add_(self.bias.detach())
+
+    def activated(self, out: Tensor) -> Tensor:
+        """Applies the activation; may overwrite its argument."""
+        return silu(out, inplace=True) if self.is_silu else out
+
+    def taps(self) -> Tensor:
+        """Returns the weight of each distance between tokens, float32 [width, channels]; the first one is for 0."""
+        return self.weight.detach().flatten(1).float().t().flip(0)
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, convolution: CausalConvolution, ends: "Ends") -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.convolution, ctx.ends = convolution, ends
+        return convolution.activated(convolution.convolved(x, ends, None)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (x,), convolution, ends = ctx.saved_tensors, ctx.convolution, ctx.ends
+        grad = grads[0].float()
+        if convolution.is_silu:
+            grad = torch.ops.aten.silu_backward(grad, convolution.convolved(x, ends, None))
+        gradient = _convolve(grad, convolution.taps(), ends.last, None, forward=False).to(x.dtype)
+        _add_gradients(convolution, grad, x, ends)
+        return gradient, None, None
+
+
+def _add_gradients(convolution: CausalConvolution, grad: Tensor, x: Tensor, ends: "Ends") -> None:
+    """Adds to the gradients of bias and weight, if they have one, given that of the convolution's output."""
+    if convolution.bias is not None and convolution.bias.grad is not None:
+        convolution.bias.grad.add_(grad.sum(0))
+    if convolution.weight.grad is None:
+        return
+    width, of_weight = convolution.weight.shape[-1], convolution.weight.grad.flatten(1)
+    for distance in range(width):
+        if distance:
+            # The tokens at this distance before them are not of their sequence.
+            grad = grad.index_fill(0, ends.tokens_at(distance - 1), 0)
+        of_weight[:, width - 1 - distance].add_((grad[distance:] * x[: len(x) - distance]).sum(0))
+
+
+class Ends:
+    """The tokens of each sequence of a packed row that are nearer than `reach` to its start, or to its end."""
+
+    def __init__(self, packing: Packing, device: torch.device, reach: int) -> None:
+        bounds = packing.bounds(device).long()
+        starts, stops, distance = bounds[:-1, None], bounds[1:, None], torch.arange(reach, device=device)
+        inside = distance < stops - starts
+        self.first = NearTokens(torch.where(inside, starts + distance, starts), inside)
+        self.last = NearTokens(torch.where(inside, stops - 1 - distance, starts), inside)
+        self._earlier = (stops - starts + distance).clamp_(max=reach - 1).unsqueeze(2)
+        self._at_distance = [column[ok] for column, ok in zip(self.first.tokens.t(), inside.t(), strict=True)]
+
+    def last_inputs(self, x: Tensor, earlier: Tensor | None) -> Tensor:
+        """Returns the last inputs of each sequence, [sequences, reach, channels], given those before the row."""
+        inputs, inside = x[self.last.tokens.flip(1)], self.last.inside.flip(1).unsqueeze(2)
+        if earlier is None:
+            return inputs.masked_fill_(inside.logical_not(), 0)
+        return torch.where(inside, inputs, earlier.gather(1, self._earlier.expand(inputs.shape)))
+
+    def tokens_at(self, distance: int) -> Tensor:
+        """Returns the token of each sequence at this distance from its first one, if it has so many; int64."""
+        return self._at_distance[distance]
+
+
+class NearTokens:
+    """The tokens near an end of each sequence, from the end inwards.
+
+    tokens: int64 [sequences, reach], any of the sequence's where it has no more. inside: bool [sequences, reach], False
+    there.
+    """
+
+    def __init__(self, tokens: Tensor, inside: Tensor) -> None:
+        self.tokens, self.inside = tokens, inside
+        self._rows, self._flat_tokens = inside.flatten().nonzero().squeeze(1), tokens[inside]
+
+    def overwrite(self, out: Tensor, near: Tensor) -> None:
+        """Overwrites out [tokens, channels] at these tokens by near [sequences, reach, channels]."""
+        out.index_copy_(0, self._flat_tokens, near.flatten(0, 1).index_select(0, self._rows))
+
+
+def _convolve(x: Tensor, taps: Tensor, end: NearTokens, beyond: Tensor | None, forward: bool) -> Tensor:
+    """Returns the sum over distances of the taps [width, channels] times the token at that distance from each token.
+
+    The whole row is convolved at once; then the tokens near the ends of sequences are overwritten, so that nothing of
+    another sequence, be it NaN, remains.
+
+    Args:
+        x: [tokens, channels].
+        beyond: the inputs beyond the end of each sequence, [sequences, width - 1, channels]; None for zeros.
+        forward: whether the tokens before each one are meant, else those after it.
+    """
+    out, reach = x * taps[0], len(taps) - 1
+    for distance in range(1, len(taps)):
+        here, there = (out[distance:], x[:-distance]) if forward else (out[:-distance], x[distance:])
+        here.addcmul_(there, taps[distance])
+    near = x[end.tokens].masked_fill_(end.inside.logical_not().unsqueeze(2), 0)
+    near = torch.cat((torch.zeros_like(near) if beyond is None else beyond, near), dim=1)
+    parts = [near[:, reach - distance : 2 * reach - distance] * tap for distance, tap in enumerate(taps)]
+    end.overwrite(out, torch.stack(parts).sum(0))
+    return out

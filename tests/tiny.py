@@ -9,6 +9,7 @@ from transformers import (
     Cohere2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -18,8 +19,11 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
@@ -27,9 +31,20 @@ KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
 # Used by some tests only: a dense layer before the sparse one.
 MORE_KINDS = ("qwen3_moe_mixed",)
 # Other families.
-FAMILY_KINDS = ("mistral", "mixtral", "phi3", "olmo2", "gemma3")
+FAMILY_KINDS = (
+    "mistral",
+    "mixtral",
+    "phi3",
+    "olmo2",
+    "gemma3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "deepseek_v3",
+    "glm4_moe_lite",
+)
 # Run by transformers' modules, or refused.
-OTHER_KINDS = ("cohere2", "qwen2_moe", "gpt_oss", "deepseek_v3")
+OTHER_KINDS = ("cohere2", "qwen2_moe", "gpt_oss")
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -47,6 +62,31 @@ TINY_SHAPE: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 
+# One layer with the gated delta rule, and one with gated attention whose heads rotate by half.
+HYBRID_SHAPE: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+
+# A dense layer and a sparse one, both with latent attention.
+LATENT_SHAPE: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+}
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -61,6 +101,7 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
     shape = TINY_SHAPE | overrides
     qwen3_shape = {"head_dim": 16} | shape
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    hybrid_shape, latent_shape = HYBRID_SHAPE | shape, LATENT_SHAPE | shape | {"num_key_value_heads": 4}
     match kind:
         case "llama":
             return LlamaConfig(**shape)
@@ -87,6 +128,12 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return Gemma3TextConfig(**(kinds | {"query_pre_attn_scalar": 24} | qwen3_shape))
         case "gemma3_capped":
             return tiny_config("gemma3", **({"final_logit_softcapping": 0.3} | overrides))
+        case "qwen3_5":
+            return Qwen3_5TextConfig(**hybrid_shape)
+        case "qwen3_5_moe":
+            return Qwen3_5MoeTextConfig(**(experts | {"shared_expert_intermediate_size": 48} | hybrid_shape))
+        case "qwen3_next":
+            return Qwen3NextConfig(**(experts | {"shared_expert_intermediate_size": 48} | hybrid_shape))
         case "qwen2_moe":
             return Qwen2MoeConfig(**({"shared_expert_intermediate_size": 48} | experts | shape))
         case "gpt_oss":
@@ -94,7 +141,9 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             expert_options = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
             return GptOssConfig(**(expert_options | qwen3_shape))
         case "deepseek_v3":
-            return DeepseekV3Config(**({"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 8} | shape))
+            return DeepseekV3Config(**({"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1} | latent_shape))
+        case "glm4_moe_lite":
+            return Glm4MoeLiteConfig(**latent_shape)
         case "cohere2":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             return Cohere2Config(**(kinds | {"logit_scale": 0.3} | shape))

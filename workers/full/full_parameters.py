@@ -71,6 +71,8 @@ def _is_repeated(base: BaseModel, name: str) -> bool:
 def _unit(path: Sequence[str]) -> ShardedUnit | None:
     if path[-2] == "shared_expert_gate":  # it reads the residual stream
         return None
+    if "linear_attn" in path:
+        return "linear_attn"
     if "self_attn" in path:
         return "self_attn"
     if "experts" in path or path[-2] == "gate":

@@ -19,6 +19,7 @@ from .adapter import Adapter
 from .batch_plan import BatchPlan, PlanContext
 from .lora_linear import ActivePlan, LoraLinear, MergedLoraLinear
 from .segment import Segment
+from .stacked_factors import LinearSite
 from .target import DOWN, GATE_UP, Group, Target, group_of
 
 _FLAGS: Mapping[str, Group] = {"train_attn": "attention", "train_mlp": "mlp"}
@@ -167,14 +168,38 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
                 for target in of_experts
             )
         parent_name, _, kind = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or id(module) not in inside or group_of(name) is None:
+        if not isinstance(module, nn.Linear) or id(module) not in inside:
             continue
-        base.quantize(module, "weight")
-        saved_name, path = base.saved_name(name), base.name_in_files(name)
-        setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, saved_name, active))
-        target = _target(saved_name, module, base.splits.get(f"{name}.weight", {}))
+        targets = list(_linear_targets(base, name, module))
+        if targets or base.adaptable_weight(name) is not None:
+            base.quantize(module, "weight")
+            wrapped = LoraLinear(module, _site(name, module, targets), active)
+            setattr(base.model.get_submodule(parent_name), kind, wrapped)
+        yield from targets
+
+
+def _site(name: str, linear: nn.Linear, targets: Sequence[Target]) -> LinearSite:
+    if not targets:
+        return LinearSite((name,), (linear.out_features,))
+    return LinearSite(tuple(each.name for each in targets), tuple(each.local_out_features for each in targets))
+
+
+def _linear_targets(base: BaseModel, name: str, linear: nn.Linear) -> Iterator[Target]:
+    """Yields the targets of a linear layer: itself, some ranges of its rows, or none."""
+    declared = base.adaptable_weight(name)
+    names = [name] if declared is None else [f"{name.rpartition('.')[0]}.{each}" for each in declared.adapters]
+    if not names or group_of(names[0]) is None:
+        return
+    is_replicated = base.is_replicated_over_tp(f"{name}.weight")
+    whole = _target(base.saved_name(name), linear, base.splits.get(f"{name}.weight", {}))
+    if declared is None or len(names) == 1:
+        path = base.name_in_files(name)
         saved_path = None if path == name else base.saved_name(path)
-        yield replace(target, is_replicated_over_tp=base.is_replicated_over_tp(f"{name}.weight"), saved_path=saved_path)
+        yield replace(whole, is_replicated_over_tp=is_replicated, saved_path=saved_path)
+        return
+    for part, size in zip(names, declared.sections, strict=True):
+        split = replace(whole.out_split, sections=(size,)) if whole.out_split else None
+        yield Target(base.saved_name(part), whole.in_features, size, None, split, is_replicated_over_tp=is_replicated)
 
 
 def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[tuple[str, bool]]:

@@ -24,14 +24,14 @@ class LoraLinear(nn.Module):
 
     weight: FrozenWeight
 
-    def __init__(self, base: nn.Linear, name: str, active: "ActivePlan") -> None:
+    def __init__(self, base: nn.Linear, site: LinearSite, active: "ActivePlan") -> None:
         super().__init__()
         self.weight = base.weight
         if isinstance(self.weight, Tensor) and not active.is_sharded:
             self.weight.data = to_product_layout(base.weight.data)
         self.bias = base.bias
         self.active = active
-        self.site = LinearSite((name,), (base.out_features,))
+        self.site = site
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [1, tokens, in] or [tokens, in] to the same shape with `out` features."""

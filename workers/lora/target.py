@@ -25,8 +25,11 @@ _MLP = frozenset(
         *("dense_h_to_4h", "dense_4h_to_h"),
     }
 )
-_ATTENTION_BLOCKS = frozenset({"self_attn", "self_attention", "attention", "attn"})
-_WITHIN_ATTENTION = _ATTENTION | {"out_proj", "dense", "c_proj", "gate_proj"}
+_ATTENTION_BLOCKS = frozenset({"self_attn", "self_attention", "attention", "attn", "linear_attn"})
+_WITHIN_ATTENTION = _ATTENTION | {
+    *("out_proj", "dense", "c_proj", "gate_proj"),
+    *("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_qkvz"),
+}
 
 
 def group_of(name: str) -> Group | None:

@@ -32,6 +32,7 @@ from ..protocol.worker_config import WorkerConfig, ZeroStage
 from ..resources.memory import available_bytes
 from ..resources.threads import ThreadCount
 from ..shapes.model_shape import (
+    ModelDescription,
     ModelShape,
     describe_model,
     longest_context,
@@ -41,6 +42,7 @@ from ..shapes.model_shape import (
 )
 from ..shapes.other_models import TEXT_PARTS, logit_cap_of, logit_scale_of
 from ..shapes.packed_weights import quantization_of
+from ..shapes.parts import Weight
 from ..shapes.sequence_split import SequenceSplit
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
 from .devices import no_cuda
@@ -122,7 +124,7 @@ class BaseModel:
         self.config: PreTrainedConfig = self.model.config
         own = self.own_parameters()
         self.num_parameters = sum(self._num_parts(name) * each.numel() for name, each in own.items())
-        self.sequence_split = _sequence_split(self.config, mesh.spec)
+        self.sequence_split = _sequence_split(self.shape, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, self.shape, mesh)
         if self._fused is None:
@@ -159,7 +161,14 @@ class BaseModel:
         self.vocab_size = self._num_parts(self.head_name) * len(head.weight)
         self._sharded_head: ShardedLayer | None = None
         if not mesh.has_forward_collectives:
-            check_numbers(self.source, self.model, self._logits, config.max_context_length or self.num_positions)
+            longest = config.max_context_length or self.num_positions
+            check_numbers(self.source, self.model, self._logits, longest, self._attending_layers())
+
+    def _attending_layers(self) -> Sequence[int]:
+        """Returns the numbers of the layers that have keys and values."""
+        if not isinstance(self.shape, ModelShape):
+            return range(self.num_layers)
+        return [i for i, layer in enumerate(self.shape.layers) if layer.mixer in self.shape.attentions]
 
     def _logits(self, tokens: Tensor, positions: Tensor, packing: AttendingPacking) -> Tensor:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
@@ -173,6 +182,10 @@ class BaseModel:
         if self._is_text_part and name.startswith(prefix):
             return f"{prefix}{_TEXT_PART}.{name.removeprefix(prefix)}"
         return name
+
+    def adaptable_weight(self, name: str) -> Weight | None:
+        """Returns the declared weight of the linear layer of this name, None if its family declares none."""
+        return self._weights.get(f"{name}.weight".removeprefix(f"{self.model.base_model_prefix}."))
 
     def is_replicated_over_tp(self, name: str) -> bool:
         """True if several ranks have the weights of this name whole, and run the same tokens through them."""
@@ -511,11 +524,11 @@ def _collect_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = gradient
 
 
-def _sequence_split(config: PreTrainedConfig, spec: ParallelSpec) -> SequenceSplit:
-    if spec.sp == 1:
+def _sequence_split(shape: ModelDescription, spec: ParallelSpec) -> SequenceSplit:
+    if spec.sp == 1 or not isinstance(shape, ModelShape) or not shape.attentions:
         return SequenceSplit()
-    tp = spec.tp_size_of("self_attn")
-    return SequenceSplit.of(spec.sp, config.num_attention_heads // tp, config.num_key_value_heads // tp)
+    tp, attention = spec.tp_size_of("self_attn"), shape.attentions[0]
+    return SequenceSplit.of(spec.sp, attention.heads // tp, attention.kv_heads // tp)
 
 
 # The text part of models that also take images: its name, and the renaming of its weights from files of current and

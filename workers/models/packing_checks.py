@@ -5,7 +5,7 @@ numbers of transformers' own passes over each sequence.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any, TypeGuard
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..batch.micro_batch import MicroBatch, select_examples
 from ..ops.attention import AttendingPacking, AttentionKind, Packing, attend, pack_lengths
+from ..ops.recurrence import Recurrence, recur
 from ..resources.memory import is_out_of_memory
 
 Logits = Callable[[Tensor, Tensor, AttendingPacking], Tensor]
@@ -49,11 +50,14 @@ def check_modules(source: str, model: PreTrainedModel) -> None:
                 )
 
 
-def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: int | None) -> None:
+def check_numbers(
+    source: str, model: PreTrainedModel, logits: Logits, longest: int | None, attending: Sequence[int]
+) -> None:
     """Compares a packed pass of three short sequences with transformers' own pass over each of them.
 
     Args:
         logits: runs the packed pass.
+        attending: the numbers of the layers with attention.
         longest: the longest context; shorter windows are reduced for the check, so that the sequences cross them.
     Raises:
         ValueError: the difference is more than rounding.
@@ -61,7 +65,7 @@ def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: 
     model_type = model.config.model_type
     try:
         with _short_windows(model, longest):
-            distance = _distance(model, logits)
+            distance = _distance(model, logits, attending)
     except Exception as error:  # a model of another shape may fail with anything
         if is_out_of_memory(error):
             raise
@@ -93,10 +97,13 @@ class RecordingPacking:
             raise ValueError(f"keys and values have several shapes (heads, features): {sorted(self._shapes)}")
         return attend(query, key, value, self._packing, kind)
 
-    def check(self, num_layers: int) -> None:
-        """Raises ValueError if a cache could not store the keys and values of all layers."""
-        if self._layers != list(range(num_layers)):
-            raise ValueError(f"its {num_layers} layers attend in the order {self._layers}, not once each")
+    def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        return recur(op, inputs, self._packing)
+
+    def check(self, layers: Sequence[int]) -> None:
+        """Raises ValueError if a cache could not store the keys and values of these layers, those with attention."""
+        if self._layers != list(layers):
+            raise ValueError(f"its layers {list(layers)} attend in the order {self._layers}, not once each")
 
 
 def check_ranks(source: str, model: PreTrainedModel, hidden_states: Callable[[MicroBatch], Tensor]) -> None:
@@ -132,12 +139,12 @@ def _refuse_distance(source: str, model: PreTrainedModel, distance: float, what:
 
 
 @torch.no_grad()
-def _distance(model: PreTrainedModel, logits: Logits) -> float:
+def _distance(model: PreTrainedModel, logits: Logits, attending: Sequence[int]) -> float:
     embedding: Any = model.get_input_embeddings()
     whole = _sequences(embedding.num_embeddings, embedding.weight.device)
     seen = RecordingPacking(whole.packing)
     ours = _centered(logits(whole.tokens, whole.positions, seen))
-    seen.check(model.config.num_hidden_layers)
+    seen.check(attending)
     with _attention_of_transformers(model):
         passes = [model(input_ids=whole.tokens[None, start:stop], use_cache=False) for start, stop in _bounds()]
     return _largest_distance(ours, _centered(torch.cat([each.logits[0] for each in passes])))

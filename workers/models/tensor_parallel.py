@@ -16,7 +16,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from ..parallel.mesh import Mesh
-from ..shapes.parts import Placement, Weight
+from ..shapes.parts import Weight
 from ..shapes.split import Split
 
 
@@ -83,7 +83,7 @@ class ParameterSharding:
         for name, parameter in list(model.named_parameters()):
             weight = self._weights.get(name.removeprefix(prefix))
             if weight is not None and weight.placement is not None:
-                marked = self._marked(name, parameter, weight.placement, weight.split_sections)
+                marked = self._marked(name, parameter, weight)
             elif id(parameter) in ends:
                 marked = self._marked_end(name, parameter)
             else:
@@ -101,14 +101,15 @@ class ParameterSharding:
         marked = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
         return nn.Parameter(marked, requires_grad=False)
 
-    def _marked(
-        self, name: str, parameter: nn.Parameter, placement: Placement, sections: tuple[int, ...]
-    ) -> nn.Parameter:
-        sharded = self._mesh.shard_team
-        tensor, experts = self._mesh.tensor_team(placement.unit), self._mesh.expert_team(placement.unit)
+    def _marked(self, name: str, parameter: nn.Parameter, weight: Weight) -> nn.Parameter:
+        sharded, placement = self._mesh.shard_team, weight.placement
+        assert placement is not None
+        is_split = placement.dim is not None
+        tensor = self._mesh.tensor_team(placement.unit) if is_split else self._mesh.along()
+        experts, sections = self._mesh.expert_team(placement.unit), weight.split_sections if is_split else ()
         axes, shards = [], []
         num_parts = experts.size * (tensor.size if placement.dim == 0 else 1)
-        if sharded.size > 1 and parameter.shape[0] % (num_parts * sharded.size) == 0:
+        if sharded.size > 1 and placement.is_gathered and parameter.shape[0] % (num_parts * sharded.size) == 0:
             self.sharded.append(name)
             axes.append("fsdp")
             # Splits the rows that this rank has along the other axes.
@@ -118,7 +119,7 @@ class ParameterSharding:
             self.splits.setdefault(name, {})[0] = by_expert
             axes.append("ep")
             shards.append(Shard(0))
-        if tensor.size > 1:
+        if tensor.size > 1 and placement.dim is not None:
             dim = placement.dim
             self.splits.setdefault(name, {})[dim] = Split("tp", tensor.size, tensor.index, sections)
             axes.append("tp")

@@ -65,7 +65,7 @@ class SlotTensors:
         self._reading: dict[int, CacheViews] = {}
         self._read = (0, 0)
 
-    def views(self, layer: int, like: Tensor, num_slots: int, span: int) -> "CacheViews":
+    def views(self, kind: AttentionKind, like: Tensor, num_slots: int, span: int) -> "CacheViews":
         """Returns views of the first tokens, at least `span`, of the first slots.
 
         They are zero beyond a sequence's end.
@@ -73,14 +73,15 @@ class SlotTensors:
         span = min(self.capacity, -(-span // _READ_TOKENS) * _READ_TOKENS)
         if self._read != (num_slots, span):
             self._reading, self._read = {}, (num_slots, span)
+        layer = kind.layer
         if layer not in self._reading:
-            keys, values = self.of_layer(layer, like)
+            keys, values = self.of_layer(layer, like, kind.values_are_keys)
             first = keys[:num_slots, :, :span].flatten(0, 1).transpose(1, 2)
             self._reading[layer] = CacheViews(keys, values, first, values[:num_slots, :, :span].flatten(0, 1))
         return self._reading[layer]
 
-    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer.
+    def of_layer(self, layer: int, like: Tensor, values_are_keys: bool = False) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of a layer, the same tensor if `values_are_keys`.
 
         They are allocated at first use, for keys like `like` [tokens, kv_heads, head_dim].
         """
@@ -89,8 +90,9 @@ class SlotTensors:
             kv_heads, head_dim = like.shape[-2:]
             shape = self.num_slots, kv_heads, self.capacity, head_dim
             keys = self._keys[layer] = like.new_zeros(shape)
-            self._values[layer] = like.new_zeros(shape)
-        return keys, self._values[layer]
+            if not values_are_keys:
+                self._values[layer] = like.new_zeros(shape)
+        return keys, self._values.get(layer, keys)
 
     def states(self, kind: StateKind, device: torch.device) -> Tensor:
         """Returns the states of a recurrence, [num_slots, *shape]. They are allocated at first use."""
@@ -121,19 +123,21 @@ class SlotTensors:
         """Copies states, and as many tokens as both slots can hold; clears the rest of the target."""
         length = min(self.capacity, target.capacity)
         for layer, keys in self._keys.items():
-            own = keys, self._values[layer]
-            for mine, other in zip(own, target.of_layer(layer, keys[0].transpose(0, 1)), strict=True):
+            own = self._stored(layer)
+            others = target.of_layer(layer, keys[0].transpose(0, 1), len(own) == 1)
+            for mine, other in zip(own, others[: len(own)], strict=True):
                 other[target_slot, :, :length] = mine[slot, :, :length]
                 other[target_slot, :, length:] = 0
         for kind, states in self._states.items():
             target.states(kind, states.device)[target_slot] = states[slot]
 
-    def copies(self, slot: int, tokens: slice) -> Mapping[int, tuple[Tensor, Tensor]]:
-        """Returns copies of each layer's keys and values [kv_heads, tokens, head_dim]."""
-        return {
-            layer: (keys[slot, :, tokens].clone(), self._values[layer][slot, :, tokens].clone())
-            for layer, keys in self._keys.items()
-        }
+    def copies(self, slot: int, tokens: slice) -> Mapping[int, tuple[Tensor, ...]]:
+        """Returns copies of each layer's keys, and of its values if they differ, [kv_heads, tokens, head_dim]."""
+        return {layer: tuple(each[slot, :, tokens].clone() for each in self._stored(layer)) for layer in self._keys}
+
+    def _stored(self, layer: int) -> tuple[Tensor, ...]:
+        """Returns the layer's keys, and its values if they differ."""
+        return tuple(tensors[layer] for tensors in (self._keys, self._values) if layer in tensors)
 
     def state_copies(self, slot: int) -> Mapping[StateKind, Tensor]:
         """Returns copies of the slot's states, each [*shape]."""
@@ -186,13 +190,18 @@ class DecodeStep:
             query, key, value = query[self.rows], key[self.rows], value[self.rows]
         kernels = kernels_for(key)
         if kernels is not None:
-            cached = *self.tensors.of_layer(kind.layer, key), self.slots, self.lengths, self.groups
+            cached = (
+                *self.tensors.of_layer(kind.layer, key, kind.values_are_keys),
+                self.slots,
+                self.lengths,
+                self.groups,
+            )
             num_threads = self.num_threads if self.span * key.numel() > _WORTH_THREADS else 1
             return kernels.decode_attention(query, key, value, *cached, kind, num_threads)
         if (triton := triton_kernels_for(key)) is not None:
-            cached = *self.tensors.of_layer(kind.layer, key), self.slots, self.lengths, self.span
+            cached = *self.tensors.of_layer(kind.layer, key, kind.values_are_keys), self.slots, self.lengths, self.span
             return triton.decode_attention(query, key, value, *cached, kind)
-        reading = self.tensors.views(kind.layer, key, self.num_slots, self.span)
+        reading = self.tensors.views(kind, key, self.num_slots, self.span)
         reading.keys[self.slots, :, self.lengths] = key
         reading.values[self.slots, :, self.lengths] = value
         if not self.in_order:
@@ -246,7 +255,7 @@ class ContinuationChunk:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Returns the attention output [stop - start, heads, head_dim] for query, key and value of the packed row."""
-        keys, values = self.store(key, value, kind.layer)
+        keys, values = self.store(key, value, kind)
         length = self.cached + self.stop - self.start
         if fits_flash_on_gpu(query):
             own = keys[self.slot, :, :length].transpose(0, 1), values[self.slot, :, :length].transpose(0, 1)
@@ -269,9 +278,9 @@ class ContinuationChunk:
             self._bounds.append((numbers[0], numbers[1]))
         return self._bounds[0]
 
-    def store(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def store(self, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
         """Stores key and value of the packed row. Returns the layer's, see SlotTensors.of_layer."""
-        keys, values = self.tensors.of_layer(layer, key)
+        keys, values = self.tensors.of_layer(kind.layer, key, kind.values_are_keys)
         length = self.cached + self.stop - self.start
         keys[self.slot, :, self.cached : length] = key[self.start : self.stop].transpose(0, 1)
         values[self.slot, :, self.cached : length] = value[self.start : self.stop].transpose(0, 1)
@@ -300,8 +309,9 @@ class NewSequences:
     slots: Tensor
     number: int
 
-    def store(self, key: Tensor, value: Tensor, layer: int) -> None:
-        for cached, new in zip(self.tensors.of_layer(layer, key), (key, value), strict=True):
+    def store(self, key: Tensor, value: Tensor, kind: AttentionKind) -> None:
+        tensors = self.tensors.of_layer(kind.layer, key, kind.values_are_keys)
+        for cached, new in zip(tensors, (key, value), strict=True):
             part = new[self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
             cached[self.slots, :, : self.length] = part.transpose(1, 2)
             cached[self.slots, :, self.length :] = 0
@@ -354,7 +364,7 @@ class CachedRow:
         for chunk in self.chunks:
             out[chunk.start : chunk.stop] = chunk.attend(query, key, value, kind)
         for storing in self.storing:
-            storing.store(key, value, kind.layer)
+            storing.store(key, value, kind)
         if self.fresh is not None:
             new = slice(self.fresh_start, None)
             out[new] = attend(query[new], key[new], value[new], self.fresh, kind)

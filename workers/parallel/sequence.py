@@ -5,6 +5,7 @@ Heads: Jacobs et al., DeepSpeed Ulysses (2023), https://arxiv.org/abs/2309.14509
 https://arxiv.org/abs/2405.07719.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -48,6 +49,32 @@ class ShardedPacking:
         heads = query.shape[1]
         kind = kind.of_heads(self.team.index % size * heads, heads)
         return self._own_tokens(self._attend_stripe(query, key, value, kind))
+
+    def by_heads(self, inputs: Sequence[Tensor], run: Callable[[Sequence[Tensor], Packing, Team], Tensor]) -> Tensor:
+        """Runs a function of whole sequences, head by head, with this rank's share of the heads.
+
+        Args:
+            inputs: each [own tokens, heads, ...].
+            run: takes the inputs [tokens, own heads, ...] in the order of the row, its packing, and the team; returns
+                [tokens, own heads, ...].
+        Returns:
+            the output for this rank's tokens, [own tokens, heads, ...].
+        """
+        if self.team.size == 1:
+            return run(inputs, self.whole, self.team)
+        return self._to_tokens(run([self._to_heads(each) for each in inputs], self.whole, self.team))
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """Exchanges [own tokens, heads, ...] for [tokens, own heads, ...]."""
+        by_rank = x.unflatten(1, (self.team.size, -1)).transpose(0, 1).contiguous()
+        by_stripe = all_to_all_rows(by_rank, self.team).flatten(0, 1)
+        return by_stripe.unflatten(0, (self.split.ring, -1)).transpose(0, 1).flatten(0, 1)
+
+    def _to_tokens(self, x: Tensor) -> Tensor:
+        """Exchanges [tokens, own heads, ...] for [own tokens, heads, ...]."""
+        by_stripe = x.unflatten(0, (-1, self.split.ring)).transpose(0, 1).flatten(0, 1)
+        by_rank = by_stripe.unflatten(0, (self.team.size, -1)).contiguous()
+        return all_to_all_rows(by_rank, self.team).transpose(0, 1).flatten(1, 2)
 
     def _attend_stripe(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Computes attention for all tokens of the stripe. Without a ring these are all tokens."""

@@ -46,6 +46,7 @@ def check_layout(
     if isinstance(model, ModelShape):
         _check_replicated(spec, model)
         _check_tensor(spec, model)
+        _check_sequence(spec, model)
         _check_experts(spec, model)
     _check_devices(spec, num_devices)
 
@@ -75,6 +76,11 @@ def valid_tp(shape: ModelShape, replicated: Collection[ShardedUnit] = ()) -> lis
 
 def valid_ep(shape: ModelShape) -> list[int]:
     return divisors(shape.experts.num) if shape.experts else [1]
+
+
+def divides_sequences(shape: ModelShape, sp: int, tp: int) -> bool:
+    """True if ranks along sp divide evenly what a rank along tp has of the things that they divide."""
+    return not any(each.by_sp and each.number // tp % sp for each in shape.divisible())
 
 
 def cuda_devices() -> int | None:
@@ -157,6 +163,17 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
                 choices += f" (--parallel with --shard {PATTERNS[things.unit]}=replicate: {spec.tp}, too)"
             what = f"{things.number} {things.what} of {shape.name}"
             raise ValueError(f"tp={spec.tp} does not divide {what}; valid tp: {choices}")
+
+
+def _check_sequence(spec: ParallelSpec, shape: ModelShape) -> None:
+    for things in shape.divisible():
+        own = things.number // spec.tp_size_of(things.unit)
+        if things.by_sp and own % spec.sp:
+            each = "" if own == things.number else f" that each rank along tp={spec.tp} has"
+            choices = ", ".join(map(str, divisors(own)))
+            raise ValueError(
+                f"sp={spec.sp} does not divide {own} {things.what} of {shape.name}{each}; valid sp: {choices}"
+            )
 
 
 def _check_experts(spec: ParallelSpec, shape: ModelShape) -> None:

@@ -84,8 +84,7 @@ def num_learned(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
 
 def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
     """Returns how many tokens the KV cache of a rank holds."""
-    numbers = sum(layer.mixer.cache_entries(spec).numbers_per_token for layer in shape.layers)
-    return load.kv_cache_bytes // max(1, numbers * load.number_bytes)
+    return load.kv_cache_bytes // max(1, shape.cache_size(spec, load.number_bytes).bytes_per_token)
 
 
 def _gathered(table: list[ParameterGroup], one_layer: bool) -> int:

@@ -7,7 +7,7 @@ from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import DEFAULT_MICRO_BATCH_TOKENS
 from ..shapes.model_shape import ModelShape
 from .activations import activations
-from .checks import divisors, valid_ep, valid_tp
+from .checks import divides_sequences, divisors, valid_ep, valid_tp
 from .estimate import MemoryEstimate, estimate
 from .footprint import gigabytes
 from .workload import Workload
@@ -219,4 +219,5 @@ def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
                 continue
             rest = num_ranks // tp // ep
             for sp in divisors(rest):
-                yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
+                if divides_sequences(shape, sp, tp):
+                    yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)

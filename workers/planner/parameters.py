@@ -84,7 +84,8 @@ def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Paramet
         own, style = weight.own_shape(spec), "replicate"
         if weight.placement is not None and weight.placement.unit not in spec.replicated:
             style = weight.placement.style
-        fsdp = _num_kept_parts(own[0], spec) if weight.placement is not None else 1
+        is_gathered = weight.placement is not None and weight.placement.is_gathered
+        fsdp = _num_kept_parts(own[0], spec) if is_gathered else 1
         yield ParameterGroup(
             f"model.layers.*.{weight.name}", weight.shape, own, count, fsdp, style, weight.placement is not None
         )

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import ServedModel
+from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
 from .other_models import BY_TRANSFORMERS, LAYER_TYPES, TEXT_PARTS, unsupported_setting
 from .packed_weights import METHODS, quantization_of
-from .parts import Divisible, Layer, Mixer, RoutedExperts, SoftmaxAttention, Weight
+from .parts import FLOAT32, Divisible, LatentAttention, Layer, Mixer, RoutedExperts, SoftmaxAttention, Weight
 
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
@@ -80,9 +82,9 @@ class ModelShape(ModelDescription):
         return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
 
     @cached_property
-    def attentions(self) -> tuple[SoftmaxAttention, ...]:
+    def attentions(self) -> tuple[SoftmaxAttention | LatentAttention, ...]:
         """The different mixers with softmax attention."""
-        return tuple(mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention))
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention | LatentAttention))
 
     @cached_property
     def experts(self) -> RoutedExperts | None:
@@ -92,6 +94,13 @@ class ModelShape(ModelDescription):
     @property
     def num_sparse_layers(self) -> int:
         return sum(isinstance(layer.feed_forward, RoutedExperts) for layer in self.layers)
+
+    def cache_size(self, spec: ParallelSpec, number_bytes: int) -> CacheSize:
+        """Returns what a rank's cache holds of a sequence. `number_bytes`: of a number in the base model's dtype."""
+        entries = [layer.mixer.cache_entries(spec) for layer in self.layers]
+        by_layer = [each.numbers_per_token for each in entries if each.numbers_per_token]
+        states = sum(number_bytes * each.state_numbers + FLOAT32 * each.float32_state_numbers for each in entries)
+        return CacheSize(number_bytes * sum(by_layer), states, sum(by_layer) // max(1, len(by_layer)))
 
     def divisible(self) -> Sequence[Divisible]:
         """Returns what the layers have that ranks divide evenly."""
@@ -233,8 +242,20 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     `plan`, `serve` and the ranks all decide by this. Ranks check the modules and numbers in addition, after loading.
     """
     model_type, every = type_of(config), _of_text(config)
-    if (setting := unsupported_setting(model_type, every)) is not None:
+    family = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
+    setting = unsupported_setting(model_type, every, family.settings if family is not None else ())
+    if setting is not None:
         return f"models with {setting} are not supported"
+    if family is None and (reason := _unknown_layers(every)) is not None:
+        return reason
+    method = quantization_of(config).get("quant_method")
+    if method is not None and method not in METHODS:
+        return f"weights quantized by {method} are not supported, only by {', '.join(METHODS)}: use another release"
+    return None if model_type in (*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS) else _unknown(model_type, config)
+
+
+def _unknown_layers(every: Mapping[str, object]) -> str | None:
+    """Returns which layers carry a state along the row, or have another form of attention."""
     kinds = every.get("layer_types")
     if isinstance(kinds, list) and (others := sorted(set(map(str, kinds)) - LAYER_TYPES)):
         return f"models with {others[0]} layers are not supported"
@@ -246,10 +267,7 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
         return f"models with recurrent or linear-attention layers ({named}) are not supported"
     if every.get("model_type") == "gpt_oss":
         return "models with attention sinks are not supported"
-    method = quantization_of(config).get("quant_method")
-    if method is not None and method not in METHODS:
-        return f"weights quantized by {method} are not supported, only by {', '.join(METHODS)}: use another release"
-    return None if model_type in (*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS) else _unknown(model_type, config)
+    return None
 
 
 def _unknown(model_type: str, config: Mapping[str, object]) -> str:

@@ -21,7 +21,12 @@ BY_TRANSFORMERS = frozenset({
 # fmt: on
 
 # Multimodal models of which only the part for text runs: model_type of the whole -> model_type of that part.
-TEXT_PARTS: Mapping[str, str] = {"gemma3": "gemma3_text"}
+TEXT_PARTS: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "kimi_k25": "deepseek_v3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
 REFUSED_SETTINGS = (
@@ -57,10 +62,10 @@ LOGIT_CAPS: Mapping[str, str] = {"gemma3_text": "final_logit_softcapping"}
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:
+def unsupported_setting(model_type: str, config: Mapping[str, object], implemented: tuple[str, ...] = ()) -> str | None:
     """Returns the first setting whose arithmetic is not implemented for this model_type, None if there is no such
-    setting."""
-    known = [settings.get(model_type) for settings in (LOGIT_SCALES, LOGIT_DIVISORS, LOGIT_CAPS)]
+    setting. `implemented`: by the family's own layers."""
+    known = [*(settings.get(model_type) for settings in (LOGIT_SCALES, LOGIT_DIVISORS, LOGIT_CAPS)), *implemented]
     for setting in REFUSED_SETTINGS:
         value = config.get(setting)
         if value and setting not in known and not (setting in _SCALES and value == 1):

@@ -13,12 +13,16 @@ from .parts.part import Style
 
 # Placements by name below the trunk. Every rank has all other parameters whole.
 PLAN: Mapping[str, Placement] = {
-    f"layers.*.{name}": placement for part in PARTS for name, placement in part.placements.items()
+    f"layers.*.{name}": placement
+    for part in PARTS
+    for name, placement in part.placements.items()
+    if placement.dim is not None
 }
 
 # A pattern for all parameters of a unit.
 PATTERNS: Mapping[ShardedUnit, str] = {
     "self_attn": "layers.*.self_attn.*",
+    "linear_attn": "layers.*.linear_attn.*",
     "mlp": "layers.*.mlp.*_proj.*",
     "experts": "layers.*.mlp.experts.*",
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from trainhouse.workers.lora import Adapter, Segment
 from trainhouse.workers.models.fused_decoder import fused_trunk
-from trainhouse.workers.ops.attention import Packing, pack_lengths
+from trainhouse.workers.ops.attention import ATTENTION, Packing, pack_lengths
 from trainhouse.workers.shapes.model_shape import describe_model
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
@@ -43,6 +43,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "phi3 with partial rotation": lambda: tiny_config("phi3", partial_rotary_factor=0.75, head_dim=16),
     "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
 }
+
+# Transformers' own modules carry the state of these from one sequence of a row into the next.
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# Transformers runs these with keys and values of different sizes.
+LATENT = ("deepseek_v3", "glm4_moe_lite")
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 
@@ -83,6 +88,34 @@ def run(forward: Callable[..., Tensor], bench: Adapted, adapter: Adapter) -> tup
         hidden = forward(bench, tokens, positions, packing)
         hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)).to(hidden.dtype))
     return hidden.detach().float(), adapter.gradients.scratch.clone()
+
+
+def run_alone(bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
+    """Returns the same of transformers' modules with their own attention, which run each sequence by itself."""
+    adapter.gradients.begin_operation()
+    bench.base.model.set_attn_implementation("eager")
+    found = []
+    for tokens in sequences():
+        with bench.lora.applied([Segment(0, len(tokens), adapter)]):
+            trunk: Any = bench.base.trunk
+            found.append(trunk(input_ids=tokens[None], use_cache=False).last_hidden_state[0])
+    bench.base.model.set_attn_implementation(ATTENTION)
+    hidden = torch.cat(found)
+    hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)).to(hidden.dtype))
+    return hidden.detach().float(), adapter.gradients.scratch.clone()
+
+
+@pytest.mark.parametrize("kind", [*HYBRIDS, *LATENT])
+def test_sequences_run_as_each_alone_in_transformers(kind: str, tmp_path: Path) -> None:
+    bench = random_model(tiny_config(kind), tmp_path)
+    adapter = bench.create("a", train_mlp=not bench.base.experts)
+    found, wanted = run(fused_forward, bench, adapter), run_alone(bench, adapter)
+    for one, other in zip(found, wanted, strict=True):
+        assert relative_error(one, other) < 4e-6
+        assert relative_error(one * (1 + 1e-5), other) > 4e-6
+    if kind in HYBRIDS:
+        leaking = run(transformers_forward, bench, adapter)
+        assert relative_error(leaking[0], wanted[0]) > 1e-2
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import Packing, pack_lengths
+from trainhouse.workers.ops.attention_kind import AttentionKind
 from trainhouse.workers.ops.kv_cache import CachedRow, ContinuationChunk, SlotTensors
 
 from ..moving_sum import MovingSum
@@ -130,7 +131,7 @@ def test_layers_may_have_keys_or_states_or_neither() -> None:
     _, key, value = (x[0].transpose(0, 1) for x in rows(4, seed=1))
     tensors, target = new_slot_tensors(), new_slot_tensors(2, 32)
     begin(tensors, [3], sequence(4, 1))
-    fresh(tensors, [4], [3]).storing[0].store(key, value, layer=2)
+    fresh(tensors, [4], [3]).storing[0].store(key, value, AttentionKind(2, 1.0))
     tensors.copy_slot(3, target, 0)
     copies = target.copies(0, slice(0, 4))
     assert list(copies) == [2]

@@ -10,10 +10,13 @@ from ...ops.fused import Rotation, rms_norm
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
-from ...shapes.parts import Dense, Layer, Part, SoftmaxAttention
+from ...shapes.parts import Dense, GatedDelta, LatentAttention, Layer, Part, SoftmaxAttention
+from ...shapes.parts import Mixer as MixerPart
 from ...shapes.parts import RoutedExperts as RoutedExpertsPart
 from .dense import DenseFeedForward
 from .experts import RoutedExperts
+from .gated_delta import GatedDeltaMixer
+from .latent_attention import LatentMixer
 from .merge import Merge
 from .norms import add_norm, norm_of
 from .softmax_attention import SoftmaxMixer
@@ -130,8 +133,13 @@ def _is_part(part: Part, module: Any, family: Family) -> bool:
     return is_plain and all(family.defines(norm, "RMSNorm") for norm in norms)
 
 
-def _mixer(part: Any, module: Any, number: int, family: Family, mesh: Mesh) -> Mixer:
-    return SoftmaxMixer(part, module.self_attn, number, family, mesh)
+def _mixer(part: MixerPart, module: Any, number: int, family: Family, mesh: Mesh) -> Mixer:
+    if isinstance(part, SoftmaxAttention):
+        return SoftmaxMixer(part, module.self_attn, number, family, mesh)
+    if isinstance(part, LatentAttention):
+        return LatentMixer(part, module.self_attn, number, mesh)
+    assert isinstance(part, GatedDelta)
+    return GatedDeltaMixer(part, module.linear_attn, number, mesh)
 
 
 def _feed_forward(part: Dense | RoutedExpertsPart, module: Any, mesh: Mesh) -> FeedForward:

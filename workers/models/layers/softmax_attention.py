@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.attention import AttendingPacking, AttentionKind, Packing, attend
+from ...ops.attention import AttendingPacking, Packing, attend
+from ...ops.attention_kind import AttentionKind, Sinks
 from ...ops.fused import RmsNorm, Rotation, rotate_heads
 from ...parallel.mesh import Mesh
 from ...parallel.norms import ShardedHeadNorms
@@ -23,7 +24,8 @@ class SoftmaxMixer:
         """Takes the layer's number, and transformers' module of its attention."""
         self._part, self._module = part, module
         self.is_replicated = "self_attn" in mesh.spec.replicated
-        self._kind = AttentionKind(number, module.scaling, part.window)
+        sinks = Sinks(module.sinks) if part.has_sinks else None
+        self._kind = AttentionKind(number, module.scaling, part.window, sinks)
         tp = mesh.spec.tp_size_of("self_attn")
         self._sizes = [heads * part.head_dim // tp for heads in (part.heads, part.kv_heads, part.kv_heads)]
         self._query_norm: RmsNorm | None = None
@@ -42,7 +44,8 @@ class SoftmaxMixer:
     def is_recognised(part: SoftmaxAttention, module: Any) -> bool:
         """True if the module has the projections and norms of the part."""
         has_norms, is_fused = part.norms_heads is not None, part.is_fused
-        return hasattr(module, "q_norm") == has_norms and hasattr(module, "qkv_proj") == is_fused
+        has_same_norms = hasattr(module, "q_norm") == has_norms
+        return has_same_norms and hasattr(module, "qkv_proj") == is_fused and hasattr(module, "sinks") == part.has_sinks
 
     def refresh(self, are_original: bool) -> None:
         self._merged.refresh(are_original)

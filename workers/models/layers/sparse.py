@@ -17,8 +17,11 @@ class SparseFeedForward:
 
     def __init__(self, part: Part, module: Any, mesh: Mesh) -> None:
         self._is_replicated = "experts" in mesh.spec.replicated
-        self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, module.gate)
-        self._shared = DenseFeedForward(part.shared, module.shared_expert, mesh) if part.shared else None
+        router, shared = getattr(module, part.router), part.shared
+        self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, router)
+        self._shared: DenseFeedForward | None = None
+        if shared is not None:
+            self._shared = DenseFeedForward(shared, getattr(module, shared.name.rpartition(".")[2]), mesh)
         self._shared_gate: Any = module.shared_expert_gate if part.gates_shared else None
 
     def refresh(self, are_original: bool) -> None:

@@ -14,6 +14,7 @@ from ...models.model import BaseModel
 from ...ops.kv_cache import SlotTensors
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, WorkerConfig
 from ...shapes.cache_size import CacheSize
+from ...shapes.model_shape import ModelShape
 from ..requests.jobs import SequenceState
 from .cache_budget import CacheBudget
 from .config_size import size_of_config
@@ -73,7 +74,9 @@ class KVCache:
     @staticmethod
     def of(base: BaseModel, config: WorkerConfig) -> "KVCache":
         budget = CacheBudget(config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES)
-        return KVCache(size_of_config(base.config, base.dtype.itemsize, base.spec.tp_size_of("self_attn")), budget)
+        if isinstance(base.shape, ModelShape):
+            return KVCache(base.shape.cache_size(base.spec, base.dtype.itemsize), budget)
+        return KVCache(size_of_config(base.config, base.dtype.itemsize), budget)
 
     @property
     def has_states(self) -> bool:

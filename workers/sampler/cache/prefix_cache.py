@@ -51,11 +51,12 @@ class MissingTokens:
 class StoredTokens:
     """Consecutive tokens of a sequence.
 
-    layers: keys and values by layer, [kv_heads, tokens, head_dim]. states: those after the last token, each [*shape].
+    layers: keys, and values if they differ, by layer, [kv_heads, tokens, head_dim]. states: those after the last token,
+    each [*shape].
     """
 
     missing: MissingTokens
-    layers: Mapping[int, tuple[Tensor, Tensor]]
+    layers: Mapping[int, tuple[Tensor, ...]]
     states: Mapping[StateKind, Tensor]
 
     @property
@@ -236,8 +237,9 @@ def truncate(ranges: Sequence[StoredRange], num_tokens: int) -> list[StoredRange
 
 def restore(ranges: Sequence[StoredRange], tensors: SlotTensors, slot: int) -> None:
     """Copies the tokens to the start of the slot, and clears the rest of it. States are those after the last one."""
-    for layer, (first_keys, _) in ranges[0].stored.layers.items():
-        for kind, cached in enumerate(tensors.of_layer(layer, first_keys.transpose(0, 1))):
+    for layer, stored in ranges[0].stored.layers.items():
+        own = tensors.of_layer(layer, stored[0].transpose(0, 1), len(stored) == 1)[: len(stored)]
+        for kind, cached in enumerate(own):
             stop = 0
             for each in ranges:
                 part = each.stored.layers[layer][kind][:, each.first : each.stop]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from .deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
 from .family import FIXED_ROTATIONS, Family
 from .gemma3 import GEMMA3
 from .llama import LLAMA
@@ -9,6 +10,7 @@ from .mistral import MISTRAL, MIXTRAL
 from .olmo2 import OLMO2
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3, QWEN3_MOE
+from .qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 
 # By model_type.
 FAMILIES: Mapping[str, Family] = {
@@ -19,6 +21,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "olmo2": OLMO2,
     "gemma3_text": GEMMA3,
 }

@@ -28,9 +28,9 @@ class ConfigReader:
         return number
 
     def fraction(self, key: str, if_none: float) -> float:
-        """Returns a number that the config has itself, or among its rope_parameters."""
+        """Returns a number that the config has among its rope_parameters, or itself."""
         rope = self._config.get("rope_parameters")
-        value = self._config.get(key) or (rope.get(key) if isinstance(rope, dict) else None) or if_none
+        value = (rope.get(key) if isinstance(rope, dict) else None) or self._config.get(key) or if_none
         if not isinstance(value, int | float):
             raise ValueError(f"the config.json of {self._name} has {key} {value!r}: expected a number")
         return float(value)

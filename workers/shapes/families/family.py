@@ -35,6 +35,7 @@ class Family:
     trunk, rotary: suffixes of the classes of the model without its head, and of its rotations.
     embedding: the same of its embedding; None = torch's embedding.
     norm_weight_plus_one: whether 1 is added to the weights of norms.
+    settings: those of REFUSED_SETTINGS that the layers implement.
     activation, activation_key: the activation of gates, and the config's field for it.
     """
 
@@ -46,6 +47,7 @@ class Family:
     rotary: str = "RotaryEmbedding"
     embedding: str | None = None
     norm_weight_plus_one: bool = False
+    settings: tuple[str, ...] = ()
     activation: str = "silu"
     activation_key: str = "hidden_act"
 

@@ -5,17 +5,22 @@ what a pass keeps. Plans, checks, sharding, adapters and caches are derived from
 """
 
 from .dense import Dense
+from .gated_delta import GatedDelta
+from .latent_attention import LatentAttention
 from .layer import PARTS, FeedForward, Layer, Mixer, Norms
-from .part import CacheEntries, Divisible, Part, Placement, Share, Weight
+from .part import FLOAT32, CacheEntries, Divisible, Part, Placement, Share, Weight
 from .routed_experts import RoutedExperts
 from .softmax_attention import SoftmaxAttention
 
 __all__ = [
+    "FLOAT32",
     "PARTS",
     "CacheEntries",
     "Dense",
     "Divisible",
     "FeedForward",
+    "GatedDelta",
+    "LatentAttention",
     "Layer",
     "Mixer",
     "Norms",

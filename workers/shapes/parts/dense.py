@@ -21,11 +21,10 @@ class Dense:
     hidden: int
     features: int
     name: str = "mlp"
+    module: str = "MLP"
     activation: str = "silu"
     has_bias: bool = False
     is_fused: bool = False
-
-    module: ClassVar[str] = "MLP"
     placements: ClassVar[Mapping[str, Placement]] = {
         f"mlp.{name}": placement
         for name, placement in {

@@ -6,6 +6,8 @@ from typing import Protocol
 
 from ...protocol.parallel_spec import ParallelSpec
 from .dense import Dense
+from .gated_delta import GatedDelta
+from .latent_attention import LatentAttention
 from .part import CacheEntries, Divisible, Part, Weight
 from .routed_experts import RoutedExperts
 from .softmax_attention import SoftmaxAttention
@@ -21,7 +23,7 @@ class Mixer(Part, Protocol):
 
 FeedForward = Dense | RoutedExperts
 
-PARTS: tuple[type[Part], ...] = (SoftmaxAttention, Dense, RoutedExperts)
+PARTS: tuple[type[Part], ...] = (SoftmaxAttention, LatentAttention, GatedDelta, Dense, RoutedExperts)
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,21 @@ Style = Literal["colwise", "rowwise", "grouped", "replicate"]
 
 @dataclass(frozen=True)
 class Placement:
-    """The division of a parameter along `dim` by tp.
+    """The division of a parameter along `dim` by tp; None if ranks along tp all have it whole.
 
     Parameters of experts have one row for each expert in addition, and these rows are divided along ep.
+
+    is_gathered: whether fsdp divides it too, and gathers it for use; small ones stay whole.
     """
 
     unit: ShardedUnit
-    dim: int
+    dim: int | None
+    is_gathered: bool = True
 
     @property
     def style(self) -> Style:
+        if self.dim is None:
+            return "replicate"
         if self.unit == "experts":
             return "grouped"
         return "colwise" if self.dim == 0 else "rowwise"
@@ -47,12 +52,12 @@ class Weight:
 
     @property
     def split_sections(self) -> tuple[int, ...]:
-        assert self.placement is not None
+        assert self.placement is not None and self.placement.dim is not None
         return self.sections or (self.shape[self.placement.dim],)
 
     def own_shape(self, spec: ParallelSpec) -> tuple[int, ...]:
         """Returns the shape of a rank's part."""
-        if self.placement is None:
+        if self.placement is None or self.placement.dim is None:
             return self.shape
         parts = [1] * len(self.shape)
         parts[self.placement.dim] *= spec.tp_size_of(self.placement.unit)
@@ -72,15 +77,13 @@ class Weight:
 
 @dataclass(frozen=True)
 class Divisible:
-    """A number of things that ranks along an axis divide evenly.
-
-    axis: "sp" also requires that no rank shares one with another.
-    """
+    """A number of things that ranks along tp divide evenly. by_sp: whether ranks along sp divide a rank's part of
+    them, too."""
 
     unit: ShardedUnit
     number: int
     what: str
-    axis: Literal["tp", "sp"] = "tp"
+    by_sp: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,13 @@ class Part(Protocol):
     module: the ending of the name of its class in transformers. name: where it is below the layer.
     """
 
+    placements: ClassVar[Mapping[str, Placement]]
+
     @property
     def name(self) -> str: ...
 
-    placements: ClassVar[Mapping[str, Placement]]
-    module: ClassVar[str]
+    @property
+    def module(self) -> str: ...
 
     def weights(self) -> Iterator[Weight]:
         """Yields all parameters, in the order of the module."""

@@ -17,6 +17,7 @@ class RoutedExperts:
 
     features: of each expert. saved_block, linears: names in checkpoint files of the whole part, and of an expert's
     gate, up and down.
+    router: where the router is below the part.
     shared: a dense part that all tokens run through in addition. gates_shared: whether a number for each token scales
     its output.
     """
@@ -27,18 +28,19 @@ class RoutedExperts:
     features: int
     saved_block: str = _NAME
     linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
     shared: Dense | None = None
     gates_shared: bool = False
     name: str = _NAME
+    module: str = "SparseMoeBlock"
 
-    module: ClassVar[str] = "SparseMoeBlock"
     placements: ClassVar[Mapping[str, Placement]] = {
         f"{_NAME}.experts.gate_up_proj": Placement("experts", 1),
         f"{_NAME}.experts.down_proj": Placement("experts", 2),
     }
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight(f"{_NAME}.gate.weight", (self.num, self.hidden))
+        yield Weight(f"{_NAME}.{self.router}.weight", (self.num, self.hidden))
         gate_up, down = self.placements
         features = self.features, self.features
         yield Weight(gate_up, (self.num, sum(features), self.hidden), self.placements[gate_up], features)

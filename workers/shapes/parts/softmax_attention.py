@@ -23,6 +23,7 @@ class SoftmaxAttention:
     is_fused: whether one projection computes queries, keys and values.
     is_gated: whether the projection to queries also computes gates for the output, head by head.
     window: how many tokens a token sees, itself included; None for all before it.
+    has_sinks: whether each head has a learned score that takes part in its softmax.
     """
 
     hidden: int
@@ -37,9 +38,10 @@ class SoftmaxAttention:
     is_fused: bool = False
     is_gated: bool = False
     window: int | None = None
+    has_sinks: bool = False
     name: str = _NAME
+    module: str = "Attention"
 
-    module: ClassVar[str] = "Attention"
     placements: ClassVar[Mapping[str, Placement]] = {
         f"{_NAME}.q_proj.weight": _ROWS,
         f"{_NAME}.q_proj.bias": _ROWS,
@@ -49,6 +51,7 @@ class SoftmaxAttention:
         f"{_NAME}.v_proj.bias": _ROWS,
         f"{_NAME}.qkv_proj.weight": _ROWS,
         f"{_NAME}.o_proj.weight": _COLUMNS,
+        f"{_NAME}.sinks": Placement("self_attn", 0, is_gathered=False),
     }
 
     def __str__(self) -> str:
@@ -76,6 +79,8 @@ class SoftmaxAttention:
         yield self._weight("o_proj.weight", (self.hidden, self._queries), (), "o_proj")
         if self.output_bias:
             yield self._weight("o_proj.bias", (self.hidden,))
+        if self.has_sinks:
+            yield self._weight("sinks", (self.heads,))
         if self.norms_heads:
             is_joint = self.norms_heads == "together"
             for name, size in (("q_norm", self._queries), ("k_norm", self._keys)):

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention import Packing
+from ..attention import Packing
+from ..recurrence import StateKind
 from .chunked_delta import DeltaInputs, normalize, scan_chunks
-from .recurrence import StateKind
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import Packing
+from ..attention import Packing
 from .chunks import Chunks
 from .triangular import inverse_of_unit_lower
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.ops.recurrence import recur
 
-from ..adapted import relative_error
-from .recurrences import CASES, Case
+from ...adapted import relative_error
+from .cases import CASES, Case
 
 LENGTHS = [1, 3, 4, 63, 64, 65, 130, 2]
 EACH = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -5,16 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.ops import chunked_delta
 from trainhouse.workers.ops.attention import Packing, pack_lengths
-from trainhouse.workers.ops.gated_delta import GatedDelta
+from trainhouse.workers.ops.recurrences import chunked_delta
+from trainhouse.workers.ops.recurrences.gated_delta import GatedDelta
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
 )
 
-from ..adapted import relative_error
-from .recurrences import VALUE_DIM, VALUE_HEADS, delta, delta_inputs, normal
+from ...adapted import relative_error
+from .cases import VALUE_DIM, VALUE_HEADS, delta, delta_inputs, normal
 
 LENGTHS = [1, 3, 4, 63, 64, 65, 130, 130, 2]
 SIZES = pytest.mark.parametrize("size", chunked_delta.CHUNK_SIZES)

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from .attention import Packing
+from ..attention import Packing
 
 
 class Chunks:

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from .attention import Packing
-from .recurrence import StateKind
+from ..attention import Packing
+from ..recurrence import StateKind
 
 
 @dataclass(frozen=True)
 class CausalConvolution:
     """The convolution of a layer, a Recurrence of one input [tokens, channels]; its state are the last inputs.
 
-    Computes in float32. Gradients of the weight and the bias are added to their `grad`, if they have one.
+    Computes in float32.
 
     weight: [channels, width] or [channels, 1, width]; its last column is for the token itself. bias: [channels]. dtype:
     that of the inputs.
@@ -40,7 +40,7 @@ class CausalConvolution:
         states = ends.last_inputs(x, earlier).mT
         if torch.is_grad_enabled():
             assert earlier is None
-            return _Convolve.apply(x, self, ends), states.detach()  # pyright: ignore[reportReturnType]
+            return _Convolve.apply(x, self.weight, self.bias, self, ends), states.detach()  # pyright: ignore[reportReturnType]
         return self.activated(self.convolved(x, ends, earlier)).to(x.dtype), states
 
     def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
@@ -66,34 +66,34 @@ class CausalConvolution:
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, convolution: CausalConvolution, ends: "Ends") -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, convolution: CausalConvolution, ends: "Ends"
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.convolution, ctx.ends = convolution, ends
         return convolution.activated(convolution.convolved(x, ends, None)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), convolution, ends = ctx.saved_tensors, ctx.convolution, ctx.ends
         grad = grads[0].float()
         if convolution.is_silu:
             grad = torch.ops.aten.silu_backward(grad, convolution.convolved(x, ends, None))
         gradient = _convolve(grad, convolution.taps(), ends.last, None, forward=False).to(x.dtype)
-        _add_gradients(convolution, grad, x, ends)
-        return gradient, None, None
+        of_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
+        of_weight = _weight_gradient(grad, x, convolution.weight, ends) if ctx.needs_input_grad[1] else None
+        return gradient, of_weight, of_bias, None, None
 
 
-def _add_gradients(convolution: CausalConvolution, grad: Tensor, x: Tensor, ends: "Ends") -> None:
-    """Adds to the gradients of bias and weight, if they have one, given that of the convolution's output."""
-    if convolution.bias is not None and convolution.bias.grad is not None:
-        convolution.bias.grad.add_(grad.sum(0))
-    if convolution.weight.grad is None:
-        return
-    width, of_weight = convolution.weight.shape[-1], convolution.weight.grad.flatten(1)
+def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, ends: "Ends") -> Tensor:
+    """Returns the gradient of the weight, float32, given that of the convolution's output."""
+    width, columns = weight.shape[-1], []
     for distance in range(width):
         if distance:
             # The tokens at this distance before them are not of their sequence.
             grad = grad.index_fill(0, ends.tokens_at(distance - 1), 0)
-        of_weight[:, width - 1 - distance].add_((grad[distance:] * x[: len(x) - distance]).sum(0))
+        columns.append((grad[distance:] * x[: len(x) - distance]).sum(0))
+    return torch.stack(columns[::-1], dim=1).view(weight.shape)
 
 
 class Ends:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from trainhouse.workers.ops.convolution import CausalConvolution
-from trainhouse.workers.ops.gated_delta import GatedDelta
 from trainhouse.workers.ops.recurrence import Recurrence
+from trainhouse.workers.ops.recurrences.convolution import CausalConvolution
+from trainhouse.workers.ops.recurrences.gated_delta import GatedDelta
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 24, 16
 CHANNELS, WIDTH = 6, 4

@@ -1,0 +1,92 @@
+"""Runs latent attention: expanded to keys and values of all heads in training, on latent vectors in sampling."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...ops.attention import AttendingPacking, Packing, attend
+from ...ops.attention_kind import AttentionKind
+from ...ops.fused import Rotation, rms_norm, rotate_heads
+from ...ops.quantized import dequantized
+from ...parallel.mesh import Mesh
+from ...parallel.sequence import ShardedPacking
+from ...shapes.parts import LatentAttention
+from .merge import Merge
+from .norms import norm_of
+
+
+class LatentMixer:
+    """Implements Mixer.
+
+    A sampler's cache keeps one latent vector for each token, which is the key of all heads, and whose first part is
+    their value: queries are moved to the latent space, and outputs back from it.
+    """
+
+    def __init__(self, part: LatentAttention, module: Any, number: int, mesh: Mesh) -> None:
+        """Takes the layer's number, and transformers' module of its attention."""
+        self._part, self._module = part, module
+        self.is_replicated = "self_attn" in mesh.spec.replicated
+        self._kind = AttentionKind(number, module.scaling)
+        self._latent_kind = AttentionKind(number, module.scaling, values_are_keys=True)
+        self._query_norm = norm_of(module.q_a_layernorm, adds_one=False) if part.query_rank is not None else None
+        self._latent_norm = norm_of(module.kv_a_layernorm, adds_one=False)
+
+    def refresh(self, are_original: bool) -> None:
+        self._latent_norm.refresh()
+        if self._query_norm is not None:
+            self._query_norm.refresh()
+
+    def merge(self, merge: Merge) -> None:
+        """Merges nothing."""
+
+    def forward(self, x: Tensor, rotations: Mapping[str, Rotation], packing: Packing | AttendingPacking) -> Tensor:
+        rotation, part = rotations[self._part.rotation], self._part
+        plain, rotated = self._queries(x).unflatten(-1, (-1, part.key_dim)).split([part.plain_dim, part.rotary_dim], -1)
+        latent, shared = self._module.kv_a_proj_with_mqa(x).split([part.kv_rank, part.rotary_dim], -1)
+        latent = rms_norm(latent.contiguous(), self._latent_norm)
+        rotated, shared = (self._rotated(each, rotation) for each in (rotated, shared.unsqueeze(1)))
+        if isinstance(packing, Packing | ShardedPacking):
+            attended = self._expanded(plain, rotated, latent, shared, packing)
+        else:
+            attended = self._absorbed(plain, rotated, latent, shared, packing)
+        return self._module.o_proj(attended.flatten(-2))
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if self._query_norm is None:
+            return self._module.q_proj(x)
+        return self._module.q_b_proj(rms_norm(self._module.q_a_proj(x), self._query_norm))
+
+    def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Rotates [tokens, heads, rotary_dim]; interleaved pairs are moved apart, for queries and keys alike."""
+        if self._part.is_interleaved:
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotate_heads(x.contiguous(), rotation, None)
+
+    def _expanded(
+        self, plain: Tensor, rotated: Tensor, latent: Tensor, shared: Tensor, packing: Packing | AttendingPacking
+    ) -> Tensor:
+        """Returns the heads' outputs [tokens, heads, value_dim]. Values are padded to the keys' size: kernels need
+        both to be equal."""
+        part = self._part
+        expanded = self._module.kv_b_proj(latent).unflatten(-1, (-1, part.plain_dim + part.value_dim))
+        key, value = expanded.split([part.plain_dim, part.value_dim], -1)
+        query = torch.cat((plain, rotated), -1)
+        key = torch.cat((key, shared.expand(-1, key.shape[1], -1)), -1)
+        size = max(part.key_dim, part.value_dim)
+        query, key, value = (pad(each, (0, size - each.shape[-1])) for each in (query, key, value))
+        return attend(query, key, value, packing, self._kind)[..., : part.value_dim]
+
+    def _absorbed(
+        self, plain: Tensor, rotated: Tensor, latent: Tensor, shared: Tensor, packing: AttendingPacking
+    ) -> Tensor:
+        part, weight = self._part, dequantized(self._module.kv_b_proj.weight)
+        to_key, to_value = weight.unflatten(0, (-1, part.plain_dim + part.value_dim)).split(
+            [part.plain_dim, part.value_dim], 1
+        )
+        query = torch.cat((torch.bmm(plain.transpose(0, 1), to_key).transpose(0, 1), rotated), -1)
+        key = torch.cat((latent.unsqueeze(1), shared), -1)
+        attended = attend(query, key, key, packing, self._latent_kind)[..., : part.kv_rank]
+        return torch.bmm(attended.transpose(0, 1), to_value.mT).transpose(0, 1)

@@ -1,0 +1,1 @@
+"""Recurrences over packed rows, one kind per file: see ../recurrence.py."""

@@ -1,0 +1,91 @@
+"""DeepSeek-V3 and models of its shape: latent attention, sigmoid routing, shared experts; GLM-4.7-Flash among them.
+
+https://arxiv.org/abs/2412.19437.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ..parts import Dense, LatentAttention, Layer, RoutedExperts
+from .config_reader import ConfigReader
+from .family import Family, dense
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    mixer, of_dense, experts = _attention(config), dense(config), _experts(config)
+    kinds = config.names("mlp_layer_types")
+    num_dense = config.number("first_k_dense_replace", at_least=0)
+    is_sparse = [kind == "sparse" for kind in kinds] if kinds else [i >= num_dense for i in range(config.num_layers)]
+    return [Layer(config.hidden, mixer, experts if each else of_dense) for each in is_sparse]
+
+
+def _attention(config: ConfigReader) -> LatentAttention:
+    return LatentAttention(
+        hidden=config.hidden,
+        heads=config.heads,
+        query_rank=config.number("q_lora_rank") if config.get("q_lora_rank") is not None else None,
+        kv_rank=config.number("kv_lora_rank"),
+        plain_dim=config.number("qk_nope_head_dim"),
+        rotary_dim=config.number("qk_rope_head_dim"),
+        value_dim=config.number("v_head_dim"),
+        is_interleaved=config.is_set("rope_interleave"),
+        bias=config.is_set("attention_bias"),
+    )
+
+
+def _experts(config: ConfigReader) -> RoutedExperts:
+    features = config.number("moe_intermediate_size")
+    shared = features * config.number("n_shared_experts")
+    return RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("n_routed_experts"),
+        per_token=config.number("num_experts_per_tok"),
+        features=features,
+        shared=Dense(hidden=config.hidden, features=shared, name="mlp.shared_experts"),
+        module="MoE",
+    )
+
+
+_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 4096,
+    "rope_interleave": True,
+}
+
+DEEPSEEK_V3 = Family("DeepseekV3", "deepseek_v3", _layers, _DEFAULTS, settings=("kv_lora_rank",))
+GLM4_MOE_LITE = Family(
+    "Glm4MoeLite",
+    "glm4_moe_lite",
+    _layers,
+    {
+        **_DEFAULTS,
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "n_routed_experts": 64,
+        "q_lora_rank": 768,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 202752,
+        "mlp_layer_types": None,
+    },
+    settings=("kv_lora_rank",),
+)

@@ -1,0 +1,112 @@
+"""Multi-head latent attention: keys and values of all heads are projections of one short vector for each token.
+
+DeepSeek-V2 (2024), section 2.1, https://arxiv.org/abs/2405.04434.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...protocol.parallel_spec import ParallelSpec
+from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
+
+_NAME = "self_attn"
+_ROWS, _COLUMNS, _WHOLE = Placement("self_attn", 0), Placement("self_attn", 1), Placement("self_attn", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Latent attention. The features of queries and keys are some that do not rotate, and after them some that do.
+
+    query_rank: features of the latent vector of queries; None if they have none. kv_rank: of that of keys and values.
+    plain_dim, rotary_dim: features of each head's queries and keys without and with rotation. value_dim: of its values.
+    is_interleaved: whether the rotated pairs of features are neighbours.
+    bias: whether the projections to latent vectors and the one after attention have biases.
+    """
+
+    hidden: int
+    heads: int
+    query_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    is_interleaved: bool = True
+    bias: bool = False
+    module: str = "Attention"
+    name: str = _NAME
+
+    rotation: ClassVar[str] = ""
+    window: ClassVar[None] = None
+    placements: ClassVar[Mapping[str, Placement]] = {
+        f"{_NAME}.q_proj.weight": _ROWS,
+        f"{_NAME}.q_a_proj.weight": _WHOLE,
+        f"{_NAME}.q_b_proj.weight": _ROWS,
+        f"{_NAME}.kv_a_proj_with_mqa.weight": _WHOLE,
+        f"{_NAME}.kv_b_proj.weight": _ROWS,
+        f"{_NAME}.o_proj.weight": _COLUMNS,
+    }
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads with latent keys and values of {self.kv_rank}"
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def key_dim(self) -> int:
+        """Features of a query or key of one head."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Numbers of a token from which the keys and values of all heads follow."""
+        return self.kv_rank + self.rotary_dim
+
+    def weights(self) -> Iterator[Weight]:
+        queries = self.heads * self.key_dim
+        if self.query_rank is None:
+            yield self._weight("q_proj.weight", (queries, self.hidden), "q_proj")
+        else:
+            yield self._weight("q_a_proj.weight", (self.query_rank, self.hidden), "q_a_proj")
+            yield from self._biases("q_a_proj.bias", self.query_rank)
+            yield self._weight("q_a_layernorm.weight", (self.query_rank,))
+            yield self._weight("q_b_proj.weight", (queries, self.query_rank))
+        yield self._weight("kv_a_proj_with_mqa.weight", (self.latent_dim, self.hidden), "kv_a_proj_with_mqa")
+        yield from self._biases("kv_a_proj_with_mqa.bias", self.latent_dim)
+        yield self._weight("kv_a_layernorm.weight", (self.kv_rank,))
+        yield self._weight("kv_b_proj.weight", (self.heads * (self.plain_dim + self.value_dim), self.kv_rank))
+        yield self._weight("o_proj.weight", (self.hidden, self.heads * self.value_dim), "o_proj")
+        yield from self._biases("o_proj.bias", self.hidden)
+
+    def _weight(self, name: str, shape: tuple[int, ...], *adapters: str) -> Weight:
+        path = f"{_NAME}.{name}"
+        return Weight(path, shape, self.placements.get(path), (), adapters)
+
+    def _biases(self, name: str, size: int) -> Iterator[Weight]:
+        if self.bias:
+            yield self._weight(name, (size,))
+
+    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
+        for weight in self.weights():
+            yield from weight.adapter_pairs(spec)
+
+    def divisible(self) -> Iterator[Divisible]:
+        yield Divisible("self_attn", self.heads, "heads")
+
+    def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
+        """Counts the latent vector of a token, which all ranks keep whole: each head reads all of it."""
+        return CacheEntries(numbers_per_token=self.latent_dim)
+
+    def kept_bytes(self, share: Share) -> float:
+        """Counts the latent vectors and their norms, queries and keys, values as wide as keys, and the output."""
+        heads = self.heads // share.spec.tp_size_of("self_attn")
+        widest = max(self.key_dim, self.value_dim)
+        per_head = 2 * self.key_dim + 2 * widest + self.plain_dim + 2 * self.value_dim
+        latents = 2 * (self.query_rank or 0) + 2 * self.latent_dim
+        numbers = heads * per_head + latents + (heads * widest if share.ulysses > 1 else 0)
+        return share.inputs(self.hidden, 3) + share.number_bytes * numbers + FLOAT32 * (heads + 2)
+
+    def working_bytes(self, share: Share) -> float:
+        return 0.0

@@ -61,15 +61,14 @@ class AttentionKind:
     """Holds what differs between the attention of layers.
 
     layer: its index, in the cache too. window: how many tokens a token sees, itself included; None for all before it.
-    values_are_keys: whether the values are the keys, so that a cache keeps only these.
-    sinks: of the query's heads.
+    sinks: of the query's heads. values_are_keys: whether the values are the keys, so that a cache keeps only these.
     """
 
     layer: int
     scaling: float
     window: int | None = None
-    values_are_keys: bool = False
     sinks: Sinks | None = field(default=None, compare=False)
+    values_are_keys: bool = False
 
     def of_heads(self, first: int, number: int) -> "AttentionKind":
         """Returns the kind for `number` of its heads, from the head `first` on."""

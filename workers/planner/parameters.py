@@ -24,7 +24,7 @@ class ParameterGroup:
 
     pattern: their names, with * for the layer's index. count: how many they are.
     style: how ranks along tp and ep divide them. own_shape: the part that a rank computes with.
-    is_divided: whether ranks may divide them, whatever the layout.
+    is_divided: whether some layouts divide them.
     fsdp: the number of parts of own_shape of which a rank keeps one. It gathers the others, or only some rows in the
     case of the embedding.
     """

@@ -91,10 +91,6 @@ class ModelShape(ModelDescription):
         """The experts of the first sparse layer, None if no layer is sparse."""
         return next((each for layer in self.layers if isinstance(each := layer.feed_forward, RoutedExperts)), None)
 
-    @property
-    def num_sparse_layers(self) -> int:
-        return sum(isinstance(layer.feed_forward, RoutedExperts) for layer in self.layers)
-
     def cache_size(self, spec: ParallelSpec, number_bytes: int) -> CacheSize:
         """Returns what a rank's cache holds of a sequence. `number_bytes`: of a number in the base model's dtype."""
         entries = [layer.mixer.cache_entries(spec) for layer in self.layers]

@@ -14,8 +14,8 @@ from ..attention import Packing
 class Chunks:
     """Cuts each sequence of a packed row into chunks of `size` tokens, and fills up the last one.
 
-    The first chunks of all sequences come first, then all second chunks, and so on; sequences with more chunks come
-    before those with fewer. So the chunks of a step belong to the first sequences of `order`.
+    The first chunks of all sequences precede all second chunks, and so on; sequences with more chunks precede those
+    with fewer. So the chunks of a step belong to the first sequences of `order`.
 
     order: the index in the packing of each sequence, int64 [sequences]. ranks: its inverse. steps: the chunks of each
     step. fill: True at tokens that fill up, bool [chunks, 1, size, 1]; None if there are none.

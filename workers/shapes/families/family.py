@@ -31,7 +31,7 @@ class Family:
 
     name: the prefix of its classes in transformers. module: the module of transformers that defines them.
     layers: reads the layers off a config.
-    defaults: values of fields that a config.json may leave out, besides DEFAULTS.
+    defaults: values of fields that a config.json may leave out, in addition to DEFAULTS.
     trunk, rotary: suffixes of the classes of the model without its head, and of its rotations.
     embedding: the same of its embedding; None = torch's embedding.
     norm_weight_plus_one: whether 1 is added to the weights of norms.

@@ -1,4 +1,4 @@
-"""What every part of a layer declares."""
+"""The declaration of a part of a layer: what every part says about itself."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ class Divisible:
 
 @dataclass(frozen=True)
 class CacheEntries:
-    """What the sampler keeps of a sequence for one layer, on one rank.
+    """Counts what the sampler keeps of a sequence for one layer, on one rank.
 
     numbers_per_token: keys and values, in the base model's dtype. state_numbers: of the states of a fixed size in the
     base model's dtype; float32_state_numbers: of those in float32.

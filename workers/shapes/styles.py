@@ -16,7 +16,7 @@ PLAN: Mapping[str, Placement] = {
     f"layers.*.{name}": placement
     for part in PARTS
     for name, placement in part.placements.items()
-    if placement.dim is not None
+    if placement.dim is not None and placement.is_gathered
 }
 
 # A pattern for all parameters of a unit.

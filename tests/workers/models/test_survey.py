@@ -28,7 +28,7 @@ from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import refusal_of
-from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS
+from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -38,7 +38,7 @@ from ..jobs import answers, job
 from .tiny_types import tiny_config_of
 
 SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
-REFUSED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SERVED) - {"gemma3"})
+REFUSED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SERVED) - set(TEXT_PARTS))
 # In every run of the tests; each has a feature that no other type has.
 CORE = ("afmoe", "exaone_moe", "gpt2", "granite", "phimoe", "qwen2_moe")
 
@@ -237,7 +237,7 @@ def test_recurrent_layers_are_found_at_load(tmp_path: Path, monkeypatch: pytest.
         base_of(tmp_path)
     # Without each check the next one finds it: the modules, the order of attention, the numbers.
     monkeypatch.setattr(model_module, "check_modules", lambda *_: None)
-    with pytest.raises(ValueError, match=r"its 2 layers attend in the order \[1\], not once each"):
+    with pytest.raises(ValueError, match=r"its layers \[0, 1\] attend in the order \[1\], not once each"):
         base_of(tmp_path)
     monkeypatch.setattr(plain.RecordingPacking, "check", lambda *_: None)
     with pytest.raises(ValueError, match=r"sequences that share a pass are 0\.\d+ of their spread away from those by"):
@@ -281,7 +281,7 @@ def test_context_must_fit_a_window_that_attention_ignores(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("model_type", "words"),
     [
-        ("diffllama", r"its 2 layers attend in the order \[0, 0, 1, 1\], not once each"),
+        ("diffllama", r"its layers \[0, 1\] attend in the order \[0, 0, 1, 1\], not once each"),
         ("minimax_m3_vl_text", None),
         ("youtu", r"keys and values have several shapes \(heads, features\): \[\(4, 8\), \(4, 16\)\]"),
     ],

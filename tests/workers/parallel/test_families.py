@@ -36,7 +36,6 @@ SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 BY_TRANSFORMERS = ("cohere2", "qwen2_moe")
 REFUSED = {
     "gpt_oss": "attention sinks",
-    "deepseek_v3": "kv_lora_rank",
 }
 CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("phi3", "single", "each"),

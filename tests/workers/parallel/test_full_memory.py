@@ -45,7 +45,11 @@ def held(where: Measured) -> int:
     return max(where.of_each("alive"))
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+# Their routers have a buffer that would be neither trained nor saved.
+LORA_ONLY = ("deepseek_v3", "glm4_moe_lite")
+
+
+@pytest.mark.parametrize("kind", sorted({*ALL_KINDS} - {*LORA_ONLY}))
 def test_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models[kind])), device="cpu", threads=1))

@@ -23,6 +23,7 @@ from trainhouse.workers.protocol.worker_config import (
 )
 from trainhouse.workers.scheduler.supervision import pool_factory as sources
 from trainhouse.workers.scheduler.supervision.pool_factory import PoolFactory, groups_of
+from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, read_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -89,7 +90,8 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "no such weights": (
         "--parallel tp=2 --shard lm_head.*=replicate",
         LLAMA,
-        "lm_head.* matches no weights that ranks divide; those are layers.*.self_attn.*, layers.*.mlp.*_proj.*",
+        "lm_head.* matches no weights that ranks divide; those are layers.*.self_attn.*, "
+        "layers.*.linear_attn.*, layers.*.mlp.*_proj.*",
     ),
     "one layer": (
         "--parallel tp=2 --shard layers.0.self_attn.*=replicate",
@@ -139,7 +141,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "dtype": ("--dtype float16", LLAMA, "dtype float16 is not supported: choose one of auto, float32, bfloat16"),
     "latent attention": (
         "--parallel tp=2",
-        DENSE | {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+        DENSE | {"model_type": "deepseek_v2", "kv_lora_rank": 512},
         "M: models with kv_lora_rank are not supported",
     ),
     "soft-capping": (
@@ -149,12 +151,12 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "linear attention": (
         "--parallel sp=2",
-        DENSE | {"model_type": "qwen3_next"} | LINEAR,
+        DENSE | {"model_type": "olmo_hybrid"} | LINEAR,
         "M: models with linear_attention layers are not supported",
     ),
     "linear attention inside": (
         "--parallel sp=2",
-        {"model_type": "qwen3_5", "text_config": LINEAR},
+        {"model_type": "olmo_hybrid", "text_config": LINEAR},
         "M: models with linear_attention layers are not supported",
     ),
     "states": (
@@ -171,8 +173,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "other family": (
         "--parallel tp=2",
         DENSE | {"model_type": "gemma"},
-        "tp=2: gemma models such as M support only replicas; all axes are for models of type llama, mistral, "
-        "mixtral, phi3, qwen2, qwen3, qwen3_moe, olmo2, gemma3_text",
+        f"tp=2: gemma models such as M support only replicas; all axes are for models of type {', '.join(FAMILIES)}",
     ),
     "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "olmo3"}, "sp=2: olmo3 models such"),
     "other family's shards": ("--parallel fsdp=2", DENSE | {"model_type": "glm4"}, "fsdp=2: glm4 models such as M"),

@@ -3,6 +3,7 @@
 import json
 import struct
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
-from trainhouse.workers.shapes.parts import RoutedExperts, SoftmaxAttention
+from trainhouse.workers.shapes.parts import SoftmaxAttention
 from transformers import AutoModelForCausalLM
 
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model
@@ -61,14 +62,10 @@ def public(name: str) -> ModelShape:
 
 def by_name(table: list[ParameterGroup], shape: ModelShape) -> dict[str, ParameterGroup]:
     """Returns the parameters of a model by their names."""
-    sparse = {i for i, layer in enumerate(shape.layers) if isinstance(layer.feed_forward, RoutedExperts)}
-    named = {}
+    of_layers, named = {f"model.{name}": weight.shape for name, weight in shape.placed_weights().items()}, {}
     for each in table:
-        layers = range(shape.num_layers)
-        if ".mlp." in each.pattern:
-            is_sparse = ".experts." in each.pattern or ".mlp.gate." in each.pattern
-            layers = [i for i in layers if (i in sparse) == is_sparse]
-        names = [each.pattern.replace("*", str(i)) for i in layers] if "*" in each.pattern else [each.pattern]
+        names = [name for name, size in of_layers.items() if fnmatchcase(name, each.pattern) and size == each.shape]
+        names = names if each.is_of_layers else [each.pattern]
         assert len(names) == each.count, each.pattern
         named |= dict.fromkeys(names, each)
     return named
@@ -100,6 +97,9 @@ def test_the_table_names_every_parameter_with_its_shape(kind: str, changes: dict
     assert num_parameters(shape) == model.num_parameters()
 
 
+NOT_PARAMETERS = ("__metadata__", "e_score_correction_bias")
+
+
 def is_sparse(name: str) -> bool:
     """Returns True for experts and routers, which some files name differently, and each expert separately."""
     return ".experts." in name or name.endswith(".gate.weight")
@@ -112,7 +112,8 @@ def test_the_table_matches_the_files(kind: str, tiny_models: dict[str, Path]) ->
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
-    stored = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    header = {name: entry for name, entry in header.items() if not name.endswith(NOT_PARAMETERS)}
+    stored = {name: tuple(entry["shape"]) for name, entry in header.items()}
     named = by_name(parameters(shape, SINGLE), shape)
     plain = {name: each.shape for name, each in named.items() if not is_sparse(name)}
     assert plain == {name: each for name, each in stored.items() if not is_sparse(name)}

@@ -30,10 +30,12 @@ pytestmark = pytest.mark.slow
 NUM_DRAFT_TOKENS = 3
 
 
-@pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    """Returns a worker with a draft, which is used whether or not it pays."""
-    tiny_model("llama", tmp_path / "model", initializer_range=0.2)
+@pytest.fixture(params=["llama", "qwen3_5"])
+def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """Returns a worker with a draft, which is used whether or not it pays. Llama has moving sums as states."""
+    if request.param == "llama":
+        request.getfixturevalue("pass_sizes")
+    tiny_model(request.param, tmp_path / "model", initializer_range=0.2)
     worker = Worker(WorkerConfig(ServedModel("tiny", str(tmp_path / "model")), threads=1))
     make_draft(worker, "draft", tmp_path / "draft")
     monkeypatch.setattr(DraftPayoff, "pays", lambda *_: True)

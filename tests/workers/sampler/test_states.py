@@ -34,6 +34,8 @@ from .test_sampler import (
 
 __all__ = ["adapted"]
 
+pytestmark = pytest.mark.usefixtures("pass_sizes")
+
 SUMS = [MovingSum(width=64, layer=layer) for layer in (3, 5)]
 STATE_BYTES = 2 * 64 * 4
 
@@ -57,7 +59,7 @@ def with_sums(hidden: Tensor, packing: Packing | CachedRow) -> Tensor:
     return hidden
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def pass_sizes(monkeypatch: pytest.MonkeyPatch) -> PassSizes:
     """Gives all models states. Returns the number of tokens of each pass."""
     sizes: PassSizes = []

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     DeepseekV3Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
@@ -42,9 +43,10 @@ FAMILY_KINDS = (
     "qwen3_next",
     "deepseek_v3",
     "glm4_moe_lite",
+    "gpt_oss",
 )
 # Run by transformers' modules, or refused.
-OTHER_KINDS = ("cohere2", "qwen2_moe", "gpt_oss")
+OTHER_KINDS = ("cohere2", "qwen2_moe", "gemma2")
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -134,11 +136,14 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return Qwen3_5MoeTextConfig(**(experts | {"shared_expert_intermediate_size": 48} | hybrid_shape))
         case "qwen3_next":
             return Qwen3NextConfig(**(experts | {"shared_expert_intermediate_size": 48} | hybrid_shape))
+        case "gemma2":
+            return Gemma2Config(**qwen3_shape)
         case "qwen2_moe":
             return Qwen2MoeConfig(**({"shared_expert_intermediate_size": 48} | experts | shape))
         case "gpt_oss":
             rope = {"rope_type": "default", "rope_theta": 10000.0}
-            expert_options = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+            expert_options = {**experts, "rope_parameters": rope}
             return GptOssConfig(**(expert_options | qwen3_shape))
         case "deepseek_v3":
             return DeepseekV3Config(**({"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1} | latent_shape))

@@ -30,7 +30,7 @@ def parameters_of(base: BaseModel, program: Program) -> list[ModelParameter]:
 def _parameter(base: BaseModel, name: str, own: Tensor) -> ModelParameter:
     cuts, is_repeated = tuple(_cuts(base, name, own)), _is_repeated(base, name)
     path, _, kind = name.rpartition(".")
-    if path in base.experts:
+    if path in base.experts and not _are_stacked(base):
         linears = base.experts[path].linears[_PACKED[kind]]
         return ExpertParameter(name, _checkpoint_name(base, path), tuple(own.shape), cuts, is_repeated, linears)
     return ModelParameter(name, _checkpoint_name(base, name), tuple(own.shape), cuts, is_repeated)
@@ -46,6 +46,11 @@ def _checkpoint_name(base: BaseModel, name: str) -> str:
     assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
     layer = block.removesuffix("mlp.")
     return f"{layer}{base.shape.experts.saved_block}.{name.removeprefix(block)}"
+
+
+def _are_stacked(base: BaseModel) -> bool:
+    assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
+    return base.shape.experts.are_stacked
 
 
 def _cuts(base: BaseModel, name: str, own: Tensor) -> Iterator[DimensionSplit]:
@@ -75,6 +80,6 @@ def _unit(path: Sequence[str]) -> ShardedUnit | None:
         return "linear_attn"
     if "self_attn" in path:
         return "self_attn"
-    if "experts" in path or path[-2] == "gate":
+    if "experts" in path or path[-2] in ("gate", "router"):
         return "experts"
     return "mlp" if "mlp" in path else None

@@ -227,13 +227,19 @@ def _expert_targets(name: str, experts: RoutedExperts, splits: Mapping[str, Mapp
     """Yields the targets of a sparse layer. `splits` are those of its parameters, by dimension."""
     num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
     of_gate_up, of_down = (splits.get(f"{name}.{kind}", {}) for kind in ("gate_up_proj", "down_proj"))
-    packed, inner, by_expert = of_gate_up.get(1), of_down.get(2), of_down.get(0)
+    packed, inner = (_of_features(each) for each in (of_gate_up, of_down))
+    by_expert = of_down.get(0)
     outer = replace(packed, sections=(features,)) if packed else None
     *of_features, of_hidden = experts.linears
     for kind, saved_as in zip(GATE_UP, of_features, strict=True):
         yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert, saved_as)
     for kind in DOWN:
         yield Target(f"{name}.{kind}", features, hidden, inner, None, num, by_expert, of_hidden)
+
+
+def _of_features(splits: Mapping[int, Split]) -> Split | None:
+    """Returns the split of the dimension of features, of the stacked matrices of experts."""
+    return next((split for dim, split in splits.items() if dim > 0), None)
 
 
 def _unembed_target(base: BaseModel) -> Target:

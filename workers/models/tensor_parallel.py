@@ -139,13 +139,20 @@ class ParameterSharding:
 
         Outputs of layers whose inputs are split are summed over the ranks, so their bias must be added once.
         """
+        if self._mesh.along("tp").index == 0:
+            return
         for name, by_dim in self.splits.items():
-            if 1 in by_dim and self._mesh.along("tp").index > 0:
-                path = name.rpartition(".")[0]
-                module = model.get_submodule(path)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    self.biases_of_others[f"{path}.bias"] = module.bias.data
-                    module.register_parameter("bias", None)
+            path, _, kind = name.rpartition(".")
+            module = model.get_submodule(path)
+            if isinstance(module, nn.Linear) and 1 in by_dim:
+                self._leave(module, path, "bias")
+            elif kind == "down_proj" and any(split.axis == "tp" for split in by_dim.values()):
+                self._leave(module, path, "down_proj_bias")
+
+    def _leave(self, module: Any, path: str, kind: str) -> None:
+        if (bias := getattr(module, kind, None)) is not None:
+            self.biases_of_others[f"{path}.{kind}"] = bias.data
+            module.register_parameter(kind, None)
 
 
 def _reader_class(unread: dict[int, list[slice]]) -> type[DtensorShardOperation]:

@@ -261,8 +261,6 @@ def _unknown_layers(every: Mapping[str, object]) -> str | None:
     if recurrent or "full_attention_interval" in every:
         named = recurrent[0] if recurrent else "full_attention_interval"
         return f"models with recurrent or linear-attention layers ({named}) are not supported"
-    if every.get("model_type") == "gpt_oss":
-        return "models with attention sinks are not supported"
     return None
 
 

@@ -46,8 +46,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 # Transformers' own modules carry the state of these from one sequence of a row into the next.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-# Transformers runs these with keys and values of different sizes.
-LATENT = ("deepseek_v3", "glm4_moe_lite")
+# Transformers runs these with keys and values of different sizes, or sinks.
+OTHERS = ("deepseek_v3", "glm4_moe_lite", "gpt_oss")
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 
@@ -105,7 +105,7 @@ def run_alone(bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
     return hidden.detach().float(), adapter.gradients.scratch.clone()
 
 
-@pytest.mark.parametrize("kind", [*HYBRIDS, *LATENT])
+@pytest.mark.parametrize("kind", [*HYBRIDS, *OTHERS])
 def test_sequences_run_as_each_alone_in_transformers(kind: str, tmp_path: Path) -> None:
     bench = random_model(tiny_config(kind), tmp_path)
     adapter = bench.create("a", train_mlp=not bench.base.experts)

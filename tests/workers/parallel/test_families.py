@@ -35,7 +35,7 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "g
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 BY_TRANSFORMERS = ("cohere2", "qwen2_moe")
 REFUSED = {
-    "gpt_oss": "attention sinks",
+    "gemma2": "attn_logit_softcapping",
 }
 CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("phi3", "single", "each"),

@@ -87,7 +87,7 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
     kinds = set(given.get("layer_types", ()))
     if kinds & {"sliding_attention" if model_type in HYBRIDS else "linear_attention"}:
         pytest.skip("layers of another family")
-    if model_type == "qwen3_5_moe_text" and not given.get("num_experts", 1):
+    if model_type in ("qwen3_5_moe_text", "gpt_oss") and not given.get("num_experts", 1):
         pytest.skip("a sparse model without experts")
     if model_type in LATENT:  # another name of theirs for the features that rotate
         given = {key: value for key, value in given.items() if key != "head_dim"}
@@ -142,6 +142,9 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
     elif model_type == "qwen3_5_moe_text" and theirs.num_experts:
         assert sparse == list(range(6)) and experts is not None and experts.num == theirs.num_experts
         assert experts.shared is not None and experts.shared.features == theirs.shared_expert_intermediate_size
+    elif model_type == "gpt_oss":
+        assert sparse == list(range(6)) and experts is not None
+        assert (experts.num, experts.per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
     elif model_type in ("deepseek_v3", "glm4_moe_lite"):
         num_dense = getattr(theirs, "first_k_dense_replace", 1)
         assert sparse == list(range(num_dense, 6)) and experts is not None
@@ -158,7 +161,7 @@ def expected_windows(model_type: str, theirs: Any) -> list[int | None]:
     window, kinds = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
     if model_type in ("mistral", "mixtral", "phi3", "qwen3_moe"):
         return [window] * theirs.num_hidden_layers
-    if model_type not in ("qwen2", "qwen3", "gemma3_text") or kinds is None:
+    if model_type not in ("qwen2", "qwen3", "gemma3_text", "gpt_oss") or kinds is None:
         return [None] * theirs.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds or ()]
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from .deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
 from .family import FIXED_ROTATIONS, Family
 from .gemma3 import GEMMA3
+from .gpt_oss import GPT_OSS
 from .llama import LLAMA
 from .mistral import MISTRAL, MIXTRAL
 from .olmo2 import OLMO2
@@ -24,6 +25,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
+    "gpt_oss": GPT_OSS,
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "olmo2": OLMO2,

@@ -57,10 +57,11 @@ class Weight:
 
     def own_shape(self, spec: ParallelSpec) -> tuple[int, ...]:
         """Returns the shape of a rank's part."""
-        if self.placement is None or self.placement.dim is None:
+        if self.placement is None:
             return self.shape
         parts = [1] * len(self.shape)
-        parts[self.placement.dim] *= spec.tp_size_of(self.placement.unit)
+        if self.placement.dim is not None:
+            parts[self.placement.dim] *= spec.tp_size_of(self.placement.unit)
         parts[0] *= spec.ep_size_of(self.placement.unit)
         return tuple(size // num for size, num in zip(self.shape, parts, strict=True))
 

@@ -16,8 +16,9 @@ class RoutedExperts:
     """Experts, of which each token uses `per_token`.
 
     features: of each expert. saved_block, linears: names in checkpoint files of the whole part, and of an expert's
-    gate, up and down.
-    router: where the router is below the part.
+    gate, up and down. are_stacked: whether files have the matrices of all experts in one tensor, as modules do.
+    router: where the router is below the part. router_has_bias, has_bias: whether it has, and whether the experts have.
+    is_transposed: whether matrices are stored [in, out]. alternates: whether gates and ups take turns.
     shared: a dense part that all tokens run through in addition. gates_shared: whether a number for each token scales
     its output.
     """
@@ -28,7 +29,12 @@ class RoutedExperts:
     features: int
     saved_block: str = _NAME
     linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    are_stacked: bool = False
     router: str = "gate"
+    router_has_bias: bool = False
+    has_bias: bool = False
+    is_transposed: bool = False
+    alternates: bool = False
     shared: Dense | None = None
     gates_shared: bool = False
     name: str = _NAME
@@ -41,14 +47,28 @@ class RoutedExperts:
 
     def weights(self) -> Iterator[Weight]:
         yield Weight(f"{_NAME}.{self.router}.weight", (self.num, self.hidden))
-        gate_up, down = self.placements
-        features = self.features, self.features
-        yield Weight(gate_up, (self.num, sum(features), self.hidden), self.placements[gate_up], features)
-        yield Weight(down, (self.num, self.hidden, self.features), self.placements[down])
+        if self.router_has_bias:
+            yield Weight(f"{_NAME}.{self.router}.bias", (self.num,))
+        yield from self._expert_weights()
         if self.shared is not None:
             yield from self.shared.weights()
         if self.gates_shared:
             yield Weight(f"{_NAME}.shared_expert_gate.weight", (1, self.hidden))
+
+    def _expert_weights(self) -> Iterator[Weight]:
+        gate_up, down = self.placements
+        # Where gates and ups take turns, each rank has whole pairs of one section.
+        sections = (2 * self.features,) if self.alternates else (self.features, self.features)
+        shapes = [self.num, 2 * self.features, self.hidden], [self.num, self.hidden, self.features]
+        dims = (1, 2)
+        if self.is_transposed:
+            shapes, dims = tuple([num, columns, rows] for num, rows, columns in shapes), (2, 1)
+        for name, shape, dim, parts in zip((gate_up, down), shapes, dims, (sections, ()), strict=True):
+            yield Weight(name, tuple(shape), Placement("experts", dim), parts)
+        if self.has_bias:
+            of_features = Placement("experts", 1, is_gathered=False)
+            yield Weight(f"{gate_up}_bias", (self.num, 2 * self.features), of_features, sections)
+            yield Weight(f"{down}_bias", (self.num, self.hidden), Placement("experts", None, is_gathered=False))
 
     def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
         """Yields those of adapters whose experts share the matrices at the side of the hidden states, see

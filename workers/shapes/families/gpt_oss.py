@@ -1,0 +1,57 @@
+"""gpt-oss: attention sinks, windows in every other layer, experts with biases and clamped gates.
+
+https://arxiv.org/abs/2508.10925.
+"""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, RoutedExperts, SoftmaxAttention
+from .config_reader import ConfigReader
+from .family import Family, attention
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    by_turns = ["full_attention" if number % 2 else "sliding_attention" for number in range(config.num_layers)]
+    experts = RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("num_local_experts", config.number("num_experts")),
+        per_token=config.number("num_experts_per_tok"),
+        features=config.number("intermediate_size"),
+        are_stacked=True,
+        has_bias=True,
+        is_transposed=True,
+        alternates=True,
+        router="router",
+        router_has_bias=True,
+        module="MLP",
+    )
+    mixers = {kind: _attention(config, kind) for kind in ("full_attention", "sliding_attention")}
+    return [Layer(config.hidden, mixers[kind], experts) for kind in config.names("layer_types") or by_turns]
+
+
+def _attention(config: ConfigReader, kind: str) -> SoftmaxAttention:
+    has_bias = config.is_set("attention_bias")
+    window = config.window if kind == "sliding_attention" else None
+    return attention(config, window=window, qkv_bias=has_bias, output_bias=has_bias, has_sinks=True)
+
+
+GPT_OSS = Family(
+    "GptOss",
+    "gpt_oss",
+    _layers,
+    {
+        "num_hidden_layers": 36,
+        "num_experts": 128,
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "head_dim": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 4,
+        "layer_types": None,
+        "attention_bias": True,
+    },
+)

@@ -1,6 +1,6 @@
 """Stores adapters in the form of PEFT."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ class PeftFormat:
         self._renamed = [target for target in adapter.targets if target.saved_path is not None]
 
     def describe(self) -> dict[str, Any]:
-        """Returns the adapted layers; the names of a tied head; and if experts share matrices, the names of an expert's
-        layers in PEFT's files by those in ours."""
+        """Returns the adapted layers; the names of a tied head; if experts share matrices, the names of an expert's
+        layers in PEFT's files by those in ours; and layers whose rows are adapted in parts."""
         adapter = self._adapter
         described: dict[str, Any] = {"targets": [target.name for target in adapter.targets]}
         if adapter.unembed is not None and adapter.tied_embedding is not None:
@@ -35,6 +35,8 @@ class PeftFormat:
         if adapter.shares_factors:
             sharing = [target for target in adapter.targets if target.shared is not None]
             described["expert_linears"] = {target.stacked_kind: target.saved_kind for target in sharing}
+        if fused := _fused_projections(adapter.targets):
+            described["fused_projections"] = fused
         return described
 
     def check(self, saved: CheckpointDescription) -> None:
@@ -92,6 +94,15 @@ class PeftFormat:
 
     def load_constants(self, constants: Mapping[str, Tensor], saved: CheckpointDescription) -> None:
         pass
+
+
+def _fused_projections(targets: Sequence[Target]) -> dict[str, list[str]]:
+    """Returns the linear layers whose rows are adapted in parts, with these parts in order."""
+    fused: dict[str, dict[str, None]] = {}
+    for target in targets:
+        if target.part_of is not None:
+            fused.setdefault(target.part_of, {})[target.kind] = None
+    return {whole: list(parts) for whole, parts in fused.items()}
 
 
 def _groups(lora: LoraConfig) -> tuple[bool, bool, bool]:

@@ -199,7 +199,9 @@ def _linear_targets(base: BaseModel, name: str, linear: nn.Linear) -> Iterator[T
         return
     for part, size in zip(names, declared.sections, strict=True):
         split = replace(whole.out_split, sections=(size,)) if whole.out_split else None
-        yield Target(base.saved_name(part), whole.in_features, size, None, split, is_replicated_over_tp=is_replicated)
+        kind = name.rpartition(".")[2]
+        own = Target(base.saved_name(part), whole.in_features, size, None, split, part_of=kind)
+        yield replace(own, is_replicated_over_tp=is_replicated)
 
 
 def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[tuple[str, bool]]:

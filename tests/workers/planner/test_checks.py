@@ -164,7 +164,6 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         DENSE | {"model_type": "jamba", "mamba_d_state": 16},
         "M: models with recurrent or linear-attention layers (mamba_d_state) are not supported",
     ),
-    "sinks": ("--parallel ep=2", DENSE | {"model_type": "gpt_oss"}, "M: models with attention sinks are not supported"),
     "quantized": (
         "--parallel tp=2",
         DENSE | {"quantization_config": {"quant_method": "gptq"}},
@@ -314,9 +313,9 @@ def test_serve_refuses_impossible_layouts_that_are_not_in_its_arguments(
 
 
 def test_serve_refuses_a_model_that_no_chosen_layout_could_run(tmp_path: Path, refusal: Refusal) -> None:
-    source = source_of_model(DENSE | {"model_type": "gpt_oss"}, tmp_path)
+    source = source_of_model(DENSE | {"model_type": "deepseek_v2", "kv_lora_rank": 512}, tmp_path)
     message = refusal("serve", source, *serve_options(tmp_path, "--parallel=auto", "--draft-parallel=tp=8"))
-    assert "models with attention sinks are not supported" in message
+    assert "models with kv_lora_rank are not supported" in message
 
 
 def test_serve_refuses_a_directory_without_weights(tmp_path: Path, refusal: Refusal) -> None:

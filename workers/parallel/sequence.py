@@ -12,6 +12,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ..ops.attention import AttentionKind, Packing, SequenceGroup, attend
+from ..ops.recurrence import Recurrence
 from ..shapes.sequence_split import SequenceSplit
 from .collectives import all_to_all_rows
 from .mesh import Team
@@ -49,6 +50,11 @@ class ShardedPacking:
         heads = query.shape[1]
         kind = kind.of_heads(self.team.index % size * heads, heads)
         return self._own_tokens(self._attend_stripe(query, key, value, kind))
+
+    def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Computes the function `recur` on a single rank. Several ranks divide the heads, see `by_heads`."""
+        assert self.team.size == 1
+        return op.scan(inputs, self.whole)[0]
 
     def by_heads(self, inputs: Sequence[Tensor], run: Callable[[Sequence[Tensor], Packing, Team], Tensor]) -> Tensor:
         """Runs a function of whole sequences, head by head, with this rank's share of the heads.

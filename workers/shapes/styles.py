@@ -68,7 +68,7 @@ def _check_override(override: str, pattern: str, style: str, found: Sequence[str
         whole = [name for name in PLAN if PLAN[name].unit == unit]
         if missing := [name for name in whole if name not in found]:
             # Every model has the rowwise ones, but not all of the others.
-            known = max(missing, key=lambda name: PLAN[name].dim)
+            known = max(missing, key=lambda name: PLAN[name].dim or 0)
             raise ValueError(
                 f"{pattern} leaves out {known}, which must have the same style as {found[0]}: use "
                 f"{PATTERNS[unit]}=replicate"

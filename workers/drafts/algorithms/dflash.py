@@ -162,7 +162,7 @@ class DFlashNetwork(DraftModules):
         for layer in range(self.shape.layers):
             key, value = self._key_values(context, f"layers.{layer}", cos_sin)
             for chunk in observed.chunks:
-                chunk.store(key, value, layer)
+                chunk.store(key, value, AttentionKind(layer, self.shape.scaling))
 
     def propose(self, observed: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
         """Drafts all tokens at once, with a block whose anchor is the last token of each sequence.

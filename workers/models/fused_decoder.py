@@ -177,7 +177,7 @@ def _is_recognised(trunk: Any, shape: ModelShape) -> bool:
 def _has_fixed_rotations(trunk: Any, shape: ModelShape) -> bool:
     """True if rotations do not depend on the input and cover as many features as the layers declare."""
     rotary, kinds = trunk.rotary_emb, {each.rotation: each.rotary_dim for each in shape.attentions}
-    types = [rotary.rope_type] if "" in kinds else rotary.rope_type.values()
+    types = [rotary.rope_type] if isinstance(rotary.rope_type, str) else rotary.rope_type.values()
     return (
         shape.family.defines(rotary, shape.family.rotary)
         and FIXED_ROTATIONS.issuperset(types)

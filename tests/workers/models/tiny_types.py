@@ -58,6 +58,9 @@ _SCALARS = {
 
 # Settings that a type needs, or that include all its kinds of layers.
 _OF_TYPE: dict[str, dict[str, Any]] = {
+    # Every head of latent attention has keys of its own.
+    "deepseek_v3": {"num_key_value_heads": 4},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
     "afmoe": _WINDOWS,
     "cohere2": _WINDOWS,
     "cohere_compass_text": _WINDOWS

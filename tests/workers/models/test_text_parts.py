@@ -1,0 +1,57 @@
+"""The text part of a release that also takes images is loaded alone, and gives the numbers of the whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ...tiny import tiny_config, tiny_model
+from ..adapted import Adapted
+
+TOKENS = torch.arange(5, 17)
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+
+
+@torch.no_grad()
+def distance(adapted: Adapted, theirs: Any) -> float:
+    """Returns the largest distance of log-probabilities."""
+    theirs.set_attn_implementation("eager")
+    return float(
+        (log_softmax(adapted.logits([TOKENS], None)) - log_softmax(theirs(TOKENS[None]).logits[0])).abs().max()
+    )
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_qwen_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> None:
+    vision = VISION | {"patch_size": 4, "num_position_embeddings": 16}
+    config = AutoConfig.for_model(kind, text_config=tiny_config(kind).to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(tmp_path)
+    adapted = Adapted(tmp_path)
+    assert adapted.base.runs_own_layers
+    assert not [name for name, _ in adapted.base.model.named_parameters() if "visual" in name]
+    assert distance(adapted, whole) < 1e-5
+    adapted.base.unembedding.mul_(1.01)
+    assert distance(adapted, whole) > 1e-5
+
+
+def test_kimi_is_read_from_the_names_of_its_releases(tmp_path: Path) -> None:
+    text = tiny_model("deepseek_v3", tmp_path / "text")
+    weights = {f"language_model.{name}": each for name, each in load_file(text / "model.safetensors").items()}
+    (release := tmp_path / "release").mkdir()
+    images = {"vision_tower.patch_embed.pos_emb.weight": torch.zeros(4, 4)}
+    save_file(weights | images, release / "model.safetensors", metadata={"format": "pt"})
+    of_text = json.loads((text / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (release / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": of_text}))
+    theirs = AutoModelForCausalLM.from_pretrained(text, dtype=torch.float32)
+    assert distance(Adapted(release), theirs) < 1e-5

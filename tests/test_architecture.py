@@ -148,6 +148,7 @@ def test_a_long_class_says_why(tmp_path: Path) -> None:
 
 def test_folders_stay_small() -> None:
     folders = Counter(path.parent for name in MAY_IMPORT for path in sources(name) if path.name != "__init__.py")
+    del folders[ROOT / "workers" / "shapes" / "families"]  # a file for each, as many as there are
     assert max(folders.values()) <= 15, folders.most_common(3)
 
 

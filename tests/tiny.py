@@ -1,5 +1,6 @@
 """Tiny random models of each supported family, generated on demand."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,31 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     DeepseekV3Config,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    Exaone4Config,
+    ExaoneMoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmConfig,
     GptOssConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -25,6 +43,9 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+    SolarOpenConfig,
 )
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
@@ -45,8 +66,32 @@ FAMILY_KINDS = (
     "glm4_moe_lite",
     "gpt_oss",
 )
+# Families that differ from these in few settings of their layers.
+PLAIN_KINDS = (
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "exaone_moe",
+    "gemma",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "minimax_m2",
+    "ministral",
+    "ministral3",
+    "olmo3",
+    "olmoe",
+    "qwen2_moe",
+    "seed_oss",
+    "smollm3",
+    "solar_open",
+)
 # Run by transformers' modules, or refused.
-OTHER_KINDS = ("cohere2", "qwen2_moe", "gemma2")
+OTHER_KINDS = ("cohere2", "gemma2")
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -99,6 +144,18 @@ LLAMA3_ROPE = {
 }
 
 
+# Short, so that positions of a test pass it.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 3,
+}
+
+# Of Hunyuan's releases: "dynamic", but the same for all lengths.
+ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+
+
 def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
     shape = TINY_SHAPE | overrides
     qwen3_shape = {"head_dim": 16} | shape
@@ -138,8 +195,6 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return Qwen3NextConfig(**(experts | {"shared_expert_intermediate_size": 48} | hybrid_shape))
         case "gemma2":
             return Gemma2Config(**qwen3_shape)
-        case "qwen2_moe":
-            return Qwen2MoeConfig(**({"shared_expert_intermediate_size": 48} | experts | shape))
         case "gpt_oss":
             rope = {"rope_type": "default", "rope_theta": 10000.0}
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
@@ -153,7 +208,58 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             return Cohere2Config(**(kinds | {"logit_scale": 0.3} | shape))
         case _:
-            raise ValueError(f"unknown kind {kind!r}: one of {(*KINDS, *MORE_KINDS, *FAMILY_KINDS, *OTHER_KINDS)}")
+            return _plain_config(kind, **overrides)
+
+
+def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
+    shape: dict[str, Any] = {"head_dim": 16} | TINY_SHAPE
+    windows: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+    of_deepseek: dict[str, Any] = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+    of_deepseek |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    configs: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
+        "dots1": (Dots1Config, windows | of_deepseek | {"head_dim": 16}),
+        "ernie4_5": (Ernie4_5Config, {"use_bias": True}),
+        "ernie4_5_moe": (
+            Ernie4_5_MoeConfig,
+            {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+        ),
+        "exaone4": (Exaone4Config, windows),
+        "exaone_moe": (
+            ExaoneMoeConfig,
+            windows | experts | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
+        ),
+        "gemma": (GemmaConfig, {}),
+        "glm": (GlmConfig, {}),
+        "glm4": (Glm4Config, {}),
+        "glm4_moe": (Glm4MoeConfig, of_deepseek | {"use_qk_norm": True, "attention_bias": True}),
+        "helium": (HeliumConfig, {}),
+        "hunyuan_v1_dense": (HunYuanDenseV1Config, {"attention_bias": True, "rope_parameters": ALPHA_ROPE}),
+        "hunyuan_v1_moe": (HunYuanMoEV1Config, {"num_experts": 4, "moe_topk": 2}),
+        "ministral3": (
+            Ministral3Config,
+            {"sliding_window": 5, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}},
+        ),
+        "minimax_m2": (MiniMaxM2Config, {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
+        "ministral": (MinistralConfig, windows),
+        "olmo3": (Olmo3Config, windows | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        "olmoe": (OlmoeConfig, experts),
+        "qwen2_moe": (
+            Qwen2MoeConfig,
+            experts
+            | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}
+            | {"use_sliding_window": True, "sliding_window": 5},
+        ),
+        "seed_oss": (SeedOssConfig, {"mlp_bias": True, "attention_out_bias": True}),
+        "solar_open": (SolarOpenConfig, of_deepseek),
+        "smollm3": (SmolLM3Config, {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5}),
+    }
+    if kind not in configs:
+        kinds = (*KINDS, *MORE_KINDS, *FAMILY_KINDS, *PLAIN_KINDS, *OTHER_KINDS)
+        raise ValueError(f"unknown kind {kind!r}: one of {kinds}")
+    config, settings = configs[kind]
+    arguments: dict[str, Any] = {**shape, **settings, **overrides}
+    return config(**arguments)
 
 
 def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -> Path:

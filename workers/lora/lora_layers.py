@@ -1,7 +1,7 @@
 """The layers of one base that adapters target, and the adapters of these layers in its passes."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -170,9 +170,11 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
         parent_name, _, kind = name.rpartition(".")
         if not isinstance(module, nn.Linear) or id(module) not in inside:
             continue
-        targets = list(_linear_targets(base, name, module))
-        if targets or base.adaptable_weight(name) is not None:
-            base.quantize(module, "weight")
+        targets, declared = list(_linear_targets(base, name, module)), base.adaptable_weight(name)
+        if targets or declared is not None:
+            # Small ones, which every rank has whole, keep their precision.
+            if targets or (declared is not None and declared.placement is not None):
+                base.quantize(module, "weight")
             wrapped = LoraLinear(module, _site(name, module, targets), active)
             setattr(base.model.get_submodule(parent_name), kind, wrapped)
         yield from targets
@@ -204,13 +206,17 @@ def _linear_targets(base: BaseModel, name: str, linear: nn.Linear) -> Iterator[T
         yield replace(own, is_replicated_over_tp=is_replicated)
 
 
-def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[tuple[str, bool]]:
+def _frozen(base: BaseModel, adapted: Set[str]) -> Iterator[tuple[str, bool]]:
     """Yields the names of the trunk's layers with matrices that adapters leave alone, except for the embedding, and
     whether they hold the matrices of several experts."""
     inside = {id(module) for module in base.trunk.modules()}
     experts = {name.rpartition(".")[0] for name in adapted}
     for name, module in base.model.named_modules():
-        if id(module) not in inside or isinstance(module, nn.Embedding | LoraLinear) or name in experts:
+        if id(module) not in inside or isinstance(module, nn.Embedding) or name in experts:
+            continue
+        if isinstance(module, LoraLinear):
+            if adapted.isdisjoint(module.site.names):
+                yield base.saved_name(name), False
             continue
         num_dims = max((parameter.dim() for parameter in module.parameters(recurse=False)), default=0)
         if num_dims > 1:

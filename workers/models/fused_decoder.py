@@ -4,7 +4,7 @@ The weights and the numbers are the same, with fewer passes over memory and less
 not recognised runs as transformers wrote it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.attention import AttendingPacking, Packing
-from ..ops.fused import RotaryTable
+from ..ops.fused import RotaryTable, query_scales
 from ..parallel.collectives import ResidualStream
 from ..parallel.mesh import Mesh
 from ..parallel.sharded_embedding import ShardedEmbedding
 from ..shapes.families import FIXED_ROTATIONS
 from ..shapes.model_shape import ModelDescription, ModelShape
+from ..shapes.parts import LatentAttention, SoftmaxAttention
 from .activation_checkpointing import LayerInputs
 from .fsdp import ShardedLayers
 from .layers import DecoderLayer, Merge, RoutedExperts, add_norm, is_recognised, norm_of
@@ -43,8 +44,7 @@ class FusedTrunk:
             for number, (module, layer) in enumerate(zip(trunk.layers, shape.layers, strict=True))
         ]
         self._norm = norm_of(trunk.norm, shape.family.norm_weight_plus_one)
-        frequencies = _frequencies(trunk.rotary_emb, {each.rotation for each in shape.attentions})
-        self._tables = {kind: RotaryTable(*each) for kind, each in frequencies.items()}
+        self._tables = {each.rotation: _rotary_table(trunk, each) for each in shape.attentions}
 
     def merge(self, merge: Merge) -> None:
         """Makes the linear layers of one input run as one where that is faster."""
@@ -176,12 +176,15 @@ def _is_recognised(trunk: Any, shape: ModelShape) -> bool:
 
 def _has_fixed_rotations(trunk: Any, shape: ModelShape) -> bool:
     """True if rotations do not depend on the input and cover as many features as the layers declare."""
-    rotary, kinds = trunk.rotary_emb, {each.rotation: each.rotary_dim for each in shape.attentions}
+    kinds = {each.rotation: each.rotary_dim for each in shape.attentions if each.rotation is not None}
+    if not kinds:
+        return True
+    rotary = trunk.rotary_emb
     types = [rotary.rope_type] if isinstance(rotary.rope_type, str) else rotary.rope_type.values()
     return (
         shape.family.defines(rotary, shape.family.rotary)
         and FIXED_ROTATIONS.issuperset(types)
-        and {kind: 2 * len(each) for kind, (each, _) in _frequencies(rotary, kinds).items()} == kinds
+        and all(2 * len(_frequencies(trunk, *each)[0]) == each[1] for each in kinds.items())
     )
 
 
@@ -190,11 +193,20 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
-def _frequencies(rotary: Any, kinds: Iterable[str]) -> dict[str, tuple[Tensor, float]]:
-    """Returns inverse frequencies and the scale of cosines and sines by kind of rotation; "" is the only one."""
-    return {
-        kind: (getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling"))
-        if kind
-        else (rotary.inv_freq, rotary.attention_scaling)
-        for kind in kinds
-    }
+def _rotary_table(trunk: Any, part: SoftmaxAttention | LatentAttention) -> RotaryTable:
+    frequencies, growth = _frequencies(trunk, part.rotation, part.rotary_dim), part.growth
+    scales = None if growth is None else partial(query_scales, rate=growth.rate, length=growth.length)
+    return RotaryTable(*frequencies, scales)
+
+
+def _frequencies(trunk: Any, kind: str | None, size: int) -> tuple[Tensor, float]:
+    """Returns inverse frequencies, and the scale of cosines and sines.
+
+    Args:
+        kind: of the rotations; "" is the only one of a model, None rotates nothing.
+        size: rotated features of a head.
+    """
+    if kind is None:
+        return torch.zeros(size // 2, device=trunk.norm.weight.device), 1.0
+    rotary, prefix = trunk.rotary_emb, f"{kind}_" if kind else ""
+    return getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")

@@ -61,11 +61,13 @@ class RmsNorm:
 class Rotation:
     """Rotates the first 2 n features of heads, whose first half holds the real and second half the imaginary parts.
 
-    cos [tokens, 1, 2 n], both halves equal; sin [tokens, 1, n]; float32.
+    cos [tokens, 1, 2 n], both halves equal; sin [tokens, 1, n]; float32. query_scale: factors of the queries, float32
+    [tokens, 1, 1], None for 1.
     """
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None = None
 
     def apply(self, x: Tensor, sign: float = 1.0) -> Tensor:
         """Returns float32 [tokens, heads, size] rotated; sign -1 rotates back, and maps the gradient."""
@@ -79,12 +81,19 @@ class Rotation:
         return out
 
 
+# By the name of a kind of rotations; None rotates nothing.
+Rotations = Mapping[str | None, Rotation]
+
+
 class RotaryTable:
     """Caches cosines and sines of all positions seen so far, computed in float32 as transformers does."""
 
-    def __init__(self, inverse_frequencies: Tensor, scale: float) -> None:
+    def __init__(
+        self, inverse_frequencies: Tensor, scale: float, query_scale: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """Takes a function from positions, int64 [tokens], to factors of their queries, float32 [tokens]."""
         self._frequencies = inverse_frequencies.float()
-        self._scale = scale
+        self._scale, self._query_scale = scale, query_scale
         # One attribute for both tables: several threads may find them too short and replace them.
         self._tables = self._made(0)
 
@@ -93,7 +102,8 @@ class RotaryTable:
         cos, sin = self._tables
         if longest > len(cos):
             cos, sin = self._tables = self._made(max(longest, 2 * len(cos)))
-        return Rotation(cos[positions], sin[positions])
+        scale = None if self._query_scale is None else self._query_scale(positions)[:, None, None]
+        return Rotation(cos[positions], sin[positions], scale)
 
     def _made(self, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=self._frequencies.device)
@@ -128,6 +138,24 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     if (kernels := kernels_for(x) or _triton_rotating(x, rotation)) is not None:
         return kernels.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
     return _rotated(x, rotation, norm)[0]
+
+
+def query_scales(positions: Tensor, rate: float, length: int) -> Tensor:
+    """Returns float32 1 + rate * log(1 + floor(position / length)) for int64 [tokens], by which queries may grow.
+
+    Nakanishi, Scalable-Softmax (2025), https://arxiv.org/abs/2501.19399.
+    """
+    return 1 + rate * (1 + positions // length).float().log()
+
+
+def pairs_apart(x: Tensor, size: int) -> Tensor:
+    """Moves neighbours among the first `size` features of x [..., features] apart: even ones first, then odd ones.
+
+    Rotated pairs of features are then where Rotation expects them. Products of queries and keys do not depend on the
+    order.
+    """
+    apart = x[..., :size].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return apart if size == x.shape[-1] else torch.cat((apart, x[..., size:]), dim=-1)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

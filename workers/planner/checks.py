@@ -113,8 +113,8 @@ def _check_family(spec: ParallelSpec, model: ModelDescription) -> None:
     any_model = " and ".join(_OF_ANY_MODEL)
     if not isinstance(model, ModelShape):
         raise ValueError(
-            f"{wanted[0]}: {model.model_type} models such as {model.name} support only {any_model}; all axes are for "
-            f"models of type {', '.join(FAMILIES)}"
+            f"{wanted[0]}: {model.model_type} models such as {model.name} support only {any_model}; docs/parallel.md "
+            "lists the types of model that support all axes"
         )
     if not _has_fixed_rotations(model):
         raise ValueError(
@@ -122,10 +122,7 @@ def _check_family(spec: ParallelSpec, model: ModelDescription) -> None:
             f"{any_model} only; all axes are for RoPE scaling {', '.join(sorted(FIXED_ROTATIONS))}"
         )
     if not model.runs_own_layers:
-        raise ValueError(
-            f"{wanted[0]}: {model.name} has another activation than {model.family.activation}; such models support "
-            f"only {any_model}"
-        )
+        raise ValueError(f"{wanted[0]}: {model.name} has {model.family.unlike}; such models support only {any_model}")
 
 
 def _check_activations(activations: str, model: ModelDescription) -> None:

@@ -183,7 +183,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         vocab=reader.number("vocab_size"),
         tied_embeddings=reader.is_set("tie_word_embeddings"),
         layers=tuple(family.layers(reader)),
-        runs_own_layers=reader.get(family.activation_key) == family.activation,
+        runs_own_layers=family.describes(reader),
     )
 
 
@@ -210,6 +210,8 @@ def rope_of(config: Mapping[str, object]) -> Rope:
         return Rope()
     kind = str(given.get("rope_type", given.get("type", _NO_SCALING)))
     kind = "longrope" if kind == "su" else kind
+    if kind == "dynamic" and given.get("alpha") and type_of(config).startswith("hunyuan_v1"):
+        kind = "ntk_alpha"
     if kind == _NO_SCALING:
         return Rope()
     original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))

@@ -12,9 +12,16 @@ from trainhouse.workers.lora import Adapter, Segment
 from trainhouse.workers.models.fused_decoder import fused_trunk
 from trainhouse.workers.ops.attention import ATTENTION, Packing, pack_lengths
 from trainhouse.workers.shapes.model_shape import describe_model
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Starcoder2Config,
+)
 
-from ...tiny import LLAMA3_ROPE, TINY_SHAPE, tiny_config
+from ...tiny import LLAMA3_ROPE, PLAIN_KINDS, TINY_SHAPE, tiny_config
 from ..adapted import LENGTHS, Adapted, Dtype, relative_error, sequences
 
 SHAPE: dict[str, Any] = TINY_SHAPE | {"head_dim": 16}
@@ -39,7 +46,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3 with yarn": lambda: tiny_config("qwen3", rope_parameters=YARN),
     "qwen3_moe": lambda: tiny_config("qwen3_moe"),
     "qwen3_moe with a dense layer": lambda: tiny_config("qwen3_moe_mixed"),
-    **{kind: lambda kind=kind: tiny_config(kind) for kind in ("mixtral", "phi3", "olmo2", "gemma3")},
+    **{kind: lambda kind=kind: tiny_config(kind) for kind in ("mixtral", "phi3", "olmo2", "gemma3", *PLAIN_KINDS)},
     "phi3 with partial rotation": lambda: tiny_config("phi3", partial_rotary_factor=0.75, head_dim=16),
     "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
 }
@@ -225,7 +232,7 @@ def test_altered_model_is_not_fused(alter: Callable[[Any], object]) -> None:
 
 
 def test_other_families_run_unfused(tmp_path: Path) -> None:
-    bench = random_model(GemmaConfig(**SHAPE), tmp_path)
+    bench = random_model(Starcoder2Config(**TINY_SHAPE), tmp_path)
     assert fused_trunk(bench.base.trunk, bench.base.shape) is None
     adapter = bench.create("a")
     tokens, positions, packing = packed()

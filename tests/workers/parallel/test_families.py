@@ -27,7 +27,7 @@ from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.shapes.parts import RoutedExperts
 from transformers import AutoModelForCausalLM
 
-from ...tiny import tiny_model
+from ...tiny import PLAIN_KINDS, tiny_model
 from ..adapted import peft_gradients, peft_parameters, quieten_peft, stacked_gradients
 from .training import ADAM, Layout, greedy, layout, supervised
 
@@ -36,7 +36,8 @@ FUSED = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
 HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
-BY_TRANSFORMERS = ("cohere2", "qwen2_moe")
+PLAIN_SPARSE = ("ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe", "minimax_m2", "qwen2_moe")
+BY_TRANSFORMERS = ("cohere2",)
 REFUSED = {
     "gemma2": "final_logit_softcapping",
 }
@@ -48,10 +49,10 @@ CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     *(("qwen3_5", spec, "shared") for spec in ("single", "tp=2", "sp=2")),
     ("deepseek_v3", "tp=2", "shared"),
 )
-MATRIX = [(kind, spec, "each") for kind in (*DENSE, *SPARSE) for spec in ("single", "tp=2")]
-MATRIX += [(kind, "ep=2", "each") for kind in SPARSE]
+MATRIX = [(kind, spec, "each") for kind in (*DENSE, *SPARSE, *PLAIN_KINDS) for spec in ("single", "tp=2")]
+MATRIX += [(kind, "ep=2", "each") for kind in (*SPARSE, *PLAIN_SPARSE)]
 MATRIX += [(kind, spec, "each") for kind in BY_TRANSFORMERS for spec in ("single", "replicas=2")]
-MATRIX += [(kind, "single", "shared") for kind in (*SPARSE, "qwen2_moe")]
+MATRIX += [(kind, "single", "shared") for kind in (*SPARSE, *PLAIN_SPARSE)]
 MATRIX += [(kind, spec, "shared") for kind in ("qwen3_moe_mixed", "mixtral") for spec in ("ep=2", "ep=2,tp=2")]
 MATRIX += [(kind, spec, "shared") for kind in (*HYBRID, *LATENT) for spec in ("single", "tp=2", "sp=2", "fsdp=2")]
 MATRIX += [(kind, "ep=2", "shared") for kind in ("qwen3_next", "qwen3_5_moe", *LATENT)]

@@ -23,7 +23,6 @@ from trainhouse.workers.protocol.worker_config import (
 )
 from trainhouse.workers.scheduler.supervision import pool_factory as sources
 from trainhouse.workers.scheduler.supervision.pool_factory import PoolFactory, groups_of
-from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, read_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -171,11 +170,21 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "other family": (
         "--parallel tp=2",
-        DENSE | {"model_type": "gemma"},
-        f"tp=2: gemma models such as M support only replicas; all axes are for models of type {', '.join(FAMILIES)}",
+        DENSE | {"model_type": "cwm"},
+        "tp=2: cwm models such as M support only replicas; docs/parallel.md lists the types of model that support all "
+        "axes",
     ),
-    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "olmo3"}, "sp=2: olmo3 models such"),
-    "other family's shards": ("--parallel fsdp=2", DENSE | {"model_type": "glm4"}, "fsdp=2: glm4 models such as M"),
+    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "cwm"}, "sp=2: cwm models such"),
+    "other family's shards": (
+        "--parallel fsdp=2",
+        DENSE | {"model_type": "starcoder2"},
+        "fsdp=2: starcoder2 models such as M",
+    ),
+    "other arithmetic": (
+        "--parallel tp=2",
+        DENSE | {"model_type": "olmoe", "clip_qkv": 8.0},
+        "tp=2: M has another activation than silu or clip_qkv; such models support only replicas",
+    ),
     "both directions": (
         "--parallel tp=2",
         DENSE | {"model_type": "gemma3_text", "use_bidirectional_attention": True},

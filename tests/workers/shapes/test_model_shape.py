@@ -1,5 +1,6 @@
 """A config.json is read as transformers reads it, including the defaults of what it leaves out."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ CHANGED = [
     {"layer_types": [*["linear_attention"] * 2, *["full_attention"] * 4]},
     {"first_k_dense_replace": 2},
     {"q_lora_rank": None},
+    {"n_routed_experts": 8, "n_shared_experts": 2},
 ]
 OMITTED = [("use_sliding_window", "sliding_window"), *((key,) for key in WHOLE if key not in NEEDED)]
 
@@ -80,6 +82,20 @@ def test_given_values_are_read_as_in_transformers(model_type: str, changed: dict
 
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# Sparse families in addition to those that the comparison names.
+SPARSE = (
+    *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe"),
+    *("minimax_m2", "olmoe", "qwen2_moe", "solar_open"),
+)
+# Families whose windows follow `layer_types`.
+WINDOWED = (
+    *("qwen2", "qwen2_moe", "qwen3", "gemma3_text", "olmo3", "exaone4", "exaone_moe", "ministral", "smollm3", "dots1"),
+    "gpt_oss",
+)
+# Their names of numbers of experts, of those that a token uses, and of features.
+NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")
+PER_TOKEN = ("moe_topk", "moe_k", "num_experts_per_tok")
+FEATURES = ("moe_intermediate_size", "intermediate_size")
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 
 
@@ -87,8 +103,12 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
     kinds = set(given.get("layer_types", ()))
     if kinds & {"sliding_attention" if model_type in HYBRIDS else "linear_attention"}:
         pytest.skip("layers of another family")
-    if model_type in ("qwen3_5_moe_text", "gpt_oss") and not given.get("num_experts", 1):
+    if model_type in (*SPARSE, "qwen3_5_moe_text", "gpt_oss") and not given.get("num_experts", 1):
         pytest.skip("a sparse model without experts")
+    if model_type == "dots1" and not {"n_shared_experts", "n_routed_experts", "num_experts_per_tok"} <= given.keys():
+        pytest.skip("transformers has no defaults for these")
+    if model_type in ("exaone4", "exaone_moe") and given.get("sliding_window", 0) is None and not kinds:
+        pytest.skip("transformers divides by zero")
     if model_type in LATENT:  # another name of theirs for the features that rotate
         given = {key: value for key, value in given.items() if key != "head_dim"}
     theirs = AutoConfig.for_model(model_type, **given)
@@ -149,8 +169,18 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
         num_dense = getattr(theirs, "first_k_dense_replace", 1)
         assert sparse == list(range(num_dense, 6)) and experts is not None
         assert (experts.num, experts.per_token) == (theirs.n_routed_experts, theirs.num_experts_per_tok)
+    elif model_type in SPARSE:
+        assert sparse and experts is not None
+        assert (experts.num, experts.per_token) == (first_of(theirs, *NUM_EXPERTS), first_of(theirs, *PER_TOKEN))
+        assert experts.features == first_of(theirs, *FEATURES)
     else:
         assert experts is None and not sparse
+
+
+def first_of(config: Any, *names: str) -> Any:
+    """Returns the value of the first name that the type of the config has."""
+    known = {field.name for field in dataclasses.fields(config)}
+    return next(getattr(config, name) for name in names if name in known)
 
 
 def windows_of(shape: ModelShape) -> list[int | None]:
@@ -159,9 +189,9 @@ def windows_of(shape: ModelShape) -> list[int | None]:
 
 def expected_windows(model_type: str, theirs: Any) -> list[int | None]:
     window, kinds = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
-    if model_type in ("mistral", "mixtral", "phi3", "qwen3_moe"):
+    if model_type in ("mistral", "ministral3", "mixtral", "phi3", "qwen3_moe"):
         return [window] * theirs.num_hidden_layers
-    if model_type not in ("qwen2", "qwen3", "gemma3_text", "gpt_oss") or kinds is None:
+    if model_type not in WINDOWED or kinds is None:
         return [None] * theirs.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds or ()]
 

@@ -1,12 +1,11 @@
 """Runs a decoder layer: its mixer and its feed-forward part between the norms of the residual stream."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ...ops.attention import AttendingPacking, Packing
-from ...ops.fused import Rotation, rms_norm
+from ...ops.fused import Rotations, rms_norm
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
@@ -31,7 +30,7 @@ class Mixer(Protocol):
 
     is_replicated: bool
 
-    def forward(self, x: Tensor, rotations: Mapping[str, Rotation], packing: Packing | AttendingPacking) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking) -> Tensor:
         """Returns the update of the residual stream [tokens, hidden] for x [tokens, hidden]."""
         ...
 
@@ -92,7 +91,7 @@ class DecoderLayer:
         self,
         hidden: Tensor,
         update: Tensor | None,
-        rotations: Mapping[str, Rotation],
+        rotations: Rotations,
         packing: Packing | AttendingPacking,
         stream: ResidualStream,
     ) -> tuple[Tensor, Tensor]:
@@ -126,11 +125,8 @@ def is_recognised(module: Any, layer: Layer, family: Family) -> bool:
 
 
 def _is_part(part: Part, module: Any, family: Family) -> bool:
-    if not family.defines(module, part.module):
-        return False
-    norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
-    is_plain = not isinstance(part, SoftmaxAttention) or SoftmaxMixer.is_recognised(part, module)
-    return is_plain and all(family.defines(norm, "RMSNorm") for norm in norms)
+    is_known = family.defines(module, part.module)
+    return is_known and (not isinstance(part, SoftmaxAttention) or SoftmaxMixer.is_recognised(part, module, family))
 
 
 def _mixer(part: MixerPart, module: Any, number: int, family: Family, mesh: Mesh) -> Mixer:

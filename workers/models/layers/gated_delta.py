@@ -1,6 +1,6 @@
 """Runs linear attention by the gated delta rule: projections, convolution, the rule, and its output's gated norm."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing
-from ...ops.fused import Rotation, rms_norm, swiglu
+from ...ops.fused import Rotations, rms_norm, swiglu
 from ...ops.recurrence import recur
 from ...ops.recurrences import gated_delta
 from ...ops.recurrences.convolution import CausalConvolution
@@ -45,7 +45,7 @@ class GatedDeltaMixer:
             self._merged.merge(merge, [module.in_proj_qkv, module.in_proj_z])
             self._merged_by_head.merge(merge, [module.in_proj_b, module.in_proj_a])
 
-    def forward(self, x: Tensor, rotations: Mapping[str, Rotation], packing: Packing | AttendingPacking) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking) -> Tensor:
         mixed, gate, beta, decay = self._projected(x)
         log_decay = -self._module.A_log.float().exp() * softplus(decay.float() + self._module.dt_bias)
         by_head = log_decay, beta.sigmoid()

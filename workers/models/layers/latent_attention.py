@@ -1,6 +1,5 @@
 """Runs latent attention: expanded to keys and values of all heads in training, on latent vectors in sampling."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch.nn.functional import pad
 
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind
-from ...ops.fused import Rotation, rms_norm, rotate_heads
+from ...ops.fused import Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
 from ...ops.quantized import dequantized
 from ...parallel.mesh import Mesh
 from ...parallel.sequence import ShardedPacking
@@ -42,7 +41,7 @@ class LatentMixer:
     def merge(self, merge: Merge) -> None:
         """Merges nothing."""
 
-    def forward(self, x: Tensor, rotations: Mapping[str, Rotation], packing: Packing | AttendingPacking) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking) -> Tensor:
         rotation, part = rotations[self._part.rotation], self._part
         plain, rotated = self._queries(x).unflatten(-1, (-1, part.key_dim)).split([part.plain_dim, part.rotary_dim], -1)
         latent, shared = self._module.kv_a_proj_with_mqa(x).split([part.kv_rank, part.rotary_dim], -1)
@@ -62,7 +61,7 @@ class LatentMixer:
     def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotates [tokens, heads, rotary_dim]; interleaved pairs are moved apart, for queries and keys alike."""
         if self._part.is_interleaved:
-            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x = pairs_apart(x, self._part.rotary_dim)
         return rotate_heads(x.contiguous(), rotation, None)
 
     def _expanded(

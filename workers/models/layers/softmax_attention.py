@@ -1,6 +1,5 @@
 """Runs softmax attention: projections, norms and rotations of heads, attention, gates."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
-from ...ops.fused import RmsNorm, Rotation, rotate_heads
+from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
 from ...parallel.mesh import Mesh
 from ...parallel.norms import ShardedHeadNorms
 from ...shapes.families import Family
@@ -32,7 +31,7 @@ class SoftmaxMixer:
         self._key_norm: RmsNorm | None = None
         self._joint_norms: ShardedHeadNorms | None = None
         if part.norms_heads is not None:
-            query, key = (norm_of(each, family.norm_weight_plus_one) for each in (module.q_norm, module.k_norm))
+            query, key = (norm_of(getattr(module, name), family.norm_weight_plus_one) for name in part.head_norms)
             if part.norms_heads == "together":
                 self._joint_norms = ShardedHeadNorms(query, key, mesh.tensor_team("self_attn"))
             else:
@@ -41,11 +40,12 @@ class SoftmaxMixer:
         self._merged_norm: RmsNorm | None = None
 
     @staticmethod
-    def is_recognised(part: SoftmaxAttention, module: Any) -> bool:
+    def is_recognised(part: SoftmaxAttention, module: Any, family: Family) -> bool:
         """True if the module has the projections and norms of the part."""
-        has_norms, is_fused = part.norms_heads is not None, part.is_fused
-        has_same_norms = hasattr(module, "q_norm") == has_norms
-        return has_same_norms and hasattr(module, "qkv_proj") == is_fused and hasattr(module, "sinks") == part.has_sinks
+        norms = [getattr(module, name) for name in part.head_norms if hasattr(module, name)]
+        has_same_norms = len(norms) == (2 if part.norms_heads is not None else 0)
+        is_alike = hasattr(module, "qkv_proj") == part.is_fused and hasattr(module, "sinks") == part.has_sinks
+        return is_alike and has_same_norms and all(family.defines(norm, "RMSNorm") for norm in norms)
 
     def refresh(self, are_original: bool) -> None:
         self._merged.refresh(are_original)
@@ -56,7 +56,7 @@ class SoftmaxMixer:
 
     def merge(self, merge: Merge) -> None:
         module, part = self._module, self._part
-        if part.is_fused or part.is_gated or self._joint_norms is not None:
+        if part.is_fused or part.is_gated or part.norms_after_rotation or self._joint_norms is not None:
             return
         self._merged.merge(merge, [module.q_proj, module.k_proj, module.v_proj])
         if self._query_norm is not None and self._key_norm is not None:
@@ -64,14 +64,15 @@ class SoftmaxMixer:
             weights = [self._query_norm.weight.expand(heads[0], -1), self._key_norm.weight.expand(heads[1], -1)]
             self._merged_norm = RmsNorm(torch.cat(weights), self._query_norm.eps)
 
-    def forward(self, x: Tensor, rotations: Mapping[str, Rotation], packing: Packing | AttendingPacking) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking) -> Tensor:
         rotation = rotations[self._part.rotation]
         if self._merged.suits(x):
             query, key, value = self._merged_heads(x, rotation)
             attended = attend(query, key, value, packing, self._kind)
             return self._module.o_proj(attended.flatten(-2))
         query, gate, key, value = self._projected(x)
-        query, key = self._normed(query, key, rotation)
+        query = _scaled(self._rotated(query, rotation, self._query_norm), rotation)
+        key = self._rotated(key, rotation, self._key_norm)
         attended = attend(query, key, value, packing, self._kind).flatten(-2)
         return self._module.o_proj(attended if gate is None else attended * gate.sigmoid())
 
@@ -79,9 +80,9 @@ class SoftmaxMixer:
         """Returns query, key and value [tokens, heads, head_dim], normed and rotated."""
         heads = self._merged.forward(x).view(x.shape[0], -1, self._part.head_dim)
         queries, keys, values = (size // self._part.head_dim for size in self._sizes)
-        rotated = rotate_heads(heads[:, : queries + keys], rotation, self._merged_norm)
+        rotated = self._rotated(heads[:, : queries + keys], rotation, self._merged_norm)
         query, key = rotated.split((queries, keys), dim=1)
-        return query, key, heads[:, -values:]
+        return _scaled(query, rotation), key, heads[:, -values:]
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Returns query [tokens, heads, head_dim], gate [tokens, heads * head_dim] if there is one, key and value."""
@@ -101,5 +102,15 @@ class SoftmaxMixer:
         query, key, value = heads
         return query, gate, key, value
 
-    def _normed(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        return rotate_heads(query, rotation, self._query_norm), rotate_heads(key, rotation, self._key_norm)
+    def _rotated(self, heads: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
+        """Rotates [tokens, heads, head_dim], and applies each head's norm, if there is one."""
+        if self._part.is_interleaved:
+            heads = pairs_apart(heads, self._part.rotary_dim)
+        if norm is None or not self._part.norms_after_rotation:
+            return rotate_heads(heads, rotation, norm)
+        rotated = rotate_heads(heads, rotation, None)
+        return rms_norm(rotated.flatten(0, 1), norm).view_as(rotated)
+
+
+def _scaled(query: Tensor, rotation: Rotation) -> Tensor:
+    return query if rotation.query_scale is None else query * rotation.query_scale.to(query.dtype)

@@ -1,5 +1,6 @@
 """Runs a sparse feed-forward part: routed experts, and the experts that all tokens share."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +18,12 @@ class SparseFeedForward:
 
     def __init__(self, part: Part, module: Any, mesh: Mesh) -> None:
         self._is_replicated = "experts" in mesh.spec.replicated
-        router, shared = getattr(module, part.router), part.shared
-        self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, router)
+        shared = part.shared
+        self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, _router(part, module))
         self._shared: DenseFeedForward | None = None
         if shared is not None:
             self._shared = DenseFeedForward(shared, getattr(module, shared.name.rpartition(".")[2]), mesh)
-        self._shared_gate: Any = module.shared_expert_gate if part.gates_shared else None
+        self._part, self._module = part, module
 
     def refresh(self, are_original: bool) -> None:
         if self._shared is not None:
@@ -38,4 +39,10 @@ class SparseFeedForward:
         if self._shared is None:
             return routed
         shared = self._shared.forward(x, stream)
-        return routed + (shared if self._shared_gate is None else shared * self._shared_gate(x).sigmoid())
+        return routed + (shared * self._module.shared_expert_gate(x).sigmoid() if self._part.gates_shared else shared)
+
+
+def _router(part: Part, module: Any) -> Callable[[Tensor], Any]:
+    """Returns transformers' router, which maps tokens [tokens, hidden] to logits, weights and experts."""
+    router = getattr(module, part.router)
+    return (lambda x: router(x, module.e_score_correction_bias)) if part.corrects_in_block else router

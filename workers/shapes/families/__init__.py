@@ -3,23 +3,36 @@
 from collections.abc import Mapping
 
 from .deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
+from .dots1 import DOTS1
+from .ernie import ERNIE4_5, ERNIE4_5_MOE
+from .exaone import EXAONE4, EXAONE_MOE
 from .family import FIXED_ROTATIONS, Family
-from .gemma3 import GEMMA3
+from .gemma import GEMMA, GEMMA3
+from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
+from .helium import HELIUM
+from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from .llama import LLAMA
-from .mistral import MISTRAL, MIXTRAL
-from .olmo2 import OLMO2
+from .minimax import MINIMAX_M2
+from .mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from .olmo import OLMO2, OLMO3, OLMOE
 from .phi3 import PHI3
-from .qwen import QWEN2, QWEN3, QWEN3_MOE
+from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from .qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from .seed_oss import SEED_OSS
+from .smollm3 import SMOLLM3
+from .solar_open import SOLAR_OPEN
 
 # By model_type.
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "ministral": MINISTRAL,
+    "ministral3": MINISTRAL3,
     "mixtral": MIXTRAL,
     "phi3": PHI3,
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "qwen3_next": QWEN3_NEXT,
@@ -29,6 +42,24 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "olmoe": OLMOE,
+    "seed_oss": SEED_OSS,
+    "smollm3": SMOLLM3,
+    "exaone4": EXAONE4,
+    "exaone_moe": EXAONE_MOE,
+    "dots1": DOTS1,
+    "solar_open": SOLAR_OPEN,
+    "minimax_m2": MINIMAX_M2,
+    "glm": GLM,
+    "glm4": GLM4,
+    "glm4_moe": GLM4_MOE,
+    "ernie4_5": ERNIE4_5,
+    "ernie4_5_moe": ERNIE4_5_MOE,
+    "helium": HELIUM,
+    "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
+    "hunyuan_v1_moe": HUNYUAN_V1_MOE,
+    "gemma": GEMMA,
     "gemma3_text": GEMMA3,
 }
 

@@ -5,17 +5,22 @@ https://arxiv.org/abs/2412.19437.
 
 from collections.abc import Mapping, Sequence
 
-from ..parts import Dense, LatentAttention, Layer, RoutedExperts
+from ..parts import Dense, FeedForward, LatentAttention, Layer, RoutedExperts
 from .config_reader import ConfigReader
 from .family import Family, dense
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    mixer, of_dense, experts = _attention(config), dense(config), _experts(config)
-    kinds = config.names("mlp_layer_types")
+    mixer = _attention(config)
+    return [Layer(config.hidden, mixer, each) for each in feed_forwards(config, experts_of(config))]
+
+
+def feed_forwards(config: ConfigReader, experts: RoutedExperts) -> Sequence[FeedForward]:
+    """Returns the feed-forward part of each layer; the first layers are dense."""
+    kinds, of_dense = config.names("mlp_layer_types"), dense(config)
     num_dense = config.number("first_k_dense_replace", at_least=0)
     is_sparse = [kind == "sparse" for kind in kinds] if kinds else [i >= num_dense for i in range(config.num_layers)]
-    return [Layer(config.hidden, mixer, experts if each else of_dense) for each in is_sparse]
+    return [experts if each else of_dense for each in is_sparse]
 
 
 def _attention(config: ConfigReader) -> LatentAttention:
@@ -32,7 +37,8 @@ def _attention(config: ConfigReader) -> LatentAttention:
     )
 
 
-def _experts(config: ConfigReader) -> RoutedExperts:
+def experts_of(config: ConfigReader) -> RoutedExperts:
+    """Returns experts of the sizes that configs of this shape name alike."""
     features = config.number("moe_intermediate_size")
     shared = features * config.number("n_shared_experts")
     return RoutedExperts(

@@ -6,11 +6,14 @@ Imports no torch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..parts import Dense, Layer, SoftmaxAttention
+from ..parts import Dense, Layer, QueryGrowth, SoftmaxAttention
 from .config_reader import ConfigReader
 
+# The value of a field of a part.
+Setting = bool | str | int | tuple[str, str] | QueryGrowth | None
+
 # Rotations that do not depend on the lengths in a batch.
-FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
+FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "ntk_alpha", "yarn"})
 
 # Fields that a config.json may leave out.
 DEFAULTS: Mapping[str, object] = {
@@ -36,7 +39,9 @@ class Family:
     embedding: the same of its embedding; None = torch's embedding.
     norm_weight_plus_one: whether 1 is added to the weights of norms.
     settings: those of REFUSED_SETTINGS that the layers implement.
-    activation, activation_key: the activation of gates, and the config's field for it.
+    activation, activation_key: the activation of gates, and the config's field for it. activation_aliases: other names
+    in config.json that transformers reads as this activation.
+    unknown_settings: settings whose arithmetic the layers do not have. A model with one runs by transformers' modules.
     """
 
     name: str
@@ -50,17 +55,34 @@ class Family:
     settings: tuple[str, ...] = ()
     activation: str = "silu"
     activation_key: str = "hidden_act"
+    activation_aliases: tuple[str, ...] = ()
+    unknown_settings: tuple[str, ...] = ()
 
     def defines(self, module: object, role: str) -> bool:
         """True if the module is of the family's class for this role, such as "Attention"."""
         kind, home = type(module), f"transformers.models.{self.module}.modeling_{self.module}"
         return kind.__name__ == self.name + role and kind.__module__ == home
 
+    def describes(self, config: ConfigReader) -> bool:
+        """True if a model with this config has the arithmetic of our layers."""
+        is_known = not any(config.is_set(setting) for setting in self.unknown_settings)
+        return is_known and config.get(self.activation_key) in (self.activation, *self.activation_aliases)
+
+    @property
+    def unlike(self) -> str:
+        """Names what a model may have for which `describes` is false."""
+        return " or ".join((f"another activation than {self.activation}", *self.unknown_settings))
+
     def reader(self, name: str, config: Mapping[str, object]) -> ConfigReader:
         return ConfigReader(name, config, {**DEFAULTS, **self.defaults})
 
 
-def attention(config: ConfigReader, **settings: bool | str | int | None) -> SoftmaxAttention:
+def kinds_by_step(config: ConfigReader, step: int) -> Sequence[str]:
+    """Returns kinds of layers as `layer_types` names them: every step-th layer sees all tokens, others a window."""
+    return ["sliding_attention" if number % step else "full_attention" for number in range(1, config.num_layers + 1)]
+
+
+def attention(config: ConfigReader, **settings: Setting) -> SoftmaxAttention:
     """Returns attention of the sizes that most configs name alike. Settings are fields of SoftmaxAttention."""
     head_dim = config.head_dim
     sizes = {"rotary_dim": int(head_dim * config.fraction("partial_rotary_factor", 1.0))}

@@ -5,16 +5,17 @@ https://arxiv.org/abs/2508.10925.
 
 from collections.abc import Sequence
 
-from ..parts import Layer, RoutedExperts, SoftmaxAttention
+from ..parts import Layer, RoutedExperts, SoftmaxAttention, Weight
 from .config_reader import ConfigReader
 from .family import Family, attention
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
     by_turns = ["full_attention" if number % 2 else "sliding_attention" for number in range(config.num_layers)]
+    num = config.number("num_local_experts", config.number("num_experts"))
     experts = RoutedExperts(
         hidden=config.hidden,
-        num=config.number("num_local_experts", config.number("num_experts")),
+        num=num,
         per_token=config.number("num_experts_per_tok"),
         features=config.number("intermediate_size"),
         are_stacked=True,
@@ -22,7 +23,7 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         is_transposed=True,
         alternates=True,
         router="router",
-        router_has_bias=True,
+        router_biases=(Weight("mlp.router.bias", (num,)),),
         module="MLP",
     )
     mixers = {kind: _attention(config, kind) for kind in ("full_attention", "sliding_attention")}

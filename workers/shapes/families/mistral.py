@@ -1,14 +1,29 @@
-"""Mistral, with a window in every layer, and Mixtral, with experts: https://arxiv.org/abs/2401.04088."""
+"""Mistral, with a window in every layer, Ministral, with one in some layers, Ministral 3, whose queries grow with their
+positions (https://arxiv.org/abs/2601.08584), and Mixtral, with experts (https://arxiv.org/abs/2401.04088).
+"""
 
 from collections.abc import Sequence
 
-from ..parts import Layer, RoutedExperts
+from ..parts import Layer, QueryGrowth, RoutedExperts
 from .config_reader import ConfigReader
 from .family import Family, attention, dense
 
 
 def _dense_layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, attention(config, window=config.window), dense(config))] * config.num_layers
+
+
+def _layers_of_ministral(config: ConfigReader) -> Sequence[Layer]:
+    kinds, of_all = config.names("layer_types") or ["sliding_attention"] * config.num_layers, dense(config)
+    windows = [config.window if kind == "sliding_attention" else None for kind in kinds]
+    return [Layer(config.hidden, attention(config, window=each), of_all) for each in windows]
+
+
+def _layers_of_ministral3(config: ConfigReader) -> Sequence[Layer]:
+    rate, length = config.fraction("llama_4_scaling_beta", 0.0), config.fraction("original_max_position_embeddings", 0)
+    growth = QueryGrowth(rate, int(length)) if rate and length else None
+    mixer = attention(config, window=config.window, growth=growth)
+    return [Layer(config.hidden, mixer, dense(config))] * config.num_layers
 
 
 def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
@@ -29,4 +44,23 @@ def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
 MISTRAL = Family("Mistral", "mistral", _dense_layers, {**_DEFAULTS, "sliding_window": 4096})
+MINISTRAL = Family(
+    "Ministral", "ministral", _layers_of_ministral, {**_DEFAULTS, "sliding_window": 4096, "layer_types": None}
+)
+MINISTRAL3 = Family(
+    "Ministral3",
+    "ministral3",
+    _layers_of_ministral3,
+    {
+        "max_position_embeddings": 262144,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+)
 MIXTRAL = Family("Mixtral", "mixtral", _sparse_layers, {**_DEFAULTS, "num_experts": 8, "num_experts_per_tok": 2})

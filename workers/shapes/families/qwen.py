@@ -1,8 +1,8 @@
-"""Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen3, dense and sparse (https://arxiv.org/abs/2505.09388)."""
+"""Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen3 (https://arxiv.org/abs/2505.09388), dense and sparse."""
 
 from collections.abc import Mapping, Sequence
 
-from ..parts import Layer, RoutedExperts
+from ..parts import Dense, Layer, RoutedExperts
 from .config_reader import ConfigReader
 from .family import Family, attention, dense
 
@@ -20,6 +20,19 @@ def _layers_of_qwen2(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, attention(config, qkv_bias=True, window=each), of_all) for each in _windows(config)]
 
 
+def _layers_of_qwen2_moe(config: ConfigReader) -> Sequence[Layer]:
+    first, shared = config.number("max_window_layers", at_least=0), config.number("shared_expert_intermediate_size")
+    has_window = [kind == "sliding_attention" for kind in config.names("layer_types") or ()]
+    has_window = has_window or [number % 2 == 0 and number < first for number in range(config.num_layers)]
+    windows, has_bias = [config.window if each else None for each in has_window], config.is_set("qkv_bias")
+    of_shared, of_dense = Dense(hidden=config.hidden, features=shared, name="mlp.shared_expert"), dense(config)
+    num = config.number("num_experts", at_least=0)
+    experts = _experts(config, num, of_shared, gates_shared=True)
+    parts = [experts if is_sparse else of_dense for is_sparse in _are_sparse(config, num)]
+    mixers = [attention(config, qkv_bias=has_bias, window=each) for each in windows]
+    return [Layer(config.hidden, *each) for each in zip(mixers, parts, strict=True)]
+
+
 def _layers_of_qwen3(config: ConfigReader) -> Sequence[Layer]:
     of_all, has_bias = dense(config), config.is_set("attention_bias")
     mixers = [
@@ -33,19 +46,26 @@ def _layers_of_qwen3_moe(config: ConfigReader) -> Sequence[Layer]:
     has_bias = config.is_set("attention_bias")
     mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", window=config.window)
     num = config.number("num_local_experts", config.number("num_experts", at_least=0), at_least=0)
-    of_dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step")
-    of_layers = [num > 0 and i not in of_dense and (i + 1) % step == 0 for i in range(config.num_layers)]
+    of_layers = _are_sparse(config, num)
     sparse = Layer(config.hidden, mixer, _experts(config, num)) if any(of_layers) else None
     plain = Layer(config.hidden, mixer, dense(config))
     return [sparse if is_sparse and sparse else plain for is_sparse in of_layers]
 
 
-def _experts(config: ConfigReader, num: int) -> RoutedExperts:
+def _are_sparse(config: ConfigReader, num: int) -> Sequence[bool]:
+    """Returns for each layer whether it has `num` experts."""
+    of_dense, step = config.numbers("mlp_only_layers"), config.number("decoder_sparse_step")
+    return [num > 0 and i not in of_dense and (i + 1) % step == 0 for i in range(config.num_layers)]
+
+
+def _experts(config: ConfigReader, num: int, shared: Dense | None = None, gates_shared: bool = False) -> RoutedExperts:
     return RoutedExperts(
         hidden=config.hidden,
         num=num,
         per_token=config.number("num_experts_per_tok"),
         features=config.number("moe_intermediate_size"),
+        shared=shared,
+        gates_shared=gates_shared,
     )
 
 
@@ -59,6 +79,22 @@ _DEFAULTS: Mapping[str, object] = {
 }
 
 QWEN2 = Family("Qwen2", "qwen2", _layers_of_qwen2, _DEFAULTS)
+QWEN2_MOE = Family(
+    "Qwen2Moe",
+    "qwen2_moe",
+    _layers_of_qwen2_moe,
+    {
+        **_DEFAULTS,
+        "num_key_value_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "qkv_bias": True,
+    },
+)
 QWEN3 = Family("Qwen3", "qwen3", _layers_of_qwen3, {**_DEFAULTS, "head_dim": 128})
 QWEN3_MOE = Family(
     "Qwen3Moe",

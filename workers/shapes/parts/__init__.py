@@ -10,7 +10,7 @@ from .latent_attention import LatentAttention
 from .layer import PARTS, FeedForward, Layer, Mixer, Norms
 from .part import FLOAT32, CacheEntries, Divisible, Part, Placement, Share, Weight
 from .routed_experts import RoutedExperts
-from .softmax_attention import SoftmaxAttention
+from .softmax_attention import QueryGrowth, SoftmaxAttention
 
 __all__ = [
     "FLOAT32",
@@ -26,6 +26,7 @@ __all__ = [
     "Norms",
     "Part",
     "Placement",
+    "QueryGrowth",
     "RoutedExperts",
     "Share",
     "SoftmaxAttention",

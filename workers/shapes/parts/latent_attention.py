@@ -38,6 +38,7 @@ class LatentAttention:
 
     rotation: ClassVar[str] = ""
     window: ClassVar[None] = None
+    growth: ClassVar[None] = None
     placements: ClassVar[Mapping[str, Placement]] = {
         f"{_NAME}.q_proj.weight": _ROWS,
         f"{_NAME}.q_a_proj.weight": _WHOLE,

@@ -17,8 +17,11 @@ class RoutedExperts:
 
     features: of each expert. saved_block, linears: names in checkpoint files of the whole part, and of an expert's
     gate, up and down. are_stacked: whether files have the matrices of all experts in one tensor, as modules do.
-    router: where the router is below the part. router_has_bias, has_bias: whether it has, and whether the experts have.
-    is_transposed: whether matrices are stored [in, out]. alternates: whether gates and ups take turns.
+    router, router_weight: where the router is below the part, and its weight below it. router_biases: its other
+    parameters.
+    corrects_in_block: whether the part holds the buffer with the biases by which the router chooses.
+    has_bias: whether the experts have biases. is_transposed: whether matrices are stored [in, out]. alternates: whether
+    gates and ups take turns.
     shared: a dense part that all tokens run through in addition. gates_shared: whether a number for each token scales
     its output.
     """
@@ -31,7 +34,9 @@ class RoutedExperts:
     linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     are_stacked: bool = False
     router: str = "gate"
-    router_has_bias: bool = False
+    router_weight: str = "weight"
+    router_biases: tuple[Weight, ...] = ()
+    corrects_in_block: bool = False
     has_bias: bool = False
     is_transposed: bool = False
     alternates: bool = False
@@ -46,9 +51,8 @@ class RoutedExperts:
     }
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight(f"{_NAME}.{self.router}.weight", (self.num, self.hidden))
-        if self.router_has_bias:
-            yield Weight(f"{_NAME}.{self.router}.bias", (self.num,))
+        yield Weight(f"{_NAME}.{self.router}.{self.router_weight}", (self.num, self.hidden))
+        yield from self.router_biases
         yield from self._expert_weights()
         if self.shared is not None:
             yield from self.shared.weights()

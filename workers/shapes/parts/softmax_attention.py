@@ -11,15 +11,25 @@ _NAME = "self_attn"
 _ROWS, _COLUMNS = Placement("self_attn", 0), Placement("self_attn", 1)
 
 
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Multiplies queries by 1 + rate * log(1 + floor(position / length))."""
+
+    rate: float
+    length: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxAttention:
     """Softmax attention with grouped queries and rotations.
 
     rotary_dim: how many features of each head rotate, the first ones. rotation: the kind of its rotations, if layers
-    differ in that.
+    differ in that; None if nothing rotates. is_interleaved: whether the rotated pairs of features are neighbours.
+    growth: how queries grow with their positions, None if they do not. Layers with the same rotations have the same.
     qkv_bias, output_bias: whether the projections to queries, keys and values, and the one after attention, have
     biases.
-    norms_heads: whether queries and keys have a norm, over each head or over all heads together.
+    norms_heads: whether queries and keys have a norm, over each head or over all heads together. head_norms: where
+    these norms are. norms_after_rotation: whether they are applied to rotated heads.
     is_fused: whether one projection computes queries, keys and values.
     is_gated: whether the projection to queries also computes gates for the output, head by head.
     window: how many tokens a token sees, itself included; None for all before it.
@@ -31,10 +41,14 @@ class SoftmaxAttention:
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    rotation: str = ""
+    rotation: str | None = ""
+    is_interleaved: bool = False
+    growth: QueryGrowth | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     norms_heads: Literal["each", "together"] | None = None
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    norms_after_rotation: bool = False
     is_fused: bool = False
     is_gated: bool = False
     window: int | None = None
@@ -83,7 +97,7 @@ class SoftmaxAttention:
             yield self._weight("sinks", (self.heads,))
         if self.norms_heads:
             is_joint = self.norms_heads == "together"
-            for name, size in (("q_norm", self._queries), ("k_norm", self._keys)):
+            for name, size in zip(self.head_norms, (self._queries, self._keys), strict=True):
                 yield self._weight(f"{name}.weight", (size if is_joint else self.head_dim,))
 
     def _weight(self, name: str, shape: tuple[int, ...], sections: tuple[int, ...] = (), *adapters: str) -> Weight:

@@ -1,16 +1,24 @@
-"""Gemma 3, whose layers with a window have rotations of their own: https://arxiv.org/abs/2503.19786."""
+"""Gemma (https://arxiv.org/abs/2403.08295), and Gemma 3, whose layers with a window have rotations of their own
+(https://arxiv.org/abs/2503.19786).
+"""
 
 from collections.abc import Sequence
 
 from ..parts import Layer, Norms, SoftmaxAttention
 from .config_reader import ConfigReader
-from .family import Family, attention, dense
+from .family import Family, attention, dense, kinds_by_step
 
 _NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ACTIVATION = "gelu_pytorch_tanh"
 
 
-def _layers(config: ConfigReader) -> Sequence[Layer]:
+def _layers_of_gemma(config: ConfigReader) -> Sequence[Layer]:
+    has_bias = config.is_set("attention_bias")
+    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias)
+    return [Layer(config.hidden, mixer, dense(config, activation=_ACTIVATION))] * config.num_layers
+
+
+def _layers_of_gemma3(config: ConfigReader) -> Sequence[Layer]:
     of_all = dense(config, activation=_ACTIVATION)
     return [Layer(config.hidden, _mixer(config, kind), of_all, _NORMS) for kind in _kinds(config)]
 
@@ -23,15 +31,31 @@ def _mixer(config: ConfigReader, kind: str) -> SoftmaxAttention:
 
 def _kinds(config: ConfigReader) -> Sequence[str]:
     """Returns the kind of each layer. Without `layer_types` only every n-th layer has no window."""
-    step = config.number("sliding_window_pattern")
-    by_step = ["sliding_attention" if number % step else "full_attention" for number in range(1, config.num_layers + 1)]
-    return config.names("layer_types") or by_step
+    return config.names("layer_types") or kinds_by_step(config, config.number("sliding_window_pattern"))
 
 
+GEMMA = Family(
+    "Gemma",
+    "gemma",
+    _layers_of_gemma,
+    {
+        "hidden_act": _ACTIVATION,
+        "vocab_size": 256000,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+    },
+    embedding="TextScaledWordEmbedding",
+    norm_weight_plus_one=True,
+    activation=_ACTIVATION,
+    activation_aliases=("gelu",),
+)
 GEMMA3 = Family(
     "Gemma3",
     "gemma3",
-    _layers,
+    _layers_of_gemma3,
     {
         "hidden_activation": _ACTIVATION,
         "vocab_size": 262208,

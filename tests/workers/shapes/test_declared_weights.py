@@ -1,0 +1,38 @@
+"""The weights that families declare are the parameters of transformers' models, so that plans count all of them."""
+
+import pytest
+import torch
+from trainhouse.workers.shapes.families import FAMILIES
+from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ..models.tiny_types import tiny_config_of
+
+# Settings without which transformers cannot build models of these types.
+NEEDED = {each: {"head_dim": 64} for each in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")} | {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_declared_weights_are_the_parameters_of_transformers(model_type: str) -> None:
+    of_defaults = AutoConfig.for_model(model_type, num_hidden_layers=5, **NEEDED.get(model_type, {}))
+    for config in (tiny_config_of(model_type), of_defaults):
+        declared, whole = declared_weights(config), parameters(config)
+        assert declared == whole
+        del whole[next(iter(declared))]
+        assert declared != whole
+
+
+def declared_weights(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    shape = describe_model("m", config.to_dict())
+    assert isinstance(shape, ModelShape)
+    return {name: weight.shape for name, weight in shape.placed_weights().items()}
+
+
+def parameters(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the layers' parameters."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config).base_model
+    named = ((name, tuple(each.shape)) for name, each in model.named_parameters())
+    return {name: shape for name, shape in named if name.startswith("layers.")}

@@ -1,0 +1,36 @@
+"""dots.llm1, with the attention of Qwen3 and the experts of DeepSeek-V3: https://arxiv.org/abs/2506.05767."""
+
+from collections.abc import Sequence
+
+from ..parts import Layer
+from .config_reader import ConfigReader
+from .deepseek import experts_of, feed_forwards
+from .family import Family, attention
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    kinds, first = config.names("layer_types"), config.number("max_window_layers", at_least=0)
+    has_window = [kind == "sliding_attention" for kind in kinds or ()]
+    has_window = has_window or [number >= first for number in range(config.num_layers)]
+    windows, has_bias = [config.window if each else None for each in has_window], config.is_set("attention_bias")
+    mixers = [
+        attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", window=each) for each in windows
+    ]
+    parts = zip(mixers, feed_forwards(config, experts_of(config)), strict=True)
+    return [Layer(config.hidden, *each) for each in parts]
+
+
+DOTS1 = Family(
+    "Dots1",
+    "dots1",
+    _layers,
+    {
+        "vocab_size": 152064,
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "layer_types": None,
+        "first_k_dense_replace": 0,
+    },
+)

@@ -1,0 +1,45 @@
+"""Hunyuan, dense and sparse, whose heads have norms after their rotation: https://arxiv.org/abs/2411.02265."""
+
+from collections.abc import Sequence
+
+from ..parts import Dense, Layer, RoutedExperts, SoftmaxAttention
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+
+def _dense_layers(config: ConfigReader) -> Sequence[Layer]:
+    return [Layer(config.hidden, _attention(config), dense(config))] * config.num_layers
+
+
+def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
+    features = config.number("intermediate_size")
+    experts = RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("num_experts"),
+        per_token=config.number("moe_topk", config.number("num_experts_per_tok")),
+        features=features,
+        shared=Dense(hidden=config.hidden, features=features, name="mlp.shared_mlp"),
+        router_weight="wg.weight",
+        module="Moe",
+    )
+    return [Layer(config.hidden, _attention(config), experts)] * config.num_layers
+
+
+def _attention(config: ConfigReader) -> SoftmaxAttention:
+    has_bias, names = config.is_set("attention_bias"), ("query_layernorm", "key_layernorm")
+    return attention(
+        config,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        norms_heads="each",
+        head_norms=names,
+        norms_after_rotation=True,
+    )
+
+
+_DEFAULTS = {"vocab_size": 290943, "max_position_embeddings": 2048}
+
+HUNYUAN_V1_DENSE = Family("HunYuanDenseV1", "hunyuan_v1_dense", _dense_layers, _DEFAULTS)
+HUNYUAN_V1_MOE = Family(
+    "HunYuanMoEV1", "hunyuan_v1_moe", _sparse_layers, {**_DEFAULTS, "num_experts": 1, "num_experts_per_tok": 1}
+)

@@ -1,0 +1,40 @@
+"""MiniMax-M2, with norms over all heads together, a partial rotation and experts chosen by sigmoids.
+
+https://huggingface.co/MiniMaxAI/MiniMax-M2.
+"""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, RoutedExperts
+from .config_reader import ConfigReader
+from .family import Family, attention
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    rotary_dim = int(config.head_dim * config.fraction("partial_rotary_factor", 1.0))
+    mixer = attention(config, rotary_dim=config.number("rotary_dim", rotary_dim), norms_heads="together")
+    experts = RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("num_local_experts", config.number("num_experts")),
+        per_token=config.number("num_experts_per_tok"),
+        features=config.number("intermediate_size"),
+        corrects_in_block=True,
+        saved_block="block_sparse_moe",
+        linears=("w1", "w3", "w2"),
+    )
+    return [Layer(config.hidden, mixer, experts)] * config.num_layers
+
+
+MINIMAX_M2 = Family(
+    "MiniMaxM2",
+    "minimax_m2",
+    _layers,
+    {
+        "vocab_size": 200064,
+        "max_position_embeddings": 196608,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+)

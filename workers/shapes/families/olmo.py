@@ -1,0 +1,53 @@
+"""OLMo 2 and 3 (https://arxiv.org/abs/2501.00656), with norms after each part, and OLMoE
+(https://arxiv.org/abs/2409.02060). All have norms of queries and keys over all heads together.
+"""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, Norms, RoutedExperts, SoftmaxAttention
+from .config_reader import ConfigReader
+from .family import Family, attention, dense, kinds_by_step
+
+_NORMS = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+def _layers_of_olmo2(config: ConfigReader) -> Sequence[Layer]:
+    return [Layer(config.hidden, _attention(config), dense(config), _NORMS)] * config.num_layers
+
+
+def _layers_of_olmo3(config: ConfigReader) -> Sequence[Layer]:
+    of_all, windows = dense(config), {"sliding_attention": config.window}
+    kinds = config.names("layer_types") or kinds_by_step(config, 4)
+    mixers = [_attention(config, rotation=kind, window=windows.get(kind)) for kind in kinds]
+    return [Layer(config.hidden, mixer, of_all, _NORMS) for mixer in mixers]
+
+
+def _layers_of_olmoe(config: ConfigReader) -> Sequence[Layer]:
+    experts = RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("num_experts"),
+        per_token=config.number("num_experts_per_tok"),
+        features=config.number("intermediate_size"),
+    )
+    return [Layer(config.hidden, _attention(config), experts)] * config.num_layers
+
+
+def _attention(config: ConfigReader, **settings: str | int | None) -> SoftmaxAttention:
+    has_bias = config.is_set("attention_bias")
+    return attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="together", **settings)
+
+
+OLMO2 = Family("Olmo2", "olmo2", _layers_of_olmo2, {"max_position_embeddings": 2048})
+OLMO3 = Family(
+    "Olmo3",
+    "olmo3",
+    _layers_of_olmo3,
+    {"max_position_embeddings": 2048, "sliding_window": 4096, "layer_types": None},
+)
+OLMOE = Family(
+    "Olmoe",
+    "olmoe",
+    _layers_of_olmoe,
+    {"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
+    unknown_settings=("clip_qkv",),
+)

@@ -1,0 +1,21 @@
+"""Seed-OSS, which is Llama with a bias of queries, keys and values: https://huggingface.co/ByteDance-Seed."""
+
+from collections.abc import Sequence
+
+from ..parts import Layer
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    biases = {"qkv_bias": config.is_set("attention_bias"), "output_bias": config.is_set("attention_out_bias")}
+    mixer = attention(config, **biases)
+    return [Layer(config.hidden, mixer, dense(config, has_bias=config.is_set("mlp_bias")))] * config.num_layers
+
+
+SEED_OSS = Family(
+    "SeedOss",
+    "seed_oss",
+    _layers,
+    {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+)

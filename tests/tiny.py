@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     Cohere2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -14,6 +15,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     ExaoneMoeConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -22,6 +24,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GlmConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
@@ -65,6 +68,9 @@ FAMILY_KINDS = (
     "deepseek_v3",
     "glm4_moe_lite",
     "gpt_oss",
+    "granite4",
+    "falcon_h1",
+    "bamba",
 )
 # Families that differ from these in few settings of their layers.
 PLAIN_KINDS = (
@@ -132,6 +138,28 @@ LATENT_SHAPE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
+}
+
+# Mamba-2 with two groups of heads.
+MAMBA_SHAPE: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+}
+
+# The multipliers of Falcon-H1, all different.
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 5.7,
+    "lm_head_multiplier": 0.4,
+    "mlp_multipliers": [0.9, 0.7],
+    "key_multiplier": 0.5,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.8,
+    "ssm_multipliers": [0.6, 0.7, 0.8, 1.2, 1.3],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.9,
 }
 
 LLAMA3_ROPE = {
@@ -204,6 +232,16 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return DeepseekV3Config(**({"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1} | latent_shape))
         case "glm4_moe_lite":
             return Glm4MoeLiteConfig(**latent_shape)
+        case "granite4":
+            kinds = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
+            scalars = {"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22}
+            sizes = {"shared_intermediate_size": 96, "attention_multiplier": 0.1}
+            return GraniteMoeHybridConfig(**(kinds | scalars | sizes | MAMBA_SHAPE | shape))
+        case "falcon_h1":
+            norm = {"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+            return FalconH1Config(**(norm | MULTIPLIERS | MAMBA_SHAPE | shape))
+        case "bamba":
+            return BambaConfig(**({"attn_layer_indices": [1]} | MAMBA_SHAPE | shape))
         case "cohere2":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             return Cohere2Config(**(kinds | {"logit_scale": 0.3} | shape))

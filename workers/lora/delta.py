@@ -18,7 +18,7 @@ class LoraDelta:
         """Takes at least one group, in row order."""
         self.num_rows = num_rows
         self._groups = [(group.rows, _GroupTerms(site, group, rows, factors)) for group, rows, factors in groups]
-        self._num_columns = sum(site.out_features)
+        self._num_columns = site.num_columns
         self._gaps = list(_gaps([rows for rows, _ in self._groups], num_rows))
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -81,7 +81,9 @@ class _GroupTerms:
         reduced = self._rows.scale(self._rows.times(x, self._factors.a.mT))
         if len(self._factors.bs) == 1:
             return self._rows.times(reduced, self._factors.bs[0], out), reduced
-        out = x.new_empty(len(x), sum(self._site.out_features)) if out is None else out
+        out = x.new_empty(len(x), self._site.num_columns) if out is None else out
+        if self._site.num_frozen:
+            out[:, -self._site.num_frozen :] = 0
         for ranks, columns, b in self._parts():
             self._rows.times(reduced[:, ranks], b, out[:, columns])
         return out, reduced

@@ -183,7 +183,8 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
 def _site(name: str, linear: nn.Linear, targets: Sequence[Target]) -> LinearSite:
     if not targets:
         return LinearSite((name,), (linear.out_features,))
-    return LinearSite(tuple(each.name for each in targets), tuple(each.local_out_features for each in targets))
+    sizes = tuple(each.local_out_features for each in targets)
+    return LinearSite(tuple(each.name for each in targets), sizes, linear.out_features - sum(sizes))
 
 
 def _linear_targets(base: BaseModel, name: str, linear: nn.Linear) -> Iterator[Target]:
@@ -199,7 +200,7 @@ def _linear_targets(base: BaseModel, name: str, linear: nn.Linear) -> Iterator[T
         saved_path = None if path == name else base.saved_name(path)
         yield replace(whole, is_replicated_over_tp=is_replicated, saved_path=saved_path)
         return
-    for part, size in zip(names, declared.sections, strict=True):
+    for part, size in zip(names, declared.sections, strict=False):
         split = replace(whole.out_split, sections=(size,)) if whole.out_split else None
         kind = name.rpartition(".")[2]
         own = Target(base.saved_name(part), whole.in_features, size, None, split, part_of=kind)

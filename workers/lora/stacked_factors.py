@@ -14,10 +14,18 @@ from .segmented_matmul import SegmentedMatmul
 
 @dataclass(frozen=True, eq=False)
 class LinearSite:
-    """Linear layers of one input, by name, whose outputs are concatenated."""
+    """Linear layers of one input, by name, whose outputs are concatenated.
+
+    num_frozen: the columns after them that no adapter adapts.
+    """
 
     names: tuple[str, ...]
     out_features: tuple[int, ...]
+    num_frozen: int = 0
+
+    @property
+    def num_columns(self) -> int:
+        return sum(self.out_features) + self.num_frozen
 
     @cached_property
     def columns(self) -> tuple[slice, ...]:
@@ -62,7 +70,7 @@ class StackedFactors:
     def folded(self) -> FoldedFactors:
         """The folded factors. They are copies, so they may be kept while the adapters are offloaded."""
         a, bs = self._new_a().mT.clone(memory_format=torch.contiguous_format), self._stacks(1)
-        b = a.new_zeros(*a.shape[:-2], a.shape[-1], sum(self._site.out_features))
+        b = a.new_zeros(*a.shape[:-2], a.shape[-1], self._site.num_columns)
         for ranks, columns, of_layer in zip(
             consecutive_slices([b.shape[-2] for b in bs]), self._site.columns, bs, strict=True
         ):

@@ -22,13 +22,13 @@ _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "que
 _MLP = frozenset(
     {
         *("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "w1", "w2", "w3"),
-        *("dense_h_to_4h", "dense_4h_to_h"),
+        *("dense_h_to_4h", "dense_4h_to_h", "input_linear", "output_linear"),
     }
 )
-_ATTENTION_BLOCKS = frozenset({"self_attn", "self_attention", "attention", "attn", "linear_attn"})
+_ATTENTION_BLOCKS = frozenset({"self_attn", "self_attention", "attention", "attn", "linear_attn", "mamba"})
 _WITHIN_ATTENTION = _ATTENTION | {
     *("out_proj", "dense", "c_proj", "gate_proj"),
-    *("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_qkvz"),
+    *("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_qkvz", "x_proj"),
 }
 
 

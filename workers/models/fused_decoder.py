@@ -38,12 +38,13 @@ class FusedTrunk:
         self._team, self._is_coupled = mesh.along("tp"), mesh.has_forward_collectives
         self._sharded = ShardedLayers([])
         self._layer_inputs: Callable[[], LayerInputs | None] = lambda: None
-        self._embed: Callable[[Tensor], Tensor] = trunk.embed_tokens
+        self._embed: Callable[[Tensor], Tensor] = trunk.get_input_embeddings()
+        self._embedding_scale = shape.embedding_scale
         self._layers = [
             DecoderLayer(module, layer, number, shape.family, mesh)
             for number, (module, layer) in enumerate(zip(trunk.layers, shape.layers, strict=True))
         ]
-        self._norm = norm_of(trunk.norm, shape.family.norm_weight_plus_one)
+        self._norm = norm_of(getattr(trunk, shape.family.last_norm), shape.family.norm_weight_plus_one)
         self._tables = {each.rotation: _rotary_table(trunk, each) for each in shape.attentions}
 
     def merge(self, merge: Merge) -> None:
@@ -135,7 +136,8 @@ class FusedTrunk:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""
-        return self._embed(tokens)
+        embedded = self._embed(tokens)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
     def _embedded(self, tokens: Tensor, own: slice | None) -> Tensor:
         """Embeds this rank's tokens.
@@ -144,8 +146,8 @@ class FusedTrunk:
         """
         if own is None and self._team.index > 0:
             with torch.no_grad():
-                return self._embed(tokens)
-        return self._embed(tokens if own is None else tokens[own])
+                return self.embed(tokens)
+        return self.embed(tokens if own is None else tokens[own])
 
 
 def fused_trunk(trunk: nn.Module, shape: ModelDescription, mesh: Mesh | None = None) -> FusedTrunk | None:
@@ -164,11 +166,11 @@ def _is_recognised(trunk: Any, shape: ModelShape) -> bool:
     family = shape.family
     if not family.defines(trunk, family.trunk) or any(_has_hooks(module) for module in trunk.modules()):
         return False
-    embedding = trunk.embed_tokens
+    embedding = trunk.get_input_embeddings()
     is_plain = type(embedding) is nn.Embedding
     return (
         (is_plain if family.embedding is None else family.defines(embedding, family.embedding))
-        and family.defines(trunk.norm, "RMSNorm")
+        and family.defines(getattr(trunk, family.last_norm, None), "RMSNorm")
         and _has_fixed_rotations(trunk, shape)
         and all(is_recognised(*pair, family) for pair in zip(trunk.layers, shape.layers, strict=True))
     )
@@ -207,6 +209,6 @@ def _frequencies(trunk: Any, kind: str | None, size: int) -> tuple[Tensor, float
         size: rotated features of a head.
     """
     if kind is None:
-        return torch.zeros(size // 2, device=trunk.norm.weight.device), 1.0
+        return torch.zeros(size // 2, device=trunk.get_input_embeddings().weight.device), 1.0
     rotary, prefix = trunk.rotary_emb, f"{kind}_" if kind else ""
     return getattr(rotary, f"{prefix}inv_freq"), getattr(rotary, f"{prefix}attention_scaling")

@@ -130,8 +130,7 @@ class BaseModel:
         if self._fused is None:
             check_modules(self.source, self.model)
         self.shards_activations = config.tp_activations == "sharded" and self._fused is not None
-        # Only of models that run by transformers' modules. Multiplied into the hidden states, so that it reaches all
-        # logits, those of adapters of the head included.
+        # Multiplied into the hidden states, so that it reaches all logits, those of adapters of the head included.
         self._logit_scale = logit_scale_of(self.config)
         self.logit_cap = logit_cap_of(self.config)
         if self._fused is None and mesh.has_forward_collectives:
@@ -168,13 +167,16 @@ class BaseModel:
         """Returns the numbers of the layers that have keys and values."""
         if not isinstance(self.shape, ModelShape):
             return range(self.num_layers)
-        return [i for i, layer in enumerate(self.shape.layers) if layer.mixer in self.shape.attentions]
+        return [
+            i for i, layer in enumerate(self.shape.layers) if not set(layer.mixers).isdisjoint(self.shape.attentions)
+        ]
 
     def _logits(self, tokens: Tensor, positions: Tensor, packing: AttendingPacking) -> Tensor:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
         fused = fused_trunk(self.trunk, describe_model(self.source, self.config.to_dict()))
         run = self._by_transformers if fused is None else fused.hidden_states
-        return soft_capped(self.product(run(tokens, positions, packing), self.unembedding), self.logit_cap)
+        logits = self.product(self._logit_scaled(run(tokens, positions, packing)), self.unembedding)
+        return soft_capped(logits, self.logit_cap)
 
     def saved_name(self, name: str) -> str:
         """Returns the name of this parameter or module in transformers' whole model."""
@@ -465,8 +467,13 @@ class BaseModel:
         For `own`, `are_alike` and `captured` see FusedTrunk.hidden_states.
         """
         if self._fused is not None:
-            return self._fused.hidden_states(tokens, positions, packing, own, are_alike, captured)
-        return self._by_transformers(tokens, positions, packing, captured)
+            hidden = self._fused.hidden_states(tokens, positions, packing, own, are_alike, captured)
+        else:
+            hidden = self._by_transformers(tokens, positions, packing, captured)
+        return self._logit_scaled(hidden)
+
+    def _logit_scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
     def _by_transformers(
         self,
@@ -479,8 +486,7 @@ class BaseModel:
             output = self.trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
             )
-        hidden = output.last_hidden_state.squeeze(0)
-        return hidden if self._logit_scale == 1 else hidden * self._logit_scale
+        return output.last_hidden_state.squeeze(0)
 
     @contextmanager
     def _capture_outputs(self, captured: dict[int, Tensor]) -> Iterator[None]:

@@ -118,7 +118,7 @@ def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
         return _RmsNorm.apply(x, norm)  # pyright: ignore[reportReturnType]
     if (kernels := _kernels_for(x)) is not None:
         return kernels.rms_norm(x, norm.weight, norm.eps_number)
-    return _normalized(x, _inverse_rms(x, norm.eps), norm).to(x.dtype)
+    return _normalized(x, inverse_rms(x, norm.eps), norm).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tens
     if (kernels := _kernels_for(x)) is not None:
         return kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
     total = x + update
-    return total, _normalized(total, _inverse_rms(total, norm.eps), norm).to(x.dtype)
+    return total, _normalized(total, inverse_rms(total, norm.eps), norm).to(x.dtype)
 
 
 def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
@@ -187,7 +187,7 @@ class _RmsNorm(torch.autograd.Function):
         if (triton := triton_kernels_for(x)) is not None:
             ctx.save_for_backward(x, None)
             return triton.rms_norm(x, norm.weight, norm.eps_number)
-        inverse = _inverse_rms(x, norm.eps)
+        inverse = inverse_rms(x, norm.eps)
         ctx.save_for_backward(x, inverse)
         return _normalized(x, inverse, norm).to(x.dtype)
 
@@ -207,7 +207,7 @@ class _AddRmsNorm(torch.autograd.Function):
             ctx.save_for_backward(total, None)
             return total, normalized
         total = x + update
-        inverse = _inverse_rms(total, norm.eps)
+        inverse = inverse_rms(total, norm.eps)
         ctx.save_for_backward(total, inverse)
         return total, _normalized(total, inverse, norm).to(x.dtype)
 
@@ -240,9 +240,9 @@ class _RotateHeads(torch.autograd.Function):
             return triton.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
         gradient = rotation.apply(grad.float(), sign=-1.0)
         if norm is not None:
-            inverse = _inverse_rms(x, norm.eps) if inverse is None else inverse
+            inverse = inverse_rms(x, norm.eps) if inverse is None else inverse
             norm.add_gradient(gradient, x, inverse)
-            gradient = _norm_gradient(gradient.mul_(norm.weight), x, inverse)
+            gradient = norm_gradient(gradient.mul_(norm.weight), x, inverse)
         return gradient.to(grad.dtype), None, None
 
 
@@ -296,9 +296,9 @@ def _backward_of_norm(grad: Tensor, addend: Tensor | None, x: Tensor, inverse: T
     triton = triton_kernels_for(x)
     if triton is not None and not norm.has_gradient:
         return triton.rms_norm_gradient(grad, x, norm.weight, norm.eps_number, addend)
-    wide, inverse = grad.float(), _inverse_rms(x, norm.eps) if inverse is None else inverse
+    wide, inverse = grad.float(), inverse_rms(x, norm.eps) if inverse is None else inverse
     norm.add_gradient(wide, x, inverse)
-    gradient = _norm_gradient(wide * norm.weight, x, inverse)
+    gradient = norm_gradient(wide * norm.weight, x, inverse)
     if addend is not None:
         gradient.add_(addend)
     return gradient.to(grad.dtype)
@@ -318,7 +318,7 @@ def _weight_and_eps(norm: RmsNorm | None) -> tuple[Tensor | None, float]:
     return (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
 
 
-def _inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
+def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
     """Returns 1 / sqrt(mean(x^2) + eps) over the last dimension, float32 [..., 1]."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
@@ -331,11 +331,11 @@ def _normalized(x: Tensor, inverse: Tensor, norm: RmsNorm) -> Tensor:
 def _rotated(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> tuple[Tensor, Tensor | None]:
     if norm is None:
         return rotation.apply(x.float()).to(x.dtype), None
-    inverse = _inverse_rms(x, norm.eps)
+    inverse = inverse_rms(x, norm.eps)
     return rotation.apply(_normalized(x, inverse, norm)).to(x.dtype), inverse
 
 
-def _norm_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
+def norm_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     """Returns the gradient of x, given the gradient of x * inverse, float32 [..., size], which it overwrites."""
     wide = x.float()
     along = inverse.pow(3).mul_(torch.linalg.vecdot(grad, wide).unsqueeze(-1)).mul_(-1 / x.shape[-1])

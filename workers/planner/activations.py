@@ -77,7 +77,7 @@ class _BytesPerToken:
         one more state, and its result. Cosines and sines, tokens and positions are added.
         """
         attentions = self._shape.attentions
-        rotated = {each.rotation: each.rotary_dim for each in attentions}.values()
+        rotated = {each.rotation: each.rotary_dim for each in attentions if each.rotation is not None}.values()
         rotation = sum(_FLOAT32 * (size + size // 2) for size in rotated) + 4 * _INT64
         embedding = self._stream if self._is_full and self._load.activations == "keep" else 0
         return self._kept_of_layers() + embedding + self._stream + rotation

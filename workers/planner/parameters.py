@@ -58,16 +58,17 @@ class ParameterGroup:
 
 def parameters(shape: ModelShape, spec: ParallelSpec) -> list[ParameterGroup]:
     """Returns all parameters in the model's order. A tied head appears only as the embedding."""
-    last = [_whole("model.norm.weight", shape.hidden)]
+    last = [_whole(f"model.{shape.family.last_norm}.weight", shape.hidden)]
     if not shape.tied_embeddings:
         last.append(_end("lm_head.weight", shape, spec))
-    return [_end("model.embed_tokens.weight", shape, spec), *_layer_parameters(shape, spec), *last]
+    embedding = _end(f"model.{shape.family.embedding_name}.weight", shape, spec)
+    return [embedding, *_layer_parameters(shape, spec), *last]
 
 
 def output_head(table: Sequence[ParameterGroup]) -> ParameterGroup:
     """Returns the output head, which may be the embedding."""
     by_pattern = {each.pattern: each for each in table}
-    return by_pattern.get("lm_head.weight") or by_pattern["model.embed_tokens.weight"]
+    return by_pattern.get("lm_head.weight") or table[0]
 
 
 def num_parameters(shape: ModelShape) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
-ShardedUnit = Literal["self_attn", "linear_attn", "mlp", "experts"]
+ShardedUnit = Literal["self_attn", "linear_attn", "mamba", "mlp", "experts"]
 """A part of a layer with no communication inside: it is sharded as a unit, or not at all."""
 
 _NO_PIPELINE = (

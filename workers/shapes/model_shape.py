@@ -62,7 +62,7 @@ class ModelShape(ModelDescription):
     """Properties of a model of one of FAMILIES.
 
     vocab: tokens of the embedding. runs_own_layers: whether its layers are exactly those of the family, so that our
-    own forward pass can run them.
+    own forward pass can run them. embedding_scale: by which the embedding's output is multiplied.
     """
 
     family: Family
@@ -71,6 +71,7 @@ class ModelShape(ModelDescription):
     tied_embeddings: bool
     layers: tuple[Layer, ...]
     runs_own_layers: bool
+    embedding_scale: float = 1.0
 
     @property
     def num_layers(self) -> int:
@@ -79,7 +80,7 @@ class ModelShape(ModelDescription):
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:
         """The different sequence mixers, in the order of their first layers."""
-        return tuple(dict.fromkeys(layer.mixer for layer in self.layers))
+        return tuple(dict.fromkeys(mixer for layer in self.layers for mixer in layer.mixers))
 
     @cached_property
     def attentions(self) -> tuple[SoftmaxAttention | LatentAttention, ...]:
@@ -93,7 +94,7 @@ class ModelShape(ModelDescription):
 
     def cache_size(self, spec: ParallelSpec, number_bytes: int) -> CacheSize:
         """Returns what a rank's cache holds of a sequence. `number_bytes`: of a number in the base model's dtype."""
-        entries = [layer.mixer.cache_entries(spec) for layer in self.layers]
+        entries = [mixer.cache_entries(spec) for layer in self.layers for mixer in layer.mixers]
         by_layer = [each.numbers_per_token for each in entries if each.numbers_per_token]
         states = sum(number_bytes * each.state_numbers + FLOAT32 * each.float32_state_numbers for each in entries)
         return CacheSize(number_bytes * sum(by_layer), states, sum(by_layer) // max(1, len(by_layer)))
@@ -184,6 +185,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         tied_embeddings=reader.is_set("tie_word_embeddings"),
         layers=tuple(family.layers(reader)),
         runs_own_layers=family.describes(reader),
+        embedding_scale=reader.fraction(family.embedding_scale_key, 1.0),
     )
 
 

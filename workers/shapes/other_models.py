@@ -38,17 +38,19 @@ REFUSED_SETTINGS = (
 # Those of the above that change nothing if they are 1.
 _SCALES = frozenset({"logit_scale", "logits_scaling"})
 
-# For model_types that run with transformers' modules: the setting by which their logits are multiplied, or divided.
+# The setting by which the logits of a model_type are multiplied, or divided.
 LOGIT_SCALES: Mapping[str, str] = {
     "cohere": "logit_scale",
     "cohere2": "logit_scale",
     "cohere2_moe": "logit_scale",
     "cohere_compass_text": "logit_scale",
+    "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
 }
 LOGIT_DIVISORS: Mapping[str, str] = {
     "granite": "logits_scaling",
     "granitemoe": "logits_scaling",
+    "granitemoehybrid": "logits_scaling",
     "granitemoeshared": "logits_scaling",
 }
 

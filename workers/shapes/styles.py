@@ -23,6 +23,7 @@ PLAN: Mapping[str, Placement] = {
 PATTERNS: Mapping[ShardedUnit, str] = {
     "self_attn": "layers.*.self_attn.*",
     "linear_attn": "layers.*.linear_attn.*",
+    "mamba": "layers.*.mamba.*",
     "mlp": "layers.*.mlp.*_proj.*",
     "experts": "layers.*.mlp.experts.*",
 }

@@ -12,6 +12,7 @@ from trainhouse.workers.lora import Adapter, Segment
 from trainhouse.workers.models.fused_decoder import fused_trunk
 from trainhouse.workers.ops.attention import ATTENTION, Packing, pack_lengths
 from trainhouse.workers.shapes.model_shape import describe_model
+from trainhouse.workers.shapes.other_models import logit_scale_of
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -52,7 +53,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 # Transformers' own modules carry the state of these from one sequence of a row into the next.
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "bamba")
 # Transformers runs these with keys and values of different sizes, or sinks.
 OTHERS = ("deepseek_v3", "glm4_moe_lite", "gpt_oss")
 
@@ -106,6 +107,7 @@ def run_alone(bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
         with bench.lora.applied([Segment(0, len(tokens), adapter)]):
             trunk: Any = bench.base.trunk
             found.append(trunk(input_ids=tokens[None], use_cache=False).last_hidden_state[0])
+    found = [each * logit_scale_of(bench.base.config) for each in found]
     bench.base.model.set_attn_implementation(ATTENTION)
     hidden = torch.cat(found)
     hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)).to(hidden.dtype))

@@ -1,5 +1,6 @@
 """Runs a decoder layer: its mixer and its feed-forward part between the norms of the residual stream."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -9,13 +10,14 @@ from ...ops.fused import Rotations, rms_norm
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
-from ...shapes.parts import Dense, GatedDelta, LatentAttention, Layer, Part, SoftmaxAttention
+from ...shapes.parts import Dense, GatedDelta, LatentAttention, Layer, Mamba, Part, SoftmaxAttention
 from ...shapes.parts import Mixer as MixerPart
 from ...shapes.parts import RoutedExperts as RoutedExpertsPart
 from .dense import DenseFeedForward
 from .experts import RoutedExperts
 from .gated_delta import GatedDeltaMixer
 from .latent_attention import LatentMixer
+from .mamba import MambaMixer
 from .merge import Merge
 from .norms import add_norm, norm_of
 from .softmax_attention import SoftmaxMixer
@@ -69,23 +71,29 @@ class DecoderLayer:
     def __init__(self, module: Any, layer: Layer, number: int, family: Family, mesh: Mesh) -> None:
         self._names = layer.norms
         self._norms = {name: norm_of(getattr(module, name), family.norm_weight_plus_one) for name in layer.norms.names}
-        self._mixer = _mixer(layer.mixer, module, number, family, mesh)
-        self._feed_forward = _feed_forward(layer.feed_forward, module, mesh)
+        self._mixers = [_mixer(part, module, number, family, mesh) for part in layer.mixers]
+        feed_forward = layer.feed_forward
+        self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, module, mesh)
+        self._scales = layer.scales or (1.0,) * len(layer.parts)
 
     @property
     def experts(self) -> RoutedExperts | None:
-        return self._feed_forward.experts
+        return None if self._feed_forward is None else self._feed_forward.experts
+
+    @property
+    def _parts(self) -> Sequence[Mixer | FeedForward]:
+        return self._mixers if self._feed_forward is None else [*self._mixers, self._feed_forward]
 
     def refresh(self, are_original: bool) -> None:
         """Updates what was derived from parameters, see Mixer.refresh."""
         for norm in self._norms.values():
             norm.refresh()
-        self._mixer.refresh(are_original)
-        self._feed_forward.refresh(are_original)
+        for part in self._parts:
+            part.refresh(are_original)
 
     def merge(self, merge: Merge) -> None:
-        self._mixer.merge(merge)
-        self._feed_forward.merge(merge)
+        for part in self._parts:
+            part.merge(merge)
 
     def forward(
         self,
@@ -100,12 +108,25 @@ class DecoderLayer:
         Returns:
             the same pair after this layer.
         """
-        mixer, names = self._mixer, self._names
-        hidden, x = self._add_norm(hidden, update, names.before_mixer)
-        mixed = mixer.forward(stream.enter(x, mixer.is_replicated), rotations, packing)
-        update = self._normed(stream.leave(mixed, mixer.is_replicated), names.after_mixer)
-        hidden, x = self._add_norm(hidden, update, names.before_mlp)
-        return hidden, self._normed(self._feed_forward.forward(x, stream), names.after_mlp)
+        names = self._names
+        if self._mixers:
+            hidden, x = self._add_norm(hidden, update, names.before_mixer)
+            update = self._normed(self._mixed(x, rotations, packing, stream), names.after_mixer)
+        if self._feed_forward is not None:
+            hidden, x = self._add_norm(hidden, update, names.before_mlp)
+            update = self._normed(_scaled(self._feed_forward.forward(x, stream), self._scales[-1]), names.after_mlp)
+        assert update is not None
+        return hidden, update
+
+    def _mixed(
+        self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking, stream: ResidualStream
+    ) -> Tensor:
+        """Returns the sum of what the mixers make of x, both as `stream` lays it out."""
+        found = []
+        for mixer, scale in zip(self._mixers, self._scales, strict=False):
+            mixed = mixer.forward(stream.enter(x, mixer.is_replicated), rotations, packing)
+            found.append(_scaled(stream.leave(mixed, mixer.is_replicated), scale))
+        return found[0] if len(found) == 1 else found[0] + found[1]
 
     def _add_norm(self, hidden: Tensor, update: Tensor | None, name: str | None) -> tuple[Tensor, Tensor]:
         return add_norm(hidden, update, None if name is None else self._norms[name])
@@ -114,11 +135,15 @@ class DecoderLayer:
         return update if name is None else rms_norm(update, self._norms[name])
 
 
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
+
+
 def is_recognised(module: Any, layer: Layer, family: Family) -> bool:
     """True if transformers' module has exactly the parts of the layer."""
     norms = [getattr(module, name, None) for name in layer.norms.names]
     return (
-        family.defines(module, "DecoderLayer")
+        family.defines(module, family.layer)
         and all(family.defines(norm, "RMSNorm") for norm in norms)
         and all(_is_part(part, getattr(module, part.name, None), family) for part in layer.parts)
     )
@@ -126,19 +151,26 @@ def is_recognised(module: Any, layer: Layer, family: Family) -> bool:
 
 def _is_part(part: Part, module: Any, family: Family) -> bool:
     is_known = family.defines(module, part.module)
-    return is_known and (not isinstance(part, SoftmaxAttention) or SoftmaxMixer.is_recognised(part, module, family))
+    if isinstance(part, SoftmaxAttention):
+        return is_known and SoftmaxMixer.is_recognised(part, module, family)
+    if isinstance(part, Mamba):
+        return is_known and MambaMixer.is_recognised(part, module, family)
+    return is_known
 
 
 def _mixer(part: MixerPart, module: Any, number: int, family: Family, mesh: Mesh) -> Mixer:
+    own = getattr(module, part.name)
     if isinstance(part, SoftmaxAttention):
-        return SoftmaxMixer(part, module.self_attn, number, family, mesh)
+        return SoftmaxMixer(part, own, number, family, mesh)
     if isinstance(part, LatentAttention):
-        return LatentMixer(part, module.self_attn, number, mesh)
+        return LatentMixer(part, own, number, mesh)
+    if isinstance(part, Mamba):
+        return MambaMixer(part, own, number, mesh)
     assert isinstance(part, GatedDelta)
-    return GatedDeltaMixer(part, module.linear_attn, number, mesh)
+    return GatedDeltaMixer(part, own, number, mesh)
 
 
 def _feed_forward(part: Dense | RoutedExpertsPart, module: Any, mesh: Mesh) -> FeedForward:
     if isinstance(part, Dense):
-        return DenseFeedForward(part, module.mlp, mesh)
-    return SparseFeedForward(part, module.mlp, mesh)
+        return DenseFeedForward(part, getattr(module, part.name), mesh)
+    return SparseFeedForward(part, getattr(module, part.name), mesh)

@@ -28,16 +28,19 @@ class DenseFeedForward:
 
     def merge(self, merge: Merge) -> None:
         if not self._part.is_fused:
-            self._merged.merge(merge, [self._module.gate_proj, self._module.up_proj])
+            self._merged.merge(merge, [getattr(self._module, name) for name in self._part.linears[:2]])
 
     def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         x = stream.enter(x, self._is_replicated)
-        update = self._module.down_proj(self._activated(*self._gate_and_up(x)))
+        gate, up = self._gate_and_up(x)
+        gate = gate if self._part.gate_scale == 1 else gate * self._part.gate_scale
+        update = getattr(self._module, self._part.linears[-1])(self._activated(gate, up))
         return stream.leave(update, self._is_replicated)
 
     def _gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
+        *before, _ = self._part.linears
         if self._part.is_fused:
-            return self._module.gate_up_proj(x).chunk(2, dim=-1)
+            return getattr(self._module, before[0])(x).chunk(2, dim=-1)
         if self._merged.suits(x):
             return self._merged.forward(x).split(self._merged.out_features, dim=-1)
-        return self._module.gate_proj(x), self._module.up_proj(x)
+        return [getattr(self._module, name)(x) for name in before]

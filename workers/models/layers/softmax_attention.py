@@ -24,7 +24,7 @@ class SoftmaxMixer:
         self._part, self._module = part, module
         self.is_replicated = "self_attn" in mesh.spec.replicated
         sinks = Sinks(module.sinks) if part.has_sinks else None
-        self._kind = AttentionKind(number, module.scaling, part.window, sinks)
+        self._kind = AttentionKind(number, module.scaling * part.score_scale, part.window, sinks)
         tp = mesh.spec.tp_size_of("self_attn")
         self._sizes = [heads * part.head_dim // tp for heads in (part.heads, part.kv_heads, part.kv_heads)]
         self._query_norm: RmsNorm | None = None
@@ -106,6 +106,8 @@ class SoftmaxMixer:
         """Rotates [tokens, heads, head_dim], and applies each head's norm, if there is one."""
         if self._part.is_interleaved:
             heads = pairs_apart(heads, self._part.rotary_dim)
+        if norm is None and self._part.rotation is None:
+            return heads
         if norm is None or not self._part.norms_after_rotation:
             return rotate_heads(heads, rotation, norm)
         rotated = rotate_heads(heads, rotation, None)

@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 
+from .bamba import BAMBA
 from .deepseek import DEEPSEEK_V3, GLM4_MOE_LITE
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone import EXAONE4, EXAONE_MOE
+from .falcon_h1 import FALCON_H1
 from .family import FIXED_ROTATIONS, Family
 from .gemma import GEMMA, GEMMA3
 from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
+from .granite4 import GRANITE4
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from .llama import LLAMA
@@ -41,6 +44,9 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": GPT_OSS,
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "granitemoehybrid": GRANITE4,
+    "falcon_h1": FALCON_H1,
+    "bamba": BAMBA,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "olmoe": OLMOE,

@@ -35,6 +35,13 @@ class ConfigReader:
             raise ValueError(f"the config.json of {self._name} has {key} {value!r}: expected a number")
         return float(value)
 
+    def fractions(self, key: str, count: int) -> tuple[float, ...]:
+        """Returns a list of so many numbers, ones if there is none. Raises ValueError if it is of another length."""
+        value = self._config.get(key) or [1.0] * count
+        if not isinstance(value, list | tuple) or len(value) != count:
+            raise ValueError(f"the config.json of {self._name} has {key} {value!r}: expected {count} numbers")
+        return tuple(map(float, value))
+
     def names(self, key: str) -> Sequence[str] | None:
         """Returns a list of names, such as one for each layer; None if there is none."""
         value = self._config.get(key)

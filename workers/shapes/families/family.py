@@ -6,11 +6,11 @@ Imports no torch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..parts import Dense, Layer, QueryGrowth, SoftmaxAttention
+from ..parts import Dense, Layer, Mamba, QueryGrowth, SoftmaxAttention
 from .config_reader import ConfigReader
 
 # The value of a field of a part.
-Setting = bool | str | int | tuple[str, str] | QueryGrowth | None
+Setting = bool | str | float | tuple[str, str] | QueryGrowth | None
 
 # Rotations that do not depend on the lengths in a batch.
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "ntk_alpha", "yarn"})
@@ -36,7 +36,9 @@ class Family:
     layers: reads the layers off a config.
     defaults: values of fields that a config.json may leave out, in addition to DEFAULTS.
     trunk, rotary: suffixes of the classes of the model without its head, and of its rotations.
-    embedding: the same of its embedding; None = torch's embedding.
+    embedding: the same of its embedding; None = torch's embedding. layer: the same of its layers.
+    last_norm, embedding_name: the names of the norm after all layers, and of the embedding.
+    embedding_scale_key: the config's field for a factor of the embedding's output.
     norm_weight_plus_one: whether 1 is added to the weights of norms.
     settings: those of REFUSED_SETTINGS that the layers implement.
     activation, activation_key: the activation of gates, and the config's field for it. activation_aliases: other names
@@ -51,6 +53,10 @@ class Family:
     trunk: str = "Model"
     rotary: str = "RotaryEmbedding"
     embedding: str | None = None
+    layer: str = "DecoderLayer"
+    last_norm: str = "norm"
+    embedding_name: str = "embed_tokens"
+    embedding_scale_key: str = "embedding_multiplier"
     norm_weight_plus_one: bool = False
     settings: tuple[str, ...] = ()
     activation: str = "silu"
@@ -95,7 +101,27 @@ def attention(config: ConfigReader, **settings: Setting) -> SoftmaxAttention:
     )
 
 
-def dense(config: ConfigReader, **settings: bool | str) -> Dense:
+def dense(config: ConfigReader, **settings: bool | str | float) -> Dense:
     """Returns the dense part of the size that most configs name alike. Settings are fields of Dense."""
     features = config.number("intermediate_size")
     return Dense(hidden=config.hidden, features=features, **settings)  # pyright: ignore[reportArgumentType]
+
+
+def mamba(config: ConfigReader, features: int, **settings: bool | str | tuple[float, ...]) -> Mamba:
+    """Returns Mamba-2 of the sizes that most configs name alike. Settings are fields of Mamba.
+
+    Args:
+        features: of all heads together.
+    """
+    heads = config.number("mamba_n_heads")
+    return Mamba(
+        hidden=config.hidden,
+        heads=heads,
+        groups=config.number("mamba_n_groups"),
+        head_dim=features // heads,
+        state_dim=config.number("mamba_d_state"),
+        kernel=config.number("mamba_d_conv"),
+        conv_bias=config.is_set("mamba_conv_bias"),
+        bias=config.is_set("mamba_proj_bias"),
+        **settings,  # pyright: ignore[reportArgumentType]
+    )

@@ -8,6 +8,7 @@ from .dense import Dense
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
 from .layer import PARTS, FeedForward, Layer, Mixer, Norms
+from .mamba import Mamba
 from .part import FLOAT32, CacheEntries, Divisible, Part, Placement, Share, Weight
 from .routed_experts import RoutedExperts
 from .softmax_attention import QueryGrowth, SoftmaxAttention
@@ -22,6 +23,7 @@ __all__ = [
     "GatedDelta",
     "LatentAttention",
     "Layer",
+    "Mamba",
     "Mixer",
     "Norms",
     "Part",

@@ -16,6 +16,8 @@ class Dense:
 
     name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES.
     is_fused: whether one projection computes gate and up.
+    names: of the projections to gate and up, and of the one after them; () for the usual ones.
+    gate_scale: by which gates are multiplied before the activation.
     """
 
     hidden: int
@@ -25,6 +27,8 @@ class Dense:
     activation: str = "silu"
     has_bias: bool = False
     is_fused: bool = False
+    names: tuple[str, ...] = ()
+    gate_scale: float = 1.0
     placements: ClassVar[Mapping[str, Placement]] = {
         f"mlp.{name}": placement
         for name, placement in {
@@ -37,21 +41,31 @@ class Dense:
         }.items()
     }
 
-    def weights(self) -> Iterator[Weight]:
-        if self.is_fused:
-            sections = self.features, self.features
-            yield self._weight("gate_up_proj.weight", (sum(sections), self.hidden), sections, "gate_up_proj")
-        else:
-            for name in ("gate_proj", "up_proj"):
-                yield self._weight(f"{name}.weight", (self.features, self.hidden), (), name)
-                if self.has_bias:
-                    yield self._weight(f"{name}.bias", (self.features,))
-        yield self._weight("down_proj.weight", (self.hidden, self.features), (), "down_proj")
-        if self.has_bias:
-            yield self._weight("down_proj.bias", (self.hidden,))
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The names of the projections to gate and up, and of the one after them."""
+        return self.names or (("gate_up_proj",) if self.is_fused else ("gate_proj", "up_proj")) + ("down_proj",)
 
-    def _weight(self, name: str, shape: tuple[int, ...], sections: tuple[int, ...] = (), *adapters: str) -> Weight:
-        return Weight(f"{self.name}.{name}", shape, self.placements.get(f"mlp.{name}"), sections, adapters)
+    def weights(self) -> Iterator[Weight]:
+        *before, down = self.linears
+        sections = (self.features,) * (2 if self.is_fused else 1)
+        for name in before:
+            yield self._weight(f"{name}.weight", (sum(sections), self.hidden), _ROWS, sections, name)
+            if self.has_bias:
+                yield self._weight(f"{name}.bias", (sum(sections),), _ROWS, sections)
+        yield self._weight(f"{down}.weight", (self.hidden, self.features), _COLUMNS, (), down)
+        if self.has_bias:
+            yield self._weight(f"{down}.bias", (self.hidden,))
+
+    def _weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        placement: Placement | None = None,
+        sections: tuple[int, ...] = (),
+        *adapters: str,
+    ) -> Weight:
+        return Weight(f"{self.name}.{name}", shape, placement, sections if len(sections) > 1 else (), adapters)
 
     def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
         for weight in self.weights():

@@ -8,6 +8,7 @@ from ...protocol.parallel_spec import ParallelSpec
 from .dense import Dense
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
+from .mamba import Mamba
 from .part import CacheEntries, Divisible, Part, Weight
 from .routed_experts import RoutedExperts
 from .softmax_attention import SoftmaxAttention
@@ -23,7 +24,7 @@ class Mixer(Part, Protocol):
 
 FeedForward = Dense | RoutedExperts
 
-PARTS: tuple[type[Part], ...] = (SoftmaxAttention, LatentAttention, GatedDelta, Dense, RoutedExperts)
+PARTS: tuple[type[Part], ...] = (SoftmaxAttention, LatentAttention, GatedDelta, Mamba, Dense, RoutedExperts)
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,26 @@ class Norms:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer. hidden: features of the residual stream."""
+    """A decoder layer. hidden: features of the residual stream.
+
+    mixer, feed_forward: one of them may be missing. beside: a second mixer of the same input.
+    scales: by which the outputs of `parts` are multiplied; empty for 1.
+    """
 
     hidden: int
-    mixer: Mixer
-    feed_forward: FeedForward
+    mixer: Mixer | None
+    feed_forward: FeedForward | None
     norms: Norms = Norms()
+    beside: Mixer | None = None
+    scales: tuple[float, ...] = ()
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return tuple(each for each in (self.mixer, self.beside) if each is not None)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return self.mixer, self.feed_forward
+        return self.mixers if self.feed_forward is None else (*self.mixers, self.feed_forward)
 
     def weights(self) -> Iterator[Weight]:
         """Yields all parameters of the layer, with names below it."""

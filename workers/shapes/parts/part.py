@@ -41,7 +41,7 @@ class Weight:
     name: below the layer, such as self_attn.q_proj.weight. placement: None if every rank has it whole.
     sections: sizes of the parts of the placement's dimension that are divided separately; one by default.
     adapters: names of the pairs of matrices by which adapters adapt this linear layer. Several names share out the
-    sections of its outputs.
+    first sections of its outputs.
     """
 
     name: str
@@ -73,7 +73,8 @@ class Weight:
         if len(self.adapters) == 1:
             yield num_inputs, num_outputs
             return
-        yield from ((num_inputs, num_outputs * size // sum(self.sections)) for size in self.sections)
+        sizes = self.sections[: len(self.adapters)]
+        yield from ((num_inputs, num_outputs * size // sum(self.sections)) for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class SoftmaxAttention:
     is_gated: whether the projection to queries also computes gates for the output, head by head.
     window: how many tokens a token sees, itself included; None for all before it.
     has_sinks: whether each head has a learned score that takes part in its softmax.
+    score_scale: by which scores are multiplied in addition to the module's scaling.
     """
 
     hidden: int
@@ -53,6 +54,7 @@ class SoftmaxAttention:
     is_gated: bool = False
     window: int | None = None
     has_sinks: bool = False
+    score_scale: float = 1.0
     name: str = _NAME
     module: str = "Attention"
 
@@ -101,8 +103,7 @@ class SoftmaxAttention:
                 yield self._weight(f"{name}.weight", (size if is_joint else self.head_dim,))
 
     def _weight(self, name: str, shape: tuple[int, ...], sections: tuple[int, ...] = (), *adapters: str) -> Weight:
-        path = f"{_NAME}.{name}"
-        return Weight(path, shape, self.placements.get(path), sections, adapters)
+        return Weight(f"{self.name}.{name}", shape, self.placements.get(f"{_NAME}.{name}"), sections, adapters)
 
     def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
         for weight in self.weights():

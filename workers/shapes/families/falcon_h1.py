@@ -1,0 +1,53 @@
+"""Falcon-H1, whose layers have Mamba-2 and softmax attention side by side: https://arxiv.org/abs/2507.22448."""
+
+from collections.abc import Mapping, Sequence
+
+from ..parts import Layer, Norms
+from .config_reader import ConfigReader
+from .family import Family, attention, dense, mamba
+
+_NORMS = Norms(before_mlp="pre_ff_layernorm")
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    expanded = config.number("mamba_expand") * config.hidden
+    of_gate, of_output = config.fractions("mlp_multipliers", 2)
+    inputs = config.fraction("attention_in_multiplier", 1.0)
+    softmax = attention(config, score_scale=inputs**2 * config.fraction("key_multiplier", 1.0))
+    linear = mamba(
+        config,
+        config.number("mamba_d_ssm", expanded),
+        has_norm=config.is_set("mamba_rms_norm"),
+        gates_first=not config.is_set("mamba_norm_before_gate"),
+        scales=_scales(config),
+    )
+    of_mixers = config.fraction("ssm_out_multiplier", 1.0), inputs * config.fraction("attention_out_multiplier", 1.0)
+    feed_forward = dense(config, name="feed_forward", gate_scale=of_gate)
+    layer = Layer(config.hidden, linear, feed_forward, _NORMS, softmax, scales=(*of_mixers, of_output))
+    return [layer] * config.num_layers
+
+
+def _scales(config: ConfigReader) -> tuple[float, ...]:
+    inputs = config.fraction("ssm_in_multiplier", 1.0)
+    return tuple(inputs * each for each in config.fractions("ssm_multipliers", 5))
+
+
+_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 128000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "mamba_d_ssm": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_norm_before_gate": True,
+}
+
+FALCON_H1 = Family("FalconH1", "falcon_h1", _layers, _DEFAULTS, last_norm="final_layernorm")

@@ -167,9 +167,8 @@ class BaseModel:
         """Returns the numbers of the layers that have keys and values."""
         if not isinstance(self.shape, ModelShape):
             return range(self.num_layers)
-        return [
-            i for i, layer in enumerate(self.shape.layers) if not set(layer.mixers).isdisjoint(self.shape.attentions)
-        ]
+        attentions = self.shape.attentions
+        return [i for i, layer in enumerate(self.shape.layers) if any(each in attentions for each in layer.mixers)]
 
     def _logits(self, tokens: Tensor, positions: Tensor, packing: AttendingPacking) -> Tensor:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""

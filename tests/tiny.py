@@ -34,6 +34,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -71,6 +72,7 @@ FAMILY_KINDS = (
     "granite4",
     "falcon_h1",
     "bamba",
+    "nemotron_h",
 )
 # Families that differ from these in few settings of their layers.
 PLAIN_KINDS = (
@@ -242,6 +244,11 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return FalconH1Config(**(norm | MULTIPLIERS | MAMBA_SHAPE | shape))
         case "bamba":
             return BambaConfig(**({"attn_layer_indices": [1]} | MAMBA_SHAPE | shape))
+        case "nemotron_h":
+            kinds = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "head_dim": 16}
+            sizes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
+            known = {name: value for name, value in shape.items() if name != "num_hidden_layers"}
+            return NemotronHConfig(**(kinds | sizes | known))
         case "cohere2":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             return Cohere2Config(**(kinds | {"logit_scale": 0.3} | shape))

@@ -66,7 +66,9 @@ def _is_repeated(base: BaseModel, name: str) -> bool:
     """True if all ranks along tp have the whole parameter and compute its whole gradient."""
     if base.spec.tp == 1:
         return False
-    unit = _unit(name.split("."))
+    declared = base.declared_weight(name)
+    placement = declared.placement if declared is not None else None
+    unit = _unit(name.split(".")) if placement is None else placement.unit
     if unit is not None:
         return base.spec.tp_size_of(unit) == 1
     # Only the first rank adds to the gradient of the embedding, and each rank scores different tokens.

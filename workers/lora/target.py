@@ -30,11 +30,15 @@ _WITHIN_ATTENTION = _ATTENTION | {
     *("out_proj", "dense", "c_proj", "gate_proj"),
     *("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_qkvz", "x_proj"),
 }
+# In models whose layers have one part of any kind, all of the same name.
+_OF_MAMBA = frozenset({"gate_proj", "x_proj", "out_proj"})
 
 
 def group_of(name: str) -> Group | None:
     """Returns the group of layers that a linear layer of this name belongs to, or None if it stays frozen."""
     *_, block, kind = "", *name.split(".")
+    if block == "mixer" and kind in _OF_MAMBA:
+        return "attention"
     if block in _ATTENTION_BLOCKS:
         return "attention" if kind in _WITHIN_ATTENTION else None
     if kind in _ATTENTION:

@@ -186,11 +186,15 @@ class BaseModel:
 
     def adaptable_weight(self, name: str) -> Weight | None:
         """Returns the declared weight of the linear layer of this name, None if its family declares none."""
-        return self._weights.get(f"{name}.weight".removeprefix(f"{self.model.base_model_prefix}."))
+        return self.declared_weight(f"{name}.weight")
+
+    def declared_weight(self, name: str) -> Weight | None:
+        """Returns the declaration of the parameter of this name, None if its family declares none."""
+        return self._weights.get(name.removeprefix(f"{self.model.base_model_prefix}."))
 
     def is_replicated_over_tp(self, name: str) -> bool:
         """True if several ranks have the weights of this name whole, and run the same tokens through them."""
-        weight = self._weights.get(name.removeprefix(f"{self.model.base_model_prefix}."))
+        weight = self.declared_weight(name)
         if weight is None or weight.placement is None:
             return False
         return self.spec.tp > self.spec.tp_size_of(weight.placement.unit)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import relu
 
 from ...ops.fused import GATES
 from ...parallel.collectives import ResidualStream
@@ -20,22 +21,28 @@ class DenseFeedForward:
     def __init__(self, part: Dense, module: Any, mesh: Mesh) -> None:
         self._part, self._module = part, module
         self._is_replicated = "mlp" in mesh.spec.replicated
-        self._activated = GATES[part.activation]
+        self._activated = GATES[part.activation] if part.has_gate else None
         self._merged = MergedProjection()
 
     def refresh(self, are_original: bool) -> None:
         self._merged.refresh(are_original)
 
     def merge(self, merge: Merge) -> None:
-        if not self._part.is_fused:
+        if self._part.has_gate and not self._part.is_fused:
             self._merged.merge(merge, [getattr(self._module, name) for name in self._part.linears[:2]])
 
     def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         x = stream.enter(x, self._is_replicated)
-        gate, up = self._gate_and_up(x)
-        gate = gate if self._part.gate_scale == 1 else gate * self._part.gate_scale
-        update = getattr(self._module, self._part.linears[-1])(self._activated(gate, up))
+        *_, down = self._part.linears
+        update = getattr(self._module, down)(self._inner(x))
         return stream.leave(update, self._is_replicated)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """Returns the features [tokens, features] of x [tokens, hidden]."""
+        if self._activated is None:
+            return relu(self._module.up_proj(x)).square()
+        gate, up = self._gate_and_up(x)
+        return self._activated(gate if self._part.gate_scale == 1 else gate * self._part.gate_scale, up)
 
     def _gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
         *before, _ = self._part.linears

@@ -40,11 +40,12 @@ class MambaMixer:
 
     @staticmethod
     def is_recognised(part: Mamba, module: Any, family: Family) -> bool:
-        """True if the module has the biases and the norm of the part."""
+        """True if the module has the biases, the norm and the activation of the part."""
         has_conv_bias, has_bias = module.conv1d.bias is not None, module.in_proj.bias is not None
+        has_same_biases = has_conv_bias == part.conv_bias and has_bias == part.bias
         has_norm = hasattr(module.norm, "weight")
-        is_alike = has_conv_bias == part.conv_bias and has_bias == part.bias and has_norm == part.has_norm
-        return is_alike and (not has_norm or family.defines(module.norm, "RMSNormGated"))
+        has_same_norm = has_norm == part.has_norm and (not has_norm or family.defines(module.norm, "RMSNormGated"))
+        return has_same_biases and has_same_norm and module.activation == "silu"
 
     def refresh(self, are_original: bool) -> None:
         if self._norm is not None:

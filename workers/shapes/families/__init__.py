@@ -18,6 +18,7 @@ from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from .llama import LLAMA
 from .minimax import MINIMAX_M2
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from .nemotron_h import NEMOTRON_H
 from .olmo import OLMO2, OLMO3, OLMOE
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -47,6 +48,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoehybrid": GRANITE4,
     "falcon_h1": FALCON_H1,
     "bamba": BAMBA,
+    "nemotron_h": NEMOTRON_H,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "olmoe": OLMOE,

@@ -10,6 +10,8 @@ _NORMS = Norms(before_mlp="pre_ff_layernorm")
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
+    if biased := [key for key in _BIASES if config.is_set(key)]:
+        raise ValueError(f"Falcon-H1 models with {biased[0]} are not supported")
     expanded = config.number("mamba_expand") * config.hidden
     of_gate, of_output = config.fractions("mlp_multipliers", 2)
     inputs = config.fraction("attention_in_multiplier", 1.0)
@@ -31,6 +33,9 @@ def _scales(config: ConfigReader) -> tuple[float, ...]:
     inputs = config.fraction("ssm_in_multiplier", 1.0)
     return tuple(inputs * each for each in config.fractions("ssm_multipliers", 5))
 
+
+# Multipliers of inputs are applied to outputs, which would multiply biases, too. No release has any.
+_BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 
 _DEFAULTS: Mapping[str, object] = {
     "vocab_size": 128000,

@@ -8,6 +8,8 @@ from .family import Family, attention, mamba
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
+    if num := config.number("num_local_experts", at_least=0):
+        raise ValueError(f"Granite 4 models with experts are not supported: this one has {num}")
     linears, features = ("input_linear", "output_linear"), config.number("shared_intermediate_size")
     of_all = Dense(hidden=config.hidden, features=features, name="shared_mlp", is_fused=True, names=linears)
     bias, rotates = config.is_set("attention_bias"), config.get("position_embedding_type") == "rope"

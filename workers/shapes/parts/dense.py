@@ -12,9 +12,9 @@ _ROWS, _COLUMNS = Placement("mlp", 0), Placement("mlp", 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """down(activation(gate(x)) * up(x)).
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without gates.
 
-    name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES.
+    name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES, or without gates "relu2".
     is_fused: whether one projection computes gate and up.
     names: of the projections to gate and up, and of the one after them; () for the usual ones.
     gate_scale: by which gates are multiplied before the activation.
@@ -29,6 +29,7 @@ class Dense:
     is_fused: bool = False
     names: tuple[str, ...] = ()
     gate_scale: float = 1.0
+    has_gate: bool = True
     placements: ClassVar[Mapping[str, Placement]] = {
         f"mlp.{name}": placement
         for name, placement in {
@@ -44,7 +45,11 @@ class Dense:
     @property
     def linears(self) -> tuple[str, ...]:
         """The names of the projections to gate and up, and of the one after them."""
-        return self.names or (("gate_up_proj",) if self.is_fused else ("gate_proj", "up_proj")) + ("down_proj",)
+        if self.names:
+            return self.names
+        if not self.has_gate:
+            return "up_proj", "down_proj"
+        return ("gate_up_proj", "down_proj") if self.is_fused else ("gate_proj", "up_proj", "down_proj")
 
     def weights(self) -> Iterator[Weight]:
         *before, down = self.linears
@@ -75,9 +80,9 @@ class Dense:
         yield Divisible("mlp", self.features, "feed-forward features")
 
     def kept_bytes(self, share: Share) -> float:
-        """Counts gate, up, the gate's activation, and the product of the two."""
-        inputs = share.inputs(self.hidden, 2 if self.is_fused else 3)
-        return inputs + share.number_bytes * 4 * self._own_features(share)
+        """Counts gate, up, the gate's activation, and the product of the two; without gates ReLU, and its square."""
+        inputs = share.inputs(self.hidden, len(self.linears))
+        return inputs + share.number_bytes * (4 if self.has_gate else 2) * self._own_features(share)
 
     def working_bytes(self, share: Share) -> float:
         """Counts the gathered gradient, and that by the features. The norm's inputs are already freed."""

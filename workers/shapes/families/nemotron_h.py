@@ -1,0 +1,82 @@
+"""Nemotron-H, whose layers have one part each: Mamba-2, softmax attention without rotations, or squared ReLU.
+
+https://arxiv.org/abs/2504.03624.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ..parts import Layer, Mamba, Norms
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+_ACTIVATION = "relu2"
+
+# The letters of `hybrid_override_pattern`, and names of earlier versions of transformers.
+_KINDS: Mapping[str, str] = {
+    "M": "linear_attention",
+    "*": "full_attention",
+    "-": "mlp",
+    "E": "moe",
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+}
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    before, after = Norms("norm", before_mlp=None), Norms(None, before_mlp="norm")
+    mlp = dense(config, name="mixer", activation=_ACTIVATION, has_gate=False, has_bias=config.is_set("mlp_bias"))
+    by_kind = {
+        "linear_attention": Layer(config.hidden, _mamba(config), None, before),
+        "full_attention": Layer(config.hidden, attention(config, rotation=None, name="mixer"), None, before),
+        "mlp": Layer(config.hidden, None, mlp, after),
+    }
+    named = config.names("layers_block_type") or [*str(config.get("hybrid_override_pattern") or "")]
+    kinds = [_KINDS.get(kind, kind) for kind in named]
+    if others := sorted(set(kinds).difference(by_kind)):
+        raise ValueError(f"Nemotron-H models with {others[0]} layers are not supported")
+    return [by_kind[kind] for kind in kinds]
+
+
+def _mamba(config: ConfigReader) -> Mamba:
+    return Mamba(
+        hidden=config.hidden,
+        heads=config.number("mamba_num_heads"),
+        groups=config.number("n_groups"),
+        head_dim=config.number("mamba_head_dim"),
+        state_dim=config.number("ssm_state_size"),
+        kernel=config.number("conv_kernel"),
+        conv_bias=config.is_set("use_conv_bias"),
+        bias=config.is_set("use_bias"),
+        name="mixer",
+        module="Mamba2Mixer",
+    )
+
+
+_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "mlp_hidden_act": _ACTIVATION,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+}
+
+NEMOTRON_H = Family(
+    "NemotronH",
+    "nemotron_h",
+    _layers,
+    _DEFAULTS,
+    layer="Block",
+    last_norm="norm_f",
+    embedding_name="embeddings",
+    activation=_ACTIVATION,
+    activation_key="mlp_hidden_act",
+)

@@ -22,7 +22,7 @@ def gated_group_norm(x: Tensor, gate: Tensor, norm: RmsNorm, gates_first: bool) 
 
 
 class _GatedNorm(torch.autograd.Function):
-    """Keeps the inputs; backward computes the rest once more."""
+    """Keeps the inputs; backward computes the rest again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, norm: RmsNorm, gates_first: bool) -> Tensor:

@@ -130,7 +130,7 @@ class _ChunkedRow:
 
 
 class _Scan(torch.autograd.Function):
-    """Keeps the inputs and the states at the chunks' starts; backward computes the rest once more."""
+    """Keeps the inputs and the states at the chunks' starts; backward computes the rest again."""
 
     @staticmethod
     def forward(

@@ -114,9 +114,19 @@ def run_alone(bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
     return hidden.detach().float(), adapter.gradients.scratch.clone()
 
 
-@pytest.mark.parametrize("kind", [*HYBRIDS, *OTHERS])
-def test_sequences_run_as_each_alone_in_transformers(kind: str, tmp_path: Path) -> None:
-    bench = random_model(tiny_config(kind), tmp_path)
+# Mamba-2 without a norm, with the norm before the gate, without a bias, with several, and with a lower limit of time.
+VARIANTS = (
+    ("falcon_h1", {"mamba_rms_norm": False}),
+    ("falcon_h1", {"mamba_norm_before_gate": True, "mamba_n_groups": 1}),
+    ("granite4", {"mamba_conv_bias": False, "position_embedding_type": "rope"}),
+    ("granite4", {"mamba_proj_bias": True, "attention_bias": True}),
+    ("nemotron_h", {"time_step_min": 0.9, "mlp_bias": True}),
+)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in (*HYBRIDS, *OTHERS)), *VARIANTS])
+def test_sequences_run_as_each_alone_in_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    bench = random_model(tiny_config(kind, **changes), tmp_path)
     adapter = bench.create("a", train_mlp=not bench.base.experts)
     found, wanted = run(fused_forward, bench, adapter), run_alone(bench, adapter)
     for one, other in zip(found, wanted, strict=True):

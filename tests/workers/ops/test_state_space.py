@@ -92,7 +92,7 @@ def test_scan_and_its_gradients_are_those_of_transformers() -> None:
     found, wanted = (value_and_gradients(run(MIXED), inputs) for run in (scanned, of_transformers))
     for one, other in zip(found, wanted, strict=True):
         assert relative_error(one, other) < 1e-5 < relative_error(one * 1.0001, other)
-    # A state that goes on into the next sequence is something else.
+    # A state that reaches the next sequence is something else.
     assert relative_error(scanned([sum(MIXED)])(inputs), wanted[0]) > 0.05
 
 
@@ -128,7 +128,7 @@ def test_decays_to_nothing_leave_the_others_exact() -> None:
     assert relative_error(total.diff(dim=0), (inputs[1] * inputs[4])[1:]) > 3e-7
 
 
-def test_a_row_goes_on_from_states() -> None:
+def test_a_row_continues_from_states() -> None:
     lengths, cut = [40, 3, 17], [25, 1, 16]
     inputs, op = random_inputs(sum(lengths)), op_of(random_inputs(sum(lengths)))
     rest = [length - first for length, first in zip(lengths, cut, strict=True)]

@@ -46,7 +46,7 @@ class Norms:
 class Layer:
     """A decoder layer. hidden: features of the residual stream.
 
-    mixer, feed_forward: one of them may be missing. beside: a second mixer of the same input.
+    mixer, feed_forward: one of them may be missing. second_mixer: another one of the same input, whose output is added.
     scales: by which the outputs of `parts` are multiplied; empty for 1.
     """
 
@@ -54,12 +54,12 @@ class Layer:
     mixer: Mixer | None
     feed_forward: FeedForward | None
     norms: Norms = Norms()
-    beside: Mixer | None = None
+    second_mixer: Mixer | None = None
     scales: tuple[float, ...] = ()
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        return tuple(each for each in (self.mixer, self.beside) if each is not None)
+        return tuple(each for each in (self.mixer, self.second_mixer) if each is not None)
 
     @property
     def parts(self) -> tuple[Part, ...]:

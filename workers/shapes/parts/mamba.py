@@ -23,7 +23,7 @@ class Mamba:
     Each group has its own b and c, which serve heads / groups consecutive heads. head_dim: features of x of a head.
     state_dim: features of b and c of a group. kernel: tokens that the convolution sees, the newest included.
     conv_bias, bias: whether the convolution, and the projections, have biases.
-    has_norm, gates_first: whether there is a norm, and whether it comes after the gate.
+    has_norm, gates_first: whether there is a norm, and whether it follows the gate.
     scales: by which gates, x, b, c and time steps are multiplied.
     """
 

@@ -1,0 +1,76 @@
+"""Mamba-2 in every layout: the same losses, gradients and samples as on one rank."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.planner.checks import check_layout
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.shapes.model_shape import describe_model
+
+from ...tiny import tiny_config, tiny_model
+from .training import ADAM, greedy, layout, supervised
+
+# With Mamba-2 and attention in turn, side by side, and in layers of one part each.
+KINDS = ("granite4", "falcon_h1", "nemotron_h")
+LAYOUTS = ("tp=2", "sp=2", "fsdp=2", "tp=2 replicated")
+CORE = (("falcon_h1", "tp=2"), ("falcon_h1", "sp=2"))
+MORE = [(kind, name) for kind in KINDS for name in LAYOUTS if (kind, name) not in CORE]
+
+TOLERANCE = 1e-5
+
+
+class Outcome(NamedTuple):
+    loss: float
+    logprobs: np.ndarray
+    gradients: dict[str, np.ndarray]
+    tokens: list[list[int]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [*CORE, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)])
+def test_layouts_train_and_sample_as_one_rank(kind: str, name: str, tmp_path: Path) -> None:
+    model = tiny_model(kind, tmp_path / "model")
+    axes, _, is_replicated = name.partition(" ")
+    spec = ParallelSpec(tp=2, replicated=("mamba",)) if is_replicated else ParallelSpec.parse(axes)
+    wanted, found = (outcome(model, each, tmp_path / str(each.num_ranks)) for each in (SINGLE, spec))
+    assert found.tokens == wanted.tokens
+    assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
+    assert found.loss != pytest.approx(wanted.loss * 1.0001, rel=TOLERANCE)
+    assert np.abs(found.logprobs - wanted.logprobs).max() < TOLERANCE
+    assert found.gradients.keys() == wanted.gradients.keys()
+    for matrix, gradient in wanted.gradients.items():
+        size = np.linalg.norm(gradient)
+        assert np.linalg.norm(found.gradients[matrix] - gradient) < TOLERANCE * size
+        assert np.linalg.norm(found.gradients[matrix] * 1.0001 - gradient) > TOLERANCE * size
+
+
+def outcome(model: Path, spec: ParallelSpec, directory: Path) -> Outcome:
+    """Returns a pass's results after a step that makes no factor zero, and greedy samples."""
+    directory.mkdir()
+    with layout(model, spec, directory) as where:
+        where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=11)))
+        where.run_pass(supervised("a", 1, 12, 25))
+        where.call("apply_steps", (OptimizerStep("a", ADAM.model_copy(update={"learning_rate": 3e-2})),))
+        exported = where.saved("a")
+        (output,) = where.run_pass(supervised("a", 7, 9, 30, 17, 4))
+        assert isinstance(output, ForwardBackwardOutput), output
+        gradients = load_file(where.snapshot("a") / "window.safetensors")
+        where.call("load_adapter", "s", str(exported))
+        samples = where.sample(*[greedy(str(length), "s", length) for length in (3, 23)])
+    logprobs = np.concatenate([np.asarray(each["logprobs"]) for each in output.loss_fn_outputs])
+    tokens = [[int(token) for token in samples[job_id].sequences[0].tokens] for job_id in ("3", "23")]
+    return Outcome(output.metrics["loss:sum"], logprobs, gradients, tokens)
+
+
+@pytest.mark.parametrize("axis", ["tp", "sp"])
+def test_more_ranks_than_groups_are_refused(axis: str) -> None:
+    model = describe_model("m", tiny_config("nemotron_h").to_dict())
+    check_layout(ParallelSpec(**{axis: 2}), model)
+    with pytest.raises(ValueError, match=f"{axis}=4 does not divide 2 groups of state-space heads"):
+        check_layout(ParallelSpec(**{axis: 4}), model)

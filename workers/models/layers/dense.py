@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import relu
 
 from ...ops.fused import GATES
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.parts import Dense
+from .activations import relu2
 from .merge import Merge, MergedProjection
 
 
@@ -40,7 +40,7 @@ class DenseFeedForward:
     def _inner(self, x: Tensor) -> Tensor:
         """Returns the features [tokens, features] of x [tokens, hidden]."""
         if self._activated is None:
-            return relu(self._module.up_proj(x)).square()
+            return relu2(self._module.up_proj(x))
         gate, up = self._gate_and_up(x)
         return self._activated(gate if self._part.gate_scale == 1 else gate * self._part.gate_scale, up)
 

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing
-from ...ops.convolution import CausalConvolution
 from ...ops.fused import Rotations, swiglu
 from ...ops.gated_norm import gated_group_norm
 from ...ops.recurrence import recur
-from ...ops.state_space import StateSpace
+from ...ops.recurrences.convolution import CausalConvolution
+from ...ops.recurrences.state_space import StateSpace
 from ...parallel.mesh import Mesh, Team
 from ...parallel.sequence import ShardedPacking
 from ...shapes.families import Family

@@ -80,7 +80,7 @@ class Dense:
         yield Divisible("mlp", self.features, "feed-forward features")
 
     def kept_bytes(self, share: Share) -> float:
-        """Counts gate, up, the gate's activation, and the product of the two; without gates ReLU, and its square."""
+        """Counts gate, up, the gate's activation, and the product of the two; without gates up and its activation."""
         inputs = share.inputs(self.hidden, len(self.linears))
         return inputs + share.number_bytes * (4 if self.has_gate else 2) * self._own_features(share)
 

@@ -11,7 +11,7 @@ _NAME = "mamba"
 _ROWS, _COLUMNS = Placement("mamba", 0), Placement("mamba", 1)
 _WHOLE_ROWS = Placement("mamba", 0, is_gathered=False)
 
-# Tokens of the chunks at whose starts a pass keeps states (workers/ops/state_space.py).
+# Tokens of the chunks at whose starts a pass keeps states (workers/ops/recurrences/state_space.py).
 _CHUNK = 64
 
 

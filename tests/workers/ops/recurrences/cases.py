@@ -5,12 +5,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 from trainhouse.workers.ops.recurrence import Recurrence
 from trainhouse.workers.ops.recurrences.convolution import CausalConvolution
 from trainhouse.workers.ops.recurrences.gated_delta import GatedDelta
+from trainhouse.workers.ops.recurrences.state_space import StateSpace
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 24, 16
 CHANNELS, WIDTH = 6, 4
+HEADS, GROUPS, HEAD_DIM, STATE_DIM = 6, 2, 5, 7
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,19 @@ def convolution(dtype: torch.dtype = torch.float32, is_silu: bool = True, has_bi
     return CausalConvolution(0, normal(CHANNELS, 1, WIDTH, seed=9, dtype=dtype), bias, is_silu, dtype)
 
 
+def space_inputs(num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Returns x, dt, b and c."""
+    x = normal(num_tokens, HEADS, HEAD_DIM, seed=seed, dtype=dtype)
+    b, c = (normal(num_tokens, GROUPS, STATE_DIM, seed=seed + i, dtype=dtype) for i in (1, 2))
+    return [x, softplus(normal(num_tokens, HEADS, seed=seed + 3) - 1), b, c]
+
+
+def space() -> StateSpace:
+    return StateSpace(0, HEAD_DIM, STATE_DIM, -normal(HEADS, seed=10).exp(), normal(HEADS, seed=11))
+
+
 CASES = {
     "convolution": Case(convolution(), convolution_inputs),
     "gated_delta": Case(delta(), delta_inputs),
+    "state_space": Case(space(), space_inputs),
 }

@@ -1,6 +1,5 @@
 """The state-space recurrence of Mamba-2 against a loop over tokens and transformers' own scan."""
 
-import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -8,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 from trainhouse.workers.ops.attention import Packing, pack_lengths
-from trainhouse.workers.ops.state_space import CHUNK_SIZES, StateSpace
+from trainhouse.workers.ops.recurrences.state_space import CHUNK_SIZES, StateSpace
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-from ..adapted import relative_error
+from ...adapted import relative_error
+from .cases import GROUPS, HEAD_DIM, HEADS, STATE_DIM
 
-HEADS, GROUPS, HEAD_DIM, STATE_DIM = 6, 2, 5, 7
 # With states of these sizes sequences run in chunks of 16 tokens.
 MIXED = [1, 16, 15, 33, 17, 16, 16, 50]
 
@@ -126,55 +125,6 @@ def test_decays_to_nothing_leave_the_others_exact() -> None:
     assert relative_error(found.double(), wanted) < 3e-7
     total = (inputs[1] * inputs[4]).cumsum(0)
     assert relative_error(total.diff(dim=0), (inputs[1] * inputs[4])[1:]) > 3e-7
-
-
-def test_a_row_continues_from_states() -> None:
-    lengths, cut = [40, 3, 17], [25, 1, 16]
-    inputs, op = random_inputs(sum(lengths)), op_of(random_inputs(sum(lengths)))
-    rest = [length - first for length, first in zip(lengths, cut, strict=True)]
-    parts = [each.split([n for pair in zip(cut, rest, strict=True) for n in pair]) for each in inputs[:4]]
-    with torch.no_grad():
-        whole, last = op.scan(inputs[:4], packed(lengths))
-        first, states = op.scan([torch.cat(each[::2]) for each in parts], packed(cut))
-        second, after = op.scan([torch.cat(each[1::2]) for each in parts], packed(rest), states)
-        anew = op.scan([torch.cat(each[1::2]) for each in parts], packed(rest))[0]
-    joined = torch.cat([one for pair in zip(first.split(cut), second.split(rest), strict=True) for one in pair])
-    assert relative_error(joined, whole) < 1e-6 < relative_error(joined * 1.00001, whole)
-    assert relative_error(after, last) < 1e-6
-    assert relative_error(anew, second) > 0.01
-
-
-def test_steps_are_a_scan_token_by_token() -> None:
-    inputs, op = random_inputs(3 * 20), op_of(random_inputs(3 * 20))
-    tokens = [each.unflatten(0, (3, 20)) for each in inputs[:4]]
-    states = torch.randn(5, *op.state.shape)
-    untouched, slots = states[[1, 3]].clone(), torch.tensor([4, 0, 2])
-    with torch.no_grad():
-        wanted, last = op.scan(inputs[:4], packed([20] * 3), states[slots].clone())
-        found = [op.step([each[:, i] for each in tokens], states, slots) for i in range(20)]
-    assert relative_error(torch.stack(found, dim=1).flatten(0, 1), wanted) < 1e-6
-    assert relative_error(torch.stack(found, dim=1).flatten(0, 1) * 1.00001, wanted) > 1e-6
-    assert relative_error(states[slots], last) < 1e-6
-    assert torch.equal(states[[1, 3]], untouched)
-
-
-@pytest.mark.parametrize("spoiled", range(4))
-def test_nan_stays_in_its_sequence(spoiled: int) -> None:
-    inputs, where = random_inputs(sum(MIXED)), slice(sum(MIXED[:3]), sum(MIXED[:4]))
-    inputs[spoiled][where] = math.nan
-    grad = torch.ones(inputs[0].shape)
-
-    def run(lengths: Sequence[int]) -> list[Tensor]:
-        leaves = [each.detach().requires_grad_() for each in inputs]
-        out = scanned(lengths)(leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves[:4], grad)]
-
-    outside = torch.ones(sum(MIXED), dtype=torch.bool)
-    outside[where] = False
-    nans = [torch.stack([each.isnan().flatten(1).any(1) for each in run(lengths)]) for lengths in (MIXED, [sum(MIXED)])]
-    assert nans[0][0, where].any() and nans[0][1:, where].any()
-    assert not nans[0][:, outside].any()
-    assert nans[1][:, outside].any()  # one sequence
 
 
 def test_bfloat16_rounds_only_inputs_and_outputs() -> None:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import Packing
+from ..attention import Packing
+from ..recurrence import StateKind
 from .chunks import Chunks
-from .recurrence import StateKind
 
 CHUNK_SIZES = (16, 32, 64, 128)
 

@@ -90,7 +90,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "--parallel tp=2 --shard lm_head.*=replicate",
         LLAMA,
         "lm_head.* matches no weights that ranks divide; those are layers.*.self_attn.*, "
-        "layers.*.linear_attn.*, layers.*.mlp.*_proj.*",
+        "layers.*.linear_attn.*, layers.*.mamba.*, layers.*.mlp.*_proj.*",
     ),
     "one layer": (
         "--parallel tp=2 --shard layers.0.self_attn.*=replicate",

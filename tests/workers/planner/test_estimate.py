@@ -78,7 +78,7 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
     ("kind", "changes"),
     [
         *((kind, {}) for kind in ALL_KINDS),
-        *((kind, BIASES) for kind in ALL_KINDS),
+        *((kind, BIASES) for kind in ALL_KINDS if kind != "falcon_h1"),  # refused with biases
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
         ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_hidden_layers": 3}),
@@ -113,7 +113,8 @@ def test_the_table_matches_the_files(kind: str, tiny_models: dict[str, Path]) ->
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(length))
     header = {name: entry for name, entry in header.items() if not name.endswith(NOT_PARAMETERS)}
-    stored = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    # Nemotron-H's files name the trunk differently.
+    stored = {name.replace("backbone.", "model."): tuple(entry["shape"]) for name, entry in header.items()}
     named = by_name(parameters(shape, SINGLE), shape)
     plain = {name: each.shape for name, each in named.items() if not is_sparse(name)}
     assert plain == {name: each for name, each in stored.items() if not is_sparse(name)}

@@ -18,7 +18,7 @@ from trainhouse.workers.shapes.model_shape import (
     model_directory,
     read_model,
 )
-from trainhouse.workers.shapes.parts import Dense, GatedDelta, LatentAttention, RoutedExperts, SoftmaxAttention
+from trainhouse.workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, RoutedExperts, SoftmaxAttention
 from transformers import AutoConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -97,12 +97,25 @@ NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_
 PER_TOKEN = ("moe_topk", "moe_k", "num_experts_per_tok")
 FEATURES = ("moe_intermediate_size", "intermediate_size")
 LATENT = ("deepseek_v3", "glm4_moe_lite")
+# What families with Mamba-2 need in addition.
+OF_MAMBA: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {"mamba_n_heads": 24, "num_local_experts": 0},
+    "falcon_h1": {"mamba_n_heads": 24, "mamba_d_ssm": 192, "attention_bias": False, "mlp_bias": False},
+    "bamba": {"mamba_n_heads": 24, "attn_layer_indices": [1, 4]},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"],
+    },
+}
 
 
 def compare(model_type: str, given: dict[str, Any]) -> None:
     kinds = set(given.get("layer_types", ()))
-    if kinds & {"sliding_attention" if model_type in HYBRIDS else "linear_attention"}:
+    if kinds & {"sliding_attention" if model_type in (*HYBRIDS, *OF_MAMBA) else "linear_attention"}:
         pytest.skip("layers of another family")
+    if model_type in OF_MAMBA:
+        if kinds and model_type != "granitemoehybrid":
+            pytest.skip("layers of another family")
+        given = given | OF_MAMBA[model_type]
     if model_type in (*SPARSE, "qwen3_5_moe_text", "gpt_oss") and not given.get("num_experts", 1):
         pytest.skip("a sparse model without experts")
     if model_type == "dots1" and not {"n_shared_experts", "n_routed_experts", "num_experts_per_tok"} <= given.keys():
@@ -116,7 +129,7 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
     compare_mixers(ours, theirs)
     assert (ours.hidden, ours.vocab) == (theirs.hidden_size, theirs.vocab_size)
     dense = {layer.feed_forward.features for layer in ours.layers if isinstance(layer.feed_forward, Dense)}
-    assert dense <= {theirs.intermediate_size}
+    assert dense <= {getattr(theirs, "shared_intermediate_size", theirs.intermediate_size)}
     assert (ours.num_layers, ours.tied_embeddings, ours.max_positions) == (
         theirs.num_hidden_layers,
         theirs.tie_word_embeddings,
@@ -130,11 +143,12 @@ def compare_mixers(ours: ModelShape, theirs: Any) -> None:
     # Not every config has these attributes.
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     kv_heads = theirs.num_key_value_heads or theirs.num_attention_heads
-    rotated = (theirs.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    rotated = (getattr(theirs, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
     for mixer in ours.mixers:
         if isinstance(mixer, SoftmaxAttention):
             assert (mixer.heads, mixer.kv_heads, mixer.head_dim) == (theirs.num_attention_heads, kv_heads, head_dim)
-            assert mixer.rotary_dim == int(head_dim * rotated)
+            has_rotations = theirs.model_type not in ("granitemoehybrid", "nemotron_h")
+            assert mixer.rotary_dim == (int(head_dim * rotated) if has_rotations else 0)
         elif isinstance(mixer, LatentAttention):
             assert (mixer.heads, mixer.query_rank) == (theirs.num_attention_heads, theirs.q_lora_rank)
             assert (mixer.kv_rank, mixer.value_dim) == (theirs.kv_lora_rank, theirs.v_head_dim)
@@ -143,8 +157,22 @@ def compare_mixers(ours: ModelShape, theirs: Any) -> None:
             assert (mixer.key_heads, mixer.value_heads) == (theirs.linear_num_key_heads, theirs.linear_num_value_heads)
             assert (mixer.key_dim, mixer.value_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
             assert mixer.kernel == theirs.linear_conv_kernel_dim
-    kinds = [isinstance(layer.mixer, GatedDelta) for layer in ours.layers]
+        else:
+            compare_mamba(mixer, theirs)
+    recurrent = GatedDelta | Mamba
+    kinds = [isinstance(layer.mixer, recurrent) and layer.second_mixer is None for layer in ours.layers]
     assert kinds == [kind == "linear_attention" for kind in getattr(theirs, "layer_types", None) or [""] * len(kinds)]
+
+
+def compare_mamba(mixer: Any, theirs: Any) -> None:
+    if theirs.model_type == "nemotron_h":
+        heads, groups, states = theirs.mamba_num_heads, theirs.n_groups, theirs.ssm_state_size
+        head_dim, kernel = theirs.mamba_head_dim, theirs.conv_kernel
+    else:
+        heads, groups, states = theirs.mamba_n_heads, theirs.mamba_n_groups, theirs.mamba_d_state
+        head_dim, kernel = theirs.mamba_d_head, theirs.mamba_d_conv
+    assert (mixer.heads, mixer.groups, mixer.state_dim) == (heads, groups, states)
+    assert (mixer.head_dim, mixer.kernel) == (head_dim, kernel)
 
 
 def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:

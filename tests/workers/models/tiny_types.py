@@ -40,6 +40,15 @@ _SMALL: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
     "initializer_range": 0.1,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -76,10 +85,13 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "granitemoe": _SCALARS,
     "granitemoeshared": _SCALARS,
     "hyperclovax": _SCALARS | {"logits_scaling": 0.5},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": _SCALARS | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0},
     "kolibri1": _WINDOWS,
     "laguna": _WINDOWS | _SPARSE_BEHIND | {"num_attention_heads_per_layer": [4, 4]},
     "mellum": _WINDOWS,
     "ministral": _WINDOWS,
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention"]},
     "olmo3": _WINDOWS,
     "qwen2": _WINDOWS | {"use_sliding_window": True},
     "qwen2_moe": _WINDOWS | {"use_sliding_window": True},
@@ -100,4 +112,7 @@ def tiny_config_of(model_type: str, **settings: object) -> PreTrainedConfig:
     kind = type(AutoConfig.for_model(model_type))
     names = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
     small = {name: value for name, value in _SMALL.items() if name in names}
-    return AutoConfig.for_model(model_type, **(small | _OF_TYPE.get(model_type, {}) | settings))
+    given = small | _OF_TYPE.get(model_type, {}) | settings
+    if "layers_block_type" in given:
+        given.pop("num_hidden_layers", None)
+    return AutoConfig.for_model(model_type, **given)

@@ -148,7 +148,8 @@ def compare_mixers(ours: ModelShape, theirs: Any) -> None:
         if isinstance(mixer, SoftmaxAttention):
             assert (mixer.heads, mixer.kv_heads, mixer.head_dim) == (theirs.num_attention_heads, kv_heads, head_dim)
             has_rotations = theirs.model_type not in ("granitemoehybrid", "nemotron_h")
-            assert mixer.rotary_dim == (int(head_dim * rotated) if has_rotations else 0)
+            assert mixer.rotary_dim == int(head_dim * rotated)
+            assert has_rotations or mixer.rotation is None
         elif isinstance(mixer, LatentAttention):
             assert (mixer.heads, mixer.query_rank) == (theirs.num_attention_heads, theirs.q_lora_rank)
             assert (mixer.kv_rank, mixer.value_dim) == (theirs.kv_lora_rank, theirs.v_head_dim)

@@ -13,7 +13,7 @@ TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo check unit test test-slow test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: setup demo check models unit test test-slow test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -48,6 +48,10 @@ endif
 # finds their files), at the same time.
 check: setup
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target lint types unit
+
+# docs/models.md, from the code.
+models: setup
+	$(BIN)/python -m trainhouse.tests.models_document
 
 unit: setup
 	$(BIN)/python -m pytest -q -m 'not full' --deselect tests/test_dead_code.py $$($(BIN)/python -m trainhouse.tests.unit) $(ARGS)

@@ -15,7 +15,7 @@ from ..protocol.worker_config import ServedModel
 from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
-from .other_models import BY_TRANSFORMERS, LAYER_TYPES, TEXT_PARTS, unsupported_setting
+from .other_models import BY_TRANSFORMERS, LAYER_TYPES, TEXT_PARTS, missing_part, unsupported_setting
 from .packed_weights import METHODS, quantization_of
 from .parts import FLOAT32, Divisible, LatentAttention, Layer, Mixer, RoutedExperts, SoftmaxAttention, Weight
 
@@ -242,6 +242,8 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     `plan`, `serve` and the ranks all decide by this. Ranks check the modules and numbers in addition, after loading.
     """
     model_type, every = type_of(config), _of_text(config)
+    if (missing := missing_part(model_type)) is not None:
+        return f"{model_type} models are not supported: trainhouse has no {missing}"
     family = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
     setting = unsupported_setting(model_type, every, family.settings if family is not None else ())
     if setting is not None:
@@ -276,7 +278,7 @@ def _unknown(model_type: str, config: Mapping[str, object]) -> str:
         )
     return (
         f"{model_type} models are not supported: it was not verified that sequences get the same numbers in a shared"
-        " pass as alone; docs/parallel.md lists the models that are served"
+        " pass as alone; docs/models.md lists the models that are served"
     )
 
 

@@ -25,6 +25,16 @@ TEXT_PARTS: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 
+# What our layers lack for types of which models are trained, by the start of the model_type.
+_MISSING: Mapping[str, str] = {
+    "deepseek_v4": "compressed attention, nor hyper-connections",
+    "glm5_next": "Kimi delta attention, nor hyper-connections",
+    "inkling": "relative-position bias, nor short convolution of keys and values",
+    "kimi_linear": "Kimi delta attention",
+    "nemotron_h_omni": "part for images",
+    "qwen4_exp": "attention by an indexer, nor gated residual stream",
+}
+
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
 REFUSED_SETTINGS = (
     "final_logit_softcapping",
@@ -59,6 +69,11 @@ LOGIT_CAPS: Mapping[str, str] = {"gemma3_text": "final_logit_softcapping"}
 
 # Other kinds of layers carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def missing_part(model_type: str) -> str | None:
+    """Returns what our layers lack for this type, None if nothing is known to be missing."""
+    return next((parts for start, parts in _MISSING.items() if model_type.startswith(start)), None)
 
 
 def unsupported_setting(model_type: str, config: Mapping[str, object], implemented: tuple[str, ...] = ()) -> str | None:

@@ -235,7 +235,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "--parallel single",
         DENSE | {"model_type": "recurrent_gemma"},
         "M: recurrent_gemma models are not supported: it was not verified that sequences get the same "
-        "numbers in a shared pass as alone; docs/parallel.md lists the models that are served",
+        "numbers in a shared pass as alone; docs/models.md lists the models that are served",
     ),
     "another rotation": (
         "--parallel replicas=2 --activations offload",

@@ -29,6 +29,7 @@ from trainhouse.workers.shapes.parts import SoftmaxAttention
 from transformers import AutoModelForCausalLM
 
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model
+from ..lineup import LINEUP
 from ..parallel.measuring import LENGTH, LORA, Measured, measured
 
 ALL_KINDS = (*KINDS, *MORE_KINDS, *FAMILY_KINDS)
@@ -144,44 +145,12 @@ PUBLISHED = {
 }
 
 
-def hybrid(hidden: int, layers: int, heads: int, value_heads: int, **others: int) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    model_type = "qwen3_5" if "intermediate_size" in others else "qwen3_5_moe"
-    text = {"model_type": f"{model_type}_text", **sizes, "linear_num_value_heads": value_heads, **others}
-    return {"model_type": model_type, "text_config": text}
-
-
-# Models whose sizes differ from the defaults of their family.
-RELEASED: dict[str, dict[str, Any]] = {
-    "Qwen3.5-4B": hybrid(2560, 32, 16, 32, intermediate_size=9216),
-    "Qwen3.5-9B": hybrid(4096, 32, 16, 32, intermediate_size=12288),
-    "Qwen3.8-27B": hybrid(5120, 64, 24, 48, intermediate_size=17408),
-    "Qwen3.6-35B-A3B": hybrid(2048, 40, 16, 32),
-    "Qwen3.5-397B-A17B": hybrid(
-        4096, 60, 32, 64, num_experts=512, moe_intermediate_size=1024, shared_expert_intermediate_size=1024
-    ),
-    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": {"model_type": "gpt_oss"},
-    "DeepSeek-V3.1": {"model_type": "deepseek_v3"},
-    "Kimi-K2.6": {
-        "model_type": "kimi_k25",
-        "text_config": {
-            "model_type": "deepseek_v3",
-            "n_routed_experts": 384,
-            "num_attention_heads": 64,
-            "first_k_dense_replace": 1,
-            "vocab_size": 163840,
-        },
-    },
-}
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_adapters_are_as_large_as_those_of_the_hosted_service(name: str, tmp_path: Path) -> None:
     if (path := CONFIGS / f"{name}.json").exists():
         config = json.loads(path.read_text())
-    elif name in RELEASED:
-        config = RELEASED[name]
+    elif name in LINEUP:
+        config = LINEUP[name]
     else:
         config = json.loads((CONFIGS / "Qwen3-30B-A3B.json").read_text()) | {
             "hidden_size": 4096,

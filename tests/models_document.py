@@ -1,0 +1,190 @@
+"""Writes docs/models.md from the code: what is done with each type of model that transformers has, and layouts of the
+models that the hosted service serves. `make models` calls it.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from ..server.cli.plan import main
+from ..workers.shapes.families import FAMILIES
+from ..workers.shapes.model_shape import ModelShape, describe_model, refusal_of
+from ..workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
+from ..workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, Part, RoutedExperts, SoftmaxAttention
+from .workers.lineup import LINEUP
+from .workers.shapes.test_declared_weights import NEEDED
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+CONFIGS = Path(__file__).parent / "workers" / "configs"
+DEVICES, MEMORIES = (1, 8, 16, 64), ("80GB", "141GB")
+TOKENS = 32768
+WORDS: Mapping[type[Part], str] = {
+    SoftmaxAttention: "attention",
+    LatentAttention: "latent attention",
+    GatedDelta: "gated delta rule",
+    Mamba: "Mamba-2",
+    Dense: "dense",
+    RoutedExperts: "experts",
+}
+
+REFERENCE = "; docs/models.md lists the models that are served"
+
+INTRODUCTION = """\
+# Models
+
+`make models` writes this file from the code; a test compares them.
+
+Of the {total} types of models for text, and for text and images, that transformers {version} has, {own} run by
+trainhouse's own layers, {others} by transformers' modules, and {refused} are refused. `trainhouse plan` and `serve`
+decide by the same function. [parallel.md](parallel.md#families-of-models) says what was checked, and
+[support.md](support.md) what else a model needs.
+"""
+OWN = """
+## Types under every layout
+
+Layers are those of the type's default config. Adapters adapt the linear layers named here: with `train_attn` those of
+the sequence mixer, with `train_mlp` those of the feed-forward part; all linear layers of every expert (`experts.*`),
+but no router.
+
+| type | layers | adapted linear layers | axes besides `replicas` and `fsdp` |
+|---|---|---|---|
+"""
+OTHERS = """
+## Types on one rank or replicas
+
+They run by transformers' modules. `get_info` says what an adapter adapts.
+
+"""
+REFUSED = """
+## Refused types
+
+| reason | types |
+|---|---|
+"""
+PLANNED = """
+## Layouts of the models of the hosted service
+
+Planned, not run: `trainhouse plan --parallel auto` for sequences of {tokens} tokens (`--max-context-length`), with one
+adapter of rank 32 and a base model in bfloat16. A cell has the layout that fills the devices, and GB on each rank;
+`recompute` and `offload` are values of `--activations`. Where no layout fits, it has the one that needs least.
+
+| model | memory | {devices} |
+|---|---|{columns}
+"""
+
+
+def document() -> str:
+    """Returns the text of docs/models.md."""
+    own, others, refused = by_decision()
+    counts = {"own": len(own), "others": len(others), "refused": len(refused)}
+    introduction = INTRODUCTION.format(total=sum(counts.values()), version=transformers_version(), **counts)
+    devices = " | ".join("1 device" if number == 1 else f"{number} devices" for number in DEVICES)
+    planned = PLANNED.format(tokens=TOKENS, devices=devices, columns="---|" * len(DEVICES))
+    rows = (own_row(each) for each in own)
+    names = ", ".join(f"`{each}`" for each in others) + ".\n"
+    return "".join([introduction, OWN, *rows, OTHERS, names, REFUSED, *refused_rows(refused), planned, *plan_rows()])
+
+
+def transformers_version() -> str:
+    import transformers
+
+    return ".".join(transformers.__version__.split(".")[:2])
+
+
+def by_decision() -> tuple[list[str], list[str], dict[str, str]]:
+    """Returns the types that run by our own layers, by transformers' modules, and reasons of refused ones by type."""
+    every = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    served = {*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS}
+    reasons = {each: str(refusal_of(config_of(each))) for each in sorted(every - served)}
+    return sorted({*FAMILIES, *TEXT_PARTS}), sorted(BY_TRANSFORMERS), reasons
+
+
+def config_of(model_type: str) -> dict[str, Any]:
+    """Returns the default config of a type, the smallest possible one if it has none."""
+    try:
+        return AutoConfig.for_model(model_type, **NEEDED.get(model_type, {})).to_dict()
+    except Exception:
+        return {"model_type": model_type}
+
+
+def own_row(model_type: str) -> str:
+    shape = describe_model(model_type, config_of(model_type))
+    assert isinstance(shape, ModelShape), shape.refusal
+    text = f", its text as `{shape.model_type}`" if model_type in TEXT_PARTS else ""
+    parts = list(dict.fromkeys(part for layer in shape.layers for part in layer.parts))
+    words = ", ".join(dict.fromkeys(WORDS[type(part)] for part in parts))
+    return f"| `{model_type}`{text} | {words} | {names_of(adapted(parts))} | {names_of(axes(shape))} |\n"
+
+
+def names_of(names: Iterable[str]) -> str:
+    return ", ".join(f"`{each}`" for each in dict.fromkeys(names))
+
+
+def adapted(parts: Iterable[Part]) -> Iterator[str]:
+    for part in parts:
+        for weight in part.weights():
+            below = weight.name.removeprefix(f"{part.name}.").removesuffix(".weight")
+            yield from (below if len(weight.adapters) == 1 else each for each in weight.adapters)
+        if isinstance(part, RoutedExperts):
+            yield "experts.*"
+
+
+def axes(shape: ModelShape) -> Iterator[str]:
+    yield from ("tp", "sp")
+    if shape.experts is not None:
+        yield "ep"
+
+
+def refused_rows(reasons: Mapping[str, str]) -> Iterator[str]:
+    by_reason = defaultdict(list)
+    for model_type, reason in reasons.items():
+        by_reason[reason.removeprefix(f"{model_type} ").removesuffix(REFERENCE)].append(model_type)
+    for reason, types in sorted(by_reason.items(), key=lambda each: -len(each[1])):
+        yield f"| {reason} | {names_of(types)} |\n"
+
+
+def plan_rows() -> Iterator[str]:
+    with TemporaryDirectory() as directory:
+        for name, config in configs().items():
+            path = Path(directory) / f"{name}.json"
+            path.write_text(json.dumps(config))
+            for memory in MEMORIES:
+                cells = " | ".join(plan_cell(path, memory, number) for number in DEVICES)
+                yield f"| {name} | {memory[:-2]} GB | {cells} |\n"
+
+
+def configs() -> Mapping[str, Mapping[str, Any]]:
+    here = json.loads((CONFIGS / "Qwen3-30B-A3B.json").read_text())
+    return {"Qwen3-30B-A3B": here, **LINEUP}
+
+
+def plan_cell(path: Path, memory: str, number: int) -> str:
+    """Returns the layout that fills these devices and GB on each, or the layout that needs least."""
+    knobs = [f"--num-devices={number}", f"--device-memory={memory}", f"--max-context-length={TOKENS}", "--json"]
+    out, errors = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(errors):
+        status = main([f"--base-model=M={path}", "--parallel=auto", *knobs])
+    if status != 0:
+        (found,) = re.findall(r": (\S+) with --activations (\S+) needs least, (\S+) GB", errors.getvalue())
+        layout, activations, gigabytes = found
+        return f"no: `{layout}` {activations}, {gigabytes}"
+    plan = json.loads(out.getvalue())
+    layout, activations = plan["filling"] or plan["parallel"], plan["load"]["activations"]
+    gigabytes = f"{plan['memory']['total'] / 1e9:.1f}"
+    return f"`{layout}` {'' if activations == 'keep' else activations}, {gigabytes}".replace(" ,", ",")
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

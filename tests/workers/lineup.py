@@ -1,0 +1,40 @@
+"""Configs of models that the hosted service serves, as far as they differ from the defaults of their types."""
+
+from collections.abc import Mapping
+from typing import Any
+
+LONG = {"max_position_embeddings": 262144}
+YARN_OF_DEEPSEEK = {"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}}
+
+
+def hybrid(hidden: int, layers: int, heads: int, value_heads: int, **others: object) -> dict[str, Any]:
+    """Returns the config of a Qwen3.5 model; a sparse one if `others` has no intermediate_size."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    model_type = "qwen3_5" if "intermediate_size" in others else "qwen3_5_moe"
+    text = {"model_type": f"{model_type}_text", **LONG, **sizes, "linear_num_value_heads": value_heads, **others}
+    return {"model_type": model_type, "text_config": text}
+
+
+LINEUP: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3.5-4B": hybrid(2560, 32, 16, 32, intermediate_size=9216, tie_word_embeddings=True),
+    "Qwen3.5-9B": hybrid(4096, 32, 16, 32, intermediate_size=12288),
+    "Qwen3.8-27B": hybrid(5120, 64, 24, 48, intermediate_size=17408),
+    "Qwen3.6-35B-A3B": hybrid(2048, 40, 16, 32),
+    "Qwen3.5-397B-A17B": hybrid(
+        4096, 60, 32, 64, num_experts=512, moe_intermediate_size=1024, shared_expert_intermediate_size=1024
+    ),
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {"model_type": "gpt_oss"},
+    "DeepSeek-V3.1": {"model_type": "deepseek_v3", "max_position_embeddings": 163840, **YARN_OF_DEEPSEEK},
+    "Kimi-K2.6": {
+        "model_type": "kimi_k25",
+        "text_config": {
+            "model_type": "deepseek_v3",
+            **LONG,
+            "n_routed_experts": 384,
+            "num_attention_heads": 64,
+            "first_k_dense_replace": 1,
+            "vocab_size": 163840,
+        },
+    },
+}

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.adapter_files import CONFIG, DESCRIPTION, WEIGHTS, Pair, pairs_of
+from ..schemas.adapter_files import CONFIG, DESCRIPTION, WEIGHTS, Pair, pairs_of, split_experts
 from ..schemas.tensor_file import FileTensor, TensorFile, write_tensors
 
 _ROWS = 4096  # that are in memory at a time
@@ -23,6 +23,8 @@ _INDEX = "model.safetensors.index.json"
 _OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<linear>gate_proj|up_proj|down_proj)")
 # The weights [experts, out, in] in the files of some models; outputs of gate and up follow each other.
 _STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+# The pairs that adapt all experts of a layer, and the weights that they adapt.
+_OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)(?P<first>\.base_layer)?")
 
 # Parts of paths that differ between an adapter, which has peft's names, and the files of some models.
 _NAMES_IN_FILES = (
@@ -110,8 +112,12 @@ class _Merging:
             head = _Part(pairs.pop(tied_head["head"]))
             self._check_shape(self._embedding, head.shape)
             self._parts[self.new_head].append(head)
+        self._are_transposed = (description.get("stacked_experts") or {}).get("is_transposed", False)
         for path, pair in pairs.items():
-            self._place(path, pair)
+            if (match := _OF_ALL_EXPERTS.fullmatch(path)) is None:
+                self._place(path, pair)
+            else:
+                self._place_in_all(f"{match['experts']}.{'gate_up_proj' if match['first'] else 'down_proj'}", pair)
 
     def tensors_of(self, file: TensorFile) -> dict[str, FileTensor]:
         """Returns the merged tensors that replace those of a file of the base model."""
@@ -136,6 +142,18 @@ class _Merging:
             raise ValueError(f"the base model has no weight {names[0]}: name the base model of this adapter")
         self._check_shape(found, expected)
         self._parts[found].append(part)
+
+    def _place_in_all(self, name: str, pair: Pair) -> None:
+        """Adds the pair's part for each expert to the parts of the weight of all experts."""
+        if name not in self._owners:
+            raise ValueError(f"the base model has no weight {name}: name the base model of this adapter")
+        num_experts = self._owners[name].shape(name)[0]
+        of_each = split_experts(pair, num_experts)
+        if self._are_transposed:
+            of_each = [(b.T, a.T) for a, b in of_each]
+        parts = [_Part(each, number) for number, each in enumerate(of_each)]
+        self._check_shape(name, (num_experts, *parts[0].shape))
+        self._parts[name] += parts
 
     def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
         shape = self._owners[name][name].shape

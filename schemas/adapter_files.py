@@ -1,6 +1,7 @@
 """Rewrites the file with an adapter's matrices into the form that another program reads.
 
-peft and vLLM read pairs of matrices named after the weights that they adapt, those of each expert by themselves. The
+peft and vLLM read pairs of matrices named after the weights that they adapt, those of each expert by themselves, unless
+the files of the model have the weights of all experts of a layer as one tensor: then a pair adapts all of them. The
 official service's adapters, which tinker-cookbook converts and merges, have the matrices of all experts of a layer as
 one tensor: w1 for gate, w2 for down, w3 for up.
 """
@@ -26,6 +27,9 @@ _OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>w[123])")
 Pair = tuple[np.ndarray, np.ndarray]
 """A [rank, in] and B [out, rank], or of all experts of a layer with another first dimension, which is 1 for a matrix
 that they share."""
+
+# Below a layer's experts, where peft has the pair that adapts the parameter which it wraps first.
+_FIRST_OF_EXPERTS = "base_layer"
 
 
 def write_for_cookbook(directory: Path) -> None:
@@ -127,6 +131,8 @@ def _for_peft(file: TensorFile, description: Mapping[str, Any]) -> dict[str, Fil
     for fused, parts in description.get("fused_projections", {}).items():
         for layer in [path.removesuffix(f".{parts[0]}") for path in pairs if path.endswith(f".{parts[0]}")]:
             pairs[f"{layer}.{fused}"] = block_diagonal([pairs.pop(f"{layer}.{part}") for part in parts])
+    if (stacked := description.get("stacked_experts")) is not None:
+        pairs = _joined_experts(pairs, stacked["alternates"])
     matrices = {
         name: FileTensor.of(matrix)
         for path, pair in pairs.items()
@@ -134,6 +140,47 @@ def _for_peft(file: TensorFile, description: Mapping[str, Any]) -> dict[str, Fil
     }
     # Such as a critic's head.
     return matrices | {name: file.copied(name) for name in file if not _MATRIX.fullmatch(name)}
+
+
+def _joined_experts(pairs: Mapping[str, Pair], alternates: bool) -> dict[str, Pair]:
+    """Returns the pairs with those of the experts of a layer joined, gate and up as one.
+
+    Args:
+        alternates: whether rows of gate and up take turns.
+    """
+    joined: dict[str, Pair] = {}
+    by_layer: dict[str, dict[int, dict[str, Pair]]] = {}
+    for path, pair in pairs.items():
+        match = _OF_EXPERT.fullmatch(path)
+        if match is None:
+            joined[path] = pair
+        else:
+            by_layer.setdefault(match["experts"], {}).setdefault(int(match["number"]), {})[match["linear"]] = pair
+    for experts, of_each in by_layer.items():
+        ordered = [of_each[number] for number in range(len(of_each))]
+        gate_up = [_gate_and_up(each["gate_proj"], each["up_proj"], alternates) for each in ordered]
+        joined[f"{experts}.{_FIRST_OF_EXPERTS}"] = _joined(gate_up)
+        joined[experts] = _joined([each["down_proj"] for each in ordered])
+    return joined
+
+
+def _gate_and_up(gate: Pair, up: Pair, alternates: bool) -> Pair:
+    a, b = block_diagonal([gate, up])
+    return a, b.reshape(2, -1, b.shape[1]).swapaxes(0, 1).reshape(b.shape) if alternates else b
+
+
+def _joined(of_each: Sequence[Pair]) -> Pair:
+    """Returns A [experts * rank, in] and B [out, rank * experts], as `split_experts` splits them."""
+    of_a, of_b = zip(*of_each, strict=True)
+    b = np.stack(of_b, axis=-1)
+    return np.concatenate(of_a), b.reshape(len(b), -1)
+
+
+def split_experts(pair: Pair, num_experts: int) -> list[Pair]:
+    """Splits a pair by which peft adapts a parameter of all experts of a layer into one for each."""
+    a, b = pair
+    of_b = b.reshape(len(b), -1, num_experts)
+    return [(of_a, of_b[:, :, number]) for number, of_a in enumerate(a.reshape(num_experts, -1, a.shape[1]))]
 
 
 def _names(path: str) -> tuple[str, str]:

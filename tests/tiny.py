@@ -32,6 +32,8 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
@@ -52,6 +54,9 @@ from transformers import (
     SolarOpenConfig,
 )
 
+# transformers lists it under images only.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
 
 # Used by some tests only: a dense layer before the sparse one.
@@ -68,6 +73,7 @@ FAMILY_KINDS = (
     "qwen3_next",
     "deepseek_v3",
     "glm4_moe_lite",
+    "mistral4",
     "gpt_oss",
     "granite4",
     "falcon_h1",
@@ -234,6 +240,10 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return DeepseekV3Config(**({"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1} | latent_shape))
         case "glm4_moe_lite":
             return Glm4MoeLiteConfig(**latent_shape)
+        case "mistral4":
+            rope = YARN_ROPE | {"llama_4_scaling_beta": 0.3, "mscale_all_dim": 1.0}
+            settings = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "rope_parameters": rope}
+            return Mistral4Config(**(settings | latent_shape))
         case "granite4":
             kinds = {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
             scalars = {"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22}

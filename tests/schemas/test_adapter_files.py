@@ -12,6 +12,7 @@ from trainhouse.schemas.adapter_files import (
     Pair,
     block_diagonal,
     pairs_of,
+    split_experts,
     write_for_cookbook,
     write_for_peft,
 )
@@ -86,6 +87,29 @@ def test_matrices_shared_by_experts_are_copied_for_peft(linears: list[str], tmp_
             own_a, own_b = found[f"{experts}.{number}.{linear}"]
             assert np.array_equal(own_a, a[number % len(a)]) and np.array_equal(own_b, b[number % len(b)])
     assert json.loads((tmp_path / DESCRIPTION).read_text()) == {"lora": {"rank": 2, "expert_factors": "each"}}
+
+
+@pytest.mark.parametrize("alternates", [False, True])
+def test_matrices_of_stacked_experts_are_joined_for_peft(alternates: bool, tmp_path: Path) -> None:
+    experts, sizes = f"{LAYER}.mlp.experts", {"gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6)}
+    pairs = {
+        f"{experts}.{number}.{linear}": (matrix(2, inputs), matrix(outputs, 2))
+        for number in (1, 2, 0)
+        for linear, (inputs, outputs) in sizes.items()
+    }
+    stored(tmp_path, pairs, {"stacked_experts": {"alternates": alternates, "is_transposed": False}})
+    write_for_peft(tmp_path)
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    assert found.keys() == {experts, f"{experts}.base_layer"}
+    gate_up, down = split_experts(found[f"{experts}.base_layer"], 3), split_experts(found[experts], 3)
+    for number in range(3):
+        gate, up, of_down = (b @ a for a, b in (pairs[f"{experts}.{number}.{each}"] for each in sizes))
+        wanted = np.concatenate([gate, up])
+        if alternates:
+            wanted[0::2], wanted[1::2] = gate, up
+        for (a, b), product in ((gate_up[number], wanted), (down[number], of_down)):
+            np.testing.assert_allclose(b @ a, product, rtol=1e-5, atol=1e-6)
+            assert np.abs(1.001 * (b @ a) - product).max() > 1e-4
 
 
 def test_matrices_of_experts_are_stacked_for_the_cookbook(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ class PeftFormat:
 
     def describe(self) -> dict[str, Any]:
         """Returns the adapted layers; the names of a tied head; if experts share matrices, the names of an expert's
-        layers in PEFT's files by those in ours; and layers whose rows are adapted in parts."""
+        layers in PEFT's files by those in ours; the layout of experts that PEFT adapts together; and layers whose rows
+        are adapted in parts."""
         adapter = self._adapter
         described: dict[str, Any] = {"targets": [target.name for target in adapter.targets]}
         if adapter.unembed is not None and adapter.tied_embedding is not None:
@@ -35,6 +36,8 @@ class PeftFormat:
         if adapter.shares_factors:
             sharing = [target for target in adapter.targets if target.shared is not None]
             described["expert_linears"] = {target.stacked_kind: target.saved_kind for target in sharing}
+        if (experts := adapter.stacked_experts) is not None:
+            described["stacked_experts"] = {"alternates": experts.alternates, "is_transposed": experts.is_transposed}
         if fused := _fused_projections(adapter.targets):
             described["fused_projections"] = fused
         return described
@@ -142,7 +145,8 @@ class _PeftTargets:
     modules: suffixes of the names of linear layers. parameters: suffixes of the names of other parameters.
 
     In many sparse models peft takes gate_proj, up_proj and down_proj among modules for those of the experts only, and
-    drops the matrices of shared experts and dense layers; there the latter are listed as parameters.
+    drops the matrices of shared experts and dense layers; there the latter are listed as parameters. Not so where files
+    have the experts of a layer in one tensor.
     """
 
     modules: frozenset[str]
@@ -152,11 +156,12 @@ class _PeftTargets:
     def of(adapter: Adapter) -> "_PeftTargets":
         experts = [target for target in adapter.targets if target.num_experts is not None]
         linears = [target for target in adapter.targets if target.num_experts is None]
-        taken = [target for target in linears if adapter.base_is_sparse and target.kind in _KINDS_OF_EXPERTS]
+        is_misread = adapter.base_is_sparse and adapter.stacked_experts is None
+        taken = [target for target in linears if is_misread and target.kind in _KINDS_OF_EXPERTS]
         others = {name.rpartition(".")[2] for name in adapter.not_adapted}
         modules = {target.path if target.kind in others else target.kind for target in linears if target not in taken}
         # If transformers has a module for each expert, peft finds it by these names.
-        modules |= {target.saved_kind for target in experts} if not taken else set()
+        modules |= {target.saved_kind for target in experts} if is_misread and not taken else set()
         parameters = {f"{target.path}.weight" for target in taken} | {_fused(target) for target in experts}
         return _PeftTargets(frozenset(modules), frozenset(parameters))
 

@@ -52,7 +52,7 @@ def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: P
         every = [*of_trunk, head]
         tensors = _unstacked(tensors, of_trunk)
     lora = lora.model_copy(update={"expert_factors": "shared" if shares_factors else "each"})
-    found = _by_expert(tensors, every, lora.rank)
+    found = _by_expert(tensors, every, lora.rank, layers.gates_and_ups_alternate)
     wanted = layers.with_groups_of(lora, _adapted(found, every, lora.rank))
     adapter = layers.build(wanted)
     state = TrainedState(
@@ -103,8 +103,14 @@ def _unstacked(tensors: Mapping[str, Tensor], every: Sequence[Target]) -> dict[s
     return found
 
 
-def _by_expert(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> dict[str, Tensor]:
-    """Returns the tensors with those of experts split into one per expert, under our names."""
+def _by_expert(
+    tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int, alternates: bool
+) -> dict[str, Tensor]:
+    """Returns the tensors with those of experts split into one per expert, under our names.
+
+    Args:
+        alternates: whether rows of gate and up take turns.
+    """
     experts: dict[str, dict[str, Target]] = {}
     for target in every:
         if target.num_experts is not None:
@@ -118,31 +124,49 @@ def _by_expert(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int
         elif (other := tensors.get(name.translate(_OTHER_SIDE))) is None:
             raise _incomplete(name)
         elif matched["side"] == "A":
-            found |= _of_each(name, matched["path"], tensor, other, experts[matched["path"]], rank)
+            kinds = experts[matched["path"]]
+            is_mixed = alternates and len(other) == 2 * kinds["gate_proj"].out_features
+            other = other.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if is_mixed else other
+            found |= _of_each(name, matched["path"], tensor, other, kinds, rank)
     return found
 
 
 def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Target], rank: int) -> dict[str, Tensor]:
-    """Splits the matrices of all experts of a layer, of down or of gate and up with one A.
+    """Splits the matrices of all experts of a layer, of down or of gate and up.
 
-    peft stores A as [experts * rank, in] and B as [out, rank * experts].
+    peft stores A as [experts * rank, in] and B as [out, rank * experts]; gate and up have one rank or one each.
     """
     gate, up, down = (kinds[kind] for kind in ("gate_proj", "up_proj", "down_proj"))
     num = gate.num_experts or 1
     for targets in ((gate, up), (down,)):
         out = sum(target.out_features for target in targets)
-        if a.shape == (num * rank, targets[0].in_features) and b.shape == (out, rank * num):
-            of_each = zip(a.view(num, rank, -1), b.view(out, rank, num).permute(2, 0, 1), strict=True)
+        num_rows, fits = len(a) // num, a.shape[1] == targets[0].in_features and len(b) == out
+        if fits and num_rows in (rank, rank * len(targets)) and b.shape[1] == len(a) == num_rows * num:
+            of_each = zip(a.view(num, num_rows, -1), b.view(out, num_rows, num).permute(2, 0, 1), strict=True)
             return {
                 f"{path}.{number}.{target.saved_kind}.lora_{side}.weight": matrix
-                for number, (own_a, own_b) in enumerate(of_each)
-                for target, own in zip(targets, own_b.chunk(len(targets)), strict=True)
-                for side, matrix in (("A", own_a), ("B", own))
+                for number, pair in enumerate(of_each)
+                for target, own in zip(targets, _parts(name, *pair, len(targets), rank), strict=True)
+                for side, matrix in zip("AB", own, strict=True)
             }
     raise OperationError(
         f"{name} has shape {list(a.shape)} and its lora_B {list(b.shape)}, which do not fit rank {rank} and the {num}"
         " experts of this base model: check the adapter's base model and rank"
     )
+
+
+def _parts(name: str, a: Tensor, b: Tensor, num: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Splits the pair of an expert into those of its `num` layers, which have one A, or each some rows of it."""
+    of_b = b.chunk(num)
+    if len(a) == rank:
+        return [(a, each) for each in of_b]
+    own = [each[:, i * rank : (i + 1) * rank] for i, each in enumerate(of_b)]
+    if sum(each.count_nonzero() for each in own) != b.count_nonzero():
+        raise OperationError(
+            f"{name} has {len(a)} rows for each expert, and gate and up both use them: adapters here have {rank} for"
+            " each of the two"
+        )
+    return list(zip(a.chunk(num), own, strict=True))
 
 
 def _adapted(found: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> set[str]:

@@ -52,6 +52,12 @@ class LoraLayers:
         targets = self._targets(lora)
         return Adapter(lora, targets, self._base, self._unembed_target.name, program, self.unadapted_layers(targets))
 
+    @property
+    def gates_and_ups_alternate(self) -> bool:
+        """True if rows of gate and up take turns in the parameter that has them of all experts of a layer."""
+        experts = self._base.stacked_experts
+        return experts is not None and experts.alternates
+
     def check_rank(self, lora: LoraConfig) -> None:
         """Raises OperationError if the rank exceeds max_lora_rank."""
         if lora.rank > self._max_rank:

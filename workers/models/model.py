@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.utils import logging as transformers_logging
@@ -42,6 +49,7 @@ from ..shapes.model_shape import (
 )
 from ..shapes.other_models import TEXT_PARTS, logit_cap_of, logit_scale_of
 from ..shapes.packed_weights import quantization_of
+from ..shapes.parts import RoutedExperts as RoutedExpertsPart
 from ..shapes.parts import Weight
 from ..shapes.sequence_split import SequenceSplit
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
@@ -244,6 +252,12 @@ class BaseModel:
             return name
         original = _renamed(name, [each.reverse_transform() for each in reversed(renamings)])
         return original if _renamed(original, renamings) == name else name
+
+    @cached_property
+    def stacked_experts(self) -> RoutedExpertsPart | None:
+        """The experts whose matrices are in one tensor in files, and so for peft; None if each has its own."""
+        experts = self.shape.experts if isinstance(self.shape, ModelShape) else None
+        return experts if experts is not None and self._expert_linears() is None else None
 
     @property
     def num_positions(self) -> int | None:
@@ -558,6 +572,8 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, bool]:
     if config.model_type not in TEXT_PARTS:
         return config, False
     text: Any = config.get_text_config()
+    # The head is tied where the whole says so; transformers unties a head that has weights of its own in the files.
+    text.tie_word_embeddings = text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)
     text.quantization_config = dict(quantization_of(config.to_dict()))
     return text, True
 
@@ -572,8 +588,11 @@ def _load(
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     refuse_missing_weights(source)
+    # Mistral Small 4 is not among transformers' causal models, but its class is one.
+    is_listed = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForCausalLM if is_listed else AutoModelForImageTextToText
     with placed.loading() as options, dequantizing(config, dtype):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             source,
             config=config,
             key_mapping=key_mapping,

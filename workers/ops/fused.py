@@ -80,6 +80,10 @@ class Rotation:
         out_second.addcmul_(first, self.sin, value=sign)
         return out
 
+    def scaled(self, query: Tensor) -> Tensor:
+        """Returns queries [tokens, heads, size] times their factors."""
+        return query if self.query_scale is None else query * self.query_scale.to(query.dtype)
+
 
 # By the name of a kind of rotations; None rotates nothing.
 Rotations = Mapping[str | None, Rotation]

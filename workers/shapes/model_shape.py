@@ -15,7 +15,7 @@ from ..protocol.worker_config import ServedModel
 from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
-from .other_models import BY_TRANSFORMERS, LAYER_TYPES, TEXT_PARTS, missing_part, unsupported_setting
+from .other_models import BY_TRANSFORMERS, LAYER_TYPES, missing_part, text_type_of, unsupported_setting
 from .packed_weights import METHODS, quantization_of
 from .parts import FLOAT32, Divisible, LatentAttention, Layer, Mixer, RoutedExperts, SoftmaxAttention, Weight
 
@@ -165,10 +165,8 @@ def model_directory(source: str) -> Path | None:
 
 def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
     """Returns the model that a config.json describes. Raises ValueError if a number in it is missing or wrong."""
-    model_type = type_of(config)
-    text = _of_text(config)
+    model_type, text = text_type_of(config), _of_text(config)
     rope, refusal = rope_of(text), refusal_of(config)
-    model_type = TEXT_PARTS.get(model_type, model_type)
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
         longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
@@ -241,10 +239,9 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
 
     `plan`, `serve` and the ranks all decide by this. Ranks check the modules and numbers in addition, after loading.
     """
-    model_type, every = type_of(config), _of_text(config)
-    if (missing := missing_part(model_type)) is not None:
+    if (missing := missing_part(model_type := text_type_of(config))) is not None:
         return f"{model_type} models are not supported: trainhouse has no {missing}"
-    family = FAMILIES.get(TEXT_PARTS.get(model_type, model_type))
+    every, family = _of_text(config), FAMILIES.get(model_type)
     setting = unsupported_setting(model_type, every, family.settings if family is not None else ())
     if setting is not None:
         return f"models with {setting} are not supported"
@@ -253,7 +250,7 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     method = quantization_of(config).get("quant_method")
     if method is not None and method not in METHODS:
         return f"weights quantized by {method} are not supported, only by {', '.join(METHODS)}: use another release"
-    return None if model_type in (*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS) else _unknown(model_type, config)
+    return None if model_type in (*FAMILIES, *BY_TRANSFORMERS) else _unknown(model_type, config)
 
 
 def _unknown_layers(every: Mapping[str, object]) -> str | None:

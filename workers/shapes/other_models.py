@@ -21,6 +21,7 @@ BY_TRANSFORMERS = frozenset({
 TEXT_PARTS: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "kimi_k25": "deepseek_v3",
+    "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -34,6 +35,9 @@ _MISSING: Mapping[str, str] = {
     "nemotron_h_omni": "part for images",
     "qwen4_exp": "attention by an indexer, nor gated residual stream",
 }
+
+# Those whose part for text has the type that its config names, if it names one.
+_OF_ANY_TEXT = frozenset({"mistral3"})
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
 REFUSED_SETTINGS = (
@@ -74,6 +78,13 @@ LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 def missing_part(model_type: str) -> str | None:
     """Returns what our layers lack for this type, None if nothing is known to be missing."""
     return next((parts for start, parts in _MISSING.items() if model_type.startswith(start)), None)
+
+
+def text_type_of(config: Mapping[str, object]) -> str:
+    """Returns the model_type of the part for text; that of the whole if there are no other parts."""
+    whole, nested = str(config.get("model_type", "unknown")), config.get("text_config")
+    named = nested.get("model_type") if whole in _OF_ANY_TEXT and isinstance(nested, dict) else None
+    return str(named or TEXT_PARTS.get(whole, whole))
 
 
 def unsupported_setting(model_type: str, config: Mapping[str, object], implemented: tuple[str, ...] = ()) -> str | None:

@@ -28,7 +28,7 @@ from ..models.tiny_types import tiny_config_of
 
 SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
 # In every run of the tests: dense, sparse in each way that peft distinguishes, and with unusual names.
-CORE = ("dots1", "gpt_neox", "laguna", "llama", "mixtral", "phimoe", "qwen2_moe", "starcoder2")
+CORE = ("dots1", "gpt_neox", "gpt_oss", "laguna", "llama", "mixtral", "phimoe", "qwen2_moe", "starcoder2")
 EVERY = [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in SERVED]
 
 # Relative to the largest change of a log-probability by the adapter.
@@ -81,6 +81,7 @@ def test_peft_loads_every_matrix_of_an_export(model_type: str, tmp_path: Path) -
     adapted = adapted_tiny(model_type, tmp_path / "model")
     adapter = adapted.create("run")
     directory = exported(adapter, tmp_path / "here")
+    write_for_peft(directory)
     tuned = in_peft_from(tmp_path / "model", directory)
     moved = distance(adapted, None, tuned)
     assert distance(adapted, adapter, tuned) < TOLERANCE * moved
@@ -116,6 +117,7 @@ def assert_reimported_unchanged(adapted: Adapted, directory: Path, target: Path)
     target.mkdir()
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
     import_adapter(adapted.lora, lora, directory / "adapter_model.safetensors", target, "tiny/model")
+    write_for_peft(target)
     before, after = (load_file(each / "adapter_model.safetensors") for each in (directory, target))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -14,7 +14,7 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError, RequestError
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.models import GATE_UP_PATTERN, LoraConfig
 from trainhouse.server.checkpoints import peft_config
 from trainhouse.workers.checkpoint import read_new_model
 from trainhouse.workers.checkpoint.peft_import import import_adapter
@@ -68,6 +68,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tied head": ("qwen3_tied", {"target_modules": ["lm_head", "q_proj"]}),
     "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
     "experts": ("qwen3_moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+    "experts whose rows alternate": ("gpt_oss", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
     "down of experts": ("qwen3_moe", {"target_modules": ["o_proj"], "target_parameters": EXPERTS[1:]}),
 }
 
@@ -173,6 +174,14 @@ def test_adapter_that_does_not_fit_the_base_model_is_refused(
         imported(Adapted(tiny_models["qwen3"]), path.parent, tmp_path / "here")
     assert refused.value.category == "user"
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_experts_whose_gate_and_up_mix_ranks_are_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    config = {"target_modules": ["o_proj"], "target_parameters": EXPERTS}
+    config |= {"rank_pattern": {GATE_UP_PATTERN: 8}, "alpha_pattern": {GATE_UP_PATTERN: 12}}
+    made_by_peft(tiny_models["mistral4"], tmp_path / "peft", **config)
+    with pytest.raises(OperationError, match="has 8 rows for each expert, and gate and up both use them"):
+        imported(Adapted(tiny_models["mistral4"]), tmp_path / "peft", tmp_path / "here")
 
 
 def test_a_pickle_or_a_torn_file_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:

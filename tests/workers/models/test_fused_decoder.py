@@ -55,7 +55,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 # Transformers' own modules carry the state of these from one sequence of a row into the next.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "bamba", "nemotron_h")
 # Transformers runs these with keys and values of different sizes, or sinks.
-OTHERS = ("deepseek_v3", "glm4_moe_lite", "gpt_oss")
+OTHERS = ("deepseek_v3", "glm4_moe_lite", "mistral4", "gpt_oss")
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 

@@ -206,9 +206,10 @@ def configs_of(model_type: str) -> list[Mapping[str, object]]:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
+        ({"model_type": "mistral3", "text_config": {}, "vision_config": {}}, None),
         (
-            {"model_type": "mistral3", "text_config": {}, "vision_config": {}},
-            "mistral3 models, which have parts for vision",
+            {"model_type": "mistral3", "text_config": {"model_type": "gemma4_text"}, "vision_config": {}},
+            "gemma4_text models, which have parts for vision, are not",
         ),
         ({"model_type": "qwen2_5_vl", "vision_config": {}}, "qwen2_5_vl models, which have parts for vision, are not"),
         ({"model_type": "gemma4_text"}, "gemma4_text models are not supported"),

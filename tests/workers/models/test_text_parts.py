@@ -30,6 +30,26 @@ def log_softmax(logits: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
+@pytest.mark.parametrize("kind", ["mistral", "ministral3", "mistral4"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_mistral_with_images_runs_as_the_whole_does(kind: str, is_tied: bool, tmp_path: Path) -> None:
+    """Ties the head where only the config of the whole says so."""
+    text = tiny_config(kind).to_dict() | {"tie_word_embeddings": False}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"head_dim": 16, "patch_size": 4, "image_size": 16}
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(tmp_path)
+    adapted = Adapted(tmp_path)
+    assert adapted.base.runs_own_layers
+    assert (adapted.base.head_name == adapted.base.embedding_name) == is_tied
+    assert distance(adapted, whole) < 1e-5
+    with torch.no_grad():
+        whole.get_input_embeddings().weight.mul_(1.01)
+    assert distance(adapted, whole) > 1e-5
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_qwen_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> None:
     vision = VISION | {"patch_size": 4, "num_position_embeddings": 16}

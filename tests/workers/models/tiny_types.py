@@ -5,6 +5,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from ...tiny import YARN_ROPE
+
 # Settings that make a config small, if it has them.
 _SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -75,6 +77,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": _WINDOWS
     | {"rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _ROPE), "logit_scale": 0.3},
     "cohere2_moe": _WINDOWS | _SPARSE_BEHIND,
+    "mistral4": {"num_key_value_heads": 4, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "exaone4": _WINDOWS,

@@ -96,7 +96,7 @@ WINDOWED = (
 NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")
 PER_TOKEN = ("moe_topk", "moe_k", "num_experts_per_tok")
 FEATURES = ("moe_intermediate_size", "intermediate_size")
-LATENT = ("deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4")
 # What families with Mamba-2 need in addition.
 OF_MAMBA: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 24, "num_local_experts": 0},
@@ -194,7 +194,7 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
     elif model_type == "gpt_oss":
         assert sparse == list(range(6)) and experts is not None
         assert (experts.num, experts.per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
-    elif model_type in ("deepseek_v3", "glm4_moe_lite"):
+    elif model_type in LATENT:
         num_dense = getattr(theirs, "first_k_dense_replace", 1)
         assert sparse == list(range(num_dense, 6)) and experts is not None
         assert (experts.num, experts.per_token) == (theirs.n_routed_experts, theirs.num_experts_per_tok)

@@ -43,7 +43,8 @@ class LatentMixer:
 
     def forward(self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking) -> Tensor:
         rotation, part = rotations[self._part.rotation], self._part
-        plain, rotated = self._queries(x).unflatten(-1, (-1, part.key_dim)).split([part.plain_dim, part.rotary_dim], -1)
+        query = rotation.scaled(self._queries(x).unflatten(-1, (-1, part.key_dim)))
+        plain, rotated = query.split([part.plain_dim, part.rotary_dim], -1)
         latent, shared = self._module.kv_a_proj_with_mqa(x).split([part.kv_rank, part.rotary_dim], -1)
         latent = rms_norm(latent.contiguous(), self._latent_norm)
         rotated, shared = (self._rotated(each, rotation) for each in (rotated, shared.unsqueeze(1)))

@@ -71,7 +71,7 @@ class SoftmaxMixer:
             attended = attend(query, key, value, packing, self._kind)
             return self._module.o_proj(attended.flatten(-2))
         query, gate, key, value = self._projected(x)
-        query = _scaled(self._rotated(query, rotation, self._query_norm), rotation)
+        query = rotation.scaled(self._rotated(query, rotation, self._query_norm))
         key = self._rotated(key, rotation, self._key_norm)
         attended = attend(query, key, value, packing, self._kind).flatten(-2)
         return self._module.o_proj(attended if gate is None else attended * gate.sigmoid())
@@ -82,7 +82,7 @@ class SoftmaxMixer:
         queries, keys, values = (size // self._part.head_dim for size in self._sizes)
         rotated = self._rotated(heads[:, : queries + keys], rotation, self._merged_norm)
         query, key = rotated.split((queries, keys), dim=1)
-        return _scaled(query, rotation), key, heads[:, -values:]
+        return rotation.scaled(query), key, heads[:, -values:]
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Returns query [tokens, heads, head_dim], gate [tokens, heads * head_dim] if there is one, key and value."""
@@ -112,7 +112,3 @@ class SoftmaxMixer:
             return rotate_heads(heads, rotation, norm)
         rotated = rotate_heads(heads, rotation, None)
         return rms_norm(rotated.flatten(0, 1), norm).view_as(rotated)
-
-
-def _scaled(query: Tensor, rotation: Rotation) -> Tensor:
-    return query if rotation.query_scale is None else query * rotation.query_scale.to(query.dtype)

@@ -1,18 +1,25 @@
-"""DeepSeek-V3 and models of its shape: latent attention, sigmoid routing, shared experts; GLM-4.7-Flash among them.
+"""DeepSeek-V3 and models of its shape: latent attention, routed and shared experts; GLM-4.7-Flash and Mistral Small 4.
 
 https://arxiv.org/abs/2412.19437.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..parts import Dense, FeedForward, LatentAttention, Layer, RoutedExperts
 from .config_reader import ConfigReader
-from .family import Family, dense
+from .family import Family, dense, query_growth
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
     mixer = _attention(config)
     return [Layer(config.hidden, mixer, each) for each in feed_forwards(config, experts_of(config))]
+
+
+def _layers_of_mistral4(config: ConfigReader) -> Sequence[Layer]:
+    mixer, experts = replace(_attention(config), growth=query_growth(config)), experts_of(config)
+    parts = feed_forwards(config, replace(experts, are_stacked=True))
+    return [Layer(config.hidden, mixer, each) for each in parts]
 
 
 def feed_forwards(config: ConfigReader, experts: RoutedExperts) -> Sequence[FeedForward]:
@@ -92,6 +99,33 @@ GLM4_MOE_LITE = Family(
         "first_k_dense_replace": 1,
         "max_position_embeddings": 202752,
         "mlp_layer_types": None,
+    },
+    settings=("kv_lora_rank",),
+)
+MISTRAL4 = Family(
+    "Mistral4",
+    "mistral4",
+    _layers_of_mistral4,
+    {
+        **_DEFAULTS,
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "n_routed_experts": 128,
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 0,
+        "max_position_embeddings": 1048576,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
     settings=("kv_lora_rank",),
 )

@@ -101,6 +101,12 @@ def attention(config: ConfigReader, **settings: Setting) -> SoftmaxAttention:
     )
 
 
+def query_growth(config: ConfigReader) -> QueryGrowth | None:
+    """Returns how the queries of Ministral 3 and Mistral Small 4 grow with their positions."""
+    rate, length = config.fraction("llama_4_scaling_beta", 0.0), config.fraction("original_max_position_embeddings", 0)
+    return QueryGrowth(rate, int(length)) if rate and length else None
+
+
 def dense(config: ConfigReader, **settings: bool | str | float) -> Dense:
     """Returns the dense part of the size that most configs name alike. Settings are fields of Dense."""
     features = config.number("intermediate_size")

@@ -4,9 +4,9 @@ positions (https://arxiv.org/abs/2601.08584), and Mixtral, with experts (https:/
 
 from collections.abc import Sequence
 
-from ..parts import Layer, QueryGrowth, RoutedExperts
+from ..parts import Layer, RoutedExperts
 from .config_reader import ConfigReader
-from .family import Family, attention, dense
+from .family import Family, attention, dense, query_growth
 
 
 def _dense_layers(config: ConfigReader) -> Sequence[Layer]:
@@ -20,9 +20,7 @@ def _layers_of_ministral(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _layers_of_ministral3(config: ConfigReader) -> Sequence[Layer]:
-    rate, length = config.fraction("llama_4_scaling_beta", 0.0), config.fraction("original_max_position_embeddings", 0)
-    growth = QueryGrowth(rate, int(length)) if rate and length else None
-    mixer = attention(config, window=config.window, growth=growth)
+    mixer = attention(config, window=config.window, growth=query_growth(config))
     return [Layer(config.hidden, mixer, dense(config))] * config.num_layers
 
 

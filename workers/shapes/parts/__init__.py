@@ -10,8 +10,9 @@ from .latent_attention import LatentAttention
 from .layer import PARTS, FeedForward, Layer, Mixer, Norms
 from .mamba import Mamba
 from .part import FLOAT32, CacheEntries, Divisible, Part, Placement, Share, Weight
+from .query_growth import QueryGrowth
 from .routed_experts import RoutedExperts
-from .softmax_attention import QueryGrowth, SoftmaxAttention
+from .softmax_attention import SoftmaxAttention
 
 __all__ = [
     "FLOAT32",

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from ...protocol.parallel_spec import ParallelSpec
 from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
+from .query_growth import QueryGrowth
 
 _NAME = "self_attn"
 _ROWS, _COLUMNS, _WHOLE = Placement("self_attn", 0), Placement("self_attn", 1), Placement("self_attn", None)
@@ -22,6 +23,7 @@ class LatentAttention:
     plain_dim, rotary_dim: features of each head's queries and keys without and with rotation. value_dim: of its values.
     is_interleaved: whether the rotated pairs of features are neighbours.
     bias: whether the projections to latent vectors and the one after attention have biases.
+    growth: how queries grow with their positions, None if they do not. It is the same in all layers.
     """
 
     hidden: int
@@ -33,12 +35,12 @@ class LatentAttention:
     value_dim: int
     is_interleaved: bool = True
     bias: bool = False
+    growth: QueryGrowth | None = None
     module: str = "Attention"
     name: str = _NAME
 
     rotation: ClassVar[str] = ""
     window: ClassVar[None] = None
-    growth: ClassVar[None] = None
     placements: ClassVar[Mapping[str, Placement]] = {
         f"{_NAME}.q_proj.weight": _ROWS,
         f"{_NAME}.q_a_proj.weight": _WHOLE,

@@ -6,17 +6,10 @@ from typing import ClassVar, Literal
 
 from ...protocol.parallel_spec import ParallelSpec
 from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
+from .query_growth import QueryGrowth
 
 _NAME = "self_attn"
 _ROWS, _COLUMNS = Placement("self_attn", 0), Placement("self_attn", 1)
-
-
-@dataclass(frozen=True)
-class QueryGrowth:
-    """Multiplies queries by 1 + rate * log(1 + floor(position / length))."""
-
-    rate: float
-    length: int
 
 
 @dataclass(frozen=True, kw_only=True)

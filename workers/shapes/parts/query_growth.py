@@ -1,0 +1,11 @@
+"""The growth of queries with their positions."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Multiplies queries by 1 + rate * log(1 + floor(position / length))."""
+
+    rate: float
+    length: int

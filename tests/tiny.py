@@ -67,6 +67,7 @@ FAMILY_KINDS = (
     "mixtral",
     "phi3",
     "olmo2",
+    "gemma2",
     "gemma3",
     "qwen3_5",
     "qwen3_5_moe",
@@ -104,8 +105,8 @@ PLAIN_KINDS = (
     "smollm3",
     "solar_open",
 )
-# Run by transformers' modules, or refused.
-OTHER_KINDS = ("cohere2", "gemma2")
+# Run by transformers' modules.
+OTHER_KINDS = ("cohere2",)
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -230,7 +231,9 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "qwen3_next":
             return Qwen3NextConfig(**(experts | {"shared_expert_intermediate_size": 48} | hybrid_shape))
         case "gemma2":
-            return Gemma2Config(**qwen3_shape)
+            caps = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0}
+            settings = {"sliding_window": 5, "query_pre_attn_scalar": 24}
+            return Gemma2Config(**(caps | settings | qwen3_shape))
         case "gpt_oss":
             rope = {"rope_type": "default", "rope_theta": 10000.0}
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}

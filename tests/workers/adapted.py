@@ -17,6 +17,7 @@ from trainhouse.workers.checkpoint import TrainedState, save
 from trainhouse.workers.lora import Adapter, LoraLayers, Segment
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops.attention import Packing, pack_lengths
+from trainhouse.workers.ops.linear import soft_capped
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.registry.model_registry import ModelRegistry
@@ -85,11 +86,11 @@ class Adapted:
         logits = linear(hidden, self.base.unembedding)
         pair = adapter.unembed if adapter else None
         if pair is None:
-            return logits
+            return soft_capped(logits, self.base.logit_cap)
         a, b = pair.a.clone().requires_grad_(), pair.b.clone().requires_grad_()
         a.register_hook(lambda grad: pair.a_grad.add_(grad))
         b.register_hook(lambda grad: pair.b_grad.add_(grad))
-        return logits + pair.scale * (hidden @ a.t()) @ b.t()
+        return soft_capped(logits + pair.scale * (hidden @ a.t()) @ b.t(), self.base.logit_cap)
 
 
 def sequences(lengths: Sequence[int] = LENGTHS, vocab_size: int = 512) -> list[Tensor]:

@@ -124,7 +124,8 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     window: Any = options["sliding_window"] if "sliding_window" in options else window_in_mask(module)
     sinks: Any = options.get("s_aux")
-    kind = AttentionKind(layer, scaling, window, None if sinks is None else Sinks(sinks))
+    cap: Any = options.get("softcap")
+    kind = AttentionKind(layer, scaling, window, None if sinks is None else Sinks(sinks), cap=cap)
     return attend(q, k, v, packing, kind).unsqueeze(0), None
 
 
@@ -145,11 +146,11 @@ def attend(
     """
     if not isinstance(packing, Packing):
         return packing.attend(query, key, value, kind)
-    if fits_flash_on_gpu(query):
+    if fits_flash_on_gpu(query, kind):
         if torch.is_grad_enabled():
             return _FlashOnGpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
         return flash_on_gpu(query, key, value, packing, kind)[0]
-    if query.is_cpu or kind.sinks is not None:
+    if query.is_cpu or kind.sinks is not None or kind.cap is not None:
         if torch.is_grad_enabled():
             return _ByGroup.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
         return _by_group(query, key, value, packing, kind)[0]
@@ -181,11 +182,13 @@ def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Sequen
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def fits_flash_on_gpu(query: Tensor) -> bool:
-    """True if flash attention supports this: 16 bit, head sizes that are multiples of 8 up to 256, Ampere or newer."""
+def fits_flash_on_gpu(query: Tensor, kind: AttentionKind) -> bool:
+    """True if flash attention supports this: scores without a cap, 16 bit, head sizes that are multiples of 8 up to
+    256, Ampere or newer."""
     head_dim = query.shape[-1]
     return (
         query.is_cuda
+        and kind.cap is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and head_dim % 8 == 0
         and head_dim <= 256
@@ -304,7 +307,7 @@ def attend_group(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind)
     Returns:
         the output, and the log-sum-exp of the scores and sinks, float32 [count, heads, length].
     """
-    out, log_sums = (flash_on_cpu if query.is_cpu else attend_in_chunks)(query, key, value, kind)
+    out, log_sums = (flash_on_cpu if _fits_flash_on_cpu(query, kind) else attend_in_chunks)(query, key, value, kind)
     return out, log_sums if kind.sinks is None else kind.sinks.join(out, log_sums)
 
 
@@ -312,8 +315,12 @@ def group_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, kind: AttentionKind
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of query, key and value of `attend_group`, given its results."""
-    gradients = flash_gradients_on_cpu if query.is_cpu else gradients_in_chunks
+    gradients = flash_gradients_on_cpu if _fits_flash_on_cpu(query, kind) else gradients_in_chunks
     return gradients(grad, query, key, value, out, log_sums, kind)
+
+
+def _fits_flash_on_cpu(query: Tensor, kind: AttentionKind) -> bool:
+    return query.is_cpu and kind.cap is None
 
 
 def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
@@ -335,16 +342,17 @@ def attend_last_tokens(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
         query: [count, heads, queries, head_dim]; key and value are [count, kv_heads, tokens, head_dim].
         mask: added to the scores, [queries, tokens]; None if queries see all tokens.
     """
-    if kind.sinks is None:
+    if kind.sinks is None and kind.cap is None:
         gqa = query.shape[1] != key.shape[1]
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=kind.scaling, enable_gqa=gqa)
-    if query.is_cpu:
+    if _fits_flash_on_cpu(query, kind):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, log_sums = flash(query, key, value, 0.0, False, attn_mask=mask, scale=kind.scaling)
     else:
         assert mask is not None
         out, log_sums = attend_in_chunks(query, key, value, kind)
-    kind.sinks.join(out, log_sums)
+    if kind.sinks is not None:
+        kind.sinks.join(out, log_sums)
     return out
 
 

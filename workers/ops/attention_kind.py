@@ -1,4 +1,4 @@
-"""The kind of attention that a layer has: its scale, window and sinks."""
+"""The kind of attention that a layer has: its scale, window, cap and sinks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -62,6 +62,8 @@ class AttentionKind:
 
     layer: its index, in the cache too. window: how many tokens a token sees, itself included; None for all before it.
     sinks: of the query's heads. values_are_keys: whether the values are the keys, so that a cache keeps only these.
+    cap: the absolute value that scaled scores approach, as cap * tanh(score / cap); None for no limit. Fused kernels
+    for whole sequences cannot compute it.
     """
 
     layer: int
@@ -69,6 +71,7 @@ class AttentionKind:
     window: int | None = None
     sinks: Sinks | None = field(default=None, compare=False)
     values_are_keys: bool = False
+    cap: float | None = None
 
     def of_heads(self, first: int, number: int) -> "AttentionKind":
         """Returns the kind for `number` of its heads, from the head `first` on."""

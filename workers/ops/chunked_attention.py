@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..shapes.windows import MAX_SCORES
+from ..shapes.windows import queries_of_scores
 from .attention_kind import AttentionKind
+from .linear import soft_cap_derivatives, soft_capped
 
 
 def attend_in_chunks(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
@@ -36,11 +37,16 @@ def gradients_in_chunks(
     along = torch.linalg.vecdot(grad.float(), out.float())
     kv_heads = key.shape[1]
     for rows, seen in _chunks(query, key, kind):
-        weights = _scores(query, key, rows, seen, kind).sub_(_grouped(sums, kv_heads)[..., rows, None]).exp_()
+        scores = _scores(query, key, rows, seen, kind)
+        # Hidden keys have the score -inf.
+        slopes = None if kind.cap is None else soft_cap_derivatives(scores, kind.cap).clamp_(min=0)
+        weights = scores.sub_(_grouped(sums, kv_heads)[..., rows, None]).exp_()
         of_out = _grouped(grad, kv_heads)[..., rows, :].float()
         of_value[:, :, seen] += (weights.mT @ of_out).sum(2)
         of_scores = (of_out @ value[:, :, None, seen].float().mT).sub_(_grouped(along, kv_heads)[..., rows, None])
         of_scores.mul_(weights).mul_(kind.scaling)
+        if slopes is not None:
+            of_scores.mul_(slopes)
         of_query[:, :, rows] = (of_scores @ key[:, :, None, seen].float()).flatten(1, 2).to(query.dtype)
         of_key[:, :, seen] += (of_scores.mT @ _grouped(query, kv_heads)[..., rows, :].float()).sum(2)
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
@@ -50,9 +56,7 @@ def _chunks(query: Tensor, key: Tensor, kind: AttentionKind) -> Iterator[tuple[s
     """Yields chunks of queries, and the keys that any query of the chunk sees."""
     (count, heads, length, _), num_keys = query.shape, key.shape[2]
     window, before = min(kind.window or num_keys, num_keys), num_keys - length
-    # n queries have n * (n + window) scores; n bounds them, over all sequences and heads.
-    most = MAX_SCORES // (count * heads)
-    step = max(16, min(window, most // (2 * window), length))
+    step = queries_of_scores(count * heads, length, window)
     for start in range(0, length, step):
         stop = min(start + step, length)
         yield slice(start, stop), slice(max(0, before + start - window + 1), before + stop)
@@ -67,7 +71,7 @@ def _scores(query: Tensor, key: Tensor, rows: slice, seen: slice, kind: Attentio
     hidden = distance < 0
     if kind.window:
         hidden |= distance >= kind.window
-    return scores.mul_(kind.scaling).masked_fill_(hidden, float("-inf"))
+    return soft_capped(scores.mul_(kind.scaling), kind.cap).masked_fill_(hidden, float("-inf"))
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:

@@ -43,6 +43,18 @@ static inline float exponential(float x) {
     return x < -87.0f ? 0.0f : p * power;
 }
 
+/* tanh to about 3e-7 of its value, also where that is small. */
+static inline float hyperbolic_tangent(float x) {
+    float size = fabsf(x), square = x * x;
+    float p = -5.70498872745e-3f;
+    p = p * square + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    float near = x + x * square * p, far = copysignf(1.0f - 2.0f / (exponential(2.0f * size) + 1.0f), x);
+    return size < 0.625f ? near : far;
+}
+
 static inline float squares(const float *x, int64_t size) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -180,11 +192,18 @@ static inline void weigh(float *weighed, const float *weights, const float *valu
         for (int64_t t = 0; t < count; t++) weighed[d] += weights[t] * values[t * size + d];
 }
 
-/* Adds `count` keys and values, at most TILE, to a query; the memory after them has `room` for more. */
+/* Adds `count` keys and values, at most TILE, to a query; the memory after them has `room` for more. Scores are
+ * multiplied by `scaling`, and then approach `cap` at most, if that is not 0. */
 static inline void see(struct query *query, const float *keys, const float *values, int64_t count, int64_t room,
-                       int64_t size, float scaling) {
+                       int64_t size, float scaling, float cap) {
     float scores[TILE], largest = query->largest, sum = 0.0f;
     score(scores, query->vector, keys, count, room, size);
+    if (cap != 0.0f) {
+        float inner = scaling / cap;
+#pragma omp simd
+        for (int64_t t = 0; t < count; t++) scores[t] = hyperbolic_tangent(scores[t] * inner);
+        scaling = cap;
+    }
 #pragma omp simd reduction(max : largest)
     for (int64_t t = 0; t < count; t++) {
         scores[t] *= scaling;
@@ -208,7 +227,7 @@ static inline void see(struct query *query, const float *keys, const float *valu
 
 /* A decode step: one new token for each of many sequences. Its key and value are stored after the lengths[row] tokens in
  * slot slots[row], and its query sees them and itself, or the last `window` of them if that is not 0. sinks is [heads],
- * or NULL if there are none.
+ * or NULL if there are none. For scaling and cap see `see`.
  *
  * query and out are [rows, heads, size], key and value [rows, kv_heads, size], each with its stride between rows; out is
  * contiguous. keys and values are [slots, kv_heads, capacity, size].
@@ -221,7 +240,7 @@ int decode_attention(float *out, const float *query, int64_t query_stride, const
                 const float *value, int64_t value_stride, float *keys, float *values, const float *sinks,
                 const int64_t *slots, const int64_t *lengths, const int64_t *order, const int64_t *bounds, const int64_t *shared,
                 int64_t groups, int64_t heads, int64_t kv_heads, int64_t size, int64_t capacity, int64_t window,
-                float scaling, int threads) {
+                float scaling, float cap, int threads) {
     int64_t per_row = heads / kv_heads;
     int failed = 0;
 #pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1) reduction(| : failed)
@@ -246,7 +265,7 @@ int decode_attention(float *out, const float *query, int64_t query_stride, const
             int64_t first = (slots[members[0]] * kv_heads + kv_head) * capacity * size;
             for (int64_t t = 0; t < common; t += TILE)
                 for (int64_t q = 0; q < num; q++)
-                    see(queries + q, keys + first + t * size, values + first + t * size, TILE, 0, size, scaling);
+                    see(queries + q, keys + first + t * size, values + first + t * size, TILE, 0, size, scaling, cap);
             for (int64_t member = 0; member < num_rows; member++) {
                 int64_t row = members[member], last = lengths[row];
                 int64_t slot = (slots[row] * kv_heads + kv_head) * capacity * size;
@@ -257,7 +276,7 @@ int decode_attention(float *out, const float *query, int64_t query_stride, const
                 for (int64_t t = window && last >= window ? last + 1 - window : common; t <= last; t += TILE) {
                     int64_t count = last + 1 - t < TILE ? last + 1 - t : TILE;
                     for (int64_t q = 0; q < per_row; q++)
-                        see(own + q, k + t * size, v + t * size, count, capacity - t - count, size, scaling);
+                        see(own + q, k + t * size, v + t * size, count, capacity - t - count, size, scaling, cap);
                 }
                 for (int64_t q = 0; q < per_row; q++) {
                     float *to = out + (row * heads + kv_head * per_row + q) * size, inverse = 1.0f / own[q].sum;

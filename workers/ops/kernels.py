@@ -34,7 +34,7 @@ _ARGUMENTS = {
     "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2],
     "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 4],
     "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3],
-    "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 8, *[_SIZE] * 6, _FLOAT, _INT],
+    "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 8, *[_SIZE] * 6, _FLOAT, _FLOAT, _INT],
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
 }
 
@@ -136,7 +136,8 @@ class Kernels:
         sizes = len(groups.num_shared), query.shape[1], key.shape[1], query.shape[2], keys.shape[2], kind.window or 0
         sinks = None if kind.sinks is None else kind.sinks.scores
         cache = keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()
-        failed = self._library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, kind.scaling, num_threads)
+        scales = kind.scaling, kind.cap or 0.0
+        failed = self._library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, *scales, num_threads)
         if failed:
             raise MemoryError(f"attention of {query.shape[0]} rows: no memory for its sums")
         return out

@@ -23,6 +23,7 @@ from .attention import (
     pack_lengths,
 )
 from .kernels import PrefixGroups, kernels_for, triton_kernels_for
+from .linear import soft_capped
 from .recurrence import Recurrence, StateKind
 
 # The span of views is rounded up to a multiple of this, so that not every step needs new views.
@@ -257,7 +258,7 @@ class ContinuationChunk:
         """Returns the attention output [stop - start, heads, head_dim] for query, key and value of the packed row."""
         keys, values = self.store(key, value, kind)
         length = self.cached + self.stop - self.start
-        if fits_flash_on_gpu(query):
+        if fits_flash_on_gpu(query, kind):
             own = keys[self.slot, :, :length].transpose(0, 1), values[self.slot, :, :length].transpose(0, 1)
             longest = self.stop - self.start, length
             bounds = self._bounds_on(query.device)
@@ -440,8 +441,8 @@ def _attend_once(q: Tensor, reading: CacheViews, mask: Tensor, kind: AttentionKi
     """
     if q.dtype == torch.float32:
         return _attend_by_products(q, reading.first_keys, reading.first_values, mask, kind)
-    if kind.sinks is not None:
-        # Torch's fused kernel does not return the sum of its weights.
+    if kind.sinks is not None or kind.cap is not None:
+        # Torch's fused kernel has no cap, and does not return the sum of its weights.
         keys, values = reading.first_keys.float(), reading.first_values.float()
         return _attend_by_products(q.float(), keys, values, mask.float(), kind).to(q.dtype)
     (num_rows, num_heads, _), kv_heads = q.shape, mask.shape[0] // q.shape[0]
@@ -455,7 +456,10 @@ def _attend_once(q: Tensor, reading: CacheViews, mask: Tensor, kind: AttentionKi
 
 def _attend_by_products(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
     grouped = q.reshape(mask.shape[0], -1, q.shape[-1])
-    scores = torch.baddbmm(mask, grouped, keys, alpha=kind.scaling)
+    if kind.cap is None:
+        scores = torch.baddbmm(mask, grouped, keys, alpha=kind.scaling)
+    else:
+        scores = soft_capped(torch.bmm(grouped, keys).mul_(kind.scaling), kind.cap).add_(mask)
     out = torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
     if kind.sinks is not None:
         kind.sinks.join(out.unsqueeze(2), scores.logsumexp(-1).view(*q.shape[:2], 1))

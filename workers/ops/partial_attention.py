@@ -44,7 +44,7 @@ class AttentionGradients(NamedTuple):
 
 def attend_part(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> PartialAttention:
     """Computes the function `attend` over these keys, without gradients."""
-    if fits_flash_on_gpu(query):
+    if fits_flash_on_gpu(query, kind):
         out, log_sums = flash_on_gpu(query, key, value, packing, kind)
         return PartialAttention(out, log_sums.t())
     parts = []
@@ -70,7 +70,7 @@ def part_gradients(
         grad: gradient of the output over all keys.
         whole: the output over all keys.
     """
-    if fits_flash_on_gpu(query):
+    if fits_flash_on_gpu(query, kind):
         out, log_sums = whole.out.contiguous(), whole.log_sum_exps.t().contiguous()
         return AttentionGradients(*flash_gradients_on_gpu(grad, query, key, value, out, log_sums, packing, kind))
     parts = []

@@ -177,9 +177,10 @@ class TritonKernels:
             _decode_attention,
             (rows, kv_heads, parts),
             *(out, sums, query, key, value, keys, values, slots, lengths),
-            *(lengths if kind.sinks is None else kind.sinks.scores, kind.scaling),
+            *(lengths if kind.sinks is None else kind.sinks.scores, kind.scaling, kind.cap or 1.0),
             *(query.stride(0), key.stride(0), value.stride(0), rows, heads, kv_heads, capacity, size, kind.window or 0),
             SINKS=kind.sinks is not None,
+            CAPPED=kind.cap is not None,
             DIVIDED=parts > 1,
             KEYS=num_keys,
             GROUP=group,
@@ -383,12 +384,18 @@ def _gate_gradient(
     tl.store(of_up, (wide * active * factor_slope).to(up.dtype.element_ty), inside)
 
 
+@triton.jit
+def _soft_capped(scores, cap):
+    return cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+
+
 # Numbers that differ from step to step; for each new multiple of 16 among them, Triton would compile another kernel.
 @triton.jit(do_not_specialize=["rows", "capacity", "window"])
 def _decode_attention(
-    out, sums, query, key, value, keys, values, slots, lengths, sinks, scaling, query_stride, key_stride, value_stride,
-    rows, heads, kv_heads, capacity, size, window,
-    SINKS: tl.constexpr, DIVIDED: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    out, sums, query, key, value, keys, values, slots, lengths, sinks, scaling, cap,
+    query_stride, key_stride, value_stride, rows, heads, kv_heads, capacity, size, window,
+    SINKS: tl.constexpr, CAPPED: tl.constexpr, DIVIDED: tl.constexpr,
+    KEYS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attends one row's queries of one key head to a part of its keys; the first part has the new key too,
     and the sinks, float32 [heads], if there are any.
@@ -415,6 +422,8 @@ def _decode_attention(
         tl.store(keys + (start + length) * size + column, new_key, in_size)
         tl.store(values + (start + length) * size + column, new_value, in_size)
         greatest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scaling
+        if CAPPED:
+            greatest = _soft_capped(greatest, cap)
         total += 1.0
         acc += new_value.to(tl.float32)[None, :]
         if SINKS:
@@ -436,6 +445,8 @@ def _decode_attention(
         inside = seen[:, None] & in_size[None, :]
         k = tl.load(keys + cached, inside, 0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+        if CAPPED:
+            scores = _soft_capped(scores, cap)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         highest = tl.maximum(greatest, tl.max(scores, 1))
         weights = tl.exp(scores - highest[:, None])

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
-from ..shapes.parts import Layer, Share
+from ..shapes.parts import Layer, Share, SoftmaxAttention
 from ..shapes.sequence_split import SequenceSplit
-from ..shapes.windows import MAX_SCORES, queries_of_mask
+from ..shapes.windows import MAX_SCORES, queries_of_mask, queries_of_scores
 from .workload import Workload
 
 _FLOAT32 = 4
@@ -45,7 +45,8 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Activa
     at_work = _window_scores(shape, spec, load) + _expert_gradients(shape, spec, load)
     return Activations(
         kept=int(tokens * of_pass.kept()),
-        working=int(tokens * of_pass.working()) + at_work,
+        # Attention runs backward after the feed-forward part, whose memory is then free.
+        working=max(int(tokens * of_pass.working()), _capped_scores(shape, spec, load)) + at_work,
         head=int(tokens * of_pass.head()) + _logits(shape, spec, load),
         host=int(tokens * of_pass.host()),
     )
@@ -155,6 +156,22 @@ def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Workload) -> 
         return 0
     num_own = experts.num // spec.ep_size_of("experts")
     return load.number_bytes * num_own * 2 * experts.own_features(spec) * shape.hidden
+
+
+def _capped_scores(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
+    """Returns the bytes for the scores of some queries, their gradient, and the derivative of their cap; 0 without a
+    cap."""
+    capped = [each for each in shape.attentions if isinstance(each, SoftmaxAttention) and each.score_cap is not None]
+    if not capped:
+        return 0
+    split = _split(shape, spec)
+    length = -(-load.longest // split.ring)
+    sequences = max(1, load.tokens // load.longest)
+    num_heads = sequences * capped[0].heads // spec.tp_size_of("self_attn") // split.ulysses
+    windows = {min(each.window or length, length) for each in capped}
+    queries = {window: queries_of_scores(num_heads, length, window) for window in windows}
+    most = max(number * min(number + window, length) for window, number in queries.items())
+    return 3 * _FLOAT32 * num_heads * most
 
 
 def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:

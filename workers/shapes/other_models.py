@@ -69,7 +69,7 @@ LOGIT_DIVISORS: Mapping[str, str] = {
 }
 
 # The setting with the largest absolute value that a model's logits approach.
-LOGIT_CAPS: Mapping[str, str] = {"gemma3_text": "final_logit_softcapping"}
+LOGIT_CAPS: Mapping[str, str] = {"gemma2": "final_logit_softcapping", "gemma3_text": "final_logit_softcapping"}
 
 # Other kinds of layers carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

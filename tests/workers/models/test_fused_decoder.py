@@ -47,15 +47,18 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3 with yarn": lambda: tiny_config("qwen3", rope_parameters=YARN),
     "qwen3_moe": lambda: tiny_config("qwen3_moe"),
     "qwen3_moe with a dense layer": lambda: tiny_config("qwen3_moe_mixed"),
-    **{kind: lambda kind=kind: tiny_config(kind) for kind in ("mixtral", "phi3", "olmo2", "gemma3", *PLAIN_KINDS)},
+    **{
+        kind: lambda kind=kind: tiny_config(kind)
+        for kind in ("mixtral", "phi3", "olmo2", "gemma2", "gemma3", *PLAIN_KINDS)
+    },
     "phi3 with partial rotation": lambda: tiny_config("phi3", partial_rotary_factor=0.75, head_dim=16),
     "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
 }
 
 # Transformers' own modules carry the state of these from one sequence of a row into the next.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "bamba", "nemotron_h")
-# Transformers runs these with keys and values of different sizes, or sinks.
-OTHERS = ("deepseek_v3", "glm4_moe_lite", "mistral4", "gpt_oss")
+# Transformers runs these with keys and values of different sizes, sinks, or a cap on scores.
+OTHERS = ("deepseek_v3", "glm4_moe_lite", "mistral4", "gpt_oss", "gemma2")
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 

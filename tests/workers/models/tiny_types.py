@@ -82,6 +82,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
     "exaone4": _WINDOWS,
     "exaone_moe": _WINDOWS | _SPARSE_BEHIND,
+    "gemma2": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 3.0},
     "gemma3_text": _WINDOWS,
     "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
     "granite": _SCALARS,

@@ -1,4 +1,4 @@
-"""Packed attention and its gradients against a naive softmax per sequence, with sliding windows and sinks."""
+"""Packed attention and its gradients against a naive softmax per sequence, with sliding windows, sinks and caps."""
 
 import math
 
@@ -16,6 +16,8 @@ from ..parallel.live_bytes import LiveBytes
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = [5, 5, 3, 9]
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+CAP = 0.8
+WITH_CAP = pytest.mark.parametrize("cap", [None, CAP], ids=["no cap", "cap"])
 WITH_SINKS = pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
 
 
@@ -31,10 +33,18 @@ def rows(num_tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+def naive(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Causal attention of one sequence [1, heads, length, head_dim] -> [length, heads, head_dim]."""
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
     scores = query @ key.transpose(2, 3) / math.sqrt(HEAD_DIM)
+    scores = scores if cap is None else cap * (scores / cap).tanh()
     i, j = torch.meshgrid(torch.arange(query.shape[2]), torch.arange(query.shape[2]), indexing="ij")
     sees = (j <= i) & (j > i - (window or 10**9))
     scores = scores.masked_fill(~sees, -math.inf)
@@ -48,8 +58,9 @@ def attend(
     packing: Packing | AttendingPacking,
     window: int | None = None,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
-    options = {"sliding_window": window} if sinks is None else {"sliding_window": window, "s_aux": sinks}
+    options = {"sliding_window": window, "softcap": cap} | ({} if sinks is None else {"s_aux": sinks})
     out, _ = packed_attention(Layer(), *qkv, None, packing=packing, scaling=HEAD_DIM**-0.5, **options)
     return out[0]
 
@@ -58,38 +69,42 @@ def split(qkv: tuple[Tensor, Tensor, Tensor], lengths: list[int]) -> list[tuple[
     return list(zip(*(x.split(lengths, dim=2) for x in qkv), strict=True))
 
 
+@WITH_CAP
 @WITH_SINKS
 @pytest.mark.parametrize("window", [None, 4])
-def test_packed_sequences_attend_as_each_alone(window: int | None, sinks: Tensor | None) -> None:
+def test_packed_sequences_attend_as_each_alone(window: int | None, sinks: Tensor | None, cap: float | None) -> None:
     qkv, packing = rows(sum(LENGTHS), seed=0), Packing(pack_lengths(LENGTHS))
-    expected = torch.cat([naive(*part, window=window, sinks=sinks) for part in split(qkv, LENGTHS)])
-    torch.testing.assert_close(attend(qkv, packing, window, sinks), expected, atol=1e-5, rtol=1e-5)
+    expected = torch.cat([naive(*part, window=window, sinks=sinks, cap=cap) for part in split(qkv, LENGTHS)])
+    torch.testing.assert_close(attend(qkv, packing, window, sinks, cap), expected, atol=1e-5, rtol=1e-5)
     for other in (
-        attend(qkv, Packing(pack_lengths([10, 3, 9])), window, sinks),
-        attend(qkv, packing, window, SINKS if sinks is None else sinks + 0.001),
+        attend(qkv, Packing(pack_lengths([10, 3, 9])), window, sinks, cap),
+        attend(qkv, packing, window, SINKS if sinks is None else sinks + 0.001, cap),
+        attend(qkv, packing, window, sinks, CAP if cap is None else cap * 1.001),
     ):
         with pytest.raises(AssertionError):
             torch.testing.assert_close(other, expected, atol=1e-5, rtol=1e-5)
 
 
+@WITH_CAP
 @WITH_SINKS
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_gradients_are_those_of_each_sequence_alone(
-    window: int | None, dtype: torch.dtype, tolerance: float, sinks: Tensor | None
+    window: int | None, dtype: torch.dtype, tolerance: float, sinks: Tensor | None, cap: float | None
 ) -> None:
-    assert_gradients(torch.device("cpu"), window, dtype, tolerance, sinks)
+    assert_gradients(torch.device("cpu"), window, dtype, tolerance, sinks, cap)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@WITH_CAP
 @WITH_SINKS
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_gradients_on_a_gpu_are_those_of_each_sequence_alone(
-    window: int | None, dtype: torch.dtype, tolerance: float, sinks: Tensor | None
+    window: int | None, dtype: torch.dtype, tolerance: float, sinks: Tensor | None, cap: float | None
 ) -> None:
-    assert_gradients(torch.device("cuda"), window, dtype, tolerance, sinks)
+    assert_gradients(torch.device("cuda"), window, dtype, tolerance, sinks, cap)
 
 
 def learned(sinks: Tensor, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,7 +116,12 @@ def learned(sinks: Tensor, device: torch.device, dtype: torch.dtype = torch.floa
 
 
 def assert_gradients(
-    device: torch.device, window: int | None, dtype: torch.dtype, tolerance: float, sinks: Tensor | None
+    device: torch.device,
+    window: int | None,
+    dtype: torch.dtype,
+    tolerance: float,
+    sinks: Tensor | None,
+    cap: float | None,
 ) -> None:
     weight = torch.randn(sum(LENGTHS), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9))
     exact = [x.to(dtype).double().requires_grad_() for x in rows(sum(LENGTHS), seed=7)]
@@ -109,8 +129,8 @@ def assert_gradients(
     parameter = None if sinks is None else learned(sinks, device, dtype)
     exact_sinks = None if sinks is None else sinks.double().requires_grad_()
     parts = split((exact[0], exact[1], exact[2]), LENGTHS)
-    wanted = torch.cat([naive(part[0], part[1], part[2], window=window, sinks=exact_sinks) for part in parts])
-    found = attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(LENGTHS)), window, parameter)
+    wanted = torch.cat([naive(part[0], part[1], part[2], window, exact_sinks, cap) for part in parts])
+    found = attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(LENGTHS)), window, parameter, cap)
     gradients = [*torch.autograd.grad((found * weight.to(found)).sum(), leaves)]
     exact_gradients = torch.autograd.grad(
         (wanted * weight.double()).sum(), exact if exact_sinks is None else [*exact, exact_sinks]

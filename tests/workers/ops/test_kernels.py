@@ -83,6 +83,7 @@ def attended(
     num_threads: int,
     slots: list[int],
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Returns the output of a step, and its query, keys, values and slots. Sequences 6 and 7 share 80 tokens."""
     heads, kv_heads, rows = 6, 2, len(LENGTHS)
@@ -91,7 +92,7 @@ def attended(
     query, key, value = (random(rows, n, size, seed=5 + n) for n in (heads, kv_heads, kv_heads + 1))
     value = value[:, :kv_heads]
     new = query, key, value, keys, values, torch.tensor(slots), torch.tensor(LENGTHS)
-    kind = AttentionKind(0, size**-0.5, window, None if sinks is None else Sinks(sinks))
+    kind = AttentionKind(0, size**-0.5, window, None if sinks is None else Sinks(sinks), cap=cap)
     out = kernels.decode_attention(*new, groups, kind, num_threads)
     for row, (slot, length) in enumerate(zip(slots, LENGTHS, strict=True)):
         assert torch.equal(keys[slot, :, length], key[row]) and torch.equal(values[slot, :, length], value[row])
@@ -99,13 +100,20 @@ def attended(
 
 
 def naive_attention(
-    query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, window: int | None, sinks: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    window: int | None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     outs = []
     for row, length in enumerate(LENGTHS):
         first = max(0, length + 1 - window) if window else 0
         k, v = (x[slots[row], :, first : length + 1].repeat_interleave(3, 0).double() for x in (keys, values))
         scores = (query[row, :, None].double() @ k.mT) * query.shape[-1] ** -0.5
+        scores = scores if cap is None else cap * (scores / cap).tanh()
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].double()], -1)
         outs.append((scores.softmax(-1)[..., : v.shape[1]] @ v)[:, 0])
@@ -134,6 +142,16 @@ def test_attention(kernels: Kernels, size: int, window: int | None, groups: Pref
     for num_threads in (1, 2):
         out, cached = attended(kernels, size, window, groups, num_threads, slots, sinks)
         assert_near(out, naive_attention(*cached, window, sinks))
+
+
+@pytest.mark.parametrize("cap", [0.1, 1.5, 50.0])
+@pytest.mark.parametrize("groups", [APART, TOGETHER], ids=["apart", "together"])
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sinks", "sinks"])
+def test_attention_with_a_cap(kernels: Kernels, cap: float, groups: PrefixGroups, sinks: Tensor | None) -> None:
+    out, cached = attended(kernels, 20, 40, groups, 1, list(range(8)), sinks, cap)
+    assert_near(out, naive_attention(*cached, 40, sinks, cap))
+    other = naive_attention(*cached, 40, sinks, 1.1 * cap)
+    assert (out - other).abs().max() > 3 * TOLERANCE
 
 
 def test_shared_keys_are_read_from_the_groups_first_sequence(kernels: Kernels) -> None:

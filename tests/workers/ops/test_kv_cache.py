@@ -11,7 +11,20 @@ from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.ops.kernels import PrefixGroups
 from trainhouse.workers.ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences, SlotTensors
 
-from .test_attention import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, SINKS, WITH_SINKS, attend, naive, rows, split
+from .test_attention import (
+    CAP,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LENGTHS,
+    SINKS,
+    WITH_CAP,
+    WITH_SINKS,
+    attend,
+    naive,
+    rows,
+    split,
+)
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -55,8 +68,14 @@ def step(tensors: SlotTensors, slots: Sequence[int], lengths: Sequence[int], fir
     )
 
 
-def decode(qkv: QKV, *steps: DecodeStep, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-    return attend(qkv, CachedRow(steps, (), None, sum(len(one.slots) for one in steps), ()), window, sinks)
+def decode(
+    qkv: QKV,
+    *steps: DecodeStep,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    return attend(qkv, CachedRow(steps, (), None, sum(len(one.slots) for one in steps), ()), window, sinks, cap)
 
 
 def last_tokens(qkv: QKV) -> QKV:
@@ -71,23 +90,30 @@ def all_but_last(qkv: QKV) -> QKV:
     return query, key, value
 
 
-def expected_last(qkv: QKV, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-    return torch.stack([naive(*part, window=window, sinks=sinks)[-1] for part in split(qkv, LENGTHS)])
+def expected_last(qkv: QKV, window: int | None = None, sinks: Tensor | None = None, cap: float | None = None) -> Tensor:
+    return torch.stack([naive(*part, window=window, sinks=sinks, cap=cap)[-1] for part in split(qkv, LENGTHS)])
 
 
+@WITH_CAP
 @WITH_SINKS
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("slots", [[0, 1, 2, 3], [2, 0, 3, 1], [5, 1, 2, 4]])
 def test_a_decoded_token_attends_as_the_last_of_its_sequence(
-    window: int | None, slots: list[int], sinks: Tensor | None
+    window: int | None, slots: list[int], sinks: Tensor | None, cap: float | None
 ) -> None:
     qkv, tensors = rows(sum(LENGTHS), seed=1), new_slot_tensors()
-    attend(all_but_last(qkv), fresh(tensors, SHORTER, slots), window, sinks)
-    decoded = decode(last_tokens(qkv), step(tensors, slots, SHORTER), window=window, sinks=sinks)
-    torch.testing.assert_close(decoded, expected_last(qkv, window, sinks), atol=1e-5, rtol=1e-5)
-    for other in (decoded.flip(0), expected_last(qkv, window, SINKS if sinks is None else None)):
+    attend(all_but_last(qkv), fresh(tensors, SHORTER, slots), window, sinks, cap)
+    decoded = decode(last_tokens(qkv), step(tensors, slots, SHORTER), window=window, sinks=sinks, cap=cap)
+    wanted = expected_last(qkv, window, sinks, cap)
+    torch.testing.assert_close(decoded, wanted, atol=1e-5, rtol=1e-5)
+    other_sinks, other_cap = SINKS if sinks is None else None, CAP if cap is None else None
+    for other in (
+        decoded.flip(0),
+        expected_last(qkv, window, other_sinks, cap),
+        expected_last(qkv, window, sinks, other_cap),
+    ):
         with pytest.raises(AssertionError):
-            torch.testing.assert_close(other, expected_last(qkv, window, sinks), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(other, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_reads_slots_of_several_lengths() -> None:
@@ -103,22 +129,23 @@ def _part(qkv: QKV, tokens: slice) -> QKV:
     return query, key, value
 
 
+@WITH_CAP
 @WITH_SINKS
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("cuts", [(4, 9), (1, 2), (3, 4, 8)])
 def test_a_sequence_in_chunks_attends_as_in_one_piece(
-    window: int | None, cuts: tuple[int, ...], sinks: Tensor | None
+    window: int | None, cuts: tuple[int, ...], sinks: Tensor | None, cap: float | None
 ) -> None:
     qkv, tensors = rows(12, seed=8), new_slot_tensors()
-    parts = [attend(_part(qkv, slice(0, cuts[0])), fresh(tensors, [cuts[0]], [3]), window, sinks)]
+    parts = [attend(_part(qkv, slice(0, cuts[0])), fresh(tensors, [cuts[0]], [3]), window, sinks, cap)]
     for start, stop in zip(cuts, (*cuts[1:], 12), strict=True):
         chunk = CachedRow((), [ContinuationChunk(0, stop - start, tensors, 3, start)], None, stop - start, ())
-        parts.append(attend(_part(qkv, slice(start, stop)), chunk, window, sinks))
-    torch.testing.assert_close(torch.cat(parts), naive(*qkv, window=window, sinks=sinks), atol=1e-5, rtol=1e-5)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(
-            torch.cat(parts), naive(*qkv, window=window, sinks=SINKS + 0.001), atol=1e-5, rtol=1e-5
-        )
+        parts.append(attend(_part(qkv, slice(start, stop)), chunk, window, sinks, cap))
+    torch.testing.assert_close(torch.cat(parts), naive(*qkv, window, sinks, cap), atol=1e-5, rtol=1e-5)
+    other_cap = CAP if cap is None else 1.001 * cap
+    for other in (naive(*qkv, window, SINKS + 0.001, cap), naive(*qkv, window, sinks, other_cap)):
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(torch.cat(parts), other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
@@ -223,15 +250,16 @@ def outputs(tensors: SlotTensors, slot: int) -> Tensor:
     return decode(rows(1, seed=6), step(alone, [0], [9]))
 
 
+@WITH_CAP
 @WITH_SINKS
 @pytest.mark.parametrize("window", WINDOWS)
-def test_bfloat16_stays_within_its_rounding(window: int | None, sinks: Tensor | None) -> None:
+def test_bfloat16_stays_within_its_rounding(window: int | None, sinks: Tensor | None, cap: float | None) -> None:
     qkv, tensors = rows(sum(LENGTHS), seed=1), new_slot_tensors()
     low = tuple(x.bfloat16() for x in qkv)
-    attend(all_but_last((low[0], low[1], low[2])), fresh(tensors, SHORTER, [0, 1, 2, 3]), window, sinks)
+    attend(all_but_last((low[0], low[1], low[2])), fresh(tensors, SHORTER, [0, 1, 2, 3]), window, sinks, cap)
     last = step(tensors, [0, 1, 2, 3], SHORTER)
-    decoded = decode(last_tokens((low[0], low[1], low[2])), last, window=window, sinks=sinks)
+    decoded = decode(last_tokens((low[0], low[1], low[2])), last, window=window, sinks=sinks, cap=cap)
     assert decoded.shape == (4, HEADS, HEAD_DIM)
-    torch.testing.assert_close(decoded.float(), expected_last(qkv, window, sinks), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(decoded.float(), expected_last(qkv, window, sinks, cap), atol=0.05, rtol=0.05)
     with pytest.raises(AssertionError):
-        torch.testing.assert_close(decoded.float(), expected_last(qkv, window, sinks), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(decoded.float(), expected_last(qkv, window, sinks, cap), atol=1e-5, rtol=1e-5)

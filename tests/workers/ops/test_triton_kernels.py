@@ -135,6 +135,7 @@ def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, kind: st
     ],
 )
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("cap", [None, 0.8])
 def test_decode_attention(
     dtype: torch.dtype,
     window: int | None,
@@ -143,6 +144,7 @@ def test_decode_attention(
     size: int,
     lengths: list[int],
     has_sinks: bool,
+    cap: float | None,
 ) -> None:
     """The cache has other slots, and numbers behind the sequences that must not be read."""
     rows, capacity = len(lengths), max(lengths) + 5
@@ -154,7 +156,7 @@ def test_decode_attention(
     query, key, value = packed.split([heads, kv_heads, kv_heads], 1)
     before = keys.clone(), values.clone()
     sinks = random(heads, dtype=dtype, seed=4).mul_(5) if has_sinks else None
-    kind = AttentionKind(0, 0.3, window, None if sinks is None else Sinks(sinks))
+    kind = AttentionKind(0, 0.3, window, None if sinks is None else Sinks(sinks), cap=cap)
     found = KERNELS.decode_attention(
         query, key, value, keys, values, slots, torch.tensor(lengths, device=DEVICE), max(lengths) + 1, kind
     )
@@ -167,6 +169,7 @@ def test_decode_attention(
         k, v = (cached[slot, :, seen].double() for cached in (keys, values))
         k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
         scores = (k @ query[row, :, :, None].double()).squeeze(-1) * 0.3
+        scores = scores if cap is None else cap * (scores / cap).tanh()
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None].double()], -1)
         weights = scores.softmax(-1)[:, : k.shape[1]]

@@ -26,9 +26,11 @@ class Attending:
     window: int | None = None
     dtype: torch.dtype = torch.float32
     has_sinks: bool = False
+    cap: float | None = None
 
     def kind(self, sinks: Tensor | None) -> AttentionKind:
-        return AttentionKind(0, HEAD_DIM**-0.5, self.window, Sinks(sinks) if sinks is not None else None)
+        of_heads = Sinks(sinks) if sinks is not None else None
+        return AttentionKind(0, HEAD_DIM**-0.5, self.window, of_heads, cap=self.cap)
 
     def sinks(self) -> Tensor | None:
         return torch.linspace(-1, 2, self.heads) if self.has_sinks else None

@@ -42,6 +42,8 @@ CASES = {
     "sinks": Attending(UNEVEN, has_sinks=True),
     "sinks in a window": Attending(UNEVEN, heads=15, kv_heads=5, window=7, has_sinks=True),
     "sinks of heads that are shared out first": Attending(UNEVEN, heads=8, kv_heads=2, has_sinks=True),
+    "a cap": Attending(UNEVEN, heads=15, kv_heads=5, window=7, cap=0.8),
+    "a cap for heads that are shared out first": Attending(UNEVEN, heads=8, kv_heads=2, cap=0.8),
     "bfloat16": Attending(UNEVEN, dtype=torch.bfloat16),
     "bfloat16 with sinks": Attending(UNEVEN, dtype=torch.bfloat16, has_sinks=True),
     "bfloat16 in a window": Attending(UNEVEN, dtype=torch.bfloat16, window=7),
@@ -79,6 +81,7 @@ def exact(case: Attending, tensors: list[Tensor] | None = None) -> list[Tensor]:
     query, key, value = (leaf.requires_grad_() for leaf in leaves)
     times = case.heads // case.kv_heads
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(times, 1)) * HEAD_DIM**-0.5
+    scores = scores if case.cap is None else case.cap * (scores / case.cap).tanh()
     number = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
     place = torch.arange(len(number))
     distance = place[:, None] - place
@@ -102,8 +105,10 @@ def test_ring_attention_equals_one_rank(name: str, on_ranks: Attends) -> None:
     case = CASES[name]
     found, tolerance = on_ranks(case), 1e-5 if case.dtype == torch.float32 else 2e-2
     assert are_close(found, exact(case), tolerance) == [True] * len(found)
-    # The bounds detect another window size, sinks that are left out, or sequences that see each other.
+    # The bounds detect another window size, sinks or a cap that are left out, or sequences that see each other.
     num_tokens, others = sum(case.lengths), [replace(case, window=4), replace(case, has_sinks=not case.has_sinks)]
+    if case.cap is not None:
+        others.append(replace(case, cap=None))
     if case.window != 1:
         others.append(replace(case, lengths=(num_tokens - 1, 1)))
     for other in others if num_tokens > 1 else ():
@@ -176,16 +181,18 @@ def test_joined_stripes_are_in_order() -> None:
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize("most_scores", [1, 1 << 10, 1 << 22])
 @pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("cap", [None, 0.8])
 def test_chunked_attention_equals_the_whole(
-    window: int | None, most_scores: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    window: int | None, most_scores: int, has_sinks: bool, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's fused kernel is turned off."""
     from trainhouse.workers.ops import attention, chunked_attention
+    from trainhouse.workers.shapes import windows
 
-    monkeypatch.setattr(chunked_attention, "MAX_SCORES", most_scores)
+    monkeypatch.setattr(windows, "MAX_SCORES", most_scores)
     monkeypatch.setattr(attention, "flash_on_cpu", chunked_attention.attend_in_chunks)
     monkeypatch.setattr(attention, "flash_gradients_on_cpu", chunked_attention.gradients_in_chunks)
-    case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window, has_sinks=has_sinks)
+    case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window, has_sinks=has_sinks, cap=cap)
     kind = case.kind(case.sinks())
     *qkv, grad = case.tensors()
     whole = attend_part(*qkv, case.packing, kind)
@@ -201,8 +208,9 @@ def test_chunks_of_the_last_queries_see_all_keys(
     window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trainhouse.workers.ops import chunked_attention
+    from trainhouse.workers.shapes import windows
 
-    monkeypatch.setattr(chunked_attention, "MAX_SCORES", most_scores)
+    monkeypatch.setattr(windows, "MAX_SCORES", most_scores)
     case = Attending((70,), heads=4, kv_heads=2, window=window)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in case.tensors()[:3])
     whole = chunked_attention.attend_in_chunks(query, key, value, case.kind(None))
@@ -217,8 +225,9 @@ def test_chunks_of_the_last_queries_see_all_keys(
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_gpu_attention_equals_cpu(window: int | None, dtype: torch.dtype, has_sinks: bool) -> None:
-    case = Attending(UNEVEN, heads=4, kv_heads=2, window=window, dtype=dtype, has_sinks=has_sinks)
+@pytest.mark.parametrize("cap", [None, 0.8])
+def test_gpu_attention_equals_cpu(window: int | None, dtype: torch.dtype, has_sinks: bool, cap: float | None) -> None:
+    case = Attending(UNEVEN, heads=4, kv_heads=2, window=window, dtype=dtype, has_sinks=has_sinks, cap=cap)
     both: list[list[Tensor]] = []
     for device in ("cpu", "cuda"):
         sinks = case.sinks()

@@ -145,7 +145,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "soft-capping": (
         "--parallel fsdp=2",
-        DENSE | {"model_type": "gemma2", "final_logit_softcapping": 30.0},
+        DENSE | {"model_type": "llama", "final_logit_softcapping": 30.0},
         "M: models with final_logit_softcapping are not supported",
     ),
     "linear attention": (

@@ -179,6 +179,7 @@ OF_KIND = {
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 256, "num_experts_per_tok": 4},
     "phi3": {"sliding_window": None},
     "olmo2": {},
+    "gemma2": {"head_dim": 64, "layer_types": ["full_attention"] * 4},
     "gemma3": {"head_dim": 64, "layer_types": ["full_attention"] * 4},
     "mixtral": {"sliding_window": None, "intermediate_size": 256, "num_experts_per_tok": 4},
 }
@@ -255,7 +256,7 @@ LAYOUTS = [
     ("qwen3_moe", "ep=2", {}),
     ("qwen3_moe", "ep=2,tp=2", {}),
     *(("phi3", spec, {}) for spec in ("tp=2", "fsdp=2,tp=2")),
-    *(("gemma3", spec, {}) for spec in ("single", "tp=2")),
+    *((kind, spec, {}) for kind in ("gemma2", "gemma3") for spec in ("single", "tp=2")),
     ("olmo2", "tp=2", {}),
     ("mixtral", "ep=2", {}),
     *(("qwen3", "tp=2", {"shard": ("self_attn",), "tp_activations": way}) for way in ("sharded", "whole")),

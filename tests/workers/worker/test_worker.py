@@ -316,7 +316,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tiny_models: d
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 UNSUPPORTED = {
-    "gemma2": ({"model_type": "gemma2"}, "models with final_logit_softcapping"),
+    "capped logits": ({"model_type": "llama", "final_logit_softcapping": 30.0}, "models with final_logit_softcapping"),
     "recurrent layers": ({"model_type": "olmo_hybrid"}, "models with linear_attention layers"),
     "latent attention": ({"model_type": "deepseek_v2"}, "models with kv_lora_rank"),
     "other logits": ({"model_type": "llama", "logits_scaling": 8.0}, "models with logits_scaling"),

@@ -24,7 +24,8 @@ class SoftmaxMixer:
         self._part, self._module = part, module
         self.is_replicated = "self_attn" in mesh.spec.replicated
         sinks = Sinks(module.sinks) if part.has_sinks else None
-        self._kind = AttentionKind(number, module.scaling * part.score_scale, part.window, sinks)
+        scaling = module.scaling * part.score_scale
+        self._kind = AttentionKind(number, scaling, part.window, sinks, cap=part.score_cap)
         tp = mesh.spec.tp_size_of("self_attn")
         self._sizes = [heads * part.head_dim // tp for heads in (part.heads, part.kv_heads, part.kv_heads)]
         self._query_norm: RmsNorm | None = None
@@ -45,7 +46,8 @@ class SoftmaxMixer:
         norms = [getattr(module, name) for name in part.head_norms if hasattr(module, name)]
         has_same_norms = len(norms) == (2 if part.norms_heads is not None else 0)
         is_alike = hasattr(module, "qkv_proj") == part.is_fused and hasattr(module, "sinks") == part.has_sinks
-        return is_alike and has_same_norms and all(family.defines(norm, "RMSNorm") for norm in norms)
+        has_same_cap = getattr(module, "attn_logit_softcapping", None) == part.score_cap
+        return is_alike and has_same_cap and has_same_norms and all(family.defines(norm, "RMSNorm") for norm in norms)
 
     def refresh(self, are_original: bool) -> None:
         self._merged.refresh(are_original)

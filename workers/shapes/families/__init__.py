@@ -9,7 +9,7 @@ from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone import EXAONE4, EXAONE_MOE
 from .falcon_h1 import FALCON_H1
 from .family import FIXED_ROTATIONS, Family
-from .gemma import GEMMA, GEMMA3
+from .gemma import GEMMA, GEMMA2, GEMMA3
 from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .granite4 import GRANITE4
@@ -69,6 +69,7 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
     "hunyuan_v1_moe": HUNYUAN_V1_MOE,
     "gemma": GEMMA,
+    "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
 }
 

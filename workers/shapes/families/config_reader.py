@@ -35,6 +35,13 @@ class ConfigReader:
             raise ValueError(f"the config.json of {self._name} has {key} {value!r}: expected a number")
         return float(value)
 
+    def limit(self, key: str) -> float | None:
+        """Returns a positive number, None if there is none. Raises ValueError if it is something else."""
+        value = self._config.get(key)
+        if value is None or (isinstance(value, int | float) and value > 0):
+            return None if value is None else float(value)
+        raise ValueError(f"the config.json of {self._name} has {key} {value!r}: expected a positive number")
+
     def fractions(self, key: str, count: int) -> tuple[float, ...]:
         """Returns a list of so many numbers, ones if there is none. Raises ValueError if it is of another length."""
         value = self._config.get(key) or [1.0] * count

@@ -1,4 +1,5 @@
-"""Gemma (https://arxiv.org/abs/2403.08295), and Gemma 3, whose layers with a window have rotations of their own
+"""Gemma (https://arxiv.org/abs/2403.08295), Gemma 2 with a cap on the scores of attention
+(https://arxiv.org/abs/2408.00118), and Gemma 3, whose layers with a window have rotations of their own
 (https://arxiv.org/abs/2503.19786).
 """
 
@@ -16,6 +17,18 @@ def _layers_of_gemma(config: ConfigReader) -> Sequence[Layer]:
     has_bias = config.is_set("attention_bias")
     mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias)
     return [Layer(config.hidden, mixer, dense(config, activation=_ACTIVATION))] * config.num_layers
+
+
+def _layers_of_gemma2(config: ConfigReader) -> Sequence[Layer]:
+    of_all, has_bias = dense(config, activation=_ACTIVATION), config.is_set("attention_bias")
+    cap = config.limit("attn_logit_softcapping")
+    windows = {"sliding_attention": config.window, "full_attention": None}
+    kinds = config.names("layer_types") or kinds_by_step(config, 2)
+    mixers = [
+        attention(config, window=windows[kind], qkv_bias=has_bias, output_bias=has_bias, score_cap=cap)
+        for kind in kinds
+    ]
+    return [Layer(config.hidden, mixer, of_all, _NORMS) for mixer in mixers]
 
 
 def _layers_of_gemma3(config: ConfigReader) -> Sequence[Layer]:
@@ -51,6 +64,31 @@ GEMMA = Family(
     norm_weight_plus_one=True,
     activation=_ACTIVATION,
     activation_aliases=("gelu",),
+)
+GEMMA2 = Family(
+    "Gemma2",
+    "gemma2",
+    _layers_of_gemma2,
+    {
+        "hidden_activation": _ACTIVATION,
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 4096,
+        "layer_types": None,
+        "attn_logit_softcapping": 50.0,
+        "tie_word_embeddings": True,
+    },
+    embedding="TextScaledWordEmbedding",
+    norm_weight_plus_one=True,
+    settings=("attn_logit_softcapping",),
+    activation=_ACTIVATION,
+    activation_key="hidden_activation",
 )
 GEMMA3 = Family(
     "Gemma3",

@@ -27,7 +27,8 @@ class SoftmaxAttention:
     is_gated: whether the projection to queries also computes gates for the output, head by head.
     window: how many tokens a token sees, itself included; None for all before it.
     has_sinks: whether each head has a learned score that takes part in its softmax.
-    score_scale: by which scores are multiplied in addition to the module's scaling.
+    score_scale: by which scores are multiplied in addition to the module's scaling. score_cap: the absolute value that
+    scaled scores approach, None for no limit.
     """
 
     hidden: int
@@ -48,6 +49,7 @@ class SoftmaxAttention:
     window: int | None = None
     has_sinks: bool = False
     score_scale: float = 1.0
+    score_cap: float | None = None
     name: str = _NAME
     module: str = "Attention"
 

@@ -58,7 +58,7 @@ Layers are those of the type's default config. Adapters adapt the linear layers 
 the sequence mixer, with `train_mlp` those of the feed-forward part; all linear layers of every expert (`experts.*`),
 but no router.
 
-| type | layers | adapted linear layers | axes besides `replicas` and `fsdp` |
+| type | layers | adapted linear layers | axes, in addition to `replicas` and `fsdp` |
 |---|---|---|---|
 """
 OTHERS = """

@@ -197,7 +197,8 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
     shape = TINY_SHAPE | overrides
     qwen3_shape = {"head_dim": 16} | shape
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    hybrid_shape, latent_shape = HYBRID_SHAPE | shape, LATENT_SHAPE | shape | {"num_key_value_heads": 4}
+    hybrid_shape = HYBRID_SHAPE | shape
+    latent_shape = LATENT_SHAPE | shape | {"num_key_value_heads": shape["num_attention_heads"]}
     match kind:
         case "llama":
             return LlamaConfig(**shape)

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..tiny import tiny_model
 from .drafts import drafts, speculation
 from .durability import durability
+from .families import families
 from .harness import SHAPE, Section, Setup
 from .memory import memory, soak
 from .overlap import overlap, roles_apart
@@ -30,6 +31,7 @@ DEFAULT: dict[str, Callable[[Setup], Section]] = {
     "empty": latency,
     "memory": memory,
     "sampling": sampling,
+    "families": families,
     "overlap": overlap,
     "roles": roles_apart,
     "durability": durability,

@@ -109,8 +109,8 @@ def _sides(local: Child, samplers: list[Sampler], unseen: Prompts) -> dict[str, 
 
     return {
         BATCH_LOCAL: generate(PROMPTS, SAMPLES, LENGTH),
-        BATCH: lambda: _batch_seconds([first] * PROMPTS, unseen),
-        MIXED: lambda: _batch_seconds(samplers, unseen),
+        BATCH: lambda: sample_batch([first] * PROMPTS, unseen),
+        MIXED: lambda: sample_batch(samplers, unseen),
         RAGGED: lambda: _ragged_seconds(first, SAMPLES, unseen),
         RAGGED_ONE: lambda: _ragged_seconds(first, 1, unseen),
         ONE_LOCAL: generate(1, 1, SHORT),
@@ -118,7 +118,8 @@ def _sides(local: Child, samplers: list[Sampler], unseen: Prompts) -> dict[str, 
     }
 
 
-def _batch_seconds(samplers: list[Sampler], unseen: Prompts) -> float:
+def sample_batch(samplers: list[Sampler], unseen: Prompts) -> float:
+    """Returns the seconds that samples of a new prompt from each took."""
     pairs = zip(samplers, unseen.new(len(samplers)), strict=True)
     return _seconds([_sample(sampler, prompt, SAMPLES, LENGTH) for sampler, prompt in pairs])
 
@@ -207,7 +208,7 @@ def against_vllm(setup: Setup) -> Section:
         about = {"model": str(model), "adapter": str(config.parent), "rank": RANK}
         theirs, on_one_thread = (stack.enter_context(_vllm(about, *threads)) for threads in ((), ("1",)))
         sides = {
-            OURS: lambda: _batch_seconds([sampler] * PROMPTS, unseen),
+            OURS: lambda: sample_batch([sampler] * PROMPTS, unseen),
             THEIRS: lambda: _ask(theirs, unseen),
             ON_ONE_THREAD: lambda: _ask(on_one_thread, unseen),
         }

@@ -1,6 +1,7 @@
 """The baselines: what one writes by hand with transformers and peft, in one process, on the same model and data.
 
-The first line names "threads", "model" and "rank" (null: all weights are trained), and the data:
+The first line names "threads", "model" and "rank" (null: all weights are trained), perhaps what is adapted ("targets",
+names of linear layers, and "parameters", those of experts), and the data:
 local.py train: "batches", name -> token rows. Each further line is {"batch", "steps"}.
 local.py generate: "prompts". Each further line is {"num_prompts", "num_samples", "max_tokens"}; every sampled token
     gets its log-probability.
@@ -28,7 +29,8 @@ def load(setup: dict[str, Any]) -> torch.nn.Module:
     base = AutoModelForCausalLM.from_pretrained(setup["model"], dtype=torch.float32)
     if setup["rank"] is None:
         return base
-    return get_peft_model(base, LoraConfig(r=setup["rank"], lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS))
+    adapted = {"target_modules": setup.get("targets", TARGETS), "target_parameters": setup.get("parameters")}
+    return get_peft_model(base, LoraConfig(r=setup["rank"], lora_alpha=32, lora_dropout=0.0, **adapted))
 
 
 def padded(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,7 +68,7 @@ def families(setup: Setup) -> Section:
     notes = [
         f"Medians of {setup.rounds} rounds; training of 16x128 tokens, {STEPS} steps a round; 8x4 samples of",
         "64 tokens, temperature 1, log-probabilities on, new prompts of 64 tokens. In training, experts have adapters:",
-        "here the shared-outer ones, in peft a pair of matrices for each expert. generate runs without those of experts,",
+        "here the shared-outer ones, in peft a pair of matrices for each expert. generate runs without these,",
         "because peft multiplies out all of them at every token.",
     ]
     return Section("Families of models against transformers and peft", table, lines, notes)

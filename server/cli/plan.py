@@ -224,6 +224,7 @@ def as_json(plan: MemoryPlan) -> dict[str, object]:
             "learned": asdict(memory.trainable) | {"total": memory.trainable.total},
             "kv_cache": memory.kv_cache,
             "kv_cache_tokens": kv_cache_tokens(shape, spec, plan.load),
+            "state_bytes_per_sequence": _state_bytes(plan),
             "activations": asdict(memory.activations) | {"total": memory.activations.total},
             "gathered": memory.gathered,
             "arriving": memory.prefetched,
@@ -351,6 +352,16 @@ def _table(plan: MemoryPlan) -> list[ParameterGroup]:
     return parameters(plan.shape, plan.spec)
 
 
+def _cached(plan: MemoryPlan) -> str:
+    tokens, states = kv_cache_tokens(plan.shape, plan.spec, plan.load), _state_bytes(plan)
+    return f"{tokens} tokens" + (f", less the states of each sequence, {gigabytes(states)}" if states else "")
+
+
+def _state_bytes(plan: MemoryPlan) -> int:
+    """Returns the bytes that a rank's cache holds of a sequence, whatever its length."""
+    return plan.shape.cache_size(plan.spec, plan.load.number_bytes).bytes_per_sequence
+
+
 def _row(each: ParameterGroup, number_bytes: int) -> tuple[str, ...]:
     whole, own = (" x ".join(map(str, shape)) for shape in (each.shape, each.own_shape))
     kept = f"1/{each.fsdp}" if each.fsdp > 1 else "all"
@@ -364,12 +375,7 @@ def _memory_rows(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
     of_learned = f"weights {gigabytes(learned.weights)}, gradients {gigabytes(learned.gradients)}, "
     of_learned += f"optimizer {gigabytes(int(learned.optimizer))}, copies {gigabytes(learned.copies)}"
     yield _learned(plan), gigabytes(learned.total), of_learned
-    tokens = kv_cache_tokens(plan.shape, plan.spec, load)
-    yield (
-        "key/value cache",
-        gigabytes(memory.kv_cache),
-        f"{tokens} tokens" if load.samples else "sampling happens elsewhere",
-    )
+    yield "key/value cache", gigabytes(memory.kv_cache), _cached(plan) if load.samples else "sampling happens elsewhere"
     of_pass = f"kept {gigabytes(activations.kept)}, the last layer {gigabytes(activations.working)}, "
     of_pass += f"logits {gigabytes(activations.head)}"
     yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", gigabytes(activations.total), of_pass

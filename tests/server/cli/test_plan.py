@@ -12,6 +12,8 @@ import pytest
 from trainhouse.server import __main__ as command_line
 from trainhouse.server.cli.plan import main
 
+from ...workers.lineup import LINEUP
+
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "tests" / "workers" / "configs"
 DOCUMENT = (ROOT / "docs" / "parallel.md").read_text()
@@ -101,6 +103,19 @@ def test_the_text_output_has_the_same_numbers(capsys: pytest.CaptureFixture[str]
         == f"with 32 of the 40 devices: replicas=2,{layout}"
     )
     assert max(map(len, lines)) <= 140
+
+
+def test_states_of_a_hybrid_model_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LINEUP["Qwen3.5-4B"]))
+    arguments = (f"--base-model=M={file}", "--max-context-length=4096")
+    convolution, states = 2 * 3 * (2 * 16 + 32) * 128, 4 * 32 * 128 * 128
+    assert json.loads(printed(capsys, *arguments, "--json"))["memory"]["state_bytes_per_sequence"] == 24 * (
+        convolution + states
+    )
+    assert re.search(r"tokens, less the states of each sequence, 52 MB$", printed(capsys, *arguments), re.MULTILINE)
+    plain = printed(capsys, f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--max-context-length=4096")
+    assert "states" not in plain
 
 
 def test_planned_memory_grows_with_the_requested_adapter_slots(capsys: pytest.CaptureFixture[str]) -> None:

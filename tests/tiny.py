@@ -10,6 +10,7 @@ from transformers import (
     BambaConfig,
     Cohere2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -23,6 +24,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     HeliumConfig,
@@ -75,12 +77,16 @@ FAMILY_KINDS = (
     "deepseek_v3",
     "glm4_moe_lite",
     "mistral4",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "gpt_oss",
     "granite4",
     "falcon_h1",
     "bamba",
     "nemotron_h",
 )
+# Those with a buffer of their router that full fine-tuning would not save.
+LORA_ONLY = ("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 # Families that differ from these in few settings of their layers.
 PLAIN_KINDS = (
     "dots1",
@@ -148,6 +154,9 @@ LATENT_SHAPE: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 1,
 }
+
+# Chooses all tokens of sequences up to this length.
+INDEXER_SHAPE: dict[str, Any] = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 256}
 
 # Mamba-2 with two groups of heads.
 MAMBA_SHAPE: dict[str, Any] = {
@@ -244,6 +253,12 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return DeepseekV3Config(**({"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1} | latent_shape))
         case "glm4_moe_lite":
             return Glm4MoeLiteConfig(**latent_shape)
+        case "deepseek_v32":
+            groups = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
+            return DeepseekV32Config(**(groups | INDEXER_SHAPE | latent_shape))
+        case "glm_moe_dsa":
+            kinds = {"first_k_dense_replace": 1, "indexer_types": ["full", "shared"]}
+            return GlmMoeDsaConfig(**(kinds | INDEXER_SHAPE | latent_shape))
         case "mistral4":
             rope = YARN_ROPE | {"llama_4_scaling_beta": 0.3, "mscale_all_dim": 1.0}
             settings = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "rope_parameters": rope}

@@ -262,6 +262,8 @@ class BaseModel:
     @property
     def num_positions(self) -> int | None:
         """The longest context, or None if the model's config does not say."""
+        if isinstance(self.shape, ModelShape):
+            return self.shape.max_positions
         config = self.config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
         return longest_context(longest, rope_of(config.to_dict()))

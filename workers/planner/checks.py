@@ -35,7 +35,8 @@ def check_layout(
         raise ValueError(f"{model.name}: {model.refusal}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype} is not supported: choose one of {', '.join(DTYPES)}")
-    _check_context(model, max_context_length)
+    if max_context_length is not None:
+        model.check_context(max_context_length)
     _check_family(spec, model)
     _check_activations(activations, model)
     if quantization != "none" and spec.fsdp > 1:
@@ -94,15 +95,6 @@ def cuda_devices() -> int | None:
 def divisors(number: int) -> list[int]:
     """Returns the divisors in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _check_context(model: ModelDescription, max_context_length: int | None) -> None:
-    longest = model.max_positions
-    if longest is not None and max_context_length is not None and max_context_length > longest:
-        raise ValueError(
-            f"max_context_length {max_context_length} exceeds the {longest} positions of {model.name} ({model.rope}): "
-            f"at most {longest}, unless its config.json names a RoPE scaling that reaches further"
-        )
 
 
 def _check_family(spec: ParallelSpec, model: ModelDescription) -> None:

@@ -47,7 +47,8 @@ class ModelDescription:
     """Properties of a model of any type.
 
     name: what clients call it. max_positions: its longest context in tokens, None if the config does not say.
-    refusal: why it cannot be served, None if it can.
+    refusal: why it cannot be served, None if it can. most_indexed: the tokens that an indexer chooses for each; None if
+    each attends to all.
     """
 
     name: str
@@ -55,6 +56,28 @@ class ModelDescription:
     rope: Rope = field(default_factory=Rope)
     max_positions: int | None = None
     refusal: str | None = None
+    most_indexed: int | None = None
+
+    @property
+    def context_reason(self) -> str:
+        """Says what the longest context follows from."""
+        if self._is_context_of_indexer:
+            return f"its indexer chooses {self.most_indexed} tokens for each, and only attention to all is supported"
+        return str(self.rope)
+
+    def check_context(self, length: int) -> None:
+        """Raises ValueError if the model cannot run sequences of so many tokens."""
+        longest = self.max_positions
+        if longest is not None and length > longest:
+            remedy = ", unless its config.json names a RoPE scaling that reaches further"
+            raise ValueError(
+                f"max_context_length {length} exceeds the {longest} positions of {self.name} ({self.context_reason}): "
+                f"at most {longest}{'' if self._is_context_of_indexer else remedy}"
+            )
+
+    @property
+    def _is_context_of_indexer(self) -> bool:
+        return self.most_indexed is not None and self.most_indexed == self.max_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,19 +195,28 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
         return ModelDescription(name, model_type, rope, longest, refusal)
     reader = family.reader(name, text)
+    layers = tuple(family.layers(reader))
+    longest, most = longest_context(reader.number("max_position_embeddings"), rope), _most_indexed(layers)
     return ModelShape(
         name=name,
         model_type=model_type,
         rope=rope,
-        max_positions=longest_context(reader.number("max_position_embeddings"), rope),
+        max_positions=min(filter(None, (longest, most)), default=None),
+        most_indexed=most,
         family=family,
         hidden=reader.hidden,
         vocab=reader.number("vocab_size"),
         tied_embeddings=reader.is_set("tie_word_embeddings"),
-        layers=tuple(family.layers(reader)),
+        layers=layers,
         runs_own_layers=family.describes(reader),
         embedding_scale=reader.fraction(family.embedding_scale_key, 1.0),
     )
+
+
+def _most_indexed(layers: Sequence[Layer]) -> int | None:
+    """Returns how many tokens indexers choose, None if there are none."""
+    mixers = [mixer for layer in layers for mixer in layer.mixers if isinstance(mixer, LatentAttention)]
+    return min((each.indexer.most for each in mixers if each.indexer is not None), default=None)
 
 
 def longest_context(max_positions: int | None, rope: Rope) -> int | None:

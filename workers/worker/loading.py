@@ -86,10 +86,8 @@ def fitting_micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh
 
 def limits_of(base: BaseModel, config: WorkerConfig) -> ModelLimits:
     longest, wanted = base.num_positions, config.max_context_length
-    if longest is not None and wanted is not None and wanted > longest:
-        raise ValueError(
-            f"max_context_length {wanted} exceeds the {longest} positions of {config.model.name}: lower it"
-        )
+    if wanted is not None:
+        base.shape.check_context(wanted)
     length = wanted or longest
     if length is None:
         raise ValueError(f"the config of {config.model.name} gives no maximum context length: set --max-context-length")

@@ -58,7 +58,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 # Transformers' own modules carry the state of these from one sequence of a row into the next.
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "bamba", "nemotron_h")
 # Transformers runs these with keys and values of different sizes, sinks, or a cap on scores.
-OTHERS = ("deepseek_v3", "glm4_moe_lite", "mistral4", "gpt_oss", "gemma2")
+OTHERS = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "gemma2")
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 
@@ -138,6 +138,13 @@ def test_sequences_run_as_each_alone_in_transformers(kind: str, changes: dict[st
     if kind in HYBRIDS:
         leaking = run(transformers_forward, bench, adapter)
         assert relative_error(leaking[0], wanted[0]) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_tokens_that_an_indexer_leaves_out_change_the_numbers(kind: str, tmp_path: Path) -> None:
+    """Contexts end before that; the check at load has longer sequences here."""
+    with pytest.raises(ValueError, match=r"sequences that share a pass are 0\.\d+ of their spread"):
+        random_model(tiny_config(kind, index_topk=6), tmp_path)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

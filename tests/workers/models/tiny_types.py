@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ...tiny import YARN_ROPE
+from ...tiny import INDEXER_SHAPE, YARN_ROPE
 
 # Settings that make a config small, if it has them.
 _SMALL: dict[str, Any] = {
@@ -72,6 +72,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     # Every head of latent attention has keys of its own.
     "deepseek_v3": {"num_key_value_heads": 4},
     "glm4_moe_lite": {"num_key_value_heads": 4},
+    "deepseek_v32": {"num_key_value_heads": 4, "head_dim": 8} | INDEXER_SHAPE,
+    "glm_moe_dsa": {"num_key_value_heads": 4, "head_dim": 8, "indexer_types": ["full", "shared"]} | INDEXER_SHAPE,
     "afmoe": _WINDOWS,
     "cohere2": _WINDOWS,
     "cohere_compass_text": _WINDOWS

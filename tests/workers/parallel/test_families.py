@@ -34,7 +34,7 @@ from .training import ADAM, Layout, greedy, layout, supervised
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "gemma2", "gemma3")
 FUSED = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
 HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
-LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 PLAIN_SPARSE = ("ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe", "minimax_m2", "qwen2_moe")
 BY_TRANSFORMERS = ("cohere2",)

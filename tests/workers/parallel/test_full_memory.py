@@ -19,7 +19,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.parts import Dense
 from trainhouse.workers.worker.worker import Worker
 
-from ...tiny import tiny_model
+from ...tiny import LORA_ONLY, tiny_model
 from ..planner.test_estimate import ALL_KINDS, KNOBS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
 from .measuring import ACCOUNTING, Measured, measured
 
@@ -43,10 +43,6 @@ def take_step(where: Measured) -> None:
 def held(where: Measured) -> int:
     """Returns the most live bytes of any rank."""
     return max(where.of_each("alive"))
-
-
-# Their routers have a buffer that would be neither trained nor saved.
-LORA_ONLY = ("deepseek_v3", "glm4_moe_lite")
 
 
 @pytest.mark.parametrize("kind", sorted({*ALL_KINDS} - {*LORA_ONLY}))

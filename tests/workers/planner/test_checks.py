@@ -137,6 +137,12 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         MOE,
         "max_context_length 65536 exceeds the 40960 positions of M (no RoPE scaling): at most 40960",
     ),
+    "indexer": (
+        "--max-context-length 4096",
+        DENSE | {"model_type": "deepseek_v32", "max_position_embeddings": 163840},
+        "max_context_length 4096 exceeds the 2048 positions of M (its indexer chooses 2048 tokens for each, and only "
+        "attention to all is supported): at most 2048",
+    ),
     "dtype": ("--dtype float16", LLAMA, "dtype float16 is not supported: choose one of auto, float32, bfloat16"),
     "latent attention": (
         "--parallel tp=2",
@@ -222,11 +228,6 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "tp=3 does not divide 8 query heads of M; valid tp: 1, 2, 4, 8",
     ),
     "images": (
-        "--parallel single",
-        {"model_type": "mistral3", "vision_config": {}, "text_config": DENSE | {"model_type": "mistral"}},
-        "M: mistral3 models, which have parts for vision, are not supported: serve a text model",
-    ),
-    "other image model": (
         "--parallel single",
         DENSE | {"model_type": "qwen2_5_vl", "vision_config": {}},
         "M: qwen2_5_vl models, which have parts for vision, are not supported: serve a text model",

@@ -96,7 +96,8 @@ WINDOWED = (
 NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")
 PER_TOKEN = ("moe_topk", "moe_k", "num_experts_per_tok")
 FEATURES = ("moe_intermediate_size", "intermediate_size")
-LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", *INDEXED)
 # What families with Mamba-2 need in addition.
 OF_MAMBA: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 24, "num_local_experts": 0},
@@ -122,8 +123,10 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         pytest.skip("transformers has no defaults for these")
     if model_type in ("exaone4", "exaone_moe") and given.get("sliding_window", 0) is None and not kinds:
         pytest.skip("transformers divides by zero")
-    if model_type in LATENT:  # another name of theirs for the features that rotate
-        given = {key: value for key, value in given.items() if key != "head_dim"}
+    if model_type in INDEXED and given.get("q_lora_rank", 0) is None:
+        pytest.skip("transformers needs the latent queries")
+    if model_type in LATENT:  # other names of theirs for the features that rotate, and for experts
+        given = {key: value for key, value in given.items() if key not in ("head_dim", "num_experts")}
     theirs = AutoConfig.for_model(model_type, **given)
     ours = shape_of({"model_type": model_type, **given})
     compare_mixers(ours, theirs)
@@ -133,7 +136,7 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
     assert (ours.num_layers, ours.tied_embeddings, ours.max_positions) == (
         theirs.num_hidden_layers,
         theirs.tie_word_embeddings,
-        theirs.max_position_embeddings,
+        min(theirs.max_position_embeddings, getattr(theirs, "index_topk", theirs.max_position_embeddings)),
     )
     assert windows_of(ours) == expected_windows(model_type, theirs)
     compare_experts(model_type, ours, theirs)

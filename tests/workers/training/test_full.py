@@ -30,7 +30,7 @@ from trainhouse.workers.state.vectors import MOMENT_VECTORS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Glm4MoeConfig
 
-from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, TINY_SHAPE, tiny_model
+from ...tiny import FAMILY_KINDS, KINDS, LORA_ONLY, MORE_KINDS, TINY_SHAPE, tiny_model
 from ..adapted import relative_error
 from ..jobs import answers, job
 from .test_critic import plain_loss, some_values, value_request
@@ -121,7 +121,8 @@ def views(worker: Worker, run_id: str, vector: str = "weights") -> dict[str, Ten
     return {str(matrix.key): model.layout.view(vectors[vector], matrix.key) for matrix in model.layout.matrices}
 
 
-MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in (*MORE_KINDS, *FAMILY_KINDS, "cohere2", "qwen2_moe")]
+ALL_KINDS = (*MORE_KINDS, *FAMILY_KINDS, "cohere2", "qwen2_moe")
+MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in ALL_KINDS if kind not in LORA_ONLY]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])

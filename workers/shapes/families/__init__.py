@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from .bamba import BAMBA
-from .deepseek import DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4
+from .deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MISTRAL4
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone import EXAONE4, EXAONE_MOE
@@ -46,6 +46,8 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "mistral4": MISTRAL4,
+    "deepseek_v32": DEEPSEEK_V32,
+    "glm_moe_dsa": GLM_MOE_DSA,
     "granitemoehybrid": GRANITE4,
     "falcon_h1": FALCON_H1,
     "bamba": BAMBA,

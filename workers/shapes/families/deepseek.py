@@ -1,12 +1,13 @@
 """DeepSeek-V3 and models of its shape: latent attention, routed and shared experts; GLM-4.7-Flash and Mistral Small 4.
 
-https://arxiv.org/abs/2412.19437.
+DeepSeek-V3.2 and GLM-5 choose the tokens of attention by an indexer. https://arxiv.org/abs/2412.19437,
+https://arxiv.org/abs/2512.02556.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..parts import Dense, FeedForward, LatentAttention, Layer, RoutedExperts
+from ..parts import Dense, FeedForward, Indexer, LatentAttention, Layer, RoutedExperts
 from .config_reader import ConfigReader
 from .family import Family, dense, query_growth
 
@@ -20,6 +21,33 @@ def _layers_of_mistral4(config: ConfigReader) -> Sequence[Layer]:
     mixer, experts = replace(_attention(config), growth=query_growth(config)), experts_of(config)
     parts = feed_forwards(config, replace(experts, are_stacked=True))
     return [Layer(config.hidden, mixer, each) for each in parts]
+
+
+def _layers_of_deepseek_v32(config: ConfigReader) -> Sequence[Layer]:
+    return _indexed_layers(config, [False] * config.num_layers)
+
+
+def _layers_of_glm_moe_dsa(config: ConfigReader) -> Sequence[Layer]:
+    return _indexed_layers(config, [kind in ("shared", "S") for kind in _kinds_of_indexers(config)])
+
+
+def _kinds_of_indexers(config: ConfigReader) -> Sequence[str]:
+    """Returns the kind of each layer's indexer, as `indexer_types` or the letters of `index_topk_pattern` name it."""
+    pattern = config.get("index_topk_pattern")
+    named = config.names("indexer_types") or (list(pattern) if isinstance(pattern, str | list | tuple) else ())
+    if named:
+        return [str(kind) for kind in named]
+    step, first = config.number("index_topk_freq", 1), config.number("index_skip_topk_offset", 2, at_least=0)
+    counted = [max(number - first + 1, 0) for number in range(config.num_layers)]
+    return ["shared" if number % step else "full" for number in counted]
+
+
+def _indexed_layers(config: ConfigReader, share: Sequence[bool]) -> Sequence[Layer]:
+    """Returns layers with indexers. share: whether each layer takes what the last indexer has chosen."""
+    plain, sizes = _attention(config), [config.number(f"index_{name}") for name in ("n_heads", "head_dim", "topk")]
+    mixers = [replace(plain, indexer=Indexer(*sizes, is_shared=each), is_interleaved=True) for each in share]
+    parts = zip(mixers, feed_forwards(config, experts_of(config)), strict=True)
+    return [Layer(config.hidden, *each) for each in parts]
 
 
 def feed_forwards(config: ConfigReader, experts: RoutedExperts) -> Sequence[FeedForward]:
@@ -99,6 +127,39 @@ GLM4_MOE_LITE = Family(
         "first_k_dense_replace": 1,
         "max_position_embeddings": 202752,
         "mlp_layer_types": None,
+    },
+    settings=("kv_lora_rank",),
+)
+_INDEXED: Mapping[str, object] = {
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "mlp_layer_types": None,
+}
+DEEPSEEK_V32 = Family(
+    "DeepseekV32",
+    "deepseek_v32",
+    _layers_of_deepseek_v32,
+    {**_DEFAULTS, **_INDEXED, "max_position_embeddings": 163840},
+    settings=("kv_lora_rank",),
+)
+GLM_MOE_DSA = Family(
+    "GlmMoeDsa",
+    "glm_moe_dsa",
+    _layers_of_glm_moe_dsa,
+    {
+        **_DEFAULTS,
+        **_INDEXED,
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "index_n_heads": 32,
+        "max_position_embeddings": 202752,
     },
     settings=("kv_lora_rank",),
 )

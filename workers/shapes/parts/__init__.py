@@ -6,7 +6,7 @@ what a pass keeps. Plans, checks, sharding, adapters and caches are derived from
 
 from .dense import Dense
 from .gated_delta import GatedDelta
-from .latent_attention import LatentAttention
+from .latent_attention import Indexer, LatentAttention
 from .layer import PARTS, FeedForward, Layer, Mixer, Norms
 from .mamba import Mamba
 from .part import FLOAT32, CacheEntries, Divisible, Part, Placement, Share, Weight
@@ -22,6 +22,7 @@ __all__ = [
     "Divisible",
     "FeedForward",
     "GatedDelta",
+    "Indexer",
     "LatentAttention",
     "Layer",
     "Mamba",

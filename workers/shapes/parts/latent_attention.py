@@ -11,8 +11,32 @@ from ...protocol.parallel_spec import ParallelSpec
 from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
 from .query_growth import QueryGrowth
 
-_NAME = "self_attn"
+_NAME, _INDEXER = "self_attn", "self_attn.indexer"
 _ROWS, _COLUMNS, _WHOLE = Placement("self_attn", 0), Placement("self_attn", 1), Placement("self_attn", None)
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """Chooses the tokens that a token attends to: https://arxiv.org/abs/2512.02556.
+
+    heads, head_dim: of its queries. most: how many tokens it chooses; in sequences of no more it chooses all, so that
+    its weights have no effect. is_shared: whether the layer has no weights of its own, and takes what the last layer
+    with some has chosen.
+    """
+
+    heads: int
+    head_dim: int
+    most: int
+    is_shared: bool = False
+
+    def weights(self, hidden: int, query_rank: int) -> Iterator[Weight]:
+        if self.is_shared:
+            return
+        yield Weight(f"{_INDEXER}.wq_b.weight", (self.heads * self.head_dim, query_rank), _WHOLE)
+        yield Weight(f"{_INDEXER}.wk.weight", (self.head_dim, hidden), _WHOLE)
+        yield Weight(f"{_INDEXER}.k_norm.weight", (self.head_dim,))
+        yield Weight(f"{_INDEXER}.k_norm.bias", (self.head_dim,))
+        yield Weight(f"{_INDEXER}.weights_proj.weight", (self.heads, hidden))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +48,8 @@ class LatentAttention:
     is_interleaved: whether the rotated pairs of features are neighbours.
     bias: whether the projections to latent vectors and the one after attention have biases.
     growth: how queries grow with their positions, None if they do not. It is the same in all layers.
+    indexer: chooses the tokens that a token attends to; None for all. Sequences in which it does not choose all are not
+    supported.
     """
 
     hidden: int
@@ -36,6 +62,7 @@ class LatentAttention:
     is_interleaved: bool = True
     bias: bool = False
     growth: QueryGrowth | None = None
+    indexer: Indexer | None = None
     module: str = "Attention"
     name: str = _NAME
 
@@ -82,6 +109,9 @@ class LatentAttention:
         yield self._weight("kv_b_proj.weight", (self.heads * (self.plain_dim + self.value_dim), self.kv_rank))
         yield self._weight("o_proj.weight", (self.hidden, self.heads * self.value_dim), "o_proj")
         yield from self._biases("o_proj.bias", self.hidden)
+        if self.indexer is not None:
+            assert self.query_rank is not None
+            yield from self.indexer.weights(self.hidden, self.query_rank)
 
     def _weight(self, name: str, shape: tuple[int, ...], *adapters: str) -> Weight:
         path = f"{_NAME}.{name}"

@@ -9,6 +9,8 @@ from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     Cohere2Config,
+    CohereCompassTextConfig,
+    CohereConfig,
     DeepseekV3Config,
     DeepseekV32Config,
     Dots1Config,
@@ -89,6 +91,8 @@ FAMILY_KINDS = (
 LORA_ONLY = ("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 # Families that differ from these in few settings of their layers.
 PLAIN_KINDS = (
+    "cohere",
+    "cohere2",
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
@@ -112,7 +116,7 @@ PLAIN_KINDS = (
     "solar_open",
 )
 # Run by transformers' modules.
-OTHER_KINDS = ("cohere2",)
+OTHER_KINDS = ("cohere_compass",)
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -189,6 +193,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 # Short, so that positions of a test pass it.
 YARN_ROPE = {
@@ -281,6 +287,10 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "cohere2":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             return Cohere2Config(**(kinds | {"logit_scale": 0.3} | shape))
+        case "cohere_compass":
+            kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+            kinds["rope_parameters"] = {"sliding_attention": DEFAULT_ROPE, "full_attention": DEFAULT_ROPE}
+            return CohereCompassTextConfig(**(kinds | {"logit_scale": 0.3} | shape))
         case _:
             return _plain_config(kind, **overrides)
 
@@ -292,6 +302,7 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
     of_deepseek: dict[str, Any] = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
     of_deepseek |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
     configs: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
+        "cohere": (CohereConfig, {"use_qk_norm": True, "logit_scale": 0.3}),
         "dots1": (Dots1Config, windows | of_deepseek | {"head_dim": 16}),
         "ernie4_5": (Ernie4_5Config, {"use_bias": True}),
         "ernie4_5_moe": (

@@ -170,7 +170,7 @@ def _is_recognised(trunk: Any, shape: ModelShape) -> bool:
     is_plain = type(embedding) is nn.Embedding
     return (
         (is_plain if family.embedding is None else family.defines(embedding, family.embedding))
-        and family.defines(getattr(trunk, family.last_norm, None), "RMSNorm")
+        and family.defines(getattr(trunk, family.last_norm, None), family.norm)
         and _has_fixed_rotations(trunk, shape)
         and all(is_recognised(*pair, family) for pair in zip(trunk.layers, shape.layers, strict=True))
     )

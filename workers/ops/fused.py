@@ -50,7 +50,7 @@ class RmsNorm:
     def add_gradient(self, grad: Tensor, x: Tensor, inverse: Tensor) -> None:
         """Adds to the parameter's gradient, if it has one, given the gradient of the norm's output [..., size]."""
         if self.parameter.grad is not None:
-            along = (grad * x).mul_(inverse).flatten(0, -2).sum(0)
+            along = (grad * x).mul_(inverse).flatten(0, -1 - self.weight.dim()).sum(0)
             self._own_of(self.parameter.grad).add_(along)
 
     def _own_of(self, whole: Tensor) -> Tensor:

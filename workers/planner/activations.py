@@ -113,6 +113,8 @@ class _BytesPerToken:
 
     def _kept_by(self, layer: Layer) -> float:
         of_parts = sum(part.kept_bytes(self._share) for part in layer.parts)
+        if layer.is_parallel and not self._share.gathers_stream:
+            of_parts -= self._number * layer.hidden  # its parts have the same input
         return self._stream * len(layer.norms.names) + of_parts
 
     def _running_again(self) -> float:

@@ -20,8 +20,8 @@ from ..adapted import Adapted, relative_error
 
 NUM_LAYERS = 4
 LAST = NUM_LAYERS - 1
-FUSED_KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3")
-UNFUSED_KIND = "cohere2"
+FUSED_KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "cohere2")
+UNFUSED_KIND = "cohere_compass"
 KINDS = (*FUSED_KINDS, UNFUSED_KIND)
 LENGTHS = [7, 5, 5, 1]
 
@@ -31,7 +31,8 @@ class Target:
 
     def __init__(self, kind: str, directory: Path) -> None:
         torch.manual_seed(0)
-        windows = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere2") else {}
+        has_windows = kind in ("gemma3", "cohere2", "cohere_compass")
+        windows = {"layer_types": ["sliding_attention", "full_attention"] * 2} if has_windows else {}
         config = tiny_config(kind, num_hidden_layers=NUM_LAYERS, **windows)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():

@@ -89,11 +89,13 @@ def target_tokens() -> Iterator[list[int]]:
 @pytest.mark.slow
 @with_each_algorithm
 @pytest.mark.parametrize("knobs", [{}, SMALL, {"dtype": "bfloat16"}], ids=["one", "micro-batches", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "cohere2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "cohere_compass"])
 def test_stored_features_train_like_the_target_bit_for_bit(
     algorithm: Algorithm, knobs: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
-    windows: Any = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere2") else {}
+    windows: Any = (
+        {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere_compass") else {}
+    )
     tiny_model(kind, tmp_path / "model", num_hidden_layers=4, **windows)
     worker = new_worker(tmp_path / "model", **knobs)
     create_draft(worker, algorithm=algorithm)

@@ -54,7 +54,7 @@ class Bench:
         self, algorithm: Algorithm, kind: str, directory: Path, draft_tokens: Sequence[int] | None = None
     ) -> None:
         alternate = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-        windows: Any = alternate if kind in ("gemma3", "gemma3_capped", "cohere2") else {}
+        windows: Any = alternate if kind in ("gemma3", "gemma3_capped", "cohere2", "cohere_compass") else {}
         tiny_model(kind, directory, num_hidden_layers=4, vocab_size=VOCABULARY, **windows)
         self.worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1))
         self.theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
@@ -129,6 +129,7 @@ def some_data() -> list[Datum]:
         ("eagle3", "qwen3", None),
         ("eagle3", "gemma3", None),
         ("eagle3", "cohere2", None),
+        ("eagle3", "cohere_compass", None),
         ("eagle3", "gemma3_capped", None),
         ("dflash", "gemma3_capped", None),
         ("dflash", "llama", None),

@@ -83,7 +83,7 @@ def packed() -> tuple[Tensor, Tensor, Packing]:
 def transformers_forward(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
     trunk: Any = bench.base.trunk
     output = trunk(input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing)
-    return output.last_hidden_state[0]
+    return output.last_hidden_state[0] * logit_scale_of(bench.base.config)
 
 
 def fused_forward(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:

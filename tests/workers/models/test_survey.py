@@ -246,7 +246,7 @@ def test_recurrent_layers_are_found_at_load(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe", "cohere2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe", "cohere2", "cohere_compass"])
 def test_leaks_between_packed_sequences_are_found(
     kind: str, dtype: Any, tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from trainhouse.workers.ops.fused import (
     rotate_heads,
     swiglu,
 )
+from trainhouse.workers.ops.layer_norm import LayerNorm, layer_norm
 
 from ..adapted import relative_error
 
@@ -40,6 +41,18 @@ def rotation() -> Rotation:
 
 def naive_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def naive_layer_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return naive_norm(x - x.mean(-1, keepdim=True), weight)
+
+
+def centering(weight: Tensor) -> LayerNorm:
+    return LayerNorm(weight, torch.tensor(EPS))
+
+
+def weights_of_heads(dtype: torch.dtype) -> Tensor:
+    return (1 + 0.5 * random(HEADS, SIZE, seed=9)).to(dtype)
 
 
 def naive_rotation(x: Tensor) -> Tensor:
@@ -70,6 +83,16 @@ CASES: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
     "rotate_heads with norm": (
         lambda x: rotate_heads(x, rotation(), norm(x.dtype)),
         lambda x: naive_rotation(naive_norm(x, weight(x.dtype))),
+        [(TOKENS, HEADS, SIZE)],
+    ),
+    "layer_norm": (
+        lambda x: layer_norm(x, centering(weight(x.dtype))),
+        lambda x: naive_layer_norm(x, weight(x.dtype)),
+        [(TOKENS, SIZE)],
+    ),
+    "layer_norm with weights for each head": (
+        lambda x: layer_norm(x, centering(weights_of_heads(x.dtype))),
+        lambda x: naive_layer_norm(x, weights_of_heads(x.dtype)),
         [(TOKENS, HEADS, SIZE)],
     ),
     "swiglu": (swiglu, lambda gate, up: silu(gate) * up, [(TOKENS, SIZE)] * 2),

@@ -37,7 +37,7 @@ HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 PLAIN_SPARSE = ("ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe", "minimax_m2", "qwen2_moe")
-BY_TRANSFORMERS = ("cohere2",)
+BY_TRANSFORMERS = ("cohere_compass",)
 CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("phi3", "single", "each"),
     ("gemma3", "single", "each"),
@@ -48,6 +48,7 @@ CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("deepseek_v3", "tp=2", "shared"),
 )
 MATRIX = [(kind, spec, "each") for kind in (*DENSE, *SPARSE, *PLAIN_KINDS) for spec in ("single", "tp=2")]
+MATRIX += [(kind, spec, "each") for kind in ("gemma2", "cohere", "cohere2") for spec in ("sp=2", "fsdp=2")]
 MATRIX += [(kind, "ep=2", "each") for kind in (*SPARSE, *PLAIN_SPARSE)]
 MATRIX += [(kind, spec, "each") for kind in BY_TRANSFORMERS for spec in ("single", "replicas=2")]
 MATRIX += [(kind, "single", "shared") for kind in (*SPARSE, *PLAIN_SPARSE)]
@@ -184,7 +185,7 @@ def close(ours: Any, theirs: Any) -> bool:
 def test_families_without_our_layers_support_only_replicas(kind: str, tiny_models: Mapping[str, Path]) -> None:
     model = read_model(ServedModel("m", str(tiny_models[kind])))
     for spec in ("tp=2", "sp=2", "fsdp=2", "ep=2"):
-        with pytest.raises(ValueError, match=f"{spec}: {kind} models such as m support only replicas"):
+        with pytest.raises(ValueError, match=f"{spec}: {model.model_type} models such as m support only replicas"):
             check_layout(ParallelSpec.parse(spec), model)
 
 

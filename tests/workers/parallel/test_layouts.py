@@ -93,7 +93,11 @@ FAMILIES = (
         for spec in ("replicas=2", "tp=2", "sp=2", "fsdp=2", "replicas=2,fsdp=2", "fsdp=2,tp=2", "sp=2,tp=2")
     ),
     Case("tp=2", "phi3", "whole"),
-    *(Case(spec, kind) for kind in ("olmo2", "gemma3") for spec in ("tp=2", "fsdp=2,tp=2", "sp=2,tp=2")),
+    *(
+        Case(spec, kind)
+        for kind in ("olmo2", "gemma2", "gemma3", "cohere")
+        for spec in ("tp=2", "fsdp=2,tp=2", "sp=2,tp=2")
+    ),
     Case("tp=2", "olmo2", "whole"),
     *(Case(spec, kind) for kind in ("mixtral", "qwen3_moe_mixed") for spec in ("tp=2", "fsdp=2,ep=2", "ep=2,tp=2")),
 )

@@ -218,9 +218,9 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "another forward": (
         "--activations recompute",
-        DENSE | {"model_type": "cohere2", "logit_scale": 0.25},
-        "activations recompute: cohere2 models such as M run with transformers' own forward, which keeps all "
-        "activations: leave out --activations recompute",
+        DENSE | {"model_type": "cohere_compass_text", "logit_scale": 0.25},
+        "activations recompute: cohere_compass_text models such as M run with transformers' own forward, which keeps "
+        "all activations: leave out --activations recompute",
     ),
     "text heads of an image model": (
         "--parallel tp=3",

@@ -90,7 +90,7 @@ SPARSE = (
 # Families whose windows follow `layer_types`.
 WINDOWED = (
     *("qwen2", "qwen2_moe", "qwen3", "gemma3_text", "olmo3", "exaone4", "exaone_moe", "ministral", "smollm3", "dots1"),
-    *("gpt_oss", "gemma2"),
+    *("gpt_oss", "gemma2", "cohere2"),
 )
 # Their names of numbers of experts, of those that a token uses, and of features.
 NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")

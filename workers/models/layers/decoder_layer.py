@@ -74,6 +74,7 @@ class DecoderLayer:
         self._mixers = [_mixer(part, module, number, family, mesh) for part in layer.mixers]
         feed_forward = layer.feed_forward
         self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, module, mesh)
+        self._is_parallel = layer.is_parallel
         self._scales = layer.scales or (1.0,) * len(layer.parts)
 
     @property
@@ -109,6 +110,10 @@ class DecoderLayer:
             the same pair after this layer.
         """
         names = self._names
+        if self._is_parallel:
+            hidden, x = self._add_norm(hidden, update, names.before_mixer)
+            assert self._feed_forward is not None
+            return hidden, self._mixed(x, rotations, packing, stream) + self._feed_forward.forward(x, stream)
         if self._mixers:
             hidden, x = self._add_norm(hidden, update, names.before_mixer)
             update = self._normed(self._mixed(x, rotations, packing, stream), names.after_mixer)
@@ -144,7 +149,7 @@ def is_recognised(module: Any, layer: Layer, family: Family) -> bool:
     norms = [getattr(module, name, None) for name in layer.norms.names]
     return (
         family.defines(module, family.layer)
-        and all(family.defines(norm, "RMSNorm") for norm in norms)
+        and all(family.defines(norm, family.norm) for norm in norms)
         and all(_is_part(part, getattr(module, part.name, None), family) for part in layer.parts)
     )
 

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from ...ops.fused import RmsNorm, add_rms_norm, rms_norm
+from ...ops.layer_norm import LayerNorm, layer_norm
 
 
 def norm_of(module: Any, adds_one: bool) -> RmsNorm:
     """Returns the norm of transformers' module. `adds_one`: whether 1 is added to its weight."""
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    return RmsNorm(module.weight, torch.tensor(eps, device=module.weight.device), adds_one)
+    kind = LayerNorm if type(module).__name__.endswith("LayerNorm") else RmsNorm
+    return kind(module.weight, torch.tensor(eps, device=module.weight.device), adds_one)
 
 
 def add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
@@ -19,6 +21,9 @@ def add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tup
     if norm is None:
         total = hidden if update is None else hidden + update
         return total, total
+    if isinstance(norm, LayerNorm):
+        total = hidden if update is None else hidden + update
+        return total, layer_norm(total, norm)
     if update is None:
         return hidden, rms_norm(hidden, norm)
     return add_rms_norm(hidden, update, norm)

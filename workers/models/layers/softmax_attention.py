@@ -8,6 +8,7 @@ from torch import Tensor
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
 from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
+from ...ops.layer_norm import LayerNorm, layer_norm
 from ...parallel.mesh import Mesh
 from ...parallel.norms import ShardedHeadNorms
 from ...shapes.families import Family
@@ -47,7 +48,7 @@ class SoftmaxMixer:
         has_same_norms = len(norms) == (2 if part.norms_heads is not None else 0)
         is_alike = hasattr(module, "qkv_proj") == part.is_fused and hasattr(module, "sinks") == part.has_sinks
         has_same_cap = getattr(module, "attn_logit_softcapping", None) == part.score_cap
-        return is_alike and has_same_cap and has_same_norms and all(family.defines(norm, "RMSNorm") for norm in norms)
+        return is_alike and has_same_cap and has_same_norms and all(family.defines(norm, family.norm) for norm in norms)
 
     def refresh(self, are_original: bool) -> None:
         self._merged.refresh(are_original)
@@ -58,7 +59,7 @@ class SoftmaxMixer:
 
     def merge(self, merge: Merge) -> None:
         module, part = self._module, self._part
-        if part.is_fused or part.is_gated or part.norms_after_rotation or self._joint_norms is not None:
+        if part.is_fused or part.is_gated or part.norms_after_rotation or part.norms_heads in ("together", "apart"):
             return
         self._merged.merge(merge, [module.q_proj, module.k_proj, module.v_proj])
         if self._query_norm is not None and self._key_norm is not None:
@@ -106,6 +107,8 @@ class SoftmaxMixer:
 
     def _rotated(self, heads: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
         """Rotates [tokens, heads, head_dim], and applies each head's norm, if there is one."""
+        if isinstance(norm, LayerNorm):
+            heads, norm = layer_norm(heads, norm), None
         if self._part.is_interleaved:
             heads = pairs_apart(heads, self._part.rotary_dim)
         if norm is None and self._part.rotation is None:

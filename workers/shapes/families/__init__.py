@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from .bamba import BAMBA
+from .cohere import COHERE, COHERE2
 from .deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MISTRAL4
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
@@ -70,6 +71,8 @@ FAMILIES: Mapping[str, Family] = {
     "helium": HELIUM,
     "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
     "hunyuan_v1_moe": HUNYUAN_V1_MOE,
+    "cohere": COHERE,
+    "cohere2": COHERE2,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,

@@ -37,6 +37,7 @@ class Family:
     defaults: values of fields that a config.json may leave out, in addition to DEFAULTS.
     trunk, rotary: suffixes of the classes of the model without its head, and of its rotations.
     embedding: the same of its embedding; None = torch's embedding. layer: the same of its layers.
+    norm: the suffix of the class of its norms.
     last_norm, embedding_name: the names of the norm after all layers, and of the embedding.
     embedding_scale_key: the config's field for a factor of the embedding's output.
     norm_weight_plus_one: whether 1 is added to the weights of norms.
@@ -54,6 +55,7 @@ class Family:
     rotary: str = "RotaryEmbedding"
     embedding: str | None = None
     layer: str = "DecoderLayer"
+    norm: str = "RMSNorm"
     last_norm: str = "norm"
     embedding_name: str = "embed_tokens"
     embedding_scale_key: str = "embedding_multiplier"

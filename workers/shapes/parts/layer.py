@@ -47,7 +47,8 @@ class Layer:
     """A decoder layer. hidden: features of the residual stream.
 
     mixer, feed_forward: one of them may be missing. second_mixer: another one of the same input, whose output is added.
-    scales: by which the outputs of `parts` are multiplied; empty for 1.
+    scales: by which the outputs of `parts` are multiplied; empty for 1. is_parallel: whether the feed-forward part has
+    the mixer's input, and both outputs are added; there is no norm but the first one.
     """
 
     hidden: int
@@ -56,6 +57,7 @@ class Layer:
     norms: Norms = Norms()
     second_mixer: Mixer | None = None
     scales: tuple[float, ...] = ()
+    is_parallel: bool = False
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

@@ -10,6 +10,7 @@ from .query_growth import QueryGrowth
 
 _NAME = "self_attn"
 _ROWS, _COLUMNS = Placement("self_attn", 0), Placement("self_attn", 1)
+_WHOLE_ROWS = Placement("self_attn", 0, is_gathered=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,8 @@ class SoftmaxAttention:
     growth: how queries grow with their positions, None if they do not. Layers with the same rotations have the same.
     qkv_bias, output_bias: whether the projections to queries, keys and values, and the one after attention, have
     biases.
-    norms_heads: whether queries and keys have a norm, over each head or over all heads together. head_norms: where
+    norms_heads: whether queries and keys have a norm: over each head with weights that all heads share, or that are
+    each head's own ("apart"), or over all heads together. head_norms: where
     these norms are. norms_after_rotation: whether they are applied to rotated heads.
     is_fused: whether one projection computes queries, keys and values.
     is_gated: whether the projection to queries also computes gates for the output, head by head.
@@ -41,7 +43,7 @@ class SoftmaxAttention:
     growth: QueryGrowth | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    norms_heads: Literal["each", "together"] | None = None
+    norms_heads: Literal["each", "apart", "together"] | None = None
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_after_rotation: bool = False
     is_fused: bool = False
@@ -62,7 +64,7 @@ class SoftmaxAttention:
         f"{_NAME}.v_proj.bias": _ROWS,
         f"{_NAME}.qkv_proj.weight": _ROWS,
         f"{_NAME}.o_proj.weight": _COLUMNS,
-        f"{_NAME}.sinks": Placement("self_attn", 0, is_gathered=False),
+        f"{_NAME}.sinks": _WHOLE_ROWS,
     }
 
     def __str__(self) -> str:
@@ -92,7 +94,10 @@ class SoftmaxAttention:
             yield self._weight("o_proj.bias", (self.hidden,))
         if self.has_sinks:
             yield self._weight("sinks", (self.heads,))
-        if self.norms_heads:
+        if self.norms_heads == "apart":
+            for name, heads in zip(self.head_norms, (self.heads, self.kv_heads), strict=True):
+                yield Weight(f"{self.name}.{name}.weight", (heads, self.head_dim), _WHOLE_ROWS)
+        elif self.norms_heads:
             is_joint = self.norms_heads == "together"
             for name, size in zip(self.head_norms, (self._queries, self._keys), strict=True):
                 yield self._weight(f"{name}.weight", (size if is_joint else self.head_dim,))
@@ -120,7 +125,7 @@ class SoftmaxAttention:
         norms = 0
         if self.norms_heads:
             queries, keys = queries + heads * self.head_dim, keys + kv_heads * self.head_dim
-            norms = FLOAT32 * (heads + kv_heads if self.norms_heads == "each" else 2)
+            norms = FLOAT32 * (2 if self.norms_heads == "together" else heads + kv_heads)
         if self.is_gated:
             queries += 2 * heads * self.head_dim  # the gates' sigmoids, and the output before it is gated
         if share.ulysses > 1:

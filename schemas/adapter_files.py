@@ -3,12 +3,12 @@
 peft and vLLM read pairs of matrices named after the weights that they adapt, those of each expert by themselves, unless
 the files of the model have the weights of all experts of a layer as one tensor: then a pair adapts all of them. The
 official service's adapters, which tinker-cookbook converts and merges, have the matrices of all experts of a layer as
-one tensor: w1 for gate, w2 for down, w3 for up.
+one tensor: w1 for gate, w2 for down, w3 for up; if experts have no gates, w1 for up.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from .tensor_file import FileTensor, TensorFile, write_tensors
 WEIGHTS, CONFIG, DESCRIPTION = "adapter_model.safetensors", "adapter_config.json", "trainhouse.json"
 PREFIX = "base_model.model."
 
-STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_STACKED_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_STACKED_NAMES_WITHOUT_GATES = {"up_proj": "w1", "down_proj": "w2"}
 _MATRIX = re.compile(r"(?P<path>.+)\.(?P<side>lora_[AB])\.weight")
 _OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)")
 _OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>w[123])")
@@ -92,24 +93,38 @@ def pairs_of(file: TensorFile) -> dict[str, Pair]:
     return pairs
 
 
-def stacked_name(name: str) -> tuple[str, int] | None:
-    """Returns the name of the tensor that has this matrix of an expert among those of all, and its place there.
+def stacked_names(has_gate: bool) -> Mapping[str, str]:
+    """Returns by linear layer of an expert the name of the tensor with the matrices of all experts."""
+    return _STACKED_NAMES if has_gate else _STACKED_NAMES_WITHOUT_GATES
 
-    Returns None for other matrices.
+
+def stacked_places(names: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """Returns by name of an expert's matrix the tensor that has those of all experts, and its place there.
+
+    Args:
+        names: of all matrices of an adapter; other matrices than of experts are left out.
     """
-    match = _MATRIX.fullmatch(name)
-    of_expert = _OF_EXPERT.fullmatch(match["path"]) if match else None
-    if match is None or of_expert is None or of_expert["linear"] not in STACKED_NAMES:
-        return None
-    path = f"{of_expert['experts']}.{STACKED_NAMES[of_expert['linear']]}"
-    return f"{path}.{match['side']}.weight", int(of_expert["number"])
+    matched = ((name, _MATRIX.fullmatch(name)) for name in names)
+    of_experts = [
+        (name, match["side"], of_expert)
+        for name, match in matched
+        if match is not None and (of_expert := _OF_EXPERT.fullmatch(match["path"])) is not None
+    ]
+    with_gates = {of_expert["experts"] for _, _, of_expert in of_experts if of_expert["linear"] == "gate_proj"}
+    places: dict[str, tuple[str, int]] = {}
+    for name, side, of_expert in of_experts:
+        stacked = stacked_names(of_expert["experts"] in with_gates).get(of_expert["linear"])
+        if stacked is not None:
+            places[name] = f"{of_expert['experts']}.{stacked}.{side}.weight", int(of_expert["number"])
+    return places
 
 
 def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
     tensors: dict[str, FileTensor] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
+    places = stacked_places(file)
     for name in file:
-        if (place := stacked_name(name)) is None:
+        if (place := places.get(name)) is None:
             tensors[name] = file.copied(name)
         else:
             stacks.setdefault(place[0], {})[place[1]] = file[name]
@@ -119,15 +134,14 @@ def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
 
 
 def _for_peft(file: TensorFile, description: Mapping[str, Any]) -> dict[str, FileTensor]:
-    linears = description.get("expert_linears") or {stacked: name for name, stacked in STACKED_NAMES.items()}
     pairs = pairs_of(file)
-    for path, (a, b) in [*pairs.items()]:
-        match = _OF_ALL_EXPERTS.fullmatch(path)
-        if match is not None:
-            del pairs[path]
-            linear = linears[match["linear"]]
-            of_each = enumerate(expert_pairs(a, b))
-            pairs |= {f"{match['experts']}.{number}.{linear}": pair for number, pair in of_each}
+    stacks = [match for path in pairs if (match := _OF_ALL_EXPERTS.fullmatch(path)) is not None]
+    with_gates = {match["experts"] for match in stacks if match["linear"] == "w3"}
+    for match in stacks:
+        usual = {stacked: name for name, stacked in stacked_names(match["experts"] in with_gates).items()}
+        linear = (description.get("expert_linears") or usual)[match["linear"]]
+        of_each = enumerate(expert_pairs(*pairs.pop(match[0])))
+        pairs |= {f"{match['experts']}.{number}.{linear}": pair for number, pair in of_each}
     for fused, parts in description.get("fused_projections", {}).items():
         for layer in [path.removesuffix(f".{parts[0]}") for path in pairs if path.endswith(f".{parts[0]}")]:
             pairs[f"{layer}.{fused}"] = block_diagonal([pairs.pop(f"{layer}.{part}") for part in parts])

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     BambaConfig,
     Cohere2Config,
@@ -28,7 +29,10 @@ from transformers import (
     GlmConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
@@ -83,14 +87,21 @@ FAMILY_KINDS = (
     "glm_moe_dsa",
     "gpt_oss",
     "granite4",
+    "granite4_moe",
     "falcon_h1",
     "bamba",
     "nemotron_h",
+    "nemotron_h_moe",
+    "nemotron_h_latent",
 )
 # Those with a buffer of their router that full fine-tuning would not save.
-LORA_ONLY = ("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
+LORA_ONLY = (
+    *("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+    *("nemotron_h_moe", "nemotron_h_latent"),
+)
 # Families that differ from these in few settings of their layers.
 PLAIN_KINDS = (
+    "arcee",
     "cohere",
     "cohere2",
     "dots1",
@@ -102,6 +113,9 @@ PLAIN_KINDS = (
     "glm",
     "glm4",
     "glm4_moe",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
@@ -274,6 +288,9 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             scalars = {"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22}
             sizes = {"shared_intermediate_size": 96, "attention_multiplier": 0.1}
             return GraniteMoeHybridConfig(**(kinds | scalars | sizes | MAMBA_SHAPE | shape))
+        case "granite4_moe":
+            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+            return tiny_config("granite4", **(experts | overrides))
         case "falcon_h1":
             norm = {"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
             return FalconH1Config(**(norm | MULTIPLIERS | MAMBA_SHAPE | shape))
@@ -284,6 +301,12 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             sizes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8}
             known = {name: value for name, value in shape.items() if name != "num_hidden_layers"}
             return NemotronHConfig(**(kinds | sizes | known))
+        case "nemotron_h_moe" | "nemotron_h_latent":
+            kinds = {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+            sizes = {"n_routed_experts": 4, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48}
+            groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
+            latent = {"moe_latent_size": 40 if kind == "nemotron_h_latent" else None}
+            return tiny_config("nemotron_h", **(kinds | sizes | groups | latent | overrides))
         case "cohere2":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             return Cohere2Config(**(kinds | {"logit_scale": 0.3} | shape))
@@ -301,7 +324,10 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
     of_deepseek: dict[str, Any] = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
     of_deepseek |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    of_granite: dict[str, Any] = {"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22}
+    of_granite |= {"attention_multiplier": 0.1, "num_local_experts": 4, "num_experts_per_tok": 2}
     configs: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
+        "arcee": (ArceeConfig, {"mlp_bias": True}),
         "cohere": (CohereConfig, {"use_qk_norm": True, "logit_scale": 0.3}),
         "dots1": (Dots1Config, windows | of_deepseek | {"head_dim": 16}),
         "ernie4_5": (Ernie4_5Config, {"use_bias": True}),
@@ -318,6 +344,12 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
         "glm": (GlmConfig, {}),
         "glm4": (Glm4Config, {}),
         "glm4_moe": (Glm4MoeConfig, of_deepseek | {"use_qk_norm": True, "attention_bias": True}),
+        "granite": (GraniteConfig, of_granite),
+        "granitemoe": (GraniteMoeConfig, of_granite | {"intermediate_size": 32}),
+        "granitemoeshared": (
+            GraniteMoeSharedConfig,
+            of_granite | {"intermediate_size": 32, "shared_intermediate_size": 48},
+        ),
         "helium": (HeliumConfig, {}),
         "hunyuan_v1_dense": (HunYuanDenseV1Config, {"attention_bias": True, "rope_parameters": ALPHA_ROPE}),
         "hunyuan_v1_moe": (HunYuanMoEV1Config, {"num_experts": 4, "moe_topk": 2}),

@@ -35,7 +35,7 @@ class PeftFormat:
             described["tied_head"] = {"head": adapter.unembed_name, "embedding": adapter.tied_embedding}
         if adapter.shares_factors:
             sharing = [target for target in adapter.targets if target.shared is not None]
-            described["expert_linears"] = {target.stacked_kind: target.saved_kind for target in sharing}
+            described["expert_linears"] = {target.stacked_as: target.saved_kind for target in sharing}
         if (experts := adapter.stacked_experts) is not None:
             described["stacked_experts"] = {"alternates": experts.alternates, "is_transposed": experts.is_transposed}
         if fused := _fused_projections(adapter.targets):

@@ -18,7 +18,7 @@ from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..lora import Adapter, LoraLayers
 from ..lora.adapter import layout_of, pair_of
-from ..lora.target import Target
+from ..lora.target import GATE_UP, Target
 from . import TrainedState, save
 from .trained_state import FlatTensors
 
@@ -90,7 +90,7 @@ def _shares_factors(tensors: Mapping[str, Tensor]) -> bool:
 
 def _unstacked(tensors: Mapping[str, Tensor], every: Sequence[Target]) -> dict[str, Tensor]:
     """Returns the tensors with stacked ones split into one per expert, under the names of peft."""
-    linears = {each.stacked_kind: each.saved_kind for each in every if each.num_experts is not None}
+    linears = {each.stacked_as: each.saved_kind for each in every if each.num_experts is not None}
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         matched = _STACKED.fullmatch(name)
@@ -136,9 +136,9 @@ def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Tar
 
     peft stores A as [experts * rank, in] and B as [out, rank * experts]; gate and up have one rank or one each.
     """
-    gate, up, down = (kinds[kind] for kind in ("gate_proj", "up_proj", "down_proj"))
-    num = gate.num_experts or 1
-    for targets in ((gate, up), (down,)):
+    before, down = [kinds[kind] for kind in GATE_UP if kind in kinds], kinds["down_proj"]
+    num = down.num_experts or 1
+    for targets in (before, [down]):
         out = sum(target.out_features for target in targets)
         num_rows, fits = len(a) // num, a.shape[1] == targets[0].in_features and len(b) == out
         if fits and num_rows in (rank, rank * len(targets)) and b.shape[1] == len(a) == num_rows * num:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...schemas.adapter_files import stacked_name
+from ...schemas.adapter_files import stacked_places
 from ...schemas.errors import OperationError
 from .description import few
 
@@ -99,9 +99,8 @@ class SavedTensors(Mapping[str, Tensor]):
 def _stacks(wanted: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
     """Returns the matrices of experts by the tensor that may have those of all, and by their place in it."""
     stacks: dict[str, dict[int, str]] = {}
-    for name in wanted:
-        if (place := stacked_name(name)) is not None:
-            stacks.setdefault(place[0], {})[place[1]] = name
+    for name, (stack, place) in stacked_places(wanted).items():
+        stacks.setdefault(stack, {})[place] = name
     return stacks
 
 

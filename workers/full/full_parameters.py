@@ -12,7 +12,7 @@ from ..state.parameter import DimensionSplit, ExpertParameter, ModelParameter
 from ..state.program import Program
 
 # The linear layers that are stacked in each expert parameter of transformers.
-_PACKED = {"gate_up_proj": slice(0, 2), "down_proj": slice(2, 3)}
+_PACKED = {"gate_up_proj": slice(0, 2), "up_proj": slice(0, 1), "down_proj": slice(-1, None)}
 
 
 def parameters_of(base: BaseModel, program: Program) -> list[ModelParameter]:
@@ -44,8 +44,9 @@ def _checkpoint_name(base: BaseModel, name: str) -> str:
     if block is None:
         return name
     assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
-    layer = block.removesuffix("mlp.")
-    return f"{layer}{base.shape.experts.saved_block}.{name.removeprefix(block)}"
+    part = base.shape.experts
+    layer = block.removesuffix(f"{part.name}.")
+    return f"{layer}{part.saved_block or part.name}.{name.removeprefix(block)}"
 
 
 def _are_stacked(base: BaseModel) -> bool:

@@ -1,4 +1,4 @@
-"""Adds adapters to the experts of sparse layers: each expert's gate, up and down has a pair of matrices.
+"""Adds adapters to the experts of sparse layers: each expert's gate, if any, up and down have a pair of matrices each.
 
 Pairs of token and expert are sorted by expert and adapter, so one grouped product (see ../ops/grouped_gemm.py) covers
 the matrices of all experts of several adapters. Matrices that the experts share are multiplied by token, see
@@ -17,7 +17,7 @@ from ..ops.grouped_gemm import GroupedRows
 from .adapter import Adapter
 from .segment import Segment
 from .shared_factors import SharedFactors, SharedGroup, SharedTerms, width_of
-from .target import DOWN, GATE_UP
+from .target import DOWN, feature_kinds
 
 # On CUDA, ranks are padded to a multiple of this, so that rows of 16-bit numbers are multiples of 16 bytes.
 _NATIVE_RANK = 8
@@ -114,10 +114,12 @@ class ExpertPlan:
         """Returns the products with what experts share, or None if no adapter of the pass shares anything."""
         if not self.width:
             return None
+        kinds = feature_kinds(layer, self.adapters[0].pairs)
         for adapters in (group.adapters for group in self._groups):
             if (layer, adapters) not in self._shared:
-                self._shared[layer, adapters] = SharedFactors(layer, adapters, self.width)
-        return SharedTerms(layer, [(group, self._shared[layer, group.adapters]) for group in self._groups], self.width)
+                self._shared[layer, adapters] = SharedFactors(layer, kinds, adapters, self.width)
+        parts = [(group, self._shared[layer, group.adapters]) for group in self._groups]
+        return SharedTerms(layer, kinds, parts, self.width)
 
     def matrices(self, name: str, side: int, bundle: AdapterBundle, num_experts: int, is_kept: bool) -> Tensor:
         """Returns each expert's A (side=0) [groups, rank, in], or B^T (side=1) [groups, rank, out], of a bundle.
@@ -156,7 +158,7 @@ class ExpertTerms:
         return any(isinstance(part, _BundleTerms) for part in self._parts)
 
     def add_gate_up(self, y: Tensor, x: Tensor, reduced: Tensor | None) -> None:
-        """Adds the terms of x [rows, hidden] to y [rows, 2 * features], gates first.
+        """Adds the terms of x [rows, hidden] to y [rows, features], which has those of gates first, and then of ups.
 
         Args:
             reduced: the rows' products with the shared factors, see SharedTerms.reduce.
@@ -213,6 +215,7 @@ class _BundleRows:
             kind_of_each: int64, one per row; None if all rows are the bundle's.
         """
         self._plan, self._layer, self._bundle, self._is_kept = plan, layer, bundle, is_kept
+        self._kinds = feature_kinds(layer, bundle.adapters[0].pairs)
         self._num_experts = len(counts)
         self._groups = GroupedRows(counts[:, bundle.kinds].flatten())
         self._rows = None if kind_of_each is None else _within(kind_of_each, bundle.kinds)
@@ -244,7 +247,7 @@ class _BundleTerms(_BundleRows):
     _down: Sequence[Tensor] = ()
 
     def add_gate_up(self, y: Tensor, x: Tensor, reduced: Tensor | None) -> None:
-        self._gate_up = self._add(GATE_UP, y, x)
+        self._gate_up = self._add(self._kinds, y, x)
 
     def add_down(self, y: Tensor, x: Tensor, z: Tensor | None) -> None:
         self._down = self._add(DOWN, y, x)
@@ -253,7 +256,7 @@ class _BundleTerms(_BundleRows):
         self, grad: Tensor, x: Tensor | None, reduced: Tensor | None, grad_x: Tensor | None, grad_reduced: Tensor | None
     ) -> None:
         assert x is not None
-        self._backward(GATE_UP, grad, x, self._gate_up, grad_x)
+        self._backward(self._kinds, grad, x, self._gate_up, grad_x)
 
     def down_backward(self, grad: Tensor, grad_z: Tensor | None, x: Tensor, grad_x: Tensor) -> None:
         self._backward(DOWN, grad, x, self._down, grad_x)
@@ -288,7 +291,9 @@ class _BetweenSharedTerms(_BundleRows):
 
     def add_gate_up(self, y: Tensor, x: Tensor, reduced: Tensor | None) -> None:
         assert reduced is not None
-        for kind, columns, of_kind in zip(GATE_UP, y.chunk(2, dim=1), self._own(reduced).chunk(2, dim=1), strict=True):
+        for kind, columns, of_kind in zip(
+            self._kinds, self._by_kind(y), self._by_kind(self._own(reduced)), strict=True
+        ):
             b = self._matrices(kind, 1)
             self._add_times(columns, of_kind[:, : b.shape[1]], b)
 
@@ -303,12 +308,13 @@ class _BetweenSharedTerms(_BundleRows):
     ) -> None:
         assert reduced is not None and grad_reduced is not None
         tensors = (self._own(reduced), self._own(grad), grad_reduced)
-        for kind, reduced_by_a, of_kind, total in zip(
-            GATE_UP, *(each.chunk(2, dim=1) for each in tensors), strict=True
-        ):
+        for kind, reduced_by_a, of_kind, total in zip(self._kinds, *map(self._by_kind, tensors), strict=True):
             b = self._matrices(kind, 1)
             self._groups.add_outer(self._gradients(kind, 1), reduced_by_a, of_kind)
             self._add_times(total[:, : b.shape[1]], of_kind, b.mT)
+
+    def _by_kind(self, x: Tensor) -> Sequence[Tensor]:
+        return x.chunk(len(self._kinds), dim=1)
 
     def down_backward(self, grad: Tensor, grad_z: Tensor | None, x: Tensor, grad_x: Tensor) -> None:
         assert grad_z is not None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from ...schemas.adapter_files import stacked_names
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..models.layers import RoutedExperts
@@ -241,15 +242,17 @@ def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target
 def _expert_targets(name: str, experts: RoutedExperts, splits: Mapping[str, Mapping[int, Split]]) -> Iterator[Target]:
     """Yields the targets of a sparse layer. `splits` are those of its parameters, by dimension."""
     num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
-    of_gate_up, of_down = (splits.get(f"{name}.{kind}", {}) for kind in ("gate_up_proj", "down_proj"))
-    packed, inner = (_of_features(each) for each in (of_gate_up, of_down))
+    of_first, of_down = (splits.get(f"{name}.{kind}", {}) for kind in experts.matrices)
+    packed, inner = (_of_features(each) for each in (of_first, of_down))
     by_expert = of_down.get(0)
     outer = replace(packed, sections=(features,)) if packed else None
     *of_features, of_hidden = experts.linears
-    for kind, saved_as in zip(GATE_UP, of_features, strict=True):
-        yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert, saved_as)
+    kinds = GATE_UP[-len(of_features) :]
+    stacked_as = stacked_names(has_gate=len(kinds) == 2)
+    for kind, saved_as in zip(kinds, of_features, strict=True):
+        yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert, saved_as, stacked_as[kind])
     for kind in DOWN:
-        yield Target(f"{name}.{kind}", features, hidden, inner, None, num, by_expert, of_hidden)
+        yield Target(f"{name}.{kind}", features, hidden, inner, None, num, by_expert, of_hidden, stacked_as[kind])
 
 
 def _of_features(splits: Mapping[int, Split]) -> Split | None:

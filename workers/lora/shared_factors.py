@@ -14,7 +14,7 @@ from torch import Tensor
 from .adapter import Adapter
 from .segment import SegmentGroup
 from .segmented_matmul import SegmentedMatmul
-from .target import DOWN, GATE_UP
+from .target import DOWN
 
 # Widths are multiples of this, so that rows of 16-bit numbers are multiples of 16 bytes.
 _NATIVE_RANK = 8
@@ -44,13 +44,14 @@ class SharedGroup:
 class SharedFactors:
     """Holds copies of what some adapters share in a layer. The rows that lower ranks lack are zeros.
 
-    a: A of gate, then of up, [2 * width, hidden], or [n, 2 * width, hidden] for n adapters. b: B^T of down, [width,
-    hidden] or [n, width, hidden].
+    a: A of gate, if there is one, then of up, [kinds * width, hidden], or [n, kinds * width, hidden] for n adapters.
+    b: B^T of down, [width, hidden] or [n, width, hidden].
     """
 
-    def __init__(self, layer: str, adapters: Sequence[Adapter], width: int) -> None:
+    def __init__(self, layer: str, kinds: Sequence[str], adapters: Sequence[Adapter], width: int) -> None:
+        """Takes the layer's path and its experts' linear layers before their activation."""
         pairs = [adapter.vectors.weight_views() for adapter in adapters]
-        of_a = [[views[f"{layer}.{kind}"][0] for kind in GATE_UP] for views in pairs]
+        of_a = [[views[f"{layer}.{kind}"][0] for kind in kinds] for views in pairs]
         of_b = [[views[f"{layer}.{kind}"][1] for kind in DOWN] for views in pairs]
         self.a, self.b = _padded(of_a, width), _padded(of_b, width)
 
@@ -61,12 +62,14 @@ class SharedTerms:
     width: see `width_of`.
     """
 
-    def __init__(self, layer: str, parts: Sequence[tuple[SharedGroup, SharedFactors]], width: int) -> None:
+    def __init__(
+        self, layer: str, kinds: Sequence[str], parts: Sequence[tuple[SharedGroup, SharedFactors]], width: int
+    ) -> None:
         self.width = width
-        self._layer, self._parts = layer, parts
+        self._layer, self._kinds, self._parts = layer, kinds, parts
 
     def reduce(self, x: Tensor, anchor: Tensor) -> Tensor:
-        """Returns scale * x A^T of gate, then of up, [tokens, 2 * width], for x [tokens, hidden].
+        """Returns scale * x A^T of gate, if there is one, then of up, [tokens, kinds * width], for x [tokens, hidden].
 
         Tokens without such an adapter get zeros. backward adds to the gradients of A.
         """
@@ -89,7 +92,7 @@ class SharedTerms:
         return expanded
 
     def _reduced(self, x: Tensor) -> Tensor:
-        reduced = x.new_zeros(len(x), 2 * self.width)
+        reduced = x.new_zeros(len(x), len(self._kinds) * self.width)
         for group, factors in self._parts:
             group.matmul.times(x[group.rows], factors.a.mT, reduced[group.rows])
             group.matmul.scale(reduced[group.rows])
@@ -100,7 +103,7 @@ class SharedTerms:
         grad_x = torch.zeros_like(x)
         for group, factors in self._parts:
             scaled, own = group.matmul.scale(grad[group.rows].clone()), x[group.rows]
-            for kind, of_kind in zip(GATE_UP, scaled.chunk(2, dim=1), strict=True):
+            for kind, of_kind in zip(self._kinds, scaled.split(self.width, dim=1), strict=True):
                 group.matmul.add_outer(self._gradients(group, kind, 0), of_kind, own)
             group.matmul.times(scaled, factors.a, grad_x[group.rows])
         return grad_x

@@ -1,13 +1,12 @@
 """The linear layers that adapters adapt, and the two matrices that each adapter has for one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ...schemas.adapter_files import STACKED_NAMES
 from ..shapes.split import Split
 
 Group = Literal["attention", "mlp"]
@@ -22,7 +21,7 @@ _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "que
 _MLP = frozenset(
     {
         *("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "w1", "w2", "w3"),
-        *("dense_h_to_4h", "dense_4h_to_h", "input_linear", "output_linear"),
+        *("dense_h_to_4h", "dense_4h_to_h", "input_linear", "output_linear", "fc1_latent_proj", "fc2_latent_proj"),
     }
 )
 _ATTENTION_BLOCKS = frozenset({"self_attn", "self_attention", "attention", "attn", "linear_attn", "mamba"})
@@ -32,6 +31,11 @@ _WITHIN_ATTENTION = _ATTENTION | {
 }
 # In models whose layers have one part of any kind, all of the same name.
 _OF_MAMBA = frozenset({"gate_proj", "x_proj", "out_proj"})
+
+
+def feature_kinds(experts: str, names: Collection[str]) -> tuple[str, ...]:
+    """Returns an expert's linear layers before its activation, if these targets are all of those `experts`."""
+    return tuple(kind for kind in GATE_UP if f"{experts}.{kind}" in names)
 
 
 def group_of(name: str) -> Group | None:
@@ -52,8 +56,9 @@ class Target:
 
     name: its path in the causal LM, such as model.layers.0.mlp.up_proj. in_split, out_split: how its inputs or outputs
     are split over ranks. num_experts: set for the experts of a sparse layer, model.layers.0.mlp.experts.up_proj, each
-    of which has its own pair of matrices. expert_split: how experts are split over ranks. saved_as: the name of an
-    expert's layer in PEFT's files, None if the same as here. saved_path: the whole path of any other layer there, None
+    of which has its own pair of matrices. expert_split: how experts are split over ranks. saved_as, stacked_as: the
+    names of an expert's layer in PEFT's files, None if the same as here, and in files that have one tensor for all
+    experts. saved_path: the whole path of any other layer there, None
     if it is `name`. part_of: the linear layer of which it is some of the rows, None if it is a layer itself.
     is_replicated_over_tp: whether all ranks along tp have all of it, and run the same tokens.
     shared: the matrix of which the experts of a layer have a single one; None if each expert has both.
@@ -67,6 +72,7 @@ class Target:
     num_experts: int | None = None
     expert_split: Split | None = None
     saved_as: str | None = None
+    stacked_as: str = ""
     saved_path: str | None = None
     part_of: str | None = None
     is_replicated_over_tp: bool = False
@@ -113,11 +119,6 @@ class Target:
         if self.num_experts is None:
             return self
         return replace(self, shared="lora_B" if self.kind in DOWN else "lora_A")
-
-    @property
-    def stacked_kind(self) -> str:
-        """The name of an expert's layer in files that have one tensor for all experts."""
-        return STACKED_NAMES[self.kind]
 
     def matrices(self, rank: int) -> tuple["LoraMatrix", "LoraMatrix"]:
         """Returns A and B^T of an adapter of this rank."""
@@ -190,7 +191,7 @@ class LoraMatrix:
         by_expert = own.view(self._num_own, -1, own.shape[1])
         each = by_expert if self.kind == "lora_A" else by_expert.transpose(1, 2)
         if self.target.shared is not None:
-            yield f"{self._path_of_experts}.{self.target.stacked_kind}.{self.kind}.weight", each
+            yield f"{self._path_of_experts}.{self.target.stacked_as}.{self.kind}.weight", each
         else:
             yield from zip(self._names(), each.unbind(), strict=True)
 

@@ -85,8 +85,11 @@ class FusedTrunk:
     @property
     def experts(self) -> dict[str, RoutedExperts]:
         """The experts of sparse layers, by their path below the trunk."""
-        by_layer = enumerate(layer.experts for layer in self._layers)
-        return {f"layers.{number}.mlp.experts": experts for number, experts in by_layer if experts is not None}
+        return {
+            f"layers.{number}.{path}": experts
+            for number, layer in enumerate(self._layers)
+            for path, experts in layer.experts.items()
+        }
 
     @property
     def num_gathered_bytes(self) -> int:

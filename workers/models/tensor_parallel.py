@@ -106,7 +106,8 @@ class ParameterSharding:
         assert placement is not None
         is_split = placement.dim is not None
         tensor = self._mesh.tensor_team(placement.unit) if is_split else self._mesh.along()
-        experts, sections = self._mesh.expert_team(placement.unit), weight.split_sections if is_split else ()
+        experts = self._mesh.along() if placement.is_common else self._mesh.expert_team(placement.unit)
+        sections = weight.split_sections if is_split else ()
         axes, shards = [], []
         num_parts = experts.size * (tensor.size if placement.dim == 0 else 1)
         if sharded.size > 1 and placement.is_gathered and parameter.shape[0] % (num_parts * sharded.size) == 0:

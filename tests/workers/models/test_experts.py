@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,41 +156,57 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return Adapted(tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), num_experts=8))
 
 
+@pytest.fixture(scope="module")
+def without_gates(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tiny_model("nemotron_h_moe", tmp_path_factory.mktemp("model"), n_routed_experts=8))
+
+
 def only_experts(adapted: Adapted, adapter_id: str, rank: int, **lora: object) -> Adapter:
     return adapted.create(adapter_id, rank=rank, train_attn=False, train_unembed=False, **lora)
 
 
+def layer_of(adapted: Adapted) -> str:
+    return next(iter(adapted.base.experts))
+
+
 def experts_of(adapted: Adapted) -> RoutedExperts:
-    return adapted.base.experts[LAYER]
+    return adapted.base.experts[layer_of(adapted)]
 
 
 def loop(adapted: Adapted, x: Tensor, segments: Sequence[Segment], pairs: Mapping[Adapter, "Pairs"]) -> Tensor:
     """Computes each token with each of its experts, whose weights are merged with its adapter's pair."""
-    block = adapted.base.model.get_submodule(LAYER.removesuffix(".experts"))
+    block = adapted.base.model.get_submodule(layer_of(adapted).removesuffix(".experts"))
     _, weights, chosen = block.gate(x)
     rows = []
     for segment in segments:
         for i in range(segment.start, segment.stop):
             row = torch.zeros(x.shape[1])
             for weight, expert in zip(weights[i], chosen[i].tolist(), strict=True):
-                gate, up = block.experts.gate_up_proj[expert].chunk(2)
-                down = block.experts.down_proj[expert]
+                matrices = matrices_of(block.experts, expert)
                 if segment.adapter in pairs:
-                    of_gate, of_up, of_down = pairs[segment.adapter].deltas(expert)
-                    gate, up, down = gate + of_gate, up + of_up, down + of_down
-                row = row + weight * ((silu(gate @ x[i]) * (up @ x[i])) @ down.t())
+                    deltas = pairs[segment.adapter].deltas(expert)
+                    matrices = [matrix + delta for matrix, delta in zip(matrices, deltas, strict=True)]
+                *gate, up, down = matrices
+                features = silu(gate[0] @ x[i]) * (up @ x[i]) if gate else (up @ x[i]).relu().square()
+                row = row + weight * (features @ down.t())
             rows.append(row)
     return torch.stack(rows)
+
+
+def matrices_of(experts: Any, expert: int) -> list[Tensor]:
+    """Returns gate, up and down, or up and down."""
+    before = experts.gate_up_proj[expert].chunk(2) if experts.has_gate else [experts.up_proj[expert]]
+    return [*before, experts.down_proj[expert]]
 
 
 class Pairs:
     """Holds an adapter's matrices for the experts of a layer, as leaves of autograd: [experts or 1, rank, n]."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, layer: str) -> None:
         self._scale, self.leaves = adapter.scale, {}
-        for kind in ("gate_proj", "up_proj", "down_proj"):
-            matrices = adapter.matrices(f"{LAYER}.{kind}")
-            self.leaves[kind] = [
+        for name in (target.name for target in adapter.targets if target.name.startswith(f"{layer}.")):
+            matrices = adapter.matrices(name)
+            self.leaves[name] = [
                 matrix.detach().clone().view(-1, adapter.lora.rank, matrix.shape[1]).requires_grad_()
                 for matrix in matrices
             ]
@@ -202,8 +219,8 @@ class Pairs:
     def largest_error(self, adapter: Adapter) -> float:
         """Returns the largest difference from the adapter's gradients, relative to the largest gradient."""
         errors = []
-        for kind, leaves in self.leaves.items():
-            for leaf, found in zip(leaves, adapter.gradients.of_lane().views[f"{LAYER}.{kind}"], strict=True):
+        for name, leaves in self.leaves.items():
+            for leaf, found in zip(leaves, adapter.gradients.of_lane().views[name], strict=True):
                 wanted = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 errors.append(float((found.view_as(wanted) - wanted).abs().max() / wanted.abs().max()))
         return max(errors)
@@ -222,8 +239,12 @@ ROWS = {
 
 @pytest.mark.parametrize("factors", ["each", "shared", "both"])
 @pytest.mark.parametrize("case", ROWS)
-def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str, factors: str) -> None:
+@pytest.mark.parametrize("bench", ["adapted", "without_gates"])
+def test_expert_adapters_equal_a_loop_over_experts(
+    bench: str, case: str, factors: str, request: pytest.FixtureRequest
+) -> None:
     """Adapter d adapts other layers only. With so few tokens, some experts have none, or none of some adapter."""
+    adapted: Adapted = request.getfixturevalue(bench)
     torch.manual_seed(0)
     names, of_each = f"{case}-{factors}", "each" if factors == "each" else "shared"
     made = {
@@ -237,7 +258,7 @@ def test_expert_adapters_equal_a_loop_over_experts(adapted: Adapted, case: str, 
         segments.append(Segment(start, start + length, made[name] if name else None))
         start += length
     used = {segment.adapter for segment in segments} - {None, made["d"]}
-    pairs = {adapter: Pairs(adapter) for adapter in used if adapter is not None}
+    pairs = {adapter: Pairs(adapter, layer_of(adapted)) for adapter in used if adapter is not None}
     x, gradient = torch.randn(start, 64, requires_grad=True), torch.randn(start, 64)
 
     wanted = loop(adapted, x, segments, pairs)

@@ -56,7 +56,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 # Transformers' own modules carry the state of these from one sequence of a row into the next.
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "bamba", "nemotron_h")
+NEMOTRON = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "granite4_moe", "falcon_h1", "bamba", *NEMOTRON)
 # Transformers runs these with keys and values of different sizes, sinks, or a cap on scores.
 OTHERS = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "gemma2")
 
@@ -66,10 +67,13 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 def random_model(config: PreTrainedConfig, directory: Path, dtype: Dtype = "float32") -> Adapted:
     """Returns a model whose norms and biases are random, too."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(0.3 * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.add_(0.1 * torch.randn_like(buffer))
     model.save_pretrained(directory)
     return Adapted(directory, dtype)
 

@@ -40,7 +40,7 @@ from .tiny_types import tiny_config_of
 SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
 REFUSED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SERVED) - set(TEXT_PARTS))
 # In every run of the tests; each has a feature that no other type has.
-CORE = ("afmoe", "exaone_moe", "gpt2", "granite", "phimoe", "qwen2_moe")
+CORE = ("afmoe", "exaone_moe", "gpt2", "granitemoehybrid", "nemotron_h", "phimoe", "qwen2_moe")
 
 ROOT = Path(__file__).resolve().parents[3]
 LENGTHS = (9, 30, 17)

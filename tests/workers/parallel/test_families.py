@@ -36,7 +36,10 @@ FUSED = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
 HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
-PLAIN_SPARSE = ("ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe", "minimax_m2", "qwen2_moe")
+PLAIN_SPARSE = (
+    *("ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
+    *("minimax_m2", "qwen2_moe"),
+)
 BY_TRANSFORMERS = ("cohere_compass",)
 CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("phi3", "single", "each"),

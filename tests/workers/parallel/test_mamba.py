@@ -1,5 +1,6 @@
 """Mamba-2 in every layout: the same losses, gradients and samples as on one rank."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +19,13 @@ from .training import ADAM, greedy, layout, supervised
 
 # With Mamba-2 and attention in turn, side by side, and in layers of one part each.
 KINDS = ("granite4", "falcon_h1", "nemotron_h")
-LAYOUTS = ("tp=2", "sp=2", "fsdp=2", "tp=2 replicated")
-CORE = (("falcon_h1", "tp=2"), ("falcon_h1", "sp=2"))
-MORE = [(kind, name) for kind in KINDS for name in LAYOUTS if (kind, name) not in CORE]
+# With experts as well, of hidden states or of latent vectors.
+SPARSE = ("granite4_moe", "nemotron_h_moe", "nemotron_h_latent")
+LAYOUTS = ("tp=2", "sp=2", "fsdp=2", "tp=2 replicated mamba")
+CORE = (("falcon_h1", "tp=2"), ("falcon_h1", "sp=2"), ("nemotron_h_latent", "ep=2,tp=2"))
+MATRIX = [(kind, name) for kind in (*KINDS, *SPARSE) for name in LAYOUTS]
+MATRIX += [(kind, name) for kind in SPARSE for name in ("ep=2", "ep=2,tp=2", "ep=2,fsdp=2", "tp=2 replicated experts")]
+MORE = [case for case in MATRIX if case not in CORE]
 
 TOLERANCE = 1e-5
 
@@ -36,8 +41,8 @@ class Outcome(NamedTuple):
 @pytest.mark.parametrize(("kind", "name"), [*CORE, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)])
 def test_layouts_train_and_sample_as_one_rank(kind: str, name: str, tmp_path: Path) -> None:
     model = tiny_model(kind, tmp_path / "model")
-    axes, _, is_replicated = name.partition(" ")
-    spec = ParallelSpec(tp=2, replicated=("mamba",)) if is_replicated else ParallelSpec.parse(axes)
+    axes, _, replicated = name.partition(" replicated ")
+    spec = replace(ParallelSpec.parse(axes), replicated=(replicated,) if replicated else ())
     wanted, found = (outcome(model, each, tmp_path / str(each.num_ranks)) for each in (SINGLE, spec))
     assert found.tokens == wanted.tokens
     assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)

@@ -73,13 +73,14 @@ def by_name(table: list[ParameterGroup], shape: ModelShape) -> dict[str, Paramet
 
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
+REFUSED_WITH_BIASES = ("falcon_h1", "nemotron_h_latent")
 
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
         *((kind, {}) for kind in ALL_KINDS),
-        *((kind, BIASES) for kind in ALL_KINDS if kind != "falcon_h1"),  # refused with biases
+        *((kind, BIASES) for kind in ALL_KINDS if kind not in REFUSED_WITH_BIASES),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
         ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_hidden_layers": 3}),
@@ -103,7 +104,7 @@ NOT_PARAMETERS = ("__metadata__", "e_score_correction_bias")
 
 def is_sparse(name: str) -> bool:
     """Returns True for experts and routers, which some files name differently, and each expert separately."""
-    return ".experts." in name or name.endswith(".gate.weight")
+    return ".experts." in name or ".block_sparse_moe." in name or name.endswith(".gate.weight")
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -142,6 +143,8 @@ PUBLISHED = {
     "gpt-oss-120b": (40_124_160, 746_496, 203_968),
     "DeepSeek-V3.1": (94_307_328, 2_440_000, 136_448),
     "Kimi-K2.6": (144_583_680, 1_940_288, 171_008),
+    "Nemotron-3-Nano-30B-A3B": (11_346_176, 584_832, 133_760),
+    "Nemotron-3-Super-120B-A12B": (111_349_760, 1_675_264, 135_168),
 }
 
 

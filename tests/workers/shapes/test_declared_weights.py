@@ -11,8 +11,7 @@ from ..models.tiny_types import tiny_config_of
 # Settings without which transformers cannot build models of these types.
 NEEDED = {each: {"head_dim": 64} for each in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")} | {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "granitemoehybrid": {"num_local_experts": 0},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
 }
 
 

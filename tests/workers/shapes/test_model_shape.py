@@ -85,6 +85,7 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Sparse families in addition to those that the comparison names.
 SPARSE = (
     *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe"),
+    *("granitemoe", "granitemoeshared", "granitemoehybrid"),
     *("minimax_m2", "olmoe", "qwen2_moe", "solar_open"),
 )
 # Families whose windows follow `layer_types`.
@@ -100,11 +101,14 @@ INDEXED = ("deepseek_v32", "glm_moe_dsa")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", *INDEXED)
 # What families with Mamba-2 need in addition.
 OF_MAMBA: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {"mamba_n_heads": 24, "num_local_experts": 0},
+    "granitemoehybrid": {"mamba_n_heads": 24},
     "falcon_h1": {"mamba_n_heads": 24, "mamba_d_ssm": 192, "attention_bias": False, "mlp_bias": False},
     "bamba": {"mamba_n_heads": 24, "attn_layer_indices": [1, 4]},
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"],
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_latent_size": 40,
+        "mlp_bias": False,
     },
 }
 
@@ -201,6 +205,11 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
         num_dense = getattr(theirs, "first_k_dense_replace", 1)
         assert sparse == list(range(num_dense, 6)) and experts is not None
         assert (experts.num, experts.per_token) == (theirs.n_routed_experts, theirs.num_experts_per_tok)
+    elif model_type == "nemotron_h":
+        assert sparse == [3, 5] and experts is not None and experts.shared is not None
+        assert (experts.num, experts.per_token) == (theirs.n_routed_experts, theirs.num_experts_per_tok)
+        assert (experts.features, experts.latent) == (theirs.moe_intermediate_size, theirs.moe_latent_size)
+        assert experts.shared.features == theirs.moe_shared_expert_intermediate_size
     elif model_type in SPARSE:
         assert sparse and experts is not None
         assert (experts.num, experts.per_token) == (first_of(theirs, *NUM_EXPERTS), first_of(theirs, *PER_TOKEN))

@@ -121,7 +121,7 @@ def views(worker: Worker, run_id: str, vector: str = "weights") -> dict[str, Ten
     return {str(matrix.key): model.layout.view(vectors[vector], matrix.key) for matrix in model.layout.matrices}
 
 
-ALL_KINDS = (*MORE_KINDS, *FAMILY_KINDS, "cohere", "cohere_compass", "qwen2_moe")
+ALL_KINDS = (*MORE_KINDS, *FAMILY_KINDS, "cohere", "cohere_compass", "granitemoe", "qwen2_moe")
 MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in ALL_KINDS if kind not in LORA_ONLY]
 
 

@@ -74,12 +74,15 @@ class DecoderLayer:
         self._mixers = [_mixer(part, module, number, family, mesh) for part in layer.mixers]
         feed_forward = layer.feed_forward
         self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, module, mesh)
+        self._experts_name = "" if feed_forward is None else f"{feed_forward.name}.experts"
         self._is_parallel = layer.is_parallel
         self._scales = layer.scales or (1.0,) * len(layer.parts)
 
     @property
-    def experts(self) -> RoutedExperts | None:
-        return None if self._feed_forward is None else self._feed_forward.experts
+    def experts(self) -> dict[str, RoutedExperts]:
+        """The routed experts by their path below the layer: at most one entry."""
+        experts = None if self._feed_forward is None else self._feed_forward.experts
+        return {} if experts is None else {self._experts_name: experts}
 
     @property
     def _parts(self) -> Sequence[Mixer | FeedForward]:
@@ -178,4 +181,4 @@ def _mixer(part: MixerPart, module: Any, number: int, family: Family, mesh: Mesh
 def _feed_forward(part: Dense | RoutedExpertsPart, module: Any, mesh: Mesh) -> FeedForward:
     if isinstance(part, Dense):
         return DenseFeedForward(part, getattr(module, part.name), mesh)
-    return SparseFeedForward(part, getattr(module, part.name), mesh)
+    return SparseFeedForward(part, module, mesh)

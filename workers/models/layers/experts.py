@@ -84,11 +84,11 @@ class ActiveAdapters(Protocol):
 class RoutedExperts:
     """Runs transformers' experts, of which each rank of a team has some.
 
-    linears: the names of an expert's gate, up and down in files. router: maps tokens to the logits of all experts, the
-    weights and the numbers of those that are chosen; None if transformers' own layers choose the experts.
+    linears: the names of an expert's gate (if it has one), up and down in files. router: maps tokens to the logits of
+    all experts, the weights and the numbers of those that are chosen; None if transformers' own layers choose them.
     """
 
-    def __init__(self, experts: Any, team: Team, linears: tuple[str, str, str], router: Any = None) -> None:
+    def __init__(self, experts: Any, team: Team, linears: tuple[str, ...], router: Any = None) -> None:
         self.linears = linears
         self._router, self._experts, self._team = router, experts, team
         activation = activation_of(experts)
@@ -120,16 +120,22 @@ class RoutedExperts:
 
     def quantize(self, quantize: Callable[..., None]) -> None:
         """Quantizes the experts' weights with a function that takes a module and names of its parameters."""
-        quantize(self._experts, *self._weights.names)
+        quantize(self._experts, *self.matrices)
 
-    def forward(self, x: Tensor, same_tokens: bool) -> Tensor:
+    @property
+    def matrices(self) -> tuple[str, str]:
+        """The names of the two parameters with the matrices of all experts."""
+        return self._weights.names
+
+    def forward(self, x: Tensor, same_tokens: bool, latents: Tensor | None = None) -> Tensor:
         """Returns the layer's output [tokens, hidden] for x [tokens, hidden].
 
         Args:
             same_tokens: whether all ranks of the team have the same tokens.
+            latents: what experts map, [tokens, n], if that is not x; the output is of this shape, too.
         """
         _, weights, chosen = self._router(x)
-        return self.forward_routed(x, chosen, weights, same_tokens)
+        return self.forward_routed(x if latents is None else latents, chosen, weights, same_tokens)
 
     def forward_routed(self, x: Tensor, chosen: Tensor, weights: Tensor, are_alike: bool = True) -> Tensor:
         """Returns the experts' weighted outputs [tokens, hidden], like `forward` after routing.

@@ -1,4 +1,4 @@
-"""Runs a sparse feed-forward part: routed experts, and the experts that all tokens share."""
+"""Runs a sparse feed-forward part: routed experts, the projections around them, and experts that all tokens share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +16,14 @@ from .merge import Merge
 class SparseFeedForward:
     """Implements FeedForward."""
 
-    def __init__(self, part: Part, module: Any, mesh: Mesh) -> None:
+    def __init__(self, part: Part, layer: Any, mesh: Mesh) -> None:
+        """Takes transformers' module of the layer."""
         self._is_replicated = "experts" in mesh.spec.replicated
-        shared = part.shared
+        module, shared = getattr(layer, part.name), part.shared
         self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, _router(part, module))
         self._shared: DenseFeedForward | None = None
         if shared is not None:
-            self._shared = DenseFeedForward(shared, getattr(module, shared.name.rpartition(".")[2]), mesh)
+            self._shared = DenseFeedForward(shared, layer.get_submodule(shared.name), mesh)
         self._part, self._module = part, module
 
     def refresh(self, are_original: bool) -> None:
@@ -35,11 +36,18 @@ class SparseFeedForward:
 
     def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         tokens = stream.enter(x, self._is_replicated)
-        routed = stream.leave(self.experts.forward(tokens, stream.ep_ranks_share_tokens), self._is_replicated)
+        routed = stream.leave(self._routed(tokens, stream.ep_ranks_share_tokens), self._is_replicated)
         if self._shared is None:
             return routed
         shared = self._shared.forward(x, stream)
         return routed + (shared * self._module.shared_expert_gate(x).sigmoid() if self._part.gates_shared else shared)
+
+    def _routed(self, x: Tensor, same_tokens: bool) -> Tensor:
+        """Returns the experts' output [tokens, hidden], or this rank's part of the sum if ranks divide them."""
+        if self._part.latent is None:
+            return self.experts.forward(x, same_tokens)
+        latents = self._module.fc1_latent_proj(x)
+        return self._module.fc2_latent_proj(self.experts.forward(x, same_tokens, latents))
 
 
 def _router(part: Part, module: Any) -> Callable[[Tensor], Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from .arcee import ARCEE
 from .bamba import BAMBA
 from .cohere import COHERE, COHERE2
 from .deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MISTRAL4
@@ -13,7 +14,7 @@ from .family import FIXED_ROTATIONS, Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
-from .granite4 import GRANITE4
+from .granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from .llama import LLAMA
@@ -49,6 +50,9 @@ FAMILIES: Mapping[str, Family] = {
     "mistral4": MISTRAL4,
     "deepseek_v32": DEEPSEEK_V32,
     "glm_moe_dsa": GLM_MOE_DSA,
+    "granite": GRANITE,
+    "granitemoe": GRANITE_MOE,
+    "granitemoeshared": GRANITE_MOE_SHARED,
     "granitemoehybrid": GRANITE4,
     "falcon_h1": FALCON_H1,
     "bamba": BAMBA,
@@ -71,6 +75,7 @@ FAMILIES: Mapping[str, Family] = {
     "helium": HELIUM,
     "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
     "hunyuan_v1_moe": HUNYUAN_V1_MOE,
+    "arcee": ARCEE,
     "cohere": COHERE,
     "cohere2": COHERE2,
     "gemma": GEMMA,

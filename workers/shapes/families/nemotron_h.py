@@ -1,11 +1,13 @@
-"""Nemotron-H, whose layers have one part each: Mamba-2, softmax attention without rotations, or squared ReLU.
+"""Nemotron-H and Nemotron 3, whose layers have one part each: Mamba-2, softmax attention without rotations, squared
+ReLU, or experts with squared ReLU, which may map latent vectors.
 
-https://arxiv.org/abs/2504.03624.
+https://arxiv.org/abs/2504.03624, https://huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from ..parts import Layer, Mamba, Norms
+from ..parts import Dense, Layer, Mamba, Norms, RoutedExperts
 from .config_reader import ConfigReader
 from .family import Family, attention, dense
 
@@ -29,12 +31,31 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         "linear_attention": Layer(config.hidden, _mamba(config), None, before),
         "full_attention": Layer(config.hidden, attention(config, rotation=None, name="mixer"), None, before),
         "mlp": Layer(config.hidden, None, mlp, after),
+        "moe": Layer(config.hidden, None, _experts(config, mlp), after),
     }
     named = config.names("layers_block_type") or [*str(config.get("hybrid_override_pattern") or "")]
     kinds = [_KINDS.get(kind, kind) for kind in named]
     if others := sorted(set(kinds).difference(by_kind)):
         raise ValueError(f"Nemotron-H models with {others[0]} layers are not supported")
     return [by_kind[kind] for kind in kinds]
+
+
+def _experts(config: ConfigReader, mlp: Dense) -> RoutedExperts:
+    latent = config.number("moe_latent_size") if config.get("moe_latent_size") is not None else None
+    if latent is not None and config.is_set("mlp_bias"):
+        raise ValueError("Nemotron-H models with mlp_bias and moe_latent_size are not supported")
+    features = config.number("moe_shared_expert_intermediate_size")
+    return RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("n_routed_experts"),
+        per_token=config.number("num_experts_per_tok"),
+        features=config.number("moe_intermediate_size"),
+        latent=latent,
+        linears=("up_proj", "down_proj"),
+        shared=replace(mlp, features=features, name="mixer.shared_experts"),
+        name="mixer",
+        module="MoE",
+    )
 
 
 def _mamba(config: ConfigReader) -> Mamba:
@@ -61,6 +82,10 @@ _DEFAULTS: Mapping[str, object] = {
     "head_dim": 128,
     "max_position_embeddings": 4096,
     "mlp_hidden_act": _ACTIVATION,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
     "mamba_num_heads": 128,
     "mamba_head_dim": 64,
     "n_groups": 8,

@@ -19,11 +19,13 @@ class Placement:
     Parameters of experts have one row for each expert in addition, and these rows are divided along ep.
 
     is_gathered: whether fsdp divides it too, and gathers it for use; small ones stay whole.
+    is_common: whether the experts of a layer have it in common, so that ep does not divide it.
     """
 
     unit: ShardedUnit
     dim: int | None
     is_gathered: bool = True
+    is_common: bool = False
 
     @property
     def style(self) -> Style:
@@ -62,7 +64,8 @@ class Weight:
         parts = [1] * len(self.shape)
         if self.placement.dim is not None:
             parts[self.placement.dim] *= spec.tp_size_of(self.placement.unit)
-        parts[0] *= spec.ep_size_of(self.placement.unit)
+        if not self.placement.is_common:
+            parts[0] *= spec.ep_size_of(self.placement.unit)
         return tuple(size // num for size, num in zip(self.shape, parts, strict=True))
 
     def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:

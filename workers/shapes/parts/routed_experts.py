@@ -9,29 +9,34 @@ from .dense import Dense
 from .part import FLOAT32, INT64, Divisible, Placement, Share, Weight
 
 _NAME = "mlp"
+_WHOLE = Placement("experts", None, is_common=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts:
     """Experts, of which each token uses `per_token`.
 
-    features: of each expert. saved_block, linears: names in checkpoint files of the whole part, and of an expert's
-    gate, up and down. are_stacked: whether files have the matrices of all experts in one tensor, as modules do.
+    features: of each expert. latent: features of the vectors that experts map instead of hidden states; linear layers
+    project to and from them.
+    saved_block, linears: names in checkpoint files of the whole part, if not `name`, and of an expert's gate, up and
+    down, or up and down if there are no gates. are_stacked: whether files have the matrices of all experts in one
+    tensor, as modules do.
     router, router_weight: where the router is below the part, and its weight below it. router_biases: its other
     parameters.
     corrects_in_block: whether the part holds the buffer with the biases by which the router chooses.
     has_bias: whether the experts have biases. is_transposed: whether matrices are stored [in, out]. alternates: whether
     gates and ups take turns.
-    shared: a dense part that all tokens run through in addition. gates_shared: whether a number for each token scales
-    its output.
+    shared: a dense part that all tokens run through in addition, inside of this part or next to it.
+    gates_shared: whether a number for each token scales its output.
     """
 
     hidden: int
     num: int
     per_token: int
     features: int
-    saved_block: str = _NAME
-    linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    latent: int | None = None
+    saved_block: str | None = None
+    linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     are_stacked: bool = False
     router: str = "gate"
     router_weight: str = "weight"
@@ -47,38 +52,65 @@ class RoutedExperts:
 
     placements: ClassVar[Mapping[str, Placement]] = {
         f"{_NAME}.experts.gate_up_proj": Placement("experts", 1),
+        f"{_NAME}.experts.up_proj": Placement("experts", 1),
         f"{_NAME}.experts.down_proj": Placement("experts", 2),
     }
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight(f"{_NAME}.{self.router}.{self.router_weight}", (self.num, self.hidden))
+        yield Weight(f"{self.name}.{self.router}.{self.router_weight}", (self.num, self.hidden))
         yield from self.router_biases
         yield from self._expert_weights()
+        yield from self._latent_weights()
         if self.shared is not None:
             yield from self.shared.weights()
         if self.gates_shared:
-            yield Weight(f"{_NAME}.shared_expert_gate.weight", (1, self.hidden))
+            yield Weight(f"{self.name}.shared_expert_gate.weight", (1, self.hidden))
+
+    @property
+    def has_gate(self) -> bool:
+        return len(self.linears) == 3
+
+    @property
+    def matrices(self) -> tuple[str, str]:
+        """The names of the two parameters with the matrices of all experts."""
+        return "gate_up_proj" if self.has_gate else "up_proj", "down_proj"
+
+    @property
+    def _mapped(self) -> int:
+        """The features of the vectors that experts map."""
+        return self.latent or self.hidden
 
     def _expert_weights(self) -> Iterator[Weight]:
-        gate_up, down = self.placements
+        before, down = (f"{self.name}.experts.{name}" for name in self.matrices)
+        rows = (2 if self.has_gate else 1) * self.features
         # Where gates and ups take turns, each rank has whole pairs of one section.
-        sections = (2 * self.features,) if self.alternates else (self.features, self.features)
-        shapes = [self.num, 2 * self.features, self.hidden], [self.num, self.hidden, self.features]
+        sections = (self.features, self.features) if self.has_gate and not self.alternates else ()
+        shapes = [self.num, rows, self._mapped], [self.num, self._mapped, self.features]
         dims = (1, 2)
         if self.is_transposed:
             shapes, dims = tuple([num, columns, rows] for num, rows, columns in shapes), (2, 1)
-        for name, shape, dim, parts in zip((gate_up, down), shapes, dims, (sections, ()), strict=True):
+        for name, shape, dim, parts in zip((before, down), shapes, dims, (sections, ()), strict=True):
             yield Weight(name, tuple(shape), Placement("experts", dim), parts)
         if self.has_bias:
             of_features = Placement("experts", 1, is_gathered=False)
-            yield Weight(f"{gate_up}_bias", (self.num, 2 * self.features), of_features, sections)
-            yield Weight(f"{down}_bias", (self.num, self.hidden), Placement("experts", None, is_gathered=False))
+            yield Weight(f"{before}_bias", (self.num, rows), of_features, sections)
+            yield Weight(f"{down}_bias", (self.num, self._mapped), Placement("experts", None, is_gathered=False))
+
+    def _latent_weights(self) -> Iterator[Weight]:
+        if self.latent is None:
+            return
+        sizes = {"fc1_latent_proj": (self.latent, self.hidden), "fc2_latent_proj": (self.hidden, self.latent)}
+        for name, shape in sizes.items():
+            yield Weight(f"{self.name}.{name}.weight", shape, _WHOLE, (), (name,))
 
     def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
         """Yields those of adapters whose experts share the matrices at the side of the hidden states, see
         schemas/models.py, ExpertFactors."""
         features = self.num // spec.ep_size_of("experts") * self.own_features(spec)
-        yield from ((self.hidden, features), (self.hidden, features), (features, self.hidden))
+        yield from ((self._mapped, features),) * (len(self.linears) - 1)
+        yield features, self._mapped
+        for weight in self._latent_weights():
+            yield from weight.adapter_pairs(spec)
         if self.shared is not None:
             yield from self.shared.adapter_pairs(spec)
 
@@ -93,12 +125,16 @@ class RoutedExperts:
 
     def kept_bytes(self, share: Share) -> float:
         """Counts for all experts of a token gate and up, the expert's output before it is weighted, and its product
-        with an adapter's A; for the token, its products with the matrices that experts share."""
-        numbers = 2 * self.own_features(share.spec) + share.lora_rank + self.hidden
+        with an adapter's A; for the token, its products with the matrices that experts share, and latent vectors before
+        and after the experts."""
+        num_features = (2 if self.has_gate else 1) * self.own_features(share.spec)
+        numbers = num_features + share.lora_rank + self._mapped
         of_each = share.number_bytes * numbers + (3 if share.spec.ep_size_of("experts") == 1 else 5) * INT64
         of_shared = self.shared.kept_bytes(share) - share.inputs(self.hidden, 0) if self.shared else 0.0
         of_gate = share.number_bytes * (self.hidden + 1) if self.gates_shared else 0.0
-        return share.inputs(self.hidden, 3) + self.per_token * of_each + FLOAT32 * self.num + of_shared + of_gate
+        of_latents = share.inputs(2 * self.latent, 2) if self.latent else 0.0
+        of_token = share.inputs(self.hidden, len(self.linears)) + FLOAT32 * self.num
+        return of_token + self.per_token * of_each + of_latents + of_shared + of_gate
 
     def working_bytes(self, share: Share) -> float:
         """Counts the experts' inputs, outputs and weighted outputs, and other ranks' tokens if these are exchanged.
@@ -106,4 +142,4 @@ class RoutedExperts:
         Assumes that all experts are chosen equally often.
         """
         pairs = self.per_token * (2 if share.spec.ep_size_of("experts") == 1 else 4)
-        return share.number_bytes * (pairs + 2) * self.hidden
+        return share.number_bytes * (pairs + 2) * self._mapped

@@ -1,0 +1,33 @@
+"""Arcee's AFM, which is Llama with squared ReLU in place of gates: https://huggingface.co/arcee-ai/AFM-4.5B."""
+
+from collections.abc import Sequence
+
+from ..parts import Layer
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+_ACTIVATION = "relu2"
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    has_bias = config.is_set("attention_bias")
+    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias)
+    mlp = dense(config, activation=_ACTIVATION, has_gate=False, has_bias=config.is_set("mlp_bias"))
+    return [Layer(config.hidden, mixer, mlp)] * config.num_layers
+
+
+ARCEE = Family(
+    "Arcee",
+    "arcee",
+    _layers,
+    {
+        "vocab_size": 32000,
+        "hidden_size": 2560,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "hidden_act": _ACTIVATION,
+    },
+    activation=_ACTIVATION,
+)

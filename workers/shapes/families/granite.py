@@ -1,0 +1,88 @@
+"""Granite, dense and with experts, and Granite 4, whose layers have Mamba-2 or softmax attention.
+
+https://huggingface.co/ibm-granite/granite-3.3-8b-instruct, https://huggingface.co/ibm-granite/granite-4.0-h-small.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ..parts import Dense, FeedForward, Layer, Mixer, RoutedExperts
+from .config_reader import ConfigReader
+from .family import Family, attention, dense, mamba
+
+
+def _dense_layers(config: ConfigReader) -> Sequence[Layer]:
+    mlp = dense(config, has_bias=config.is_set("mlp_bias"))
+    return [_layer(config, _attention(config), mlp)] * config.num_layers
+
+
+def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
+    experts = _experts(config, _shared(config) if config.is_set("shared_intermediate_size") else None)
+    return [_layer(config, _attention(config), experts)] * config.num_layers
+
+
+def _hybrid_layers(config: ConfigReader) -> Sequence[Layer]:
+    shared, has_experts = _shared(config), config.number("num_local_experts", at_least=0) > 0
+    feed_forward = _experts(config, shared) if has_experts else shared
+    mixers = {
+        "full_attention": _attention(config, config.get("position_embedding_type") == "rope"),
+        "linear_attention": mamba(config, config.number("mamba_expand") * config.hidden, module="MambaLayer"),
+    }
+    kinds = config.names("layer_types") or ["linear_attention"] * config.num_layers
+    return [_layer(config, mixers[_LAYER_TYPES.get(kind, kind)], feed_forward) for kind in kinds]
+
+
+def _layer(config: ConfigReader, mixer: Mixer, feed_forward: FeedForward) -> Layer:
+    scale = config.fraction("residual_multiplier", 1.0)
+    return Layer(config.hidden, mixer, feed_forward, scales=(scale, scale))
+
+
+def _attention(config: ConfigReader, rotates: bool = True) -> Mixer:
+    has_bias = config.is_set("attention_bias")
+    return attention(config, qkv_bias=has_bias, output_bias=has_bias, rotation="" if rotates else None)
+
+
+def _experts(config: ConfigReader, shared: Dense | None) -> RoutedExperts:
+    return RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("num_local_experts"),
+        per_token=config.number("num_experts_per_tok"),
+        features=config.number("intermediate_size"),
+        are_stacked=True,
+        router="router",
+        shared=shared,
+        name="block_sparse_moe",
+        module="MoE",
+    )
+
+
+def _shared(config: ConfigReader) -> Dense:
+    linears, features = ("input_linear", "output_linear"), config.number("shared_intermediate_size")
+    return Dense(hidden=config.hidden, features=features, name="shared_mlp", is_fused=True, names=linears)
+
+
+# Names of earlier versions of transformers.
+_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+_DEFAULTS: Mapping[str, object] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
+_SPARSE: Mapping[str, object] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_HYBRID: Mapping[str, object] = {
+    "shared_intermediate_size": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+
+GRANITE = Family("Granite", "granite", _dense_layers, _DEFAULTS)
+GRANITE_MOE = Family("GraniteMoe", "granitemoe", _sparse_layers, {**_DEFAULTS, **_SPARSE})
+GRANITE_MOE_SHARED = Family("GraniteMoeShared", "granitemoeshared", _sparse_layers, {**_DEFAULTS, **_SPARSE})
+GRANITE4 = Family("GraniteMoeHybrid", "granitemoehybrid", _hybrid_layers, {**_DEFAULTS, **_SPARSE, **_HYBRID})

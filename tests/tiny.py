@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AfmoeConfig,
     ArceeConfig,
     AutoModelForCausalLM,
     BambaConfig,
@@ -36,6 +37,7 @@ from transformers import (
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    LagunaConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -101,6 +103,7 @@ LORA_ONLY = (
 )
 # Families that differ from these in few settings of their layers.
 PLAIN_KINDS = (
+    "afmoe",
     "arcee",
     "cohere",
     "cohere2",
@@ -119,6 +122,7 @@ PLAIN_KINDS = (
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "laguna",
     "minimax_m2",
     "ministral",
     "ministral3",
@@ -329,6 +333,13 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
     configs: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
         "arcee": (ArceeConfig, {"mlp_bias": True}),
         "cohere": (CohereConfig, {"use_qk_norm": True, "logit_scale": 0.3}),
+        "afmoe": (
+            AfmoeConfig,
+            windows
+            | experts
+            | {"moe_intermediate_size": 32, "num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.5}
+            | {"mup_enabled": True},
+        ),
         "dots1": (Dots1Config, windows | of_deepseek | {"head_dim": 16}),
         "ernie4_5": (Ernie4_5Config, {"use_bias": True}),
         "ernie4_5_moe": (
@@ -353,6 +364,13 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
         "helium": (HeliumConfig, {}),
         "hunyuan_v1_dense": (HunYuanDenseV1Config, {"attention_bias": True, "rope_parameters": ALPHA_ROPE}),
         "hunyuan_v1_moe": (HunYuanMoEV1Config, {"num_experts": 4, "moe_topk": 2}),
+        "laguna": (
+            LagunaConfig,
+            windows
+            | experts
+            | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 1.5}
+            | {"num_attention_heads_per_layer": [4, 8]},
+        ),
         "ministral3": (
             Ministral3Config,
             {"sliding_window": 5, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}},
@@ -383,5 +401,9 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -
     """Saves a random model (hidden 64, 2 layers, vocabulary 512 unless overridden); returns `directory`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **overrides), dtype=torch.float32)
+    for parameter in model.parameters():
+        # Transformers leaves AFMoE's routers zero: all tokens would take the same experts.
+        if parameter.ndim == 2 and not parameter.any():
+            parameter.data.normal_(std=0.1)
     model.save_pretrained(directory)
     return directory

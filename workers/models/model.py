@@ -552,8 +552,8 @@ def _collect_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 def _sequence_split(shape: ModelDescription, spec: ParallelSpec) -> SequenceSplit:
     if spec.sp == 1 or not isinstance(shape, ModelShape) or not shape.attentions:
         return SequenceSplit()
-    tp, attention = spec.tp_size_of("self_attn"), shape.attentions[0]
-    return SequenceSplit.of(spec.sp, attention.heads // tp, attention.kv_heads // tp)
+    tp, (heads, kv_heads) = spec.tp_size_of("self_attn"), shape.heads
+    return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)
 
 
 # The text part of models that also take images: its name, and the renaming of its weights from files of current and

@@ -138,7 +138,8 @@ def _split(shape: ModelShape, spec: ParallelSpec) -> SequenceSplit:
     tp = spec.tp_size_of("self_attn")
     if spec.sp == 1 or not shape.attentions:
         return SequenceSplit()
-    return SequenceSplit.of(spec.sp, shape.attentions[0].heads // tp, shape.attentions[0].kv_heads // tp)
+    heads, kv_heads = shape.heads
+    return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)
 
 
 def _logits(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import gcd
 from pathlib import Path
 
 from ..protocol.parallel_spec import ParallelSpec
@@ -110,6 +111,11 @@ class ModelShape(ModelDescription):
         """The different mixers with softmax attention."""
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention | LatentAttention))
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The largest numbers of query and of key/value heads that divide those of all layers with attention."""
+        return gcd(*(each.heads for each in self.attentions)), gcd(*(each.kv_heads for each in self.attentions))
+
     @cached_property
     def experts(self) -> RoutedExperts | None:
         """The experts of the first sparse layer, None if no layer is sparse."""
@@ -209,7 +215,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         tied_embeddings=reader.is_set("tie_word_embeddings"),
         layers=layers,
         runs_own_layers=family.describes(reader),
-        embedding_scale=reader.fraction(family.embedding_scale_key, 1.0),
+        embedding_scale=family.embedding_scale(reader),
     )
 
 

@@ -51,6 +51,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         kind: lambda kind=kind: tiny_config(kind)
         for kind in ("mixtral", "phi3", "olmo2", "gemma2", "gemma3", *PLAIN_KINDS)
     },
+    "afmoe without a scaled embedding": lambda: tiny_config("afmoe", mup_enabled=False),
     "phi3 with partial rotation": lambda: tiny_config("phi3", partial_rotary_factor=0.75, head_dim=16),
     "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
 }

@@ -95,7 +95,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": _SCALARS | {"layer_types": ["linear_attention", "full_attention"]},
     "kolibri1": _WINDOWS,
-    "laguna": _WINDOWS | _SPARSE_BEHIND | {"num_attention_heads_per_layer": [4, 4]},
+    "laguna": _WINDOWS | _SPARSE_BEHIND | {"num_attention_heads_per_layer": [4, 2]},
     "mellum": _WINDOWS,
     "ministral": _WINDOWS,
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "moe", "full_attention"], "moe_latent_size": 24},

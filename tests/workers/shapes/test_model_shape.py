@@ -86,12 +86,12 @@ HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 SPARSE = (
     *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe"),
     *("granitemoe", "granitemoeshared", "granitemoehybrid"),
-    *("minimax_m2", "olmoe", "qwen2_moe", "solar_open"),
+    *("minimax_m2", "olmoe", "qwen2_moe", "solar_open", "afmoe", "laguna"),
 )
 # Families whose windows follow `layer_types`.
 WINDOWED = (
     *("qwen2", "qwen2_moe", "qwen3", "gemma3_text", "olmo3", "exaone4", "exaone_moe", "ministral", "smollm3", "dots1"),
-    *("gpt_oss", "gemma2", "cohere2"),
+    *("gpt_oss", "gemma2", "cohere2", "afmoe", "laguna"),
 )
 # Their names of numbers of experts, of those that a token uses, and of features.
 NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")
@@ -125,6 +125,8 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         pytest.skip("a sparse model without experts")
     if model_type == "dots1" and not {"n_shared_experts", "n_routed_experts", "num_experts_per_tok"} <= given.keys():
         pytest.skip("transformers has no defaults for these")
+    if model_type == "laguna" and given.get("sliding_window", 0) is None:
+        pytest.skip("transformers needs a number")
     if model_type in ("exaone4", "exaone_moe") and given.get("sliding_window", 0) is None and not kinds:
         pytest.skip("transformers divides by zero")
     if model_type in INDEXED and given.get("q_lora_rank", 0) is None:
@@ -150,11 +152,12 @@ def compare_mixers(ours: ModelShape, theirs: Any) -> None:
     # Not every config has these attributes.
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     kv_heads = theirs.num_key_value_heads or theirs.num_attention_heads
-    rotated = (getattr(theirs, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    rope = getattr(theirs, "rope_parameters", None) or {}
     for mixer in ours.mixers:
         if isinstance(mixer, SoftmaxAttention):
             assert (mixer.heads, mixer.kv_heads, mixer.head_dim) == (theirs.num_attention_heads, kv_heads, head_dim)
             has_rotations = theirs.model_type not in ("granitemoehybrid", "nemotron_h")
+            rotated = rope.get(mixer.rotation or "", rope).get("partial_rotary_factor", 1.0)
             assert mixer.rotary_dim == int(head_dim * rotated)
             assert has_rotations or mixer.rotation is None
         elif isinstance(mixer, LatentAttention):

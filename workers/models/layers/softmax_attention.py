@@ -1,9 +1,11 @@
 """Runs softmax attention: projections, norms and rotations of heads, attention, gates."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
@@ -15,6 +17,13 @@ from ...shapes.families import Family
 from ...shapes.parts import SoftmaxAttention
 from .merge import Merge, MergedProjection
 from .norms import norm_of
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return softplus(x.float()).to(x.dtype)
+
+
+_GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": _softplus}
 
 
 class SoftmaxMixer:
@@ -72,12 +81,20 @@ class SoftmaxMixer:
         if self._merged.suits(x):
             query, key, value = self._merged_heads(x, rotation)
             attended = attend(query, key, value, packing, self._kind)
-            return self._module.o_proj(attended.flatten(-2))
+            return self._module.o_proj(self._gated(attended, x).flatten(-2))
         query, gate, key, value = self._projected(x)
         query = rotation.scaled(self._rotated(query, rotation, self._query_norm))
         key = self._rotated(key, rotation, self._key_norm)
-        attended = attend(query, key, value, packing, self._kind).flatten(-2)
+        attended = self._gated(attend(query, key, value, packing, self._kind), x).flatten(-2)
         return self._module.o_proj(attended if gate is None else attended * gate.sigmoid())
+
+    def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
+        """Multiplies [tokens, heads, head_dim] with the gates of x [tokens, hidden], if a layer computes them."""
+        gate = self._part.gate
+        if gate is None:
+            return attended
+        numbers = _GATES[gate.activation](getattr(self._module, gate.name)(x))
+        return attended * numbers.unflatten(-1, (attended.shape[1], -1))
 
     def _merged_heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Returns query, key and value [tokens, heads, head_dim], normed and rotated."""

@@ -37,6 +37,7 @@ class SparseFeedForward:
     def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         tokens = stream.enter(x, self._is_replicated)
         routed = stream.leave(self._routed(tokens, stream.ep_ranks_share_tokens), self._is_replicated)
+        routed = routed if self._part.scale == 1 else routed * self._part.scale
         if self._shared is None:
             return routed
         shared = self._shared.forward(x, stream)
@@ -52,5 +53,5 @@ class SparseFeedForward:
 
 def _router(part: Part, module: Any) -> Callable[[Tensor], Any]:
     """Returns transformers' router, which maps tokens [tokens, hidden] to logits, weights and experts."""
-    router = getattr(module, part.router)
-    return (lambda x: router(x, module.e_score_correction_bias)) if part.corrects_in_block else router
+    router, correction = getattr(module, part.router), part.block_correction
+    return router if correction is None else lambda x: router(x.unsqueeze(0), getattr(module, correction))

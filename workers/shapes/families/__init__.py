@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from .afmoe import AFMOE
 from .arcee import ARCEE
 from .bamba import BAMBA
 from .cohere import COHERE, COHERE2
@@ -17,6 +18,7 @@ from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from .laguna import LAGUNA
 from .llama import LLAMA
 from .minimax import MINIMAX_M2
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
@@ -73,6 +75,8 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4_5": ERNIE4_5,
     "ernie4_5_moe": ERNIE4_5_MOE,
     "helium": HELIUM,
+    "afmoe": AFMOE,
+    "laguna": LAGUNA,
     "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
     "hunyuan_v1_moe": HUNYUAN_V1_MOE,
     "arcee": ARCEE,

@@ -6,11 +6,11 @@ Imports no torch.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..parts import Dense, Layer, Mamba, QueryGrowth, SoftmaxAttention
+from ..parts import Dense, Layer, Mamba, OutputGate, QueryGrowth, SoftmaxAttention
 from .config_reader import ConfigReader
 
 # The value of a field of a part.
-Setting = bool | str | float | tuple[str, str] | QueryGrowth | None
+Setting = bool | str | float | tuple[str, str] | QueryGrowth | OutputGate | None
 
 # Rotations that do not depend on the lengths in a batch.
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "ntk_alpha", "yarn"})
@@ -39,7 +39,8 @@ class Family:
     embedding: the same of its embedding; None = torch's embedding. layer: the same of its layers.
     norm: the suffix of the class of its norms.
     last_norm, embedding_name: the names of the norm after all layers, and of the embedding.
-    embedding_scale_key: the config's field for a factor of the embedding's output.
+    embedding_scale_key: the config's field for a factor of the embedding's output. embedding_root_key: the one by which
+    the root of the hidden size is such a factor.
     norm_weight_plus_one: whether 1 is added to the weights of norms.
     settings: those of REFUSED_SETTINGS that the layers implement.
     activation, activation_key: the activation of gates, and the config's field for it. activation_aliases: other names
@@ -59,6 +60,7 @@ class Family:
     last_norm: str = "norm"
     embedding_name: str = "embed_tokens"
     embedding_scale_key: str = "embedding_multiplier"
+    embedding_root_key: str = ""
     norm_weight_plus_one: bool = False
     settings: tuple[str, ...] = ()
     activation: str = "silu"
@@ -75,6 +77,11 @@ class Family:
         """True if a model with this config has the arithmetic of our layers."""
         is_known = not any(config.is_set(setting) for setting in self.unknown_settings)
         return is_known and config.get(self.activation_key) in (self.activation, *self.activation_aliases)
+
+    def embedding_scale(self, config: ConfigReader) -> float:
+        """Returns the factor of the embedding's output."""
+        root = config.hidden**0.5 if config.is_set(self.embedding_root_key) else 1.0
+        return root * config.fraction(self.embedding_scale_key, 1.0)
 
     @property
     def unlike(self) -> str:
@@ -93,10 +100,10 @@ def kinds_by_step(config: ConfigReader, step: int) -> Sequence[str]:
 def attention(config: ConfigReader, **settings: Setting) -> SoftmaxAttention:
     """Returns attention of the sizes that most configs name alike. Settings are fields of SoftmaxAttention."""
     head_dim = config.head_dim
-    sizes = {"rotary_dim": int(head_dim * config.fraction("partial_rotary_factor", 1.0))}
+    rotary_dim = int(head_dim * config.fraction("partial_rotary_factor", 1.0))
+    sizes: dict[str, Setting] = {"heads": config.heads, "rotary_dim": rotary_dim}
     return SoftmaxAttention(
         hidden=config.hidden,
-        heads=config.heads,
         kv_heads=config.number("num_key_value_heads", config.heads),
         head_dim=head_dim,
         **(sizes | settings),  # pyright: ignore[reportArgumentType]

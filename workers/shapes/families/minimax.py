@@ -18,7 +18,7 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         num=config.number("num_local_experts", config.number("num_experts")),
         per_token=config.number("num_experts_per_tok"),
         features=config.number("intermediate_size"),
-        corrects_in_block=True,
+        block_correction="e_score_correction_bias",
         saved_block="block_sparse_moe",
         linears=("w1", "w3", "w2"),
     )

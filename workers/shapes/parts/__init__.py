@@ -12,7 +12,7 @@ from .mamba import Mamba
 from .part import FLOAT32, CacheEntries, Divisible, Part, Placement, Share, Weight
 from .query_growth import QueryGrowth
 from .routed_experts import RoutedExperts
-from .softmax_attention import SoftmaxAttention
+from .softmax_attention import OutputGate, SoftmaxAttention
 
 __all__ = [
     "FLOAT32",
@@ -28,6 +28,7 @@ __all__ = [
     "Mamba",
     "Mixer",
     "Norms",
+    "OutputGate",
     "Part",
     "Placement",
     "QueryGrowth",

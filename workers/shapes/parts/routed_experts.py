@@ -23,7 +23,8 @@ class RoutedExperts:
     tensor, as modules do.
     router, router_weight: where the router is below the part, and its weight below it. router_biases: its other
     parameters.
-    corrects_in_block: whether the part holds the buffer with the biases by which the router chooses.
+    block_correction: the part's tensor with the biases by which the router chooses, if the router has none of its own.
+    scale: by which the experts' outputs are multiplied in addition to the router's weights.
     has_bias: whether the experts have biases. is_transposed: whether matrices are stored [in, out]. alternates: whether
     gates and ups take turns.
     shared: a dense part that all tokens run through in addition, inside of this part or next to it.
@@ -41,7 +42,8 @@ class RoutedExperts:
     router: str = "gate"
     router_weight: str = "weight"
     router_biases: tuple[Weight, ...] = ()
-    corrects_in_block: bool = False
+    block_correction: str | None = None
+    scale: float = 1.0
     has_bias: bool = False
     is_transposed: bool = False
     alternates: bool = False

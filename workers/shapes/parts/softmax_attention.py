@@ -13,6 +13,20 @@ _ROWS, _COLUMNS = Placement("self_attn", 0), Placement("self_attn", 1)
 _WHOLE_ROWS = Placement("self_attn", 0, is_gathered=False)
 
 
+@dataclass(frozen=True)
+class OutputGate:
+    """A linear layer of a token whose activated output multiplies that of attention.
+
+    name: where it is below the attention. activation: "sigmoid" or "softplus". is_by_head: whether it has one number
+    for each head, not for each feature. is_adapted: whether adapters adapt it.
+    """
+
+    name: str
+    activation: str = "sigmoid"
+    is_by_head: bool = False
+    is_adapted: bool = True
+
+
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxAttention:
     """Softmax attention with grouped queries and rotations.
@@ -26,7 +40,8 @@ class SoftmaxAttention:
     each head's own ("apart"), or over all heads together. head_norms: where
     these norms are. norms_after_rotation: whether they are applied to rotated heads.
     is_fused: whether one projection computes queries, keys and values.
-    is_gated: whether the projection to queries also computes gates for the output, head by head.
+    is_gated: whether the projection to queries also computes gates for the output, head by head. gate: a layer of its
+    own that does so, None if there is none.
     window: how many tokens a token sees, itself included; None for all before it.
     has_sinks: whether each head has a learned score that takes part in its softmax.
     score_scale: by which scores are multiplied in addition to the module's scaling. score_cap: the absolute value that
@@ -48,6 +63,7 @@ class SoftmaxAttention:
     norms_after_rotation: bool = False
     is_fused: bool = False
     is_gated: bool = False
+    gate: OutputGate | None = None
     window: int | None = None
     has_sinks: bool = False
     score_scale: float = 1.0
@@ -102,6 +118,10 @@ class SoftmaxAttention:
             for name, size in zip(self.head_norms, (self._queries, self._keys), strict=True):
                 yield self._weight(f"{name}.weight", (size if is_joint else self.head_dim,))
 
+        if (gate := self.gate) is not None:
+            size, adapters = self.heads if gate.is_by_head else self._queries, (gate.name,) * gate.is_adapted
+            yield Weight(f"{self.name}.{gate.name}.weight", (size, self.hidden), _ROWS, (), adapters)
+
     def _weight(self, name: str, shape: tuple[int, ...], sections: tuple[int, ...] = (), *adapters: str) -> Weight:
         return Weight(f"{self.name}.{name}", shape, self.placements.get(f"{_NAME}.{name}"), sections, adapters)
 
@@ -126,7 +146,7 @@ class SoftmaxAttention:
         if self.norms_heads:
             queries, keys = queries + heads * self.head_dim, keys + kv_heads * self.head_dim
             norms = FLOAT32 * (2 if self.norms_heads == "together" else heads + kv_heads)
-        if self.is_gated:
+        if self.is_gated or self.gate is not None:
             queries += 2 * heads * self.head_dim  # the gates' sigmoids, and the output before it is gated
         if share.ulysses > 1:
             queries += heads * self.head_dim  # the output of attention again, by tokens

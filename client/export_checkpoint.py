@@ -79,6 +79,8 @@ def loaded_by(description: dict[str, Any], directory: Path) -> str:
         return _with_draft(base, place, description["algorithm"], description.get("block_size"))
     if description.get("training") == "full":
         return _with_transformers(place)
+    if (refused := description.get("refused_by_peft")) is not None:
+        return f"vLLM, or export it with --merge-into BASE_DIRECTORY: peft refuses adapters of {refused} in {base}"
     return f'PeftModel.from_pretrained(base, "{place}") of peft, with {base}'
 
 

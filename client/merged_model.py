@@ -23,7 +23,7 @@ _INDEX = "model.safetensors.index.json"
 _OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<linear>gate_proj|up_proj|down_proj)")
 # The weights [experts, out, in] in the files of some models; outputs of gate and up follow each other.
 _STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-# The pairs that adapt all experts of a layer, and the weights that they adapt.
+# The pairs that adapt all experts of a layer.
 _OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)(?P<first>\.base_layer)?")
 
 # Parts of paths that differ between an adapter, which has peft's names, and the files of some models.
@@ -31,7 +31,9 @@ _NAMES_IN_FILES = (
     (".mlp.experts.", ".block_sparse_moe.experts."),
     (".shared_experts.", ".shared_mlp."),
     ("lm_head", "embed_out"),
+    ("model.", "backbone."),
 )
+_NAMES_OF_ALL_EXPERTS = (("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"))
 
 
 def merge_into_base(adapter: Path, base: Path, merged: Path) -> None:
@@ -101,7 +103,8 @@ class _Merging:
         if config.get("modules_to_save"):
             raise ValueError(f"{adapter} is the adapter of a critic, whose head no base model has: load it with peft")
         description = json.loads((adapter / DESCRIPTION).read_text())
-        self._scale = config["lora_alpha"] / config["r"]
+        self._rank = config["r"]
+        self._scale = config["lora_alpha"] / self._rank
         self.files = [TensorFile(path) for path in _weight_files(base)]
         self._owners = {name: file for file in self.files for name in file}
         pairs, tied_head = pairs_of(TensorFile(adapter / WEIGHTS)), description.get("tied_head")
@@ -117,7 +120,7 @@ class _Merging:
             if (match := _OF_ALL_EXPERTS.fullmatch(path)) is None:
                 self._place(path, pair)
             else:
-                self._place_in_all(f"{match['experts']}.{'gate_up_proj' if match['first'] else 'down_proj'}", pair)
+                self._place_in_all(match["experts"], match["first"] is not None, pair)
 
     def tensors_of(self, file: TensorFile) -> dict[str, FileTensor]:
         """Returns the merged tensors that replace those of a file of the base model."""
@@ -143,11 +146,17 @@ class _Merging:
         self._check_shape(found, expected)
         self._parts[found].append(part)
 
-    def _place_in_all(self, name: str, pair: Pair) -> None:
-        """Adds the pair's part for each expert to the parts of the weight of all experts."""
-        if name not in self._owners:
-            raise ValueError(f"the base model has no weight {name}: name the base model of this adapter")
-        num_experts = self._owners[name].shape(name)[0]
+    def _place_in_all(self, experts: str, is_first: bool, pair: Pair) -> None:
+        """Adds the pair's part for each expert to the parts of the weight of all experts, or of its own."""
+        name = f"{experts}.{'gate_up_proj' if is_first else 'down_proj'}"
+        names = [name, *(name.replace(ours, theirs) for ours, theirs in _NAMES_OF_ALL_EXPERTS)]
+        found = next((each for each in names if each in self._owners), None)
+        if found is None:
+            linear = "up_proj" if is_first else "down_proj"
+            for number, of_one in enumerate(split_experts(pair, len(pair[0]) // self._rank)):
+                self._place(f"{experts}.{number}.{linear}", of_one)
+            return
+        name, num_experts = found, self._owners[found].shape(found)[0]
         of_each = split_experts(pair, num_experts)
         if self._are_transposed:
             of_each = [(b.T, a.T) for a, b in of_each]

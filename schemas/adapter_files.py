@@ -8,7 +8,7 @@ one tensor: w1 for gate, w2 for down, w3 for up; if experts have no gates, w1 fo
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,29 +45,50 @@ def write_for_cookbook(directory: Path) -> None:
 
 
 def write_for_peft(directory: Path) -> None:
-    """Rewrites the adapter in a checkpoint's directory as peft and vLLM read it. Other models stay as they are.
+    """Rewrites the adapter in a checkpoint's directory as peft reads it. Other models stay as they are.
 
     If experts shared matrices, the directory becomes a checkpoint in which each has its own. Files are replaced, so
     that hard links to them keep the former content. Optimizer state stays as it is.
     """
     if (directory / WEIGHTS).exists():
         description = _description(directory)
-        _rewrite(directory, _for_peft(TensorFile(directory / WEIGHTS), description))
-        if fused := description.get("fused_projections"):
-            _replace_json(directory / CONFIG, _with_fused(json.loads((directory / CONFIG).read_text()), fused))
-        if description.pop("expert_linears", None) is not None:
-            description["lora"]["expert_factors"] = "each"
-            _replace_json(directory / DESCRIPTION, description)
+        _write_apart(directory, description, description.get("stacked_experts"))
 
 
-def block_diagonal(pairs: Sequence[Pair]) -> Pair:
+def write_for_vllm(directory: Path) -> None:
+    """Rewrites the adapter as `write_for_peft`, but for experts without gates: vLLM reads a pair for each of them."""
+    if (directory / WEIGHTS).exists():
+        description = _description(directory)
+        stacked = description.get("stacked_experts")
+        _write_apart(directory, description, stacked if stacked and stacked["has_gate"] else None)
+
+
+def _write_apart(directory: Path, description: dict[str, Any], stacked: Mapping[str, Any] | None) -> None:
+    """Rewrites the adapter with a pair of matrices for each linear layer.
+
+    Args:
+        stacked: says how those of all experts of a layer become one; None leaves each its own.
+    """
+    _rewrite(directory, _for_peft(TensorFile(directory / WEIGHTS), description, stacked))
+    if fused := description.get("fused_projections"):
+        _replace_json(directory / CONFIG, _with_fused(json.loads((directory / CONFIG).read_text()), fused))
+    if description.pop("expert_linears", None) is not None:
+        description["lora"]["expert_factors"] = "each"
+        _replace_json(directory / DESCRIPTION, description)
+
+
+def block_diagonal(pairs: Sequence[Pair], num_outputs: int | None = None) -> Pair:
     """Returns one pair that adapts a linear layer as these do, each of which adapts the next of its outputs.
 
-    The rank of A [sum of ranks, in] and B [sum of outputs, sum of ranks] is the sum of theirs, so alpha must grow as
-    much for the same scale.
+    The rank of A [sum of ranks, in] and B [outputs, sum of ranks] is the sum of theirs, so alpha must grow as much for
+    the same scale.
+
+    Args:
+        num_outputs: of the linear layer, if it has more than these adapt.
     """
     of_a, of_b = zip(*pairs, strict=True)
-    b = np.zeros((sum(len(each) for each in of_b), sum(each.shape[1] for each in of_b)), np.float32)
+    num_outputs = num_outputs or sum(len(each) for each in of_b)
+    b = np.zeros((num_outputs, sum(each.shape[1] for each in of_b)), np.float32)
     row = column = 0
     for each in of_b:
         b[row : row + each.shape[0], column : column + each.shape[1]] = each
@@ -133,7 +154,9 @@ def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
     return tensors
 
 
-def _for_peft(file: TensorFile, description: Mapping[str, Any]) -> dict[str, FileTensor]:
+def _for_peft(
+    file: TensorFile, description: Mapping[str, Any], stacked: Mapping[str, Any] | None
+) -> dict[str, FileTensor]:
     pairs = pairs_of(file)
     stacks = [match for path in pairs if (match := _OF_ALL_EXPERTS.fullmatch(path)) is not None]
     with_gates = {match["experts"] for match in stacks if match["linear"] == "w3"}
@@ -143,9 +166,11 @@ def _for_peft(file: TensorFile, description: Mapping[str, Any]) -> dict[str, Fil
         of_each = enumerate(expert_pairs(*pairs.pop(match[0])))
         pairs |= {f"{match['experts']}.{number}.{linear}": pair for number, pair in of_each}
     for fused, parts in description.get("fused_projections", {}).items():
-        for layer in [path.removesuffix(f".{parts[0]}") for path in pairs if path.endswith(f".{parts[0]}")]:
-            pairs[f"{layer}.{fused}"] = block_diagonal([pairs.pop(f"{layer}.{part}") for part in parts])
-    if (stacked := description.get("stacked_experts")) is not None:
+        num_outputs = description.get("fused_outputs", {}).get(fused)
+        for layer in _with_all(pairs, parts):
+            of_parts = [pairs.pop(f"{layer}{part}") for part in parts]
+            pairs[f"{layer}{fused}"] = block_diagonal(of_parts, num_outputs)
+    if stacked is not None:
         pairs = _joined_experts(pairs, stacked["alternates"])
     matrices = {
         name: FileTensor.of(matrix)
@@ -172,10 +197,14 @@ def _joined_experts(pairs: Mapping[str, Pair], alternates: bool) -> dict[str, Pa
             by_layer.setdefault(match["experts"], {}).setdefault(int(match["number"]), {})[match["linear"]] = pair
     for experts, of_each in by_layer.items():
         ordered = [of_each[number] for number in range(len(of_each))]
-        gate_up = [_gate_and_up(each["gate_proj"], each["up_proj"], alternates) for each in ordered]
-        joined[f"{experts}.{_FIRST_OF_EXPERTS}"] = _joined(gate_up)
+        joined[f"{experts}.{_FIRST_OF_EXPERTS}"] = _joined([_before_activation(each, alternates) for each in ordered])
         joined[experts] = _joined([each["down_proj"] for each in ordered])
     return joined
+
+
+def _before_activation(of_expert: Mapping[str, Pair], alternates: bool) -> Pair:
+    up, gate = of_expert["up_proj"], of_expert.get("gate_proj")
+    return up if gate is None else _gate_and_up(gate, up, alternates)
 
 
 def _gate_and_up(gate: Pair, up: Pair, alternates: bool) -> Pair:
@@ -210,11 +239,22 @@ def _rewrite(directory: Path, tensors: Mapping[str, FileTensor]) -> None:
 def _with_fused(config: dict[str, Any], fused: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Returns the config with fused projections in the place of their parts, whose ranks and alphas they sum."""
     for whole, parts in fused.items():
-        if parts[0] in config["target_modules"]:
-            config["target_modules"] = sorted({*config["target_modules"], whole} - {*parts})
+        for prefix in _with_all(config["target_modules"], parts):
+            replaced = {f"{prefix}{part}" for part in parts}
+            config["target_modules"] = sorted({*config["target_modules"], f"{prefix}{whole}"} - replaced)
             for pattern, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
                 config[pattern] = {**(config.get(pattern) or {}), whole: len(parts) * one}
     return config
+
+
+def _with_all(paths: Collection[str], parts: Sequence[str]) -> list[str]:
+    """Returns what is before the last parts of paths, with the dot, where all of these `parts` are there."""
+    before = [path.removesuffix(parts[0]) for path in paths if path.endswith(parts[0])]
+    return [
+        prefix
+        for prefix in before
+        if (not prefix or prefix.endswith(".")) and all(f"{prefix}{part}" in paths for part in parts)
+    ]
 
 
 def _description(directory: Path) -> dict[str, Any]:

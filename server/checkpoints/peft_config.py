@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...schemas.errors import RequestError
-from ...schemas.models import GATE_UP_PATTERN
 
 _NEUTRAL = frozenset(
     {
@@ -60,12 +59,7 @@ class PeftConfig:
             remedy = "it changes the base model: save with path_initial_model_for_weight_conversion"
             raise _unsupported_error("init_lora_weights", init, f"{remedy}, and set it to true")
         for key, value in config.items():
-            if (
-                value
-                and key not in _NEUTRAL
-                and (key, value) != ("bias", "none")
-                and not _is_expert_pattern(key, config)
-            ):
+            if value and key not in _NEUTRAL and (key, value) != ("bias", "none") and not _keeps_scale(key, config):
                 raise _unsupported_error(key, value, _REMEDIES.get(key, "not supported: train without it"))
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -78,12 +72,19 @@ class PeftConfig:
         return PeftConfig(rank, scaled, base_model if isinstance(base_model, str) else None)
 
 
-def _is_expert_pattern(key: str, config: Mapping[str, object]) -> bool:
-    """True if the pattern only gives the fused gate_up projection of experts twice the rank and alpha, as our exports
-    do.
-    """
-    of_all = config.get({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(key, ""))
-    return isinstance(of_all, int | float) and config[key] == {GATE_UP_PATTERN: 2 * of_all}
+def _keeps_scale(key: str, config: Mapping[str, object]) -> bool:
+    """True if patterns give some layers another rank and alpha with the scale of all, as our exports do for layers of
+    which parts are adapted separately."""
+    if key not in ("rank_pattern", "alpha_pattern"):
+        return False
+    ranks, alphas = config.get("rank_pattern"), config.get("alpha_pattern")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not (isinstance(ranks, dict) and isinstance(alphas, dict) and ranks.keys() == alphas.keys()):
+        return False
+    numbers = [rank, alpha, *ranks.values(), *alphas.values()]
+    return all(isinstance(each, int | float) for each in numbers) and all(
+        ranks[layer] * alpha == alphas[layer] * rank for layer in ranks
+    )
 
 
 def _unsupported_error(key: str, value: object, remedy: str) -> RequestError:

@@ -14,6 +14,8 @@ from ..lora import Adapter, Target
 from .description import CheckpointDescription, few, write_json
 
 _KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+# In these types peft adapts no layer of Mamba-2 after its recurrence: kernels for training may read its weight alone.
+_WITHOUT_OUTPUTS_IN_PEFT, _OUTPUTS_OF_MAMBA = frozenset({"falcon_h1", "nemotron_h"}), "out_proj"
 
 
 class PeftFormat:
@@ -28,7 +30,7 @@ class PeftFormat:
     def describe(self) -> dict[str, Any]:
         """Returns the adapted layers; the names of a tied head; if experts share matrices, the names of an expert's
         layers in PEFT's files by those in ours; the layout of experts that PEFT adapts together; and layers whose rows
-        are adapted in parts."""
+        are adapted in parts, and the numbers of their rows; and the kind of layer that peft refuses."""
         adapter = self._adapter
         described: dict[str, Any] = {"targets": [target.name for target in adapter.targets]}
         if adapter.unembed is not None and adapter.tied_embedding is not None:
@@ -37,9 +39,15 @@ class PeftFormat:
             sharing = [target for target in adapter.targets if target.shared is not None]
             described["expert_linears"] = {target.stacked_as: target.saved_kind for target in sharing}
         if (experts := adapter.stacked_experts) is not None:
-            described["stacked_experts"] = {"alternates": experts.alternates, "is_transposed": experts.is_transposed}
+            layout = {"alternates": experts.alternates, "is_transposed": experts.is_transposed}
+            described["stacked_experts"] = layout | {"has_gate": experts.has_gate}
         if fused := _fused_projections(adapter.targets):
             described["fused_projections"] = fused
+            whole = {target.part_of: target.whole_features for target in adapter.targets if target.part_of is not None}
+            described["fused_outputs"] = whole
+        if adapter.model_type in _WITHOUT_OUTPUTS_IN_PEFT:
+            refused = [target for target in adapter.targets if target.kind == _OUTPUTS_OF_MAMBA]
+            described |= {"refused_by_peft": _OUTPUTS_OF_MAMBA} if refused else {}
         return described
 
     def check(self, saved: CheckpointDescription) -> None:
@@ -127,7 +135,7 @@ def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
         "target_modules": sorted(targets.modules),
         "modules_to_save": list(adapter.program.peft_modules) or None,
         **({"target_parameters": sorted(targets.parameters)} if targets.parameters else {}),
-        **(_double_pairs(adapter) if adapter.adapts_experts else {}),
+        **(_double_pairs(adapter) if any(_is_of_gates(target) for target in adapter.targets) else {}),
     }
 
 
@@ -157,16 +165,26 @@ class _PeftTargets:
         experts = [target for target in adapter.targets if target.num_experts is not None]
         linears = [target for target in adapter.targets if target.num_experts is None]
         is_misread = adapter.base_is_sparse and adapter.stacked_experts is None
-        taken = [target for target in linears if is_misread and target.kind in _KINDS_OF_EXPERTS]
+        taken = [target for target in linears if is_misread and _is_like_experts(target)]
         others = {name.rpartition(".")[2] for name in adapter.not_adapted}
-        modules = {target.path if target.kind in others else target.kind for target in linears if target not in taken}
+        by_path = {target for target in linears if target.kind in others or target.part_of is not None}
+        modules = {target.path if target in by_path else target.kind for target in linears if target not in taken}
         # If transformers has a module for each expert, peft finds it by these names.
         modules |= {target.saved_kind for target in experts} if is_misread and not taken else set()
         parameters = {f"{target.path}.weight" for target in taken} | {_fused(target) for target in experts}
         return _PeftTargets(frozenset(modules), frozenset(parameters))
 
 
+def _is_like_experts(target: Target) -> bool:
+    return target.kind in _KINDS_OF_EXPERTS and target.part_of is None
+
+
+def _is_of_gates(target: Target) -> bool:
+    return target.kind == "gate_proj" and target.num_experts is not None
+
+
 def _fused(target: Target) -> str:
     """Returns the suffix of the name of the parameter that holds this layer of all experts."""
     *_, block, experts, kind = target.name.split(".")
-    return f"{block}.{experts}.{kind if kind == 'down_proj' else 'gate_up_proj'}"
+    has_gate = target.stacked_as == "w3" or kind == "gate_proj"
+    return f"{block}.{experts}.{'gate_up_proj' if has_gate else kind}"

@@ -52,6 +52,7 @@ def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: P
         every = [*of_trunk, head]
         tensors = _unstacked(tensors, of_trunk)
     lora = lora.model_copy(update={"expert_factors": "shared" if shares_factors else "each"})
+    tensors = _unfused(tensors, of_trunk, lora.rank)
     found = _by_expert(tensors, every, lora.rank, layers.gates_and_ups_alternate)
     wanted = layers.with_groups_of(lora, _adapted(found, every, lora.rank))
     adapter = layers.build(wanted)
@@ -103,6 +104,24 @@ def _unstacked(tensors: Mapping[str, Tensor], every: Sequence[Target]) -> dict[s
     return found
 
 
+def _unfused(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> dict[str, Tensor]:
+    """Returns the tensors with pairs of linear layers split into those of their parts that adapters adapt."""
+    by_layer: dict[str, list[Target]] = {}
+    for target in every:
+        if target.part_of is not None:
+            path = target.name.rpartition(".")[0]
+            by_layer.setdefault(f"{_PREFIX}{path}.{target.part_of}", []).append(target)
+    found = dict(tensors)
+    for path, parts in by_layer.items():
+        of_a, of_b = (f"{path}.lora_{side}.weight" for side in "AB")
+        if of_a not in found or of_b not in found:
+            continue
+        sizes = [part.out_features for part in parts]
+        for part, pair in zip(parts, _parts(of_b, found.pop(of_a), found.pop(of_b), sizes, rank), strict=True):
+            found |= {f"{_PREFIX}{part.name}.lora_{side}.weight": each for side, each in zip("AB", pair, strict=True)}
+    return found
+
+
 def _by_expert(
     tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int, alternates: bool
 ) -> dict[str, Tensor]:
@@ -139,14 +158,14 @@ def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Tar
     before, down = [kinds[kind] for kind in GATE_UP if kind in kinds], kinds["down_proj"]
     num = down.num_experts or 1
     for targets in (before, [down]):
-        out = sum(target.out_features for target in targets)
+        out = sum(sizes := [target.out_features for target in targets])
         num_rows, fits = len(a) // num, a.shape[1] == targets[0].in_features and len(b) == out
         if fits and num_rows in (rank, rank * len(targets)) and b.shape[1] == len(a) == num_rows * num:
             of_each = zip(a.view(num, num_rows, -1), b.view(out, num_rows, num).permute(2, 0, 1), strict=True)
             return {
                 f"{path}.{number}.{target.saved_kind}.lora_{side}.weight": matrix
                 for number, pair in enumerate(of_each)
-                for target, own in zip(targets, _parts(name, *pair, len(targets), rank), strict=True)
+                for target, own in zip(targets, _parts(name, *pair, sizes, rank), strict=True)
                 for side, matrix in zip("AB", own, strict=True)
             }
     raise OperationError(
@@ -155,18 +174,20 @@ def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Tar
     )
 
 
-def _parts(name: str, a: Tensor, b: Tensor, num: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Splits the pair of an expert into those of its `num` layers, which have one A, or each some rows of it."""
-    of_b = b.chunk(num)
-    if len(a) == rank:
-        return [(a, each) for each in of_b]
-    own = [each[:, i * rank : (i + 1) * rank] for i, each in enumerate(of_b)]
+def _parts(name: str, a: Tensor, b: Tensor, sizes: Sequence[int], rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Splits a pair into those of parts with so many outputs, the first ones, which have one A, or each some rows of
+    it."""
+    if len(a) not in (rank, rank * len(sizes)) or b.shape[1] != len(a) or len(b) < sum(sizes):
+        raise OperationError(f"{name} has shape {list(b.shape)}, which does not fit rank {rank} and outputs {[*sizes]}")
+    of_b = b.split([*sizes, len(b) - sum(sizes)])[: len(sizes)]
+    is_one = len(a) == rank
+    own = of_b if is_one else [each[:, i * rank : (i + 1) * rank] for i, each in enumerate(of_b)]
     if sum(each.count_nonzero() for each in own) != b.count_nonzero():
         raise OperationError(
-            f"{name} has {len(a)} rows for each expert, and gate and up both use them: adapters here have {rank} for"
-            " each of the two"
+            f"{name} has {len(a)} ranks for several parts of a layer that all use them, or adapts other outputs too:"
+            f" adapters here have {rank} for each part, and {len(sizes)} parts"
         )
-    return list(zip(a.chunk(num), own, strict=True))
+    return list(zip([a] * len(sizes) if is_one else a.chunk(len(sizes)), own, strict=True))
 
 
 def _adapted(found: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> set[str]:

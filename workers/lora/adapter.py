@@ -49,6 +49,7 @@ class Adapter(Trainable):
         embedding = base.saved_name(base.embedding_name.removesuffix(".weight"))
         self.tied_embedding = embedding if base.head_name == base.embedding_name else None
         self.not_adapted, self.base_is_sparse = tuple(unadapted_layers), base.is_sparse
+        self.model_type = base.shape.model_type
         self.stacked_experts = base.stacked_experts if self.adapts_experts else None
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 

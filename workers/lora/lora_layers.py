@@ -211,7 +211,7 @@ def _linear_targets(base: BaseModel, name: str, linear: nn.Linear) -> Iterator[T
         split = replace(whole.out_split, sections=(size,)) if whole.out_split else None
         kind = name.rpartition(".")[2]
         own = Target(base.saved_name(part), whole.in_features, size, None, split, part_of=kind)
-        yield replace(own, is_replicated_over_tp=is_replicated)
+        yield replace(own, whole_features=whole.out_features, is_replicated_over_tp=is_replicated)
 
 
 def _frozen(base: BaseModel, adapted: Set[str]) -> Iterator[tuple[str, bool]]:

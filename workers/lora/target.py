@@ -58,8 +58,8 @@ class Target:
     are split over ranks. num_experts: set for the experts of a sparse layer, model.layers.0.mlp.experts.up_proj, each
     of which has its own pair of matrices. expert_split: how experts are split over ranks. saved_as, stacked_as: the
     names of an expert's layer in PEFT's files, None if the same as here, and in files that have one tensor for all
-    experts. saved_path: the whole path of any other layer there, None
-    if it is `name`. part_of: the linear layer of which it is some of the rows, None if it is a layer itself.
+    experts. saved_path: the whole path of any other layer there, None if it is `name`. part_of: the linear layer of
+    which it is some of the rows, None if it is a layer itself; whole_features: all outputs of that layer.
     is_replicated_over_tp: whether all ranks along tp have all of it, and run the same tokens.
     shared: the matrix of which the experts of a layer have a single one; None if each expert has both.
     """
@@ -75,6 +75,7 @@ class Target:
     stacked_as: str = ""
     saved_path: str | None = None
     part_of: str | None = None
+    whole_features: int = 0
     is_replicated_over_tp: bool = False
     shared: Side | None = None
 

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainhouse.client.export_checkpoint import loaded_by
 from trainhouse.client.merged_model import merge_into_base
 from trainhouse.schemas.adapter_files import write_for_cookbook, write_for_peft
 from trainhouse.schemas.errors import OperationError
@@ -30,6 +31,9 @@ SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
 # In every run of the tests: dense, sparse in each way that peft distinguishes, and with unusual names.
 CORE = ("dots1", "gpt_neox", "gpt_oss", "laguna", "llama", "mixtral", "phimoe", "qwen2_moe", "starcoder2")
 EVERY = [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in SERVED]
+
+# Layers of which peft adapts none in these types.
+REFUSED_BY_PEFT = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
 
 # Relative to the largest change of a log-probability by the adapter.
 TOLERANCE = 1e-5
@@ -82,6 +86,14 @@ def test_peft_loads_every_matrix_of_an_export(model_type: str, tmp_path: Path) -
     adapter = adapted.create("run")
     directory = exported(adapter, tmp_path / "here")
     write_for_peft(directory)
+    assert_merged_unchanged(adapted, adapter, directory, tmp_path / "merged")
+    assert_reimported_unchanged(adapted, directory, tmp_path / "back")
+    if model_type in REFUSED_BY_PEFT:
+        with pytest.raises(
+            ValueError, match=f"'{REFUSED_BY_PEFT[model_type]}' is incompatible with Mamba-based models"
+        ):
+            in_peft_from(tmp_path / "model", directory)
+        leave_out(REFUSED_BY_PEFT[model_type], adapter, directory)
     tuned = in_peft_from(tmp_path / "model", directory)
     moved = distance(adapted, None, tuned)
     assert distance(adapted, adapter, tuned) < TOLERANCE * moved
@@ -89,10 +101,6 @@ def test_peft_loads_every_matrix_of_an_export(model_type: str, tmp_path: Path) -
     parameters = {name: each for name, each in tuned.named_parameters() if ".lora_" in name}
     assert torch.equal(numbers([*in_files.values()]), numbers([*parameters.values()])), "none was dropped or added"
     assert_each_kind_matters(adapted, adapter, tuned, moved)
-    assert_reimported_unchanged(adapted, directory, tmp_path / "back")
-    merge_into_base(directory, tmp_path / "model", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    assert distance(adapted, adapter, merged) < TOLERANCE * moved
     with warnings.catch_warnings():
         quieten_peft()
         by_peft = distance(adapted, adapter, tuned.merge_and_unload())
@@ -100,6 +108,28 @@ def test_peft_loads_every_matrix_of_an_export(model_type: str, tmp_path: Path) -
         assert by_peft < TOLERANCE * moved
     else:  # peft merges into the embedding too
         assert by_peft > 100 * TOLERANCE * moved
+
+
+def assert_merged_unchanged(adapted: Adapted, adapter: Adapter, directory: Path, target: Path) -> None:
+    merge_into_base(directory, adapted.directory, target)
+    merged = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert distance(adapted, adapter, merged) < TOLERANCE * distance(adapted, None, merged)
+
+
+def leave_out(kind: str, adapter: Adapter, directory: Path) -> None:
+    """Makes the adapter, and the exported one, adapt no layers of this kind."""
+    description = json.loads((directory / "trainhouse.json").read_text())
+    assert description["refused_by_peft"] == kind and kind in loaded_by(description, directory)
+    for name, pair in adapter.pairs.items():
+        if name.endswith(f".{kind}"):
+            pair.b.zero_()
+    tensors = load_file(directory / "adapter_model.safetensors")
+    kept = {name: each for name, each in tensors.items() if f".{kind}.lora_" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, directory / "adapter_model.safetensors")
+    config = json.loads((directory / "adapter_config.json").read_text())
+    config["target_modules"].remove(kind)
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 def assert_each_kind_matters(adapted: Adapted, adapter: Adapter, tuned: PeftModel, moved: float) -> None:

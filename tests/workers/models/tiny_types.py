@@ -58,6 +58,7 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SPARSE_BEHIND = {"mlp_layer_types": ["dense", "sparse"]}
 
@@ -103,6 +104,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "qwen2": _WINDOWS | {"use_sliding_window": True},
     "qwen2_moe": _WINDOWS | {"use_sliding_window": True},
     "qwen3": _WINDOWS | {"use_sliding_window": True},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _HYBRID),
     "phimoe": {"sliding_window": 5},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 5, "block_types": ["recurrent", "attention"]},
     "smollm3": {"no_rope_layers": [0, 1]},

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from ....schemas.adapter_files import write_for_peft
+from ....schemas.adapter_files import write_for_vllm
 from ....schemas.errors import OperationError
 from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
@@ -158,7 +158,7 @@ async def link_files(source: Path, target: Path) -> None:
     """
     try:
         await asyncio.to_thread(shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True)
-        await asyncio.to_thread(write_for_peft, target)
+        await asyncio.to_thread(write_for_vllm, target)
     except (OSError, shutil.Error) as error:
         raise OperationError(f"checkpoint {source} cannot be read: {error}", "server") from None
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ....schemas.adapter_files import write_for_peft
+from ....schemas.adapter_files import write_for_vllm
 from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
@@ -96,7 +96,7 @@ class VllmEngine:
         async def save(directory: Path) -> None:
             await self._training.submit(MethodWork(run_id, tenant_id, "save_run", (run_id, str(directory), False)))
             _check_adapter(directory)
-            await asyncio.to_thread(write_for_peft, directory)
+            await asyncio.to_thread(write_for_vllm, directory)
 
         await self._adapters.put(adapter_id, save)
 

@@ -152,7 +152,7 @@ def peft_gradients(
     """Returns the gradients by the names of the adapter's matrices.
 
     Args:
-        linears: names of an expert's gate, up and down projections in files.
+        linears: names of an expert's gate, if any, up and down projections in files.
     """
     gradients = {}
     for name, parameter in peft_parameters(tuned).items():
@@ -175,7 +175,9 @@ def stacked_gradients(
     gradients = {name: each for name, each in of_each.items() if ".experts." not in name}
     paths = {name.partition(".experts.")[0] for name in of_each.keys() - gradients.keys()}
     for path in paths:
-        for kind, stacked, shared in zip(linears, ("w1", "w3", "w2"), ("lora_A", "lora_A", "lora_B"), strict=True):
+        *before, _ = linears
+        stacks, sides = (*("w1", "w3")[: len(before)], "w2"), (*["lora_A"] * len(before), "lora_B")
+        for kind, stacked, shared in zip(linears, stacks, sides, strict=True):
             for side in ("lora_A", "lora_B"):
                 every = torch.stack([of_each[f"{path}.experts.{i}.{kind}.{side}.weight"] for i in range(num_experts)])
                 whole = every.sum(0, keepdim=True) if side == shared else every
@@ -189,7 +191,7 @@ def _of_experts(layer: str, side: str, gradient: Tensor, num: int, linears: Sequ
     peft stores A as [experts * ranks, in] and B as [out, ranks * experts], for down_proj, or for gate and up together.
     The latter have twice as many ranks: first the gate's, then up's.
     """
-    kinds = linears[:2] if side.startswith("base_layer.") else linears[2:]
+    kinds = linears[:-1] if side.startswith("base_layer.") else linears[-1:]
     if side.endswith("lora_A.weight"):
         parts = [each.chunk(len(kinds)) for each in gradient.view(num, -1, gradient.shape[1])]
     else:

@@ -32,9 +32,12 @@ from ..adapted import peft_gradients, peft_parameters, quieten_peft, stacked_gra
 from .training import ADAM, Layout, greedy, layout, supervised
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "gemma2", "gemma3")
-FUSED = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")}
+FUSED = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"), "in_proj": ("gate_proj", "x_proj")}
 HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
+# PEFT adapts no outputs of Mamba-2 in these.
+WITHOUT_ATTENTION = ("nemotron_h_moe", "nemotron_h_latent")
+MAMBA = ("granite4", "granite4_moe", "bamba", *WITHOUT_ATTENTION)
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 PLAIN_SPARSE = (
     *("ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
@@ -49,6 +52,7 @@ CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     *(("qwen3_moe", spec, "shared") for spec in ("ep=2", "tp=2", "fsdp=2")),
     *(("qwen3_5", spec, "shared") for spec in ("single", "tp=2", "sp=2")),
     ("deepseek_v3", "tp=2", "shared"),
+    ("nemotron_h_latent", "ep=2", "shared"),
 )
 MATRIX = [(kind, spec, "each") for kind in (*DENSE, *SPARSE, *PLAIN_KINDS) for spec in ("single", "tp=2")]
 MATRIX += [(kind, spec, "each") for kind in ("gemma2", "cohere", "cohere2") for spec in ("sp=2", "fsdp=2")]
@@ -59,6 +63,9 @@ MATRIX += [(kind, spec, "shared") for kind in ("qwen3_moe_mixed", "mixtral") for
 MATRIX += [(kind, spec, "shared") for kind in (*HYBRID, *LATENT) for spec in ("single", "tp=2", "sp=2", "fsdp=2")]
 MATRIX += [(kind, "ep=2", "shared") for kind in ("qwen3_next", "qwen3_5_moe", *LATENT)]
 MATRIX += [(kind, spec, "shared") for kind in ("afmoe", "laguna") for spec in ("sp=2", "fsdp=2")]
+MATRIX += [(kind, spec, "shared") for kind in MAMBA for spec in ("single", "tp=2", "sp=2")]
+MATRIX += [(kind, "ep=2", "shared") for kind in ("granite4_moe", *WITHOUT_ATTENTION)]
+MATRIX += [(kind, "single", "each") for kind in WITHOUT_ATTENTION]
 MORE = [case for case in MATRIX if case not in CORE]
 
 TOLERANCE = 1e-4
@@ -73,7 +80,7 @@ def test_a_family_trains_and_samples_as_transformers_does(
     kind: str, spec: str, factors: ExpertFactors, tiny_models: Mapping[str, Path], tmp_path: Path
 ) -> None:
     with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path) as where:
-        exported = trained(where, factors)
+        exported = trained(where, factors, kind not in WITHOUT_ATTENTION)
         request = supervised("a", 7, *LENGTHS)
         (output,) = where.run_pass(request)
         assert isinstance(output, ForwardBackwardOutput), output
@@ -136,9 +143,10 @@ def gradients_of_parts(wanted: Mapping[str, Any], ours: Mapping[str, np.ndarray]
     return split
 
 
-def trained(where: Layout, expert_factors: ExpertFactors = "each") -> Path:
+def trained(where: Layout, expert_factors: ExpertFactors = "each", train_attn: bool = True) -> Path:
     """Takes two steps, so that neither factor is zero."""
-    where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=11, expert_factors=expert_factors)))
+    lora = LoraConfig(rank=4, seed=11, expert_factors=expert_factors, train_attn=train_attn)
+    where.call("create_run", RunSpec("a", lora))
     for seed in (1, 2):
         (output,) = where.run_pass(supervised("a", seed, 12, 25))
         assert isinstance(output, ForwardBackwardOutput), output

@@ -1,6 +1,7 @@
 """The forms of an adapter's file."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ from trainhouse.schemas.adapter_files import (
     split_experts,
     write_for_cookbook,
     write_for_peft,
+    write_for_vllm,
 )
 from trainhouse.schemas.tensor_file import FileTensor, TensorFile, write_tensors
 
+LINEARS = ("up_proj", "down_proj")
 RANDOM = np.random.default_rng(0)
 LAYER = "model.layers.0"
 
@@ -49,6 +52,8 @@ def test_projections_of_one_layer_become_one_pair() -> None:
     np.testing.assert_allclose(b @ a, wanted, rtol=1e-5, atol=1e-6)
     a, b = block_diagonal([pairs[1], pairs[0], pairs[2]])
     assert np.abs(b @ a - wanted).max() > 0.1
+    _, padded = block_diagonal(pairs, 13)
+    assert np.array_equal(padded[:11], block_diagonal(pairs)[1]) and not padded[11:].any()
 
 
 def test_separately_adapted_projections_are_fused_for_peft(tmp_path: Path) -> None:
@@ -64,6 +69,63 @@ def test_separately_adapted_projections_are_fused_for_peft(tmp_path: Path) -> No
     config = json.loads((tmp_path / CONFIG).read_text())
     assert config["target_modules"] == ["in_proj_qkv", "out_proj"]
     assert config["rank_pattern"] == {"in_proj_qkv": 6} and config["alpha_pattern"] == {"in_proj_qkv": 96}
+
+
+def test_only_layers_with_all_parts_are_fused_and_other_outputs_stay(tmp_path: Path) -> None:
+    """A gate of Mamba-2 has the same name as that of a feed-forward part."""
+    pairs = {f"{LAYER}.mamba.{part}": (matrix(2, 6), matrix(3, 2)) for part in ("gate_proj", "x_proj")}
+    others = {f"{LAYER}.mlp.gate_proj": (matrix(2, 6), matrix(4, 2))}
+    description = {"fused_projections": {"in_proj": ["gate_proj", "x_proj"]}, "fused_outputs": {"in_proj": 9}}
+    stored(tmp_path, pairs | others, description)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    config["target_modules"] = ["gate_proj", "mamba.gate_proj", "mamba.x_proj"]
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    write_for_peft(tmp_path)
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    assert found.keys() == {f"{LAYER}.mamba.in_proj", *others}
+    _, b = found[f"{LAYER}.mamba.in_proj"]
+    assert b.shape == (9, 4) and not b[6:].any()
+    assert json.loads((tmp_path / CONFIG).read_text())["target_modules"] == ["gate_proj", "mamba.in_proj"]
+
+
+@pytest.mark.parametrize("write", [write_for_peft, write_for_vllm])
+def test_experts_without_gates_are_joined_for_peft_alone(write: Callable[[Path], None], tmp_path: Path) -> None:
+    experts = f"{LAYER}.mixer.experts"
+    up, down = (matrix(1, 2, 6), matrix(3, 4, 2)), (matrix(3, 2, 4), matrix(1, 6, 2))
+    description = {"lora": {"rank": 2}, "expert_linears": {"w1": "up_proj", "w2": "down_proj"}}
+    description["stacked_experts"] = {"alternates": False, "is_transposed": False, "has_gate": False}
+    stored(tmp_path, {f"{experts}.w1": up, f"{experts}.w2": down}, description)
+    write(tmp_path)
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    if write is write_for_peft:
+        assert found.keys() == {experts, f"{experts}.base_layer"}
+        of_each = [split_experts(found[path], 3) for path in (f"{experts}.base_layer", experts)]
+        pairs = {f"{experts}.{i}.{name}": of_each[place][i] for i in range(3) for place, name in enumerate(LINEARS)}
+    else:
+        pairs = found
+    assert pairs.keys() == {f"{experts}.{number}.{linear}" for number in range(3) for linear in LINEARS}
+    for number in range(3):
+        for linear, (a, b) in zip(LINEARS, (up, down), strict=True):
+            own_a, own_b = pairs[f"{experts}.{number}.{linear}"]
+            assert np.array_equal(own_a, a[number % len(a)]) and np.array_equal(own_b, b[number % len(b)])
+
+
+def test_experts_without_gates_have_other_names_for_the_cookbook(tmp_path: Path) -> None:
+    experts = f"{LAYER}.mixer.experts"
+    shapes = {"up_proj": (4, 6), "down_proj": (6, 4)}
+    pairs = {
+        f"{experts}.{number}.{linear}": (matrix(2, inputs), matrix(outputs, 2))
+        for number in range(3)
+        for linear, (outputs, inputs) in shapes.items()
+    }
+    stored(tmp_path, pairs, {})
+    write_for_cookbook(tmp_path)
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    assert {path: b.shape for path, (_, b) in found.items()} == {f"{experts}.w1": (3, 4, 2), f"{experts}.w2": (3, 6, 2)}
+    write_for_vllm(tmp_path)
+    back = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    assert back.keys() == pairs.keys()
+    assert all(np.array_equal(one, other) for path in pairs for one, other in zip(back[path], pairs[path], strict=True))
 
 
 @pytest.mark.parametrize("linears", [["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]])

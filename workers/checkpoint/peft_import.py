@@ -67,6 +67,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file cannot be iterated)
+        # The hosted service writes empty ones for the gates of experts that have none.
+        tensors = {name: each for name, each in tensors.items() if each.numel()}
     except SafetensorError as error:
         raise OperationError(
             f"adapter_model.safetensors cannot be read ({error}): send the file as peft saved it"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainhouse.schemas.adapter_files import write_for_cookbook
+from trainhouse.schemas.adapter_files import write_for_cookbook, write_for_vllm
 from trainhouse.workers.lora import Adapter
 from transformers import AutoModelForCausalLM
 
@@ -24,10 +24,16 @@ weights: Any = pytest.importorskip("tinker_cookbook.weights", reason="make setup
 # is adapted. `trainhouse export --merge-into` merges them.
 SEPARATE = dict.fromkeys(("minimax_m2", "mixtral", "phimoe"), "Expert LoRA weights must be 3D")
 HEAD_ALONE = dict.fromkeys(("gpt2", "gpt-sw3", "jetmoe"), "mapped to 'lm_head.weight'")
+# Of these the cookbook knows which projections are fused in files.
+FUSED = ("nemotron_h",)
 UNKNOWN = {
     **SEPARATE,
     **HEAD_ALONE,
     "gpt_neox": "mapped to 'lm_head.weight'",
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), r"mapped to 'model.layers.0.mamba.gate_proj.weight'"),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"), r"mapped to 'model.layers.0.block_sparse_moe.experts.0.\w+.weight'"
+    ),
     "hy_v3": r"mapped to 'model.layers.1.mlp.shared_experts.\w+.weight'",
 }
 
@@ -80,7 +86,10 @@ def test_the_cookbook_takes_adapters(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", EVERY)
 def test_the_cookbook_converts_adapters_to_ours_for_peft(model_type: str, tmp_path: Path) -> None:
     adapter = adapted_tiny(model_type, tmp_path / "model").create("run")
-    ours = load_file(exported(adapter, tmp_path / "ours") / "adapter_model.safetensors")
+    own = exported(adapter, tmp_path / "ours")
+    if model_type in FUSED:
+        write_for_vllm(own)
+    ours = load_file(own / "adapter_model.safetensors")
     options = {"base_model": str(tmp_path / "model"), "output_path": str(tmp_path / "peft")}
     directory = given(adapter, tmp_path / "here")
     if model_type in SEPARATE:

@@ -69,6 +69,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
     "experts": ("qwen3_moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
     "experts whose rows alternate": ("gpt_oss", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
+    "experts without gates": (
+        "nemotron_h_moe",
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.up_proj", "experts.down_proj"]},
+    ),
+    "a layer of several parts": ("qwen3_5", {"target_modules": ["in_proj_qkv"]}),
     "down of experts": ("qwen3_moe", {"target_modules": ["o_proj"], "target_parameters": EXPERTS[1:]}),
 }
 
@@ -182,6 +187,29 @@ def test_experts_whose_gate_and_up_mix_ranks_are_refused(tiny_models: dict[str, 
     made_by_peft(tiny_models["mistral4"], tmp_path / "peft", **config)
     with pytest.raises(OperationError, match="has 8 ranks for several parts of a layer that all use them"):
         imported(Adapted(tiny_models["mistral4"]), tmp_path / "peft", tmp_path / "here")
+
+
+def test_outputs_that_adapters_here_leave_alone_are_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Such as the time steps of Mamba-2."""
+    made_by_peft(tiny_models["granite4"], tmp_path / "peft", target_modules=["in_proj"])
+    with pytest.raises(
+        OperationError, match="all use them, or adapts other outputs too: adapters here have 4 for each"
+    ):
+        imported(Adapted(tiny_models["granite4"]), tmp_path / "peft", tmp_path / "here")
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        if len(tensor) != 4:
+            tensor[256:] = 0  # after 128 gates and 128 inputs of heads
+    save_file(tensors, path)
+    adapted = Adapted(tiny_models["granite4"])
+    adapter = read_new_model(adapted.models, imported(adapted, path.parent, tmp_path / "there"))
+    base = AutoModelForCausalLM.from_pretrained(tiny_models["granite4"], dtype=torch.float32)
+    with warnings.catch_warnings():
+        quieten_peft()
+        wanted = logprobs(peft_logits(PeftModel.from_pretrained(base, str(path.parent)).eval(), sequences()))
+    assert (logprobs(adapted.logits(sequences(), adapter)) - wanted).abs().max() < TOLERANCE
+    assert (logprobs(adapted.logits(sequences(), None)) - wanted).abs().max() > 100 * TOLERANCE
 
 
 def test_a_pickle_or_a_torn_file_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:

@@ -151,6 +151,24 @@ def test_files_of_the_tinker_protocol_are_imported(adapted: Adapted, tmp_path: P
         imported(adapted, tmp_path / "a", tmp_path / "d")
 
 
+def test_empty_tensors_of_experts_without_gates_are_left_out(tmp_path: Path) -> None:
+    without_gates = Adapted(tiny_model("nemotron_h_latent", tmp_path / "model"))
+    adapter = trained(without_gates, "empty", expert_factors="shared")
+    file = saved(adapter, tmp_path / "a", optimizer=False) / "adapter_model.safetensors"
+    tensors, layer = load_file(file), "base_model.model.model.layers.1.mixer.experts"
+    shapes = {name: tuple(each.shape) for name, each in tensors.items() if name.startswith(layer)}
+    assert shapes == {
+        f"{layer}.w1.lora_A.weight": (1, RANK, 40),
+        f"{layer}.w1.lora_B.weight": (NUM_EXPERTS, 32, RANK),
+        f"{layer}.w2.lora_A.weight": (NUM_EXPERTS, RANK, 32),
+        f"{layer}.w2.lora_B.weight": (1, 40, RANK),
+    }
+    empty = {f"{layer}.w3.lora_{side}.weight": torch.zeros(0) for side in "AB"}
+    save_file(tensors | empty, file)
+    found = imported(without_gates, tmp_path / "a", tmp_path / "b")
+    assert torch.equal(matrices(found, found.weights), matrices(adapter, adapter.weights))
+
+
 def test_tinker_cookbook_merges_our_files(tmp_path: Path) -> None:
     """tinker-cookbook's own reader gives a model that computes what our adapter does."""
     weights = pytest.importorskip("tinker_cookbook.weights")

@@ -96,11 +96,6 @@ FAMILY_KINDS = (
     "nemotron_h_moe",
     "nemotron_h_latent",
 )
-# Those with a buffer of their router that full fine-tuning would not save.
-LORA_ONLY = (
-    *("deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
-    *("nemotron_h_moe", "nemotron_h_latent"),
-)
 # Families that differ from these in few settings of their layers.
 PLAIN_KINDS = (
     "afmoe",

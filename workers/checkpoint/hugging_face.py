@@ -53,7 +53,7 @@ class HuggingFaceFormat:
             )
 
     def constants(self) -> Mapping[str, Tensor]:
-        return {}
+        return self._model.buffers()
 
     def write_extra_files(self, directory: Path, base_name: str) -> None:
         _write_config(self._model, directory)

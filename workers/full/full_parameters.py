@@ -27,6 +27,11 @@ def parameters_of(base: BaseModel, program: Program) -> list[ModelParameter]:
     ]
 
 
+def buffers_of(base: BaseModel) -> dict[str, Tensor]:
+    """Returns the buffers that are saved with the model, whole on every rank, by their names in checkpoint files."""
+    return {_checkpoint_name(base, name): base.model.get_buffer(name) for name in base.saved_buffers}
+
+
 def _parameter(base: BaseModel, name: str, own: Tensor) -> ModelParameter:
     cuts, is_repeated = tuple(_cuts(base, name, own)), _is_repeated(base, name)
     path, _, kind = name.rpartition(".")

@@ -14,7 +14,7 @@ from ..state.flat_params import FlatLayout
 from ..state.moments import MomentFormat
 from ..state.program import Program
 from ..state.trainable import SEED_MASK, Trainable
-from .full_parameters import parameters_of
+from .full_parameters import buffers_of, parameters_of
 
 
 class FullWeights(Trainable):
@@ -41,6 +41,10 @@ class FullWeights(Trainable):
         """Returns the name or path that the base model was loaded from."""
         return self._base.source
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Returns what is saved with the weights but not trained, such as corrections of routers, by names in files."""
+        return buffers_of(self._base)
+
     def initialize(self) -> None:
         """Copies the base model's weights, and initializes those that the program adds."""
         views = _views(self.layout, self.weights)
@@ -56,11 +60,6 @@ def _check_trainable(base: BaseModel) -> None:
         raise OperationError(
             "full fine-tuning needs an unquantized base model: train LoRA, or start the server without"
             " --base-quantization"
-        )
-    if buffers := base.saved_buffers:
-        raise OperationError(
-            f"{base.config.model_type} models have a buffer {buffers[0]}, which would be neither trained nor saved with"
-            " the weights: train LoRA"
         )
 
 

@@ -19,7 +19,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.parts import Dense
 from trainhouse.workers.worker.worker import Worker
 
-from ...tiny import LORA_ONLY, tiny_model
+from ...tiny import tiny_model
 from ..planner.test_estimate import ALL_KINDS, KNOBS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
 from .measuring import ACCOUNTING, Measured, measured
 
@@ -45,7 +45,7 @@ def held(where: Measured) -> int:
     return max(where.of_each("alive"))
 
 
-@pytest.mark.parametrize("kind", sorted({*ALL_KINDS} - {*LORA_ONLY}))
+@pytest.mark.parametrize("kind", sorted({*ALL_KINDS}))
 def test_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models[kind])), device="cpu", threads=1))

@@ -28,16 +28,18 @@ from trainhouse.workers.protocol.calls import (
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.state.vectors import MOMENT_VECTORS
 from trainhouse.workers.worker.worker import Worker
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Glm4MoeConfig
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from ...tiny import FAMILY_KINDS, KINDS, LORA_ONLY, MORE_KINDS, TINY_SHAPE, tiny_model
+from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, PLAIN_KINDS, tiny_model
 from ..adapted import relative_error
 from ..jobs import answers, job
 from .test_critic import plain_loss, some_values, value_request
 
 LENGTHS = (9, 30, 4, 17)
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
-TOLERANCE = 1e-5
+# Its steps grow with gradients, so that rounding of tiny ones is not amplified.
+EVEN_ADAM = ADAM.model_copy(update={"eps": 1e-3})
+TOLERANCE = 2e-5
 
 
 def some_data(seed: int, lengths: Sequence[int] = LENGTHS) -> tuple[Datum, ...]:
@@ -61,8 +63,8 @@ def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwa
     return list(answers)  # pyright: ignore[reportReturnType]
 
 
-def stepped(worker: Worker, run_id: str) -> dict[str, float]:
-    (metrics,) = worker.apply_steps((OptimizerStep(run_id, ADAM),))
+def stepped(worker: Worker, run_id: str, adam: AdamParams = ADAM) -> dict[str, float]:
+    (metrics,) = worker.apply_steps((OptimizerStep(run_id, adam),))
     assert isinstance(metrics, dict), metrics
     return metrics
 
@@ -83,10 +85,10 @@ def a_worker(directory: Path, **knobs: Any) -> Worker:
 class Reference:
     """The same model in transformers, trained by autograd."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, eps: float = 1e-8) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+            self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=eps, weight_decay=0.0
         )
 
     def loss(self, data: Sequence[Datum]) -> Tensor:
@@ -121,30 +123,38 @@ def views(worker: Worker, run_id: str, vector: str = "weights") -> dict[str, Ten
     return {str(matrix.key): model.layout.view(vectors[vector], matrix.key) for matrix in model.layout.matrices}
 
 
-ALL_KINDS = (*MORE_KINDS, *FAMILY_KINDS, "cohere", "cohere_compass", "granitemoe", "qwen2_moe")
-MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in ALL_KINDS if kind not in LORA_ONLY]
+# Their states sum up all tokens before.
+RECURRENT = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "granite4_moe", "falcon_h1", "bamba"),
+    *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent"),
+)
+ALL_KINDS = (*MORE_KINDS, *FAMILY_KINDS, *PLAIN_KINDS, "cohere_compass")
+MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in ALL_KINDS]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])
 def test_every_gradient_and_three_steps_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     directory = tiny_model(kind, tmp_path)
-    worker, reference = a_worker(directory, micro_batch_tokens=32), Reference(directory)
+    worker, reference = a_worker(directory, micro_batch_tokens=32), Reference(directory, EVEN_ADAM.eps)
     worker.create_run(RunSpec("full", FullConfig()))
+    tolerance = 5 * TOLERANCE if kind in RECURRENT else TOLERANCE
     for step in range(3):
         for batch in range(2):
             data = some_data(10 * step + batch)
             (output,) = run(worker, supervised("full", data))
             assert output.metrics["loss:sum"] == pytest.approx(reference.backward(data), rel=TOLERANCE)
         gradients, wanted = views(worker, "full", "accumulator"), reference.gradients()
-        assert gradients.keys() == wanted.keys()
+        assert gradients.keys() >= wanted.keys()
+        # Parameters that transformers does not train.
+        assert not any(gradients.pop(name).any() for name in gradients.keys() - wanted.keys())
         scale = max(float(each.abs().max()) for each in wanted.values())
         for name, gradient in gradients.items():
-            assert float((gradient - wanted[name]).abs().max()) < TOLERANCE * scale, name
-        stepped(worker, "full")
+            assert float((gradient - wanted[name]).abs().max()) < tolerance * scale, name
+        stepped(worker, "full", EVEN_ADAM)
         reference.step()
     for name, weights in views(worker, "full").items():
-        # Adam's step depends on a gradient's sign, not its size, so tiny gradients amplify rounding.
-        assert relative_error(weights, reference.parameters()[name]) < 1e-3, name
+        wanted = reference.parameters()[name]
+        assert float((weights - wanted).abs().max()) < 1e-3 * max(float(wanted.abs().max()), 1e-3), name
     # The shared base is untouched.
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, weights in worker._base.own_parameters().items():
@@ -164,7 +174,7 @@ def test_a_one_percent_error_exceeds_the_tolerance(tmp_path: Path) -> None:
         assert float(gradient.abs().max()) > 10 * TOLERANCE * scale, f"{name} has too small a gradient for this test"
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "mixtral", "phi3"))
+@pytest.mark.parametrize("kind", (*KINDS, "mixtral", "phi3", "deepseek_v3", "qwen3_5", "granite4"))
 def test_transformers_loads_a_saved_model(kind: str, tmp_path: Path) -> None:
     directory = tiny_model(kind, tmp_path / "base")
     worker = a_worker(directory)
@@ -684,13 +694,19 @@ def test_a_partly_loaded_checkpoint_refuses_the_next_step(tmp_path: Path, monkey
     assert trained(worker, "full", 1, first=1)
 
 
-def test_a_model_with_buffers_to_save_is_refused(tmp_path: Path) -> None:
-    shape = {name: size for name, size in TINY_SHAPE.items() if name != "tie_word_embeddings"}
-    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Glm4MoeConfig(**shape, **experts)).save_pretrained(tmp_path)
-    worker = a_worker(tmp_path)
-    with pytest.raises(OperationError, match=r"a buffer \S*e_score_correction_bias, which.*: train LoRA"):
-        worker.create_run(RunSpec("full", FullConfig()))
-    worker.create_run(RunSpec("lora", LoraConfig(rank=4, seed=1)))
-    trained(worker, "lora", 1)
+def test_the_corrections_of_a_router_are_saved_with_the_weights(tmp_path: Path) -> None:
+    source = AutoModelForCausalLM.from_pretrained(tiny_model("deepseek_v3", tmp_path / "tiny"))
+    (name,) = (name for name, _ in source.named_buffers() if "correction_bias" in name)
+    source.get_buffer(name).copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
+    source.save_pretrained(tmp_path / "base")
+    worker = a_worker(tmp_path / "base")
+    worker.create_run(RunSpec("full", FullConfig()))
+    trained(worker, "full", 2)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    worker.save_run("full", str(saved), optimizer=True)
+    loaded = AutoModelForCausalLM.from_pretrained(saved)
+    assert torch.equal(loaded.get_buffer(name), source.get_buffer(name))
+    before = trained(worker, "full", 1, first=2)
+    worker.load_run("full", str(saved), True)
+    assert trained(worker, "full", 1, first=2) == before

@@ -19,8 +19,8 @@ from ...tiny import tiny_model
 from ..adapted import relative_error
 from ..training.test_full import run, sampled, some_data, stepped, supervised
 
-KINDS = ("qwen3", "qwen3_moe_mixed", "qwen2_moe", "phi3")
-LAYERS = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+KINDS = ("qwen3", "qwen3_moe_mixed", "qwen2_moe", "phi3", "nemotron_h_latent")
+LAYERS = ("_proj.weight", "experts.gate_up_proj", "experts.up_proj", "experts.down_proj")
 
 
 def a_worker(directory: Path, quantization: Quantization = "none") -> Worker:

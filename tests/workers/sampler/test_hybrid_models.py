@@ -10,7 +10,7 @@ from ..adapted import Adapted
 from .test_prefixes import BLOCK, assert_same
 from .test_sampler import answer, finish, job, new_sampler, prompt, reference_of_sample, tokens_of
 
-HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "nemotron_h")
+HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "nemotron_h_latent")
 
 
 @pytest.fixture(scope="module", params=HYBRID)

@@ -221,6 +221,17 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
         assert experts is None and not sparse
 
 
+def test_earlier_names_of_nemotron_are_read_as_in_transformers() -> None:
+    earlier = {"hybrid_override_pattern": "M*E-M", "mamba_n_groups": 4, "mamba_d_conv": 5, "mamba_conv_bias": False}
+    for given in (earlier, {}):
+        theirs: Any = AutoConfig.for_model("nemotron_h", **given)
+        ours = shape_of({"model_type": "nemotron_h", **given})
+        assert ours.layers == shape_of(theirs.to_dict()).layers and len(ours.layers) == theirs.num_hidden_layers
+        (mamba,) = (mixer for mixer in ours.mixers if isinstance(mixer, Mamba))
+        wanted = theirs.n_groups, theirs.conv_kernel, theirs.use_conv_bias
+        assert (mamba.groups, mamba.kernel, mamba.conv_bias) == wanted
+
+
 def first_of(config: Any, *names: str) -> Any:
     """Returns the value of the first name that the type of the config has."""
     known = {field.name for field in dataclasses.fields(config)}

@@ -33,7 +33,7 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         "mlp": Layer(config.hidden, None, mlp, after),
         "moe": Layer(config.hidden, None, _experts(config, mlp), after),
     }
-    named = config.names("layers_block_type") or [*str(config.get("hybrid_override_pattern") or "")]
+    named = config.names("layers_block_type") or [*str(config.get("hybrid_override_pattern") or "ME*-")]
     kinds = [_KINDS.get(kind, kind) for kind in named]
     if others := sorted(set(kinds).difference(by_kind)):
         raise ValueError(f"Nemotron-H models with {others[0]} layers are not supported")
@@ -62,11 +62,11 @@ def _mamba(config: ConfigReader) -> Mamba:
     return Mamba(
         hidden=config.hidden,
         heads=config.number("mamba_num_heads"),
-        groups=config.number("n_groups"),
+        groups=config.number("mamba_n_groups", config.number("n_groups")),
         head_dim=config.number("mamba_head_dim"),
         state_dim=config.number("ssm_state_size"),
-        kernel=config.number("conv_kernel"),
-        conv_bias=config.is_set("use_conv_bias"),
+        kernel=config.number("mamba_d_conv", config.number("conv_kernel")),
+        conv_bias=config.is_set("use_conv_bias") and config.get("mamba_conv_bias") is not False,
         bias=config.is_set("use_bias"),
         name="mixer",
         module="Mamba2Mixer",

@@ -28,6 +28,9 @@ PATTERNS: Mapping[ShardedUnit, str] = {
     "experts": "layers.*.mlp.experts.*",
 }
 
+# Experts of some families are below blocks with other names.
+_OF_OTHER_BLOCKS = re.compile(r"\b(mixer|block_sparse_moe)\.experts")
+
 
 def replicated_units(overrides: Iterable[str]) -> tuple[ShardedUnit, ...]:
     """Returns the units that every rank holds whole, by overrides of the form PATTERN=STYLE; the last one counts.
@@ -46,6 +49,7 @@ def replicated_units(overrides: Iterable[str]) -> tuple[ShardedUnit, ...]:
 
 def _names(pattern: str, name: str) -> bool:
     """True if the pattern matches a parameter or its layer, with or without the prefix of the trunk."""
+    pattern = _OF_OTHER_BLOCKS.sub("mlp.experts", pattern)
     layer = name.removesuffix(".weight").removesuffix(".bias")
     return any(fnmatchcase(each, pattern) for each in (name, layer, f"model.{name}", f"model.{layer}"))
 

@@ -18,6 +18,7 @@ from trainhouse.workers.shapes.styles import PLAN, replicated_units
         (["model.layers.*.self_attn.*=replicate"], ("self_attn",)),
         (["layers.*.mlp.*_proj.*=replicate"], ("mlp",)),
         (["layers.*.mlp.experts.*=replicate"], ("experts",)),
+        *(([f"layers.*.{block}.experts.*=replicate"], ("experts",)) for block in ("mixer", "block_sparse_moe")),
         (["layers.*.mlp.*=replicate"], ("mlp", "experts")),
         (["* = replicate"], ("self_attn", "linear_attn", "mamba", "mlp", "experts")),
         (["*=replicate", "*experts*=grouped"], ("self_attn", "linear_attn", "mamba", "mlp")),

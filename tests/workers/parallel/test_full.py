@@ -27,6 +27,9 @@ CASES = [
         for case in (
             *(Case(spec) for spec in ("tp=2", "replicas=2", "sp=2", "fsdp=2,tp=2", "fsdp=2,sp=2", "sp=2,tp=2")),
             *(Case(spec, "qwen3_moe") for spec in ("ep=2", "fsdp=2,ep=2", "ep=2,tp=2", "fsdp=2")),
+            *(Case("ep=2,tp=2", kind) for kind in ("granite4_moe", "nemotron_h_latent")),
+            *(Case("fsdp=2,sp=2", kind) for kind in ("granite4_moe", "nemotron_h_latent")),
+            *(Case("tp=2", kind, tp_activations="whole") for kind in ("granite4_moe", "nemotron_h_latent")),
             *(Case("tp=2", kind) for kind in ("llama", "qwen3_tied", "qwen2", "phi3", "olmo2", "mixtral", "cohere")),
             *(Case("fsdp=2", kind) for kind in ("qwen3_tied", "phi3", "gemma3", "cohere", "qwen3_5", "deepseek_v3")),
             *(Case("tp=2", kind) for kind in ("qwen3_5", "deepseek_v3", "granite4")),

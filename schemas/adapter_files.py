@@ -248,7 +248,7 @@ def _with_fused(config: dict[str, Any], fused: Mapping[str, Sequence[str]]) -> d
 
 
 def _with_all(paths: Collection[str], parts: Sequence[str]) -> list[str]:
-    """Returns what is before the last parts of paths, with the dot, where all of these `parts` are there."""
+    """Returns the starts, with the dot, of paths that exist with each of these last parts."""
     before = [path.removesuffix(parts[0]) for path in paths if path.endswith(parts[0])]
     return [
         prefix

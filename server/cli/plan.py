@@ -358,7 +358,7 @@ def _cached(plan: MemoryPlan) -> str:
 
 
 def _state_bytes(plan: MemoryPlan) -> int:
-    """Returns the bytes that a rank's cache holds of a sequence, whatever its length."""
+    """Returns the bytes that a rank's cache holds of a sequence of any length."""
     return plan.shape.cache_size(plan.spec, plan.load.number_bytes).bytes_per_sequence
 
 

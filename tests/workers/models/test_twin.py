@@ -1,0 +1,62 @@
+"""A tiny twin of each family's default config has the numbers of transformers, and wrong arithmetic is found."""
+
+import logging
+from typing import Any
+
+import pytest
+from torch import Tensor
+from trainhouse.workers.models import model as model_module
+from trainhouse.workers.models import twin
+from trainhouse.workers.models.layers import softmax_attention
+from trainhouse.workers.shapes.families import FAMILIES
+from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
+from transformers import AutoConfig, PreTrainedConfig
+
+from ..shapes.test_declared_weights import NEEDED
+
+
+def of_type(model_type: str) -> tuple[str, PreTrainedConfig, ModelShape]:
+    """Returns the default model of a type, of the size of its releases."""
+    config = AutoConfig.for_model(model_type, **NEEDED.get(model_type, {}))
+    shape = describe_model("m", config.to_dict())
+    assert isinstance(shape, ModelShape)
+    return "source", config, shape
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_has_a_twin_that_passes(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    source, config, shape = of_type(model_type)
+    with caplog.at_level(logging.WARNING, logger=twin.__name__):
+        twin.check_twin(source, config, shape)
+    assert twin.__name__ not in {record.name for record in caplog.records}
+    small = describe_model("m", twin.twin_of(config, shape).to_dict())
+    assert isinstance(small, ModelShape) and small.num_layers <= shape.num_layers
+    kinds = [{type(part) for layer in each.layers for part in layer.parts} for each in (small, shape)]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "exaone4", "gpt_oss"])
+def test_wrong_scales_of_attention_are_found(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = softmax_attention.attend
+
+    def scaled(query: Tensor, *others: Any) -> Tensor:
+        return attend(1.1 * query, *others)
+
+    monkeypatch.setattr(softmax_attention, "attend", scaled)
+    with pytest.raises(ValueError, match=r"source: a small random model of its config: .* of their spread away"):
+        twin.check_twin(*of_type(model_type))
+
+
+def test_a_wrong_scale_of_logits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "logit_scale_of", lambda config: 2.0)
+    with pytest.raises(ValueError, match=r"source: a small random model of its config: .* of their spread away"):
+        twin.check_twin(*of_type("llama"))
+
+
+def test_a_config_without_a_small_model_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    source, config, shape = of_type("llama")
+    config.rope_parameters = {"rope_type": "unknown", "rope_theta": 1.0}
+    with caplog.at_level(logging.WARNING, logger=twin.__name__):
+        twin.check_twin(source, config, shape)
+    (record,) = (record for record in caplog.records if record.name == twin.__name__)
+    assert "source is not compared with transformers: no small model of its config" in record.getMessage()

@@ -20,9 +20,10 @@ HEAD = """\
 
 
 def declared() -> Mapping[str, list[str]]:
-    """Returns requirements by extra; "" = those of every install."""
+    """Returns requirements by extra; "" = those of every install. Those for GPUs alone are not among them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return {"": project["dependencies"], **project["optional-dependencies"]}
+    extras = {name: each for name, each in project["optional-dependencies"].items() if name != "gpu"}
+    return {"": project["dependencies"], **extras}
 
 
 def closure(requirements: Iterable[str]) -> set[str]:

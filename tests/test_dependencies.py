@@ -33,7 +33,7 @@ BROUGHT = {
     "packaging": "pytest",
     "triton": "torch",
 }
-# Installed in separate environments.
+# Installed in separate environments, or for GPUs.
 ELSEWHERE = {"datasets", "fla", "trl", "vllm", "__main__"}
 # package -> its user, if no import shows it
 USED_BY = {

@@ -171,7 +171,7 @@ def _for_peft(
             of_parts = [pairs.pop(f"{layer}{part}") for part in parts]
             pairs[f"{layer}{fused}"] = block_diagonal(of_parts, num_outputs)
     if stacked is not None:
-        pairs = _joined_experts(pairs, stacked["alternates"])
+        pairs = _joined_experts(pairs, stacked)
     matrices = {
         name: FileTensor.of(matrix)
         for path, pair in pairs.items()
@@ -181,11 +181,12 @@ def _for_peft(
     return matrices | {name: file.copied(name) for name in file if not _MATRIX.fullmatch(name)}
 
 
-def _joined_experts(pairs: Mapping[str, Pair], alternates: bool) -> dict[str, Pair]:
+def _joined_experts(pairs: Mapping[str, Pair], layout: Mapping[str, bool]) -> dict[str, Pair]:
     """Returns the pairs with those of the experts of a layer joined, gate and up as one.
 
     Args:
-        alternates: whether rows of gate and up take turns.
+        layout: of their parameters. alternates: whether rows of gate and up take turns. is_misread: whether peft takes
+            inputs for outputs.
     """
     joined: dict[str, Pair] = {}
     by_layer: dict[str, dict[int, dict[str, Pair]]] = {}
@@ -197,8 +198,10 @@ def _joined_experts(pairs: Mapping[str, Pair], alternates: bool) -> dict[str, Pa
             by_layer.setdefault(match["experts"], {}).setdefault(int(match["number"]), {})[match["linear"]] = pair
     for experts, of_each in by_layer.items():
         ordered = [of_each[number] for number in range(len(of_each))]
-        joined[f"{experts}.{_FIRST_OF_EXPERTS}"] = _joined([_before_activation(each, alternates) for each in ordered])
-        joined[experts] = _joined([each["down_proj"] for each in ordered])
+        first = [_before_activation(each, layout["alternates"]) for each in ordered]
+        down = [each["down_proj"] for each in ordered]
+        for path, of_both in ((f"{experts}.{_FIRST_OF_EXPERTS}", first), (experts, down)):
+            joined[path] = _joined([(b.T, a.T) for a, b in of_both] if layout.get("is_misread") else of_both)
     return joined
 
 

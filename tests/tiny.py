@@ -38,6 +38,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     LagunaConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -84,6 +85,7 @@ FAMILY_KINDS = (
     "qwen3_next",
     "deepseek_v3",
     "glm4_moe_lite",
+    "llama4",
     "mistral4",
     "deepseek_v32",
     "glm_moe_dsa",
@@ -278,6 +280,11 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "glm_moe_dsa":
             kinds = {"first_k_dense_replace": 1, "indexer_types": ["full", "shared"]}
             return GlmMoeDsaConfig(**(kinds | INDEXER_SHAPE | latent_shape))
+        case "llama4":
+            # The first layer is sparse and rotates in parts of three tokens, the second is dense and does not rotate.
+            kinds = {"moe_layers": [0], "no_rope_layers": [1, 0], "attention_chunk_size": 3, "floor_scale": 4}
+            sizes = {"intermediate_size": 32, "intermediate_size_mlp": 128, "num_local_experts": 4}
+            return Llama4TextConfig(**(kinds | qwen3_shape | sizes))
         case "mistral4":
             rope = YARN_ROPE | {"llama_4_scaling_beta": 0.3, "mscale_all_dim": 1.0}
             settings = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "rope_parameters": rope}

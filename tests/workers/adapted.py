@@ -147,20 +147,36 @@ def peft_parameters(tuned: PeftModel) -> dict[str, torch.nn.Parameter]:
 
 
 def peft_gradients(
-    tuned: PeftModel, num_experts: int, linears: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+    tuned: PeftModel,
+    num_experts: int,
+    linears: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    are_misread: bool = False,
 ) -> dict[str, Tensor]:
     """Returns the gradients by the names of the adapter's matrices.
 
     Args:
         linears: names of an expert's gate, if any, up and down projections in files.
+        are_misread: whether peft takes inputs of experts for outputs.
     """
     gradients = {}
     for name, parameter in peft_parameters(tuned).items():
         assert parameter.grad is not None
         layer, experts, side = name.partition(".experts.")
-        of_experts = _of_experts(layer, side, parameter.grad, num_experts, linears) if experts else None
+        gradient = parameter.grad
+        if experts and are_misread:
+            side, gradient = _turned(side, gradient, num_experts)
+        of_experts = _of_experts(layer, side, gradient, num_experts, linears) if experts else None
         gradients |= of_experts or {name: parameter.grad}
     return gradients
+
+
+def _turned(side: str, gradient: Tensor, num_experts: int) -> tuple[str, Tensor]:
+    """Returns the name and form of a gradient of stacked experts as if peft took inputs for inputs."""
+    if side.endswith("lora_A.weight"):
+        by_expert = gradient.unflatten(0, (num_experts, -1)).permute(2, 1, 0)
+        return side.replace("lora_A", "lora_B"), by_expert.flatten(1)
+    by_expert = gradient.unflatten(1, (-1, num_experts)).permute(2, 1, 0)
+    return side.replace("lora_B", "lora_A"), by_expert.flatten(0, 1)
 
 
 def stacked_gradients(

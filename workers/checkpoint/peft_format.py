@@ -39,8 +39,12 @@ class PeftFormat:
             sharing = [target for target in adapter.targets if target.shared is not None]
             described["expert_linears"] = {target.stacked_as: target.saved_kind for target in sharing}
         if (experts := adapter.stacked_experts) is not None:
-            layout = {"alternates": experts.alternates, "is_transposed": experts.is_transposed}
-            described["stacked_experts"] = layout | {"has_gate": experts.has_gate}
+            described["stacked_experts"] = {
+                "alternates": experts.alternates,
+                "has_gate": experts.has_gate,
+                "is_transposed": experts.is_transposed and not experts.is_misread,
+                "is_misread": experts.is_misread,
+            }
         if fused := _fused_projections(adapter.targets):
             described["fused_projections"] = fused
             whole = {target.part_of: target.whole_features for target in adapter.targets if target.part_of is not None}

@@ -19,6 +19,7 @@ from ...schemas.models import LoraConfig
 from ..lora import Adapter, LoraLayers
 from ..lora.adapter import layout_of, pair_of
 from ..lora.target import GATE_UP, Target
+from ..shapes.parts import RoutedExperts
 from . import TrainedState, save
 from .trained_state import FlatTensors
 
@@ -53,7 +54,7 @@ def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: P
         tensors = _unstacked(tensors, of_trunk)
     lora = lora.model_copy(update={"expert_factors": "shared" if shares_factors else "each"})
     tensors = _unfused(tensors, of_trunk, lora.rank)
-    found = _by_expert(tensors, every, lora.rank, layers.gates_and_ups_alternate)
+    found = _by_expert(tensors, every, lora.rank, layers.stacked_experts)
     wanted = layers.with_groups_of(lora, _adapted(found, every, lora.rank))
     adapter = layers.build(wanted)
     state = TrainedState(
@@ -125,12 +126,12 @@ def _unfused(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) 
 
 
 def _by_expert(
-    tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int, alternates: bool
+    tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int, stacked: RoutedExperts | None
 ) -> dict[str, Tensor]:
     """Returns the tensors with those of experts split into one per expert, under our names.
 
     Args:
-        alternates: whether rows of gate and up take turns.
+        stacked: the experts if the model's files have those of a layer in one tensor.
     """
     experts: dict[str, dict[str, Target]] = {}
     for target in every:
@@ -146,10 +147,18 @@ def _by_expert(
             raise _incomplete(name)
         elif matched["side"] == "A":
             kinds = experts[matched["path"]]
-            is_mixed = alternates and len(other) == 2 * kinds["gate_proj"].out_features
-            other = other.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if is_mixed else other
-            found |= _of_each(name, matched["path"], tensor, other, kinds, rank)
+            pair = (tensor, other) if stacked is None else _gates_first(tensor, other, stacked, kinds)
+            found |= _of_each(name, matched["path"], *pair, kinds, rank)
     return found
+
+
+def _gates_first(a: Tensor, b: Tensor, experts: RoutedExperts, kinds: Mapping[str, Target]) -> tuple[Tensor, Tensor]:
+    """Returns A [experts * rank, in] and B [out, rank * experts], whose rows are those of gates first."""
+    if experts.is_misread and len(a) % experts.num == 0 == b.shape[1] % experts.num:
+        of_a, of_b = a.unflatten(0, (experts.num, -1)), b.unflatten(1, (-1, experts.num))
+        a, b = of_b.permute(2, 1, 0).flatten(0, 1), of_a.permute(2, 1, 0).flatten(1)
+    is_mixed = experts.alternates and len(b) == 2 * kinds["gate_proj"].out_features
+    return a, b.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if is_mixed else b
 
 
 def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Target], rank: int) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from ...schemas.models import LoraConfig
 from ..models.layers import RoutedExperts
 from ..models.model import BaseModel
 from ..programs.policy import POLICY
+from ..shapes.parts import RoutedExperts as RoutedExpertsPart
 from ..shapes.split import Split
 from ..state.program import Program
 from .adapter import Adapter
@@ -54,10 +55,9 @@ class LoraLayers:
         return Adapter(lora, targets, self._base, self._unembed_target.name, program, self.unadapted_layers(targets))
 
     @property
-    def gates_and_ups_alternate(self) -> bool:
-        """True if rows of gate and up take turns in the parameter that has them of all experts of a layer."""
-        experts = self._base.stacked_experts
-        return experts is not None and experts.alternates
+    def stacked_experts(self) -> RoutedExpertsPart | None:
+        """See BaseModel.stacked_experts."""
+        return self._base.stacked_experts
 
     def check_rank(self, lora: LoraConfig) -> None:
         """Raises OperationError if the rank exceeds max_lora_rank."""
@@ -167,15 +167,17 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
     all_experts = base.adaptable_experts()
     for name, module in list(base.model.named_modules()):
         if (experts := all_experts.get(name)) is not None:
-            experts.adapt(active, name)
+            experts.adapt(active, base.saved_name(name))
             experts.quantize(base.quantize)
-            of_experts = _expert_targets(name, experts, base.splits)
+            splits = [base.splits.get(f"{name}.{kind}", {}) for kind in experts.matrices]
+            of_experts = _expert_targets(base.saved_name(name), experts, splits)
             yield from (
                 replace(target, is_replicated_over_tp=base.is_replicated_over_tp(f"{name}.down_proj"))
                 for target in of_experts
             )
         parent_name, _, kind = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or id(module) not in inside:
+        # Some routers are of a class of their own that computes more.
+        if type(module) is not nn.Linear or id(module) not in inside:
             continue
         targets, declared = list(_linear_targets(base, name, module)), base.adaptable_weight(name)
         if targets or declared is not None:
@@ -220,7 +222,7 @@ def _frozen(base: BaseModel, adapted: Set[str]) -> Iterator[tuple[str, bool]]:
     inside = {id(module) for module in base.trunk.modules()}
     experts = {name.rpartition(".")[0] for name in adapted}
     for name, module in base.model.named_modules():
-        if id(module) not in inside or isinstance(module, nn.Embedding) or name in experts:
+        if id(module) not in inside or isinstance(module, nn.Embedding) or base.saved_name(name) in experts:
             continue
         if isinstance(module, LoraLinear):
             if adapted.isdisjoint(module.site.names):
@@ -239,10 +241,10 @@ def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target
     return Target(name, in_features, out_features, in_split, out_split)
 
 
-def _expert_targets(name: str, experts: RoutedExperts, splits: Mapping[str, Mapping[int, Split]]) -> Iterator[Target]:
-    """Yields the targets of a sparse layer. `splits` are those of its parameters, by dimension."""
+def _expert_targets(name: str, experts: RoutedExperts, splits: Sequence[Mapping[int, Split]]) -> Iterator[Target]:
+    """Yields the targets of a sparse layer. `splits` are those of its two parameters, by dimension."""
     num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
-    of_first, of_down = (splits.get(f"{name}.{kind}", {}) for kind in experts.matrices)
+    of_first, of_down = splits
     packed, inner = (_of_features(each) for each in (of_first, of_down))
     by_expert = of_down.get(0)
     outer = replace(packed, sections=(features,)) if packed else None
@@ -263,7 +265,7 @@ def _of_features(splits: Mapping[int, Split]) -> Split | None:
 def _unembed_target(base: BaseModel) -> Target:
     head = base.model.get_output_embeddings()
     name = next(name for name, module in base.model.named_modules() if module is head)
-    return Target(name, base.unembedding.shape[1], base.vocab_size)
+    return Target(base.saved_name(name), base.unembedding.shape[1], base.vocab_size)
 
 
 def _aligned(targets: Sequence[Target], dtype: torch.dtype) -> bool:

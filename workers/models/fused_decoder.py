@@ -6,6 +6,7 @@ not recognised runs as transformers wrote it.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -200,7 +201,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _rotary_table(trunk: Any, part: SoftmaxAttention | LatentAttention) -> RotaryTable:
     frequencies, growth = _frequencies(trunk, part.rotation, part.rotary_dim), part.growth
-    scales = None if growth is None else partial(query_scales, rate=growth.rate, length=growth.length)
+    scales = None if growth is None else partial(query_scales, **asdict(growth))
     return RotaryTable(*frequencies, scales)
 
 

@@ -47,7 +47,7 @@ from ..shapes.model_shape import (
     refuse_missing_weights,
     rope_of,
 )
-from ..shapes.other_models import TEXT_PARTS, logit_cap_of, logit_scale_of
+from ..shapes.other_models import TEXT_PARTS, WITH_HEAD, logit_cap_of, logit_scale_of
 from ..shapes.packed_weights import quantization_of
 from ..shapes.parts import RoutedExperts as RoutedExpertsPart
 from ..shapes.parts import Weight
@@ -121,11 +121,11 @@ class BaseModel:
         self.precision = f"{self.dtype} {config.base_quantization}"
         self.threads = ThreadCount(self.device)
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
-        loaded_config, self._is_text_part = _config_of(config.model.source)
+        loaded_config, self._text_part_of = _config_of(config.model.source)
         self.shape = describe_model(config.model.name, loaded_config.to_dict())
         self._weights = self.shape.placed_weights() if isinstance(self.shape, ModelShape) else {}
         placed = ParameterSharding(mesh, self._weights)
-        key_mapping = _TEXT_NAMES if self._is_text_part else None
+        key_mapping = _TEXT_NAMES if self._text_part_of is not None else None
         self.model = _load(config.model.source, loaded_config, key_mapping, self.dtype, self.device, placed)
         self.splits = placed.splits
         self._sharded, self._biases_of_others = placed.sharded, placed.biases_of_others
@@ -188,7 +188,9 @@ class BaseModel:
     def saved_name(self, name: str) -> str:
         """Returns the name of this parameter or module in transformers' whole model."""
         prefix = f"{self.model.base_model_prefix}."
-        if self._is_text_part and name.startswith(prefix):
+        if self._text_part_of in WITH_HEAD:
+            return f"{_TEXT_PART}.{name}"
+        if self._text_part_of is not None and name.startswith(prefix):
             return f"{prefix}{_TEXT_PART}.{name.removeprefix(prefix)}"
         return name
 
@@ -562,8 +564,9 @@ _TEXT_PART = "language_model"
 _TEXT_NAMES = {rf"^{_TEXT_PART}\.lm_head": "lm_head", rf"^(?:model\.)?{_TEXT_PART}\.(?:model\.)?": "model."}
 
 
-def _config_of(source: str) -> tuple[PreTrainedConfig, bool]:
-    """Returns the config of the model to load, and whether that is the text part of a model that also takes images.
+def _config_of(source: str) -> tuple[PreTrainedConfig, str | None]:
+    """Returns the config of the model to load, and if that is the text part of a model that also takes images, the type
+    of the whole.
 
     Raises:
         ValueError: the model is not supported.
@@ -572,12 +575,20 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, bool]:
     if (refusal := refusal_of(config.to_dict())) is not None:
         raise ValueError(f"{source}: {refusal}")
     if config.model_type not in TEXT_PARTS:
-        return config, False
+        return config, None
     text: Any = config.get_text_config()
     # The head is tied where the whole says so; transformers unties a head that has weights of its own in the files.
     text.tie_word_embeddings = text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)
     text.quantization_config = dict(quantization_of(config.to_dict()))
-    return text, True
+    return text, str(config.model_type)
+
+
+def class_of(config: PreTrainedConfig) -> Any:
+    """Returns transformers' class that makes the causal model of a config.
+
+    Mistral Small 4 is listed among models of images only, though its class is a causal model.
+    """
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
 def _load(
@@ -590,11 +601,8 @@ def _load(
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     refuse_missing_weights(source)
-    # Mistral Small 4 is not among transformers' causal models, but its class is one.
-    is_listed = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto = AutoModelForCausalLM if is_listed else AutoModelForImageTextToText
     with placed.loading() as options, dequantizing(config, dtype):
-        loaded: Any = auto.from_pretrained(
+        loaded: Any = class_of(config).from_pretrained(
             source,
             config=config,
             key_mapping=key_mapping,

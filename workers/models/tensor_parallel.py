@@ -61,6 +61,7 @@ class ParameterSharding:
 
     def finish_loading(self, model: nn.Module) -> None:
         """Makes the parts plain parameters after loading, and corrects the sizes of linear layers."""
+        _name_trunk(model)
         assert not self._unread, "weights in sections were read as if they had none"
         # A tied parameter stays one parameter in both places.
         plain: dict[int, nn.Parameter] = {}
@@ -78,6 +79,7 @@ class ParameterSharding:
         self._leave_bias_to_first(model)
 
     def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
+        _name_trunk(model)
         prefix = f"{model.base_model_prefix}."
         ends = [id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
         for name, parameter in list(model.named_parameters()):
@@ -154,6 +156,12 @@ class ParameterSharding:
         if (bias := getattr(module, kind, None)) is not None:
             self.biases_of_others[f"{path}.{kind}"] = bias.data
             module.register_parameter(kind, None)
+
+
+def _name_trunk(model: Any) -> None:
+    """Corrects the name of the model without its head, which Llama 4's class has from the whole with images."""
+    if not hasattr(model, model.base_model_prefix):
+        model.base_model_prefix = "model"
 
 
 def _reader_class(unread: dict[int, list[slice]]) -> type[DtensorShardOperation]:

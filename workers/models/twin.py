@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..protocol.worker_config import ServedModel, WorkerConfig
 from ..shapes.model_shape import ModelDescription, ModelShape
 from ..shapes.parts import SoftmaxAttention
-from .model import BaseModel
+from .model import BaseModel, class_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def check_twin(source: str, config: PreTrainedConfig, shape: ModelDescription) -
 def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Returns a model in which also norms and biases are random."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = class_of(config).from_config(config)
     for each in model.parameters():
         if each.ndim <= 1:
             each.data += 0.1 * torch.randn_like(each)

@@ -5,7 +5,7 @@ attention row, so a NaN in one cannot reach another.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -56,6 +56,16 @@ class Packing:
     def lengths(self) -> list[int]:
         """Tokens of each sequence."""
         return [group.length for group in self.groups for _ in range(group.count)]
+
+    def in_parts(self, size: int) -> "Packing":
+        """Returns the packing whose sequences are the parts of these, of `size` tokens, the last of each of fewer."""
+        if self.longest <= size:
+            return self
+        key = "parts", size
+        if key not in self.layouts:
+            starts = [(start, length) for length in self.lengths for start in range(0, length, size)]
+            self.layouts[key] = Packing(pack_lengths([min(size, length - start) for start, length in starts]))
+        return self.layouts[key]
 
     def bounds(self, device: torch.device) -> Tensor:
         """Returns the start of each sequence, and the end: int32 [sequences + 1], computed once for all layers."""
@@ -146,6 +156,8 @@ def attend(
     """
     if not isinstance(packing, Packing):
         return packing.attend(query, key, value, kind)
+    if kind.part is not None:
+        packing, kind = packing.in_parts(kind.part), replace(kind, part=None)
     if fits_flash_on_gpu(query, kind):
         if torch.is_grad_enabled():
             return _FlashOnGpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]

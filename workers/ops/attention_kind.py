@@ -62,6 +62,7 @@ class AttentionKind:
 
     layer: its index, in the cache too. window: how many tokens a token sees, itself included; None for all before it.
     sinks: of the query's heads. values_are_keys: whether the values are the keys, so that a cache keeps only these.
+    part: the tokens of the parts of a sequence that do not see each other; None for no parts.
     cap: the absolute value that scaled scores approach, as cap * tanh(score / cap); None for no limit. Fused kernels
     for whole sequences cannot compute it.
     """
@@ -72,6 +73,11 @@ class AttentionKind:
     sinks: Sinks | None = field(default=None, compare=False)
     values_are_keys: bool = False
     cap: float | None = None
+    part: int | None = None
+
+    def within(self, length: int) -> "AttentionKind":
+        """Returns the kind for sequences of at most `length` tokens, without parts if they have only one."""
+        return replace(self, part=None) if self.part is not None and length <= self.part else self
 
     def of_heads(self, first: int, number: int) -> "AttentionKind":
         """Returns the kind for `number` of its heads, from the head `first` on."""

@@ -144,12 +144,13 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     return _rotated(x, rotation, norm)[0]
 
 
-def query_scales(positions: Tensor, rate: float, length: int) -> Tensor:
-    """Returns float32 1 + rate * log(1 + floor(position / length)) for int64 [tokens], by which queries may grow.
+def query_scales(positions: Tensor, rate: float, length: int, first: int) -> Tensor:
+    """Returns float32 1 + rate * log(1 + floor((position + first) / length)) for int64 [tokens], by which queries may
+    grow.
 
     Nakanishi, Scalable-Softmax (2025), https://arxiv.org/abs/2501.19399.
     """
-    return 1 + rate * (1 + positions // length).float().log()
+    return 1 + rate * (1 + (positions + first) // length).float().log()
 
 
 def pairs_apart(x: Tensor, size: int) -> Tensor:

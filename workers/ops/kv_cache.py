@@ -34,6 +34,9 @@ _WORTH_THREADS = 1 << 18
 
 Key = TypeVar("Key")
 
+# The window and the parts that decide what a mask hides.
+Hiding = tuple[int | None, int | None]
+
 
 @dataclass(frozen=True)
 class CacheViews:
@@ -154,6 +157,16 @@ def _resize(tensors: dict[Key, Tensor], num_kept: int, num_slots: int) -> None:
         resized[:num_kept] = old[:num_kept]
 
 
+def _is_hidden(position: Tensor, mine: Tensor, kind: AttentionKind) -> Tensor:
+    """Returns which tokens [..., tokens] at `position` [tokens] a token at `mine` [..., 1] does not see."""
+    hidden = position > mine
+    if kind.window:
+        hidden |= position <= mine - kind.window
+    if kind.part is not None:
+        hidden |= position < mine - mine % kind.part
+    return hidden
+
+
 @dataclass(eq=False)
 class DecodeStep:
     """One new token for each of n sequences with slots of the same length.
@@ -173,23 +186,24 @@ class DecodeStep:
     span: int
     groups: PrefixGroups
     num_threads: int = 1
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _masks: dict[Hiding, Tensor] = field(default_factory=dict)
 
     def advance(self) -> None:
         """Moves to the next token of the same sequences."""
         self.lengths += 1
         self.span += 1
-        mask = self._masks.get(None)
+        mask = self._masks.get((None, None))
         self._masks = {}
         if mask is not None and self.span <= mask.shape[-1]:
             mask.view(self.num_slots, -1, mask.shape[-1])[self.slots, :, self.lengths] = 0
-            self._masks[None] = mask
+            self._masks[None, None] = mask
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Returns the attention output [n, heads, head_dim] for query, key and value of the packed row."""
         if not isinstance(self.rows, slice) or self.rows.stop - self.rows.start < query.shape[0]:
             query, key, value = query[self.rows], key[self.rows], value[self.rows]
-        kernels = kernels_for(key)
+        kind = kind.within(self.span)
+        kernels = kernels_for(key) if kind.part is None else None
         if kernels is not None:
             cached = (
                 *self.tensors.of_layer(kind.layer, key, kind.values_are_keys),
@@ -199,7 +213,7 @@ class DecodeStep:
             )
             num_threads = self.num_threads if self.span * key.numel() > _WORTH_THREADS else 1
             return kernels.decode_attention(query, key, value, *cached, kind, num_threads)
-        if (triton := triton_kernels_for(key)) is not None:
+        if kind.part is None and (triton := triton_kernels_for(key)) is not None:
             cached = *self.tensors.of_layer(kind.layer, key, kind.values_are_keys), self.slots, self.lengths, self.span
             return triton.decode_attention(query, key, value, *cached, kind)
         reading = self.tensors.views(kind, key, self.num_slots, self.span)
@@ -208,7 +222,7 @@ class DecodeStep:
         if not self.in_order:
             # By slot: moving the few queries is cheap, gathering the cache is not.
             query = query.new_zeros(self.num_slots, *query.shape[1:]).index_copy_(0, self.slots, query)
-        hidden = self._mask(kind.window, reading.first_keys.shape[-1], key.shape[1], query.dtype)
+        hidden = self._mask(kind, reading.first_keys.shape[-1], key.shape[1], query.dtype)
         out = _attend_once(query, reading, hidden, kind)
         return out if self.in_order else out[self.slots]
 
@@ -218,22 +232,20 @@ class DecodeStep:
             inputs = [x[self.rows] for x in inputs]
         return op.step(inputs, self.tensors.states(op.state, inputs[0].device), self.slots)
 
-    def _mask(self, window: int | None, span: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    def _mask(self, kind: AttentionKind, span: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Returns the mask [num_slots * kv_heads, 1, span], by slot: minus infinity for hidden keys.
 
         It is built once per step for each kind of layer. A slot that takes no part sees its first key.
         """
-        if window not in self._masks:
+        if (key := (kind.window, kind.part)) not in self._masks:
             lengths = self.lengths
             if not self.in_order:
                 lengths = lengths.new_zeros(self.num_slots).index_copy_(0, self.slots, lengths)
             position = torch.arange(span, device=lengths.device)
-            hidden = position > lengths[:, None]
-            if window:
-                hidden |= position <= lengths[:, None] - window
+            hidden = _is_hidden(position, lengths[:, None], kind)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self._masks[window] = mask.repeat_interleave(kv_heads, dim=0)[:, None, :]
-        return self._masks[window]
+            self._masks[key] = mask.repeat_interleave(kv_heads, dim=0)[:, None, :]
+        return self._masks[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,14 +263,15 @@ class ContinuationChunk:
     cached: int
     is_causal: bool = True
     is_draft: bool = False
-    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _masks: dict[Hiding, Tensor | None] = field(default_factory=dict)
     _bounds: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Returns the attention output [stop - start, heads, head_dim] for query, key and value of the packed row."""
         keys, values = self.store(key, value, kind)
         length = self.cached + self.stop - self.start
-        if fits_flash_on_gpu(query, kind):
+        kind = kind.within(length)
+        if kind.part is None and fits_flash_on_gpu(query, kind):
             own = keys[self.slot, :, :length].transpose(0, 1), values[self.slot, :, :length].transpose(0, 1)
             longest = self.stop - self.start, length
             bounds = self._bounds_on(query.device)
@@ -267,9 +280,9 @@ class ContinuationChunk:
             )[0]
         q = query[self.start : self.stop].transpose(0, 1).unsqueeze(0)
         k, v = keys[self.slot, None, :, :length].contiguous(), values[self.slot, None, :, :length]
-        if kind.window not in self._masks:
-            self._masks[kind.window] = self._mask(length, kind.window, q) if self.is_causal else None
-        return attend_last_tokens(q, k, v, self._masks[kind.window], kind)[0].transpose(0, 1)
+        if (hiding := (kind.window, kind.part)) not in self._masks:
+            self._masks[hiding] = self._mask(length, kind, q) if self.is_causal else None
+        return attend_last_tokens(q, k, v, self._masks[hiding], kind)[0].transpose(0, 1)
 
     def _bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the bounds of queries and of keys for flash attention, computed once for all layers."""
@@ -287,12 +300,9 @@ class ContinuationChunk:
         values[self.slot, :, self.cached : length] = value[self.start : self.stop].transpose(0, 1)
         return keys, values
 
-    def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
+    def _mask(self, length: int, kind: AttentionKind, like: Tensor) -> Tensor:
         mine = torch.arange(self.cached, length, device=like.device)[:, None]
-        position = torch.arange(length, device=like.device)
-        hidden = position > mine
-        if window:
-            hidden |= position <= mine - window
+        hidden = _is_hidden(torch.arange(length, device=like.device), mine, kind)
         return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
 

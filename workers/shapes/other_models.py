@@ -21,6 +21,7 @@ BY_TRANSFORMERS = frozenset({
 TEXT_PARTS: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "kimi_k25": "deepseek_v3",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
@@ -35,6 +36,9 @@ _MISSING: Mapping[str, str] = {
     "nemotron_h_omni": "part for images",
     "qwen4_exp": "attention by an indexer, nor gated residual stream",
 }
+
+# Those whose part for text is a causal model with its own head.
+WITH_HEAD = frozenset({"llama4"})
 
 # Those whose part for text has the type that its config names, if it names one.
 _OF_ANY_TEXT = frozenset({"mistral3"})

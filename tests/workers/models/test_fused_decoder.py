@@ -60,7 +60,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 NEMOTRON = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent")
 HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "granite4_moe", "falcon_h1", "bamba", *NEMOTRON)
 # Transformers runs these with keys and values of different sizes, sinks, or a cap on scores.
-OTHERS = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "gemma2")
+OTHERS = ("deepseek_v3", "glm4_moe_lite", "llama4", "mistral4", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "gemma2")
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 

@@ -26,6 +26,16 @@ def distance(adapted: Adapted, theirs: Any) -> float:
     )
 
 
+def assert_adapts_modules_of(adapted: Adapted, whole: Any) -> None:
+    """Asserts that adapters have the names of the whole model, which has the text part below another one."""
+    modules, targets = {name for name, _ in whole.named_modules()}, adapted.create("a").targets
+    for target in targets:
+        parent = target.name.rpartition(".")[0]
+        whole_name = f"{parent}.{target.part_of}" if target.part_of is not None else target.name
+        assert (parent if target.num_experts is not None else whole_name) in modules, target.name
+    assert any("language_model" in target.name for target in targets)
+
+
 def log_softmax(logits: Tensor) -> Tensor:
     return logits.float().log_softmax(-1)
 
@@ -50,6 +60,27 @@ def test_mistral_with_images_runs_as_the_whole_does(kind: str, is_tied: bool, tm
     assert distance(adapted, whole) > 1e-5
 
 
+def test_llama4_with_images_runs_as_the_whole_does(tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 4, "vision_output_dim": 32, "projector_input_dim": 32}
+    vision |= {"projector_output_dim": 32, "pixel_shuffle_ratio": 0.5}
+    config = AutoConfig.for_model("llama4", text_config=tiny_config("llama4").to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(tmp_path)
+    adapted = Adapted(tmp_path)
+    assert adapted.base.runs_own_layers
+    assert distance(adapted, whole) < 1e-5
+    names = {name for name, _ in whole.named_parameters()}
+    ours = {adapted.base.saved_name(name) for name, _ in adapted.base.model.named_parameters()}
+    assert ours <= names
+    assert not [name for name in names - ours if name.startswith("language_model.")]
+    assert_adapts_modules_of(adapted, whole)
+    with torch.no_grad():
+        whole.get_input_embeddings().weight.mul_(1.01)
+    assert distance(adapted, whole) > 1e-5
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
 def test_qwen_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> None:
     vision = VISION | {"patch_size": 4, "num_position_embeddings": 16}
@@ -60,6 +91,7 @@ def test_qwen_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> N
     adapted = Adapted(tmp_path)
     assert adapted.base.runs_own_layers
     assert not [name for name, _ in adapted.base.model.named_parameters() if "visual" in name]
+    assert_adapts_modules_of(adapted, whole)
     assert distance(adapted, whole) < 1e-5
     adapted.base.unembedding.mul_(1.01)
     assert distance(adapted, whole) > 1e-5

@@ -81,6 +81,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": _WINDOWS
     | {"rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _ROPE), "logit_scale": 0.3},
     "cohere2_moe": _WINDOWS | _SPARSE_BEHIND,
+    "llama4_text": {"num_experts_per_tok": 1, "no_rope_layers": [1, 0], "moe_layers": [0], "intermediate_size_mlp": 64}
+    | {"attention_chunk_size": 5, "floor_scale": 4},
     "mistral4": {"num_key_value_heads": 4, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}},
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},

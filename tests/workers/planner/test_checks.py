@@ -137,6 +137,11 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         MOE,
         "max_context_length 65536 exceeds the 40960 positions of M (no RoPE scaling): at most 40960",
     ),
+    "parts of sequences": (
+        "--parallel sp=4",
+        DENSE | {"model_type": "llama4_text", "num_key_value_heads": 2},
+        "sp=4 does not divide 2 key/value heads of M; valid sp: 1, 2",
+    ),
     "indexer": (
         "--max-context-length 4096",
         DENSE | {"model_type": "deepseek_v32", "max_position_embeddings": 163840},

@@ -35,5 +35,6 @@ def parameters(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the layers' parameters."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).base_model
-    named = ((name, tuple(each.shape)) for name, each in model.named_parameters())
+    # Llama 4's class has another name of its trunk than it has itself.
+    named = ((name.removeprefix("model."), tuple(each.shape)) for name, each in model.named_parameters())
     return {name: shape for name, shape in named if name.startswith("layers.")}

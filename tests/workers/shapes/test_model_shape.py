@@ -125,6 +125,10 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         pytest.skip("a sparse model without experts")
     if model_type == "dots1" and not {"n_shared_experts", "n_routed_experts", "num_experts_per_tok"} <= given.keys():
         pytest.skip("transformers has no defaults for these")
+    if model_type == "llama4_text":
+        if "sliding_attention" in kinds:
+            pytest.skip("layers of another family")
+        given = given | {"num_experts_per_tok": 1}
     if model_type == "laguna" and given.get("sliding_window", 0) is None:
         pytest.skip("transformers needs a number")
     if model_type in ("exaone4", "exaone_moe") and given.get("sliding_window", 0) is None and not kinds:
@@ -138,7 +142,8 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
     compare_mixers(ours, theirs)
     assert (ours.hidden, ours.vocab) == (theirs.hidden_size, theirs.vocab_size)
     dense = {layer.feed_forward.features for layer in ours.layers if isinstance(layer.feed_forward, Dense)}
-    assert dense <= {getattr(theirs, "shared_intermediate_size", theirs.intermediate_size)}
+    whole = getattr(theirs, "intermediate_size_mlp", theirs.intermediate_size)
+    assert dense <= {getattr(theirs, "shared_intermediate_size", whole)}
     assert (ours.num_layers, ours.tied_embeddings, ours.max_positions) == (
         theirs.num_hidden_layers,
         theirs.tie_word_embeddings,
@@ -213,6 +218,13 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
         assert (experts.num, experts.per_token) == (theirs.n_routed_experts, theirs.num_experts_per_tok)
         assert (experts.features, experts.latent) == (theirs.moe_intermediate_size, theirs.moe_latent_size)
         assert experts.shared.features == theirs.moe_shared_expert_intermediate_size
+    elif model_type == "llama4_text":
+        assert sparse == theirs.moe_layers and experts is not None
+        assert (experts.num, experts.features) == (theirs.num_local_experts, theirs.intermediate_size)
+        of_kinds = {"chunked_attention": theirs.attention_chunk_size, "full_attention": None}
+        mixers: list[Any] = [layer.mixer for layer in ours.layers]
+        assert [mixer.part_size for mixer in mixers] == [of_kinds[kind] for kind in theirs.layer_types]
+        assert [mixer.rotation is not None for mixer in mixers] == list(map(bool, theirs.no_rope_layers))
     elif model_type in SPARSE:
         assert sparse and experts is not None
         assert (experts.num, experts.per_token) == (first_of(theirs, *NUM_EXPERTS), first_of(theirs, *PER_TOKEN))

@@ -31,15 +31,26 @@ _CLAMPED: Mapping[str, tuple[str, str]] = {
 
 def activation_of(experts: Any) -> Activation | None:
     """Returns the activation of transformers' experts, None if ExpertWeights does not compute what they compute."""
+    if _are_of_llama4(experts):
+        return _plain_activation(experts)
     if not hasattr(experts, "is_concatenated") or experts.has_post_expert_norm:
         return None
     gate = type(experts)._apply_gate
     if gate is not _default_apply_gate:
         clamped = _CLAMPED.get(gate.__module__)
         return clamped_swiglu(*(getattr(experts, name) for name in clamped)) if clamped is not None else None
-    names = [name for kind, name in _NAMES.items() if type(experts.act_fn) is kind]
-    activation = ACTIVATIONS[names[0]] if names else None
+    activation = _plain_activation(experts)
     return activation if activation is not None and activation.is_gated == experts.has_gate else None
+
+
+def _plain_activation(experts: Any) -> Activation | None:
+    names = [name for kind, name in _NAMES.items() if type(experts.act_fn) is kind]
+    return ACTIVATIONS[names[0]] if names else None
+
+
+def _are_of_llama4(experts: Any) -> bool:
+    """True for experts whose class does not describe the layout of their matrices: [in, out], gates first."""
+    return type(experts).__name__ == "Llama4TextExperts"
 
 
 class ExpertWeights:
@@ -53,7 +64,8 @@ class ExpertWeights:
         self.activation = activation
         self.names = "gate_up_proj" if activation.is_gated else "up_proj", "down_proj"
         self._experts = experts
-        self._alternates = activation.is_gated and not experts.is_concatenated
+        self._is_transposed = _are_of_llama4(experts) or experts.is_transposed
+        self._alternates = activation.is_gated and not (_are_of_llama4(experts) or experts.is_concatenated)
 
     @property
     def num_own(self) -> int:
@@ -63,7 +75,7 @@ class ExpertWeights:
     @property
     def hidden_size(self) -> int:
         """Size of the experts' inputs and outputs."""
-        return self._parameter(self.names[0]).shape[1 if self._experts.is_transposed else 2]
+        return self._parameter(self.names[0]).shape[1 if self._is_transposed else 2]
 
     @property
     def are_learned(self) -> bool:
@@ -103,7 +115,7 @@ class ExpertWeights:
     def _add_gradients(self, groups: GroupedRows, grad: Tensor, x: Tensor, name: str) -> None:
         of_matrices, bias = self._parameter(name).grad, self._bias(name)
         if of_matrices is not None:
-            sides = (x, grad) if self._experts.is_transposed else (grad, x)
+            sides = (x, grad) if self._is_transposed else (grad, x)
             groups.add_outer([of_matrices], *sides)
         if bias is not None and bias.grad is not None:
             groups.add_sums(bias.grad, grad)
@@ -111,7 +123,7 @@ class ExpertWeights:
     def _matrices(self, name: str) -> Tensor:
         """Returns the matrices [experts, in, out]."""
         matrices = dequantized(self._parameter(name))
-        return matrices if self._experts.is_transposed else matrices.mT
+        return matrices if self._is_transposed else matrices.mT
 
     def _parameter(self, name: str) -> Any:
         return getattr(self._experts, name)

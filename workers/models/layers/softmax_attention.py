@@ -26,6 +26,14 @@ def _softplus(x: Tensor) -> Tensor:
 _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": _softplus}
 
 
+def _head_norm(part: SoftmaxAttention, norm: Any, module: Any, family: Family) -> RmsNorm:
+    """Returns the norm of transformers' module `norm` of the attention `module`."""
+    if part.learns_norms:
+        return norm_of(norm, family.norm_weight_plus_one)
+    weight = module.q_proj.weight.new_ones(part.head_dim)
+    return RmsNorm(weight, torch.tensor(norm.eps, device=weight.device))
+
+
 class SoftmaxMixer:
     """Implements Mixer."""
 
@@ -35,14 +43,14 @@ class SoftmaxMixer:
         self.is_replicated = "self_attn" in mesh.spec.replicated
         sinks = Sinks(module.sinks) if part.has_sinks else None
         scaling = module.scaling * part.score_scale
-        self._kind = AttentionKind(number, scaling, part.window, sinks, cap=part.score_cap)
+        self._kind = AttentionKind(number, scaling, part.window, sinks, cap=part.score_cap, part=part.part_size)
         tp = mesh.spec.tp_size_of("self_attn")
         self._sizes = [heads * part.head_dim // tp for heads in (part.heads, part.kv_heads, part.kv_heads)]
         self._query_norm: RmsNorm | None = None
         self._key_norm: RmsNorm | None = None
         self._joint_norms: ShardedHeadNorms | None = None
         if part.norms_heads is not None:
-            query, key = (norm_of(getattr(module, name), family.norm_weight_plus_one) for name in part.head_norms)
+            query, key = (_head_norm(part, getattr(module, name), module, family) for name in part.head_norms)
             if part.norms_heads == "together":
                 self._joint_norms = ShardedHeadNorms(query, key, mesh.tensor_team("self_attn"))
             else:
@@ -57,7 +65,8 @@ class SoftmaxMixer:
         has_same_norms = len(norms) == (2 if part.norms_heads is not None else 0)
         is_alike = hasattr(module, "qkv_proj") == part.is_fused and hasattr(module, "sinks") == part.has_sinks
         has_same_cap = getattr(module, "attn_logit_softcapping", None) == part.score_cap
-        return is_alike and has_same_cap and has_same_norms and all(family.defines(norm, family.norm) for norm in norms)
+        kind = part.norm_module or family.norm
+        return is_alike and has_same_cap and has_same_norms and all(family.defines(norm, kind) for norm in norms)
 
     def refresh(self, are_original: bool) -> None:
         self._merged.refresh(are_original)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...parallel.collectives import ResidualStream
@@ -20,7 +21,8 @@ class SparseFeedForward:
         """Takes transformers' module of the layer."""
         self._is_replicated = "experts" in mesh.spec.replicated
         module, shared = getattr(layer, part.name), part.shared
-        self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, _router(part, module))
+        self._router = _router(part, module)
+        self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, self._router)
         self._shared: DenseFeedForward | None = None
         if shared is not None:
             self._shared = DenseFeedForward(shared, layer.get_submodule(shared.name), mesh)
@@ -45,6 +47,9 @@ class SparseFeedForward:
 
     def _routed(self, x: Tensor, same_tokens: bool) -> Tensor:
         """Returns the experts' output [tokens, hidden], or this rank's part of the sum if ranks divide them."""
+        if self._part.scales_inputs:
+            weights, chosen = self._router(x)[0].max(dim=-1, keepdim=True)
+            return self.experts.forward_routed(x * weights, chosen, torch.ones_like(weights), same_tokens)
         if self._part.latent is None:
             return self.experts.forward(x, same_tokens)
         latents = self._module.fc1_latent_proj(x)

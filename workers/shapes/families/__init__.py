@@ -20,6 +20,7 @@ from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from .laguna import LAGUNA
 from .llama import LLAMA
+from .llama4 import LLAMA4
 from .minimax import MINIMAX_M2
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
 from .nemotron_h import NEMOTRON_H
@@ -34,6 +35,7 @@ from .solar_open import SOLAR_OPEN
 # By model_type.
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
+    "llama4_text": LLAMA4,
     "mistral": MISTRAL,
     "ministral": MINISTRAL,
     "ministral3": MINISTRAL3,

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QueryGrowth:
-    """Multiplies queries by 1 + rate * log(1 + floor(position / length))."""
+    """Multiplies queries by 1 + rate * log(1 + floor((position + first) / length))."""
 
     rate: float
     length: int
+    first: int = 0

@@ -24,9 +24,12 @@ class RoutedExperts:
     router, router_weight: where the router is below the part, and its weight below it. router_biases: its other
     parameters.
     block_correction: the part's tensor with the biases by which the router chooses, if the router has none of its own.
-    scale: by which the experts' outputs are multiplied in addition to the router's weights.
-    has_bias: whether the experts have biases. is_transposed: whether matrices are stored [in, out]. alternates: whether
-    gates and ups take turns.
+    scale: by which the experts' outputs are multiplied in addition to the router's weights. scales_inputs: whether the
+    router, which chooses one expert for each token, returns a weight for each, zero for others, and that multiplies
+    the inputs of the expert instead of its outputs.
+    has_bias: whether the experts have biases. is_transposed: whether matrices are stored [in, out];
+    marks_transposed: whether the class of the experts says so, without which peft takes them for [out, in].
+    alternates: whether gates and ups take turns.
     shared: a dense part that all tokens run through in addition, inside of this part or next to it.
     gates_shared: whether a number for each token scales its output.
     """
@@ -44,8 +47,10 @@ class RoutedExperts:
     router_biases: tuple[Weight, ...] = ()
     block_correction: str | None = None
     scale: float = 1.0
+    scales_inputs: bool = False
     has_bias: bool = False
     is_transposed: bool = False
+    marks_transposed: bool = True
     alternates: bool = False
     shared: Dense | None = None
     gates_shared: bool = False
@@ -71,6 +76,11 @@ class RoutedExperts:
     @property
     def has_gate(self) -> bool:
         return len(self.linears) == 3
+
+    @property
+    def is_misread(self) -> bool:
+        """True if peft takes inputs of the matrices for outputs."""
+        return self.is_transposed and not self.marks_transposed
 
     @property
     def matrices(self) -> tuple[str, str]:

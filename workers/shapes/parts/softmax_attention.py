@@ -38,11 +38,13 @@ class SoftmaxAttention:
     biases.
     norms_heads: whether queries and keys have a norm: over each head with weights that all heads share, or that are
     each head's own ("apart"), or over all heads together. head_norms: where
-    these norms are. norms_after_rotation: whether they are applied to rotated heads.
+    these norms are, and norm_module the ending of the name of their class, if not that of other norms.
+    norms_after_rotation: whether they are applied to rotated heads. learns_norms: whether they have weights.
     is_fused: whether one projection computes queries, keys and values.
     is_gated: whether the projection to queries also computes gates for the output, head by head. gate: a layer of its
     own that does so, None if there is none.
-    window: how many tokens a token sees, itself included; None for all before it.
+    window: how many tokens a token sees, itself included; None for all before it. part_size: the tokens of the parts of
+    a sequence that do not see each other; None for no parts.
     has_sinks: whether each head has a learned score that takes part in its softmax.
     score_scale: by which scores are multiplied in addition to the module's scaling. score_cap: the absolute value that
     scaled scores approach, None for no limit.
@@ -60,11 +62,14 @@ class SoftmaxAttention:
     output_bias: bool = False
     norms_heads: Literal["each", "apart", "together"] | None = None
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    norm_module: str | None = None
     norms_after_rotation: bool = False
+    learns_norms: bool = True
     is_fused: bool = False
     is_gated: bool = False
     gate: OutputGate | None = None
     window: int | None = None
+    part_size: int | None = None
     has_sinks: bool = False
     score_scale: float = 1.0
     score_cap: float | None = None
@@ -113,7 +118,7 @@ class SoftmaxAttention:
         if self.norms_heads == "apart":
             for name, heads in zip(self.head_norms, (self.heads, self.kv_heads), strict=True):
                 yield Weight(f"{self.name}.{name}.weight", (heads, self.head_dim), _WHOLE_ROWS)
-        elif self.norms_heads:
+        elif self.norms_heads and self.learns_norms:
             is_joint = self.norms_heads == "together"
             for name, size in zip(self.head_norms, (self._queries, self._keys), strict=True):
                 yield self._weight(f"{name}.weight", (size if is_joint else self.head_dim,))
@@ -131,7 +136,8 @@ class SoftmaxAttention:
 
     def divisible(self) -> Iterator[Divisible]:
         yield Divisible("self_attn", self.heads, "query heads")
-        yield Divisible("self_attn", self.kv_heads, "key/value heads")
+        # A ring of ranks along sp has no parts of sequences.
+        yield Divisible("self_attn", self.kv_heads, "key/value heads", by_sp=self.part_size is not None)
 
     def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
         return CacheEntries(numbers_per_token=2 * self._keys // spec.tp_size_of("self_attn"))

@@ -23,6 +23,7 @@ from transformers import (
     FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -110,6 +111,8 @@ PLAIN_KINDS = (
     "exaone4",
     "exaone_moe",
     "gemma",
+    "gemma4",
+    "gemma4_large",
     "glm",
     "glm4",
     "glm4_moe",
@@ -197,6 +200,17 @@ MULTIPLIERS: dict[str, Any] = {
     "ssm_multipliers": [0.6, 0.7, 0.8, 1.2, 1.3],
     "ssm_in_multiplier": 1.25,
     "ssm_out_multiplier": 0.9,
+}
+
+# Two layers with a window, and two without one, which have larger heads.
+GEMMA4_SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 32,
+    "sliding_window": 5,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 512,
+    "final_logit_softcapping": 3.0,
 }
 
 LLAMA3_ROPE = {
@@ -354,6 +368,12 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
             windows | experts | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
         ),
         "gemma": (GemmaConfig, {}),
+        "gemma4": (Gemma4TextConfig, GEMMA4_SHAPE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
+        "gemma4_large": (
+            Gemma4TextConfig,
+            GEMMA4_SHAPE
+            | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 4},
+        ),
         "glm": (GlmConfig, {}),
         "glm4": (Glm4Config, {}),
         "glm4_moe": (Glm4MoeConfig, of_deepseek | {"use_qk_norm": True, "attention_bias": True}),

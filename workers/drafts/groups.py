@@ -39,7 +39,7 @@ class DraftGroups:
         """
         if base.is_single and wanted in (None, SINGLE):
             return DraftGroups.alone()
-        config: Any = target.get_text_config()
+        config: Any = target.get_text_config().per_layer_config[0]
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         spec = wanted or default_draft_spec(base.spec, heads)

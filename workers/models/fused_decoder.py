@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..ops.attention import AttendingPacking, Packing
 from ..ops.fused import RotaryTable, query_scales
+from ..ops.shared_keys import SharingRow
 from ..parallel.collectives import ResidualStream
 from ..parallel.mesh import Mesh
 from ..parallel.sharded_embedding import ShardedEmbedding
@@ -23,7 +24,7 @@ from ..shapes.model_shape import ModelDescription, ModelShape
 from ..shapes.parts import LatentAttention, SoftmaxAttention
 from .activation_checkpointing import LayerInputs
 from .fsdp import ShardedLayers
-from .layers import DecoderLayer, Merge, RoutedExperts, add_norm, is_recognised, norm_of
+from .layers import DecoderLayer, Merge, RoutedExperts, TokenInputs, add_norm, is_recognised, norm_of
 
 # Stands for the input of the first layer among captured layers.
 EMBEDDING = -1
@@ -45,6 +46,9 @@ class FusedTrunk:
             DecoderLayer(module, layer, number, shape.family, mesh)
             for number, (module, layer) in enumerate(zip(trunk.layers, shape.layers, strict=True))
         ]
+        size = shape.layers[0].token_input
+        self._token_inputs = None if size is None else TokenInputs(trunk, size)
+        self._kv_sources = shape.kv_sources
         self._norm = norm_of(getattr(trunk, shape.family.last_norm), shape.family.norm_weight_plus_one)
         self._tables = {each.rotation: _rotary_table(trunk, each) for each in shape.attentions}
 
@@ -121,6 +125,8 @@ class FusedTrunk:
         """
         stream = ResidualStream(self._team, own is not None, are_alike)
         hidden, update = self._embedded(tokens, own), None
+        of_layers = self._inputs_of_layers(tokens if own is None else tokens[own], hidden)
+        packing = SharingRow(packing, self._kv_sources) if self._kv_sources else packing
         captured = captured if captured is not None else {}
         if EMBEDDING in captured:
             captured[EMBEDDING] = hidden
@@ -132,11 +138,16 @@ class FusedTrunk:
         for number, layer in enumerate(self._layers):
             hidden, update = self._sharded.before_layer(number, hidden, update)
             forward = partial(layer.forward, rotations=rotations, packing=packing, stream=stream)
+            if of_layers is not None:
+                forward = partial(forward, token_input=of_layers[number])
             after = inputs.run(number, forward, hidden, update) if inputs is not None else forward(hidden, update)
             hidden, update = self._sharded.after_layer(number, *after)
             if number in captured:
                 captured[number] = hidden if update is None else hidden + update
         return add_norm(hidden, update, self._norm)[1]
+
+    def _inputs_of_layers(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
+        return None if self._token_inputs is None else self._token_inputs.of_layers(tokens, embedded)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""

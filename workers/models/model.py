@@ -32,7 +32,7 @@ from ..parallel.mesh import Mesh, Team
 from ..parallel.sequence import ShardedPacking
 from ..parallel.sharded_embedding import ShardedEmbedding
 from ..parallel.token_shard import TokenShard
-from ..planner.checks import activations_refusal
+from ..planner.checks import activations_refusal, shared_keys_refusal
 from ..planner.footprint import gigabytes
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import WorkerConfig, ZeroStage
@@ -149,6 +149,8 @@ class BaseModel:
         self._zero_stage: ZeroStage = config.zero_stage
         if self._fused is None and config.activations != "keep":
             raise ValueError(activations_refusal(config.model.name, self.config.model_type, config.activations))
+        if isinstance(self.shape, ModelShape) and self.shape.kv_sources and config.activations != "keep":
+            raise ValueError(shared_keys_refusal(config.model.name, config.activations))
         # On the CPU compiled now, so that the first request does not wait for a compiler.
         load_kernels_for(self.dtype, self.device)
         self.experts = self._named_experts()
@@ -172,11 +174,10 @@ class BaseModel:
             check_numbers(self.source, self.model, self._logits, longest, self._attending_layers())
 
     def _attending_layers(self) -> Sequence[int]:
-        """Returns the numbers of the layers that have keys and values."""
+        """Returns the number of the layer to whose keys and values each layer with softmax attention attends."""
         if not isinstance(self.shape, ModelShape):
             return range(self.num_layers)
-        attentions = self.shape.attentions
-        return [i for i, layer in enumerate(self.shape.layers) if any(each in attentions for each in layer.mixers)]
+        return self.shape.attending_layers
 
     def _logits(self, tokens: Tensor, positions: Tensor, packing: AttendingPacking) -> Tensor:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""

@@ -78,13 +78,12 @@ def check_numbers(
 class RecordingPacking:
     """A packing that records the keys and values that layers pass to attention.
 
-    A cache needs one key and one value of the same shape for each token and layer.
+    A cache needs one key and one value of the same shape for each token of a layer.
     """
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
         self._layers: list[int] = []
-        self._shapes: set[tuple[int, ...]] = set()
 
     @property
     def longest(self) -> int:
@@ -92,9 +91,9 @@ class RecordingPacking:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         self._layers.append(kind.layer)
-        self._shapes |= {tuple(key.shape[1:]), tuple(value.shape[1:])}
-        if len(self._shapes) > 1:
-            raise ValueError(f"keys and values have several shapes (heads, features): {sorted(self._shapes)}")
+        shapes = {tuple(key.shape[1:]), tuple(value.shape[1:])}
+        if len(shapes) > 1:
+            raise ValueError(f"keys and values have several shapes (heads, features): {sorted(shapes)}")
         return attend(query, key, value, self._packing, kind)
 
     def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:

@@ -115,7 +115,13 @@ class _BytesPerToken:
         of_parts = sum(part.kept_bytes(self._share) for part in layer.parts)
         if layer.is_parallel and not self._share.gathers_stream:
             of_parts -= self._number * layer.hidden  # its parts have the same input
-        return self._stream * len(layer.norms.names) + of_parts
+        return self._stream * len(layer.norms.names) + of_parts + self._kept_by_end(layer)
+
+    def _kept_by_end(self, layer: Layer) -> float:
+        """Returns the bytes of the layer's own input for each token, of its gate, and of the norm after it."""
+        if layer.token_input is None:
+            return 0.0
+        return self._stream + 3 * self._number * layer.token_input / self._stream_parts
 
     def _running_again(self) -> float:
         """Returns the bytes of the recomputed layer that keeps most, with its output and the gradient by that."""

@@ -62,7 +62,8 @@ def parameters(shape: ModelShape, spec: ParallelSpec) -> list[ParameterGroup]:
     if not shape.tied_embeddings:
         last.append(_end("lm_head.weight", shape, spec))
     embedding = _end(f"model.{shape.family.embedding_name}.weight", shape, spec)
-    return [embedding, *_layer_parameters(shape, spec), *last]
+    beside = [_whole(f"model.{name}", *size) for name, size in shape.other_weights.items()]
+    return [embedding, *beside, *_layer_parameters(shape, spec), *last]
 
 
 def output_head(table: Sequence[ParameterGroup]) -> ParameterGroup:

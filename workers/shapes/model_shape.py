@@ -86,7 +86,8 @@ class ModelShape(ModelDescription):
     """Properties of a model of one of FAMILIES.
 
     vocab: tokens of the embedding. runs_own_layers: whether its layers are exactly those of the family, so that our
-    own forward pass can run them. embedding_scale: by which the embedding's output is multiplied.
+    own forward pass can run them. embedding_scale: by which the embedding's output is multiplied. other_weights:
+    shapes of parameters beside the layers, the embedding, the head and the last norm, by their names below the trunk.
     """
 
     family: Family
@@ -96,6 +97,7 @@ class ModelShape(ModelDescription):
     layers: tuple[Layer, ...]
     runs_own_layers: bool
     embedding_scale: float = 1.0
+    other_weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -115,6 +117,23 @@ class ModelShape(ModelDescription):
     def heads(self) -> tuple[int, int]:
         """The largest numbers of query and of key/value heads that divide those of all layers with attention."""
         return gcd(*(each.heads for each in self.attentions)), gcd(*(each.kv_heads for each in self.attentions))
+
+    @cached_property
+    def attending_layers(self) -> Sequence[int]:
+        """For each layer with softmax attention, the number of the layer to whose keys and values it attends."""
+        found = []
+        for number, layer in enumerate(self.layers):
+            for mixer in layer.mixers:
+                source = mixer.kv_source if isinstance(mixer, SoftmaxAttention) else None
+                if isinstance(mixer, SoftmaxAttention | LatentAttention):
+                    found.append(number if source is None else source)
+        return found
+
+    @cached_property
+    def kv_sources(self) -> frozenset[int]:
+        """The numbers of the layers whose keys and values other layers use."""
+        shared = (each.kv_source for each in self.mixers if isinstance(each, SoftmaxAttention))
+        return frozenset(number for number in shared if number is not None)
 
     @cached_property
     def experts(self) -> RoutedExperts | None:
@@ -216,6 +235,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         layers=layers,
         runs_own_layers=family.describes(reader),
         embedding_scale=family.embedding_scale(reader),
+        other_weights=family.other_weights(reader),
     )
 
 

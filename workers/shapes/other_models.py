@@ -20,6 +20,7 @@ BY_TRANSFORMERS = frozenset({
 # Multimodal models of which only the part for text runs: model_type of the whole -> model_type of that part.
 TEXT_PARTS: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "kimi_k25": "deepseek_v3",
     "llama4": "llama4_text",
     "mistral3": "mistral",
@@ -56,6 +57,9 @@ REFUSED_SETTINGS = (
 # Those of the above that change nothing if they are 1.
 _SCALES = frozenset({"logit_scale", "logits_scaling"})
 
+# A setting that changes nothing for text.
+_OF_IMAGES = "use_bidirectional_attention", "vision"
+
 # The setting by which the logits of a model_type are multiplied, or divided.
 LOGIT_SCALES: Mapping[str, str] = {
     "cohere": "logit_scale",
@@ -73,7 +77,7 @@ LOGIT_DIVISORS: Mapping[str, str] = {
 }
 
 # The setting with the largest absolute value that a model's logits approach.
-LOGIT_CAPS: Mapping[str, str] = {"gemma2": "final_logit_softcapping", "gemma3_text": "final_logit_softcapping"}
+LOGIT_CAPS: Mapping[str, str] = dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), "final_logit_softcapping")
 
 # Other kinds of layers carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -97,7 +101,9 @@ def unsupported_setting(model_type: str, config: Mapping[str, object], implement
     known = [*(settings.get(model_type) for settings in (LOGIT_SCALES, LOGIT_DIVISORS, LOGIT_CAPS)), *implemented]
     for setting in REFUSED_SETTINGS:
         value = config.get(setting)
-        if value and setting not in known and not (setting in _SCALES and value == 1):
+        if (setting in _SCALES and value == 1) or (setting, value) == _OF_IMAGES:
+            continue
+        if value and setting not in known:
             return setting
     return None
 

@@ -75,6 +75,8 @@ def random_model(config: PreTrainedConfig, directory: Path, dtype: Dtype = "floa
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.add_(0.1 * torch.randn_like(buffer))
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     return Adapted(directory, dtype)
 
@@ -157,9 +159,11 @@ def test_hidden_states_and_gradients_are_those_of_transformers(name: str, tmp_pa
     bench = random_model(CONFIGS[name](), tmp_path)
     adapter = bench.create("a", train_mlp=not bench.base.experts)  # transformers' experts take no adapters
     found, wanted = (run(forward, bench, adapter) for forward in (fused_forward, transformers_forward))
+    # Gemma 4 does not divide scores by the root of the heads' size, so that their rounding weighs more.
+    tolerance = 2e-5 if name.startswith("gemma4") else 2e-6
     for one, other in zip(found, wanted, strict=True):
-        assert relative_error(one, other) < 2e-6
-        assert relative_error(one * (1 + 5e-6), other) > 2e-6
+        assert relative_error(one, other) < tolerance
+        assert relative_error(one * (1 + 2.5 * tolerance), other) > tolerance
 
 
 def test_bfloat16_errors_are_no_larger_than_those_of_transformers(tmp_path: Path) -> None:

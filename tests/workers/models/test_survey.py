@@ -147,7 +147,7 @@ def some_data(vocab_size: int) -> tuple[Datum, ...]:
 def saved(model: Any, directory: Path) -> None:
     """Saves the model with random biases and norms, so that errors in their use are detected."""
     generator = torch.Generator().manual_seed(3)
-    buffers = [buffer for name, buffer in model.named_buffers() if "bias" in name]
+    buffers = [buffer for name, buffer in model.named_buffers() if "bias" in name or "scalar" in name]
     with torch.no_grad():
         for each in (*model.parameters(), *buffers):
             if each.ndim <= 1 and each.is_floating_point():
@@ -208,11 +208,16 @@ def configs_of(model_type: str) -> list[Mapping[str, object]]:
     [
         ({"model_type": "mistral3", "text_config": {}, "vision_config": {}}, None),
         (
-            {"model_type": "mistral3", "text_config": {"model_type": "gemma4_text"}, "vision_config": {}},
-            "gemma4_text models, which have parts for vision, are not",
+            {"model_type": "mistral3", "text_config": {"model_type": "nemotron"}, "vision_config": {}},
+            "nemotron models, which have parts for vision, are not",
         ),
         ({"model_type": "qwen2_5_vl", "vision_config": {}}, "qwen2_5_vl models, which have parts for vision, are not"),
-        ({"model_type": "gemma4_text"}, "gemma4_text models are not supported"),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "vision"}, None),
+        (
+            {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},
+            "with use_bidirectional_attention are not",
+        ),
+        ({"model_type": "nemotron"}, "nemotron models are not supported"),
         ({"model_type": "granite", "logits_scaling": 8.0}, None),
         ({"model_type": "granite", "logits_scaling": 1.0, "final_logit_softcapping": None}, None),
         ({"model_type": "llama", "logits_scaling": 1.0, "logit_scale": 1}, None),

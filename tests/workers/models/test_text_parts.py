@@ -97,6 +97,27 @@ def test_qwen_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> N
     assert distance(adapted, whole) > 1e-5
 
 
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_large"])
+def test_gemma_4_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> None:
+    text = tiny_config(kind).to_dict() | {"use_bidirectional_attention": "vision"}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16}
+    numbers = {f"{name}_token_id": 500 + number for number, name in enumerate(("image", "video", "audio"))}
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=vision, **numbers)
+    torch.manual_seed(0)
+    whole: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    for name, buffer in whole.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
+    whole.save_pretrained(tmp_path)
+    adapted = Adapted(tmp_path)
+    assert adapted.base.runs_own_layers
+    assert not [name for name, _ in adapted.base.model.named_parameters() if "vision" in name]
+    assert distance(adapted, whole) < 1e-5
+    adapted.base.unembedding.mul_(1.01)
+    assert distance(adapted, whole) > 1e-5
+
+
 def test_kimi_is_read_from_the_names_of_its_releases(tmp_path: Path) -> None:
     text = tiny_model("deepseek_v3", tmp_path / "text")
     weights = {f"language_model.{name}": each for name, each in load_file(text / "model.safetensors").items()}

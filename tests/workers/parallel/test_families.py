@@ -44,6 +44,7 @@ PLAIN_SPARSE = (
     *("afmoe", "laguna", "minimax_m2", "qwen2_moe"),
 )
 BY_TRANSFORMERS = ("cohere_compass",)
+MORE_LAYOUTS = ("gemma2", "gemma4", "gemma4_large", "cohere", "cohere2")
 CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("phi3", "single", "each"),
     ("gemma3", "single", "each"),
@@ -55,7 +56,7 @@ CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("nemotron_h_latent", "ep=2", "shared"),
 )
 MATRIX = [(kind, spec, "each") for kind in (*DENSE, *SPARSE, *PLAIN_KINDS) for spec in ("single", "tp=2")]
-MATRIX += [(kind, spec, "each") for kind in ("gemma2", "cohere", "cohere2") for spec in ("sp=2", "fsdp=2")]
+MATRIX += [(kind, spec, "each") for kind in MORE_LAYOUTS for spec in ("sp=2", "fsdp=2")]
 MATRIX += [(kind, "ep=2", "each") for kind in (*SPARSE, *PLAIN_SPARSE)]
 MATRIX += [(kind, spec, "each") for kind in BY_TRANSFORMERS for spec in ("single", "replicas=2")]
 MATRIX += [(kind, "single", "shared") for kind in (*SPARSE, *PLAIN_SPARSE)]

@@ -40,6 +40,9 @@ DENSE = {
     "max_position_embeddings": 4096,
 }
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "intermediate_size": 128}
+SHARING_KEYS = {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 2} | {
+    "layer_types": ["sliding_attention", "full_attention"] * 2
+}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 
 # Arguments of `trainhouse plan`, a model (a dictionary becomes its config.json), and the error.
@@ -220,6 +223,17 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "--parallel tp=2",
         DENSE | {"hidden_act": "gelu"},
         "tp=2: M has another activation than silu; such models support only replicas",
+    ),
+    "recomputed layers that share keys": (
+        "--activations recompute",
+        DENSE | SHARING_KEYS,
+        "activations recompute: layers of M use the keys and values of earlier layers, and a layer that runs again for "
+        "its backward pass would not have them: leave out --activations recompute",
+    ),
+    "experts of Gemma 4": (
+        "--parallel tp=2",
+        DENSE | {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128},
+        "Gemma 4 models with experts are not supported: this one has 128",
     ),
     "another forward": (
         "--activations recompute",

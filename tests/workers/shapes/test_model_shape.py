@@ -91,7 +91,7 @@ SPARSE = (
 # Families whose windows follow `layer_types`.
 WINDOWED = (
     *("qwen2", "qwen2_moe", "qwen3", "gemma3_text", "olmo3", "exaone4", "exaone_moe", "ministral", "smollm3", "dots1"),
-    *("gpt_oss", "gemma2", "cohere2", "afmoe", "laguna"),
+    *("gpt_oss", "gemma2", "gemma4_text", "cohere2", "afmoe", "laguna"),
 )
 # Their names of numbers of experts, of those that a token uses, and of features.
 NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")
@@ -137,9 +137,11 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         pytest.skip("transformers needs the latent queries")
     if model_type in LATENT:  # other names of theirs for the features that rotate, and for experts
         given = {key: value for key, value in given.items() if key not in ("head_dim", "num_experts")}
+    if model_type == "gemma4_text" and given.get("sliding_window", 0) is None:
+        pytest.skip("transformers needs a window")
     theirs = AutoConfig.for_model(model_type, **given)
     ours = shape_of({"model_type": model_type, **given})
-    compare_mixers(ours, theirs)
+    (compare_gemma4 if model_type == "gemma4_text" else compare_mixers)(ours, theirs)
     assert (ours.hidden, ours.vocab) == (theirs.hidden_size, theirs.vocab_size)
     dense = {layer.feed_forward.features for layer in ours.layers if isinstance(layer.feed_forward, Dense)}
     whole = getattr(theirs, "intermediate_size_mlp", theirs.intermediate_size)
@@ -178,6 +180,30 @@ def compare_mixers(ours: ModelShape, theirs: Any) -> None:
     recurrent = GatedDelta | Mamba
     kinds = [isinstance(layer.mixer, recurrent) and layer.second_mixer is None for layer in ours.layers]
     assert kinds == [kind == "linear_attention" for kind in getattr(theirs, "layer_types", None) or [""] * len(kinds)]
+
+
+@pytest.mark.parametrize("shares_values", [False, True])
+def test_gemma4_is_read_from_configs_of_releases_and_of_transformers(shares_values: bool) -> None:
+    given = {"model_type": "gemma4_text", **WHOLE, "attention_k_eq_v": shares_values, "num_global_key_value_heads": 6}
+    given |= {"global_head_dim": 32, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    given |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2}
+    theirs = AutoConfig.for_model(**given)
+    ours, again = shape_of(given), shape_of(theirs.to_dict())
+    compare_gemma4(ours, theirs)
+    assert ours.layers == again.layers and ours.other_weights == again.other_weights
+    assert ours.attending_layers == [0, 1, 2, 3, 1, 1]  # the last layer always sees all tokens
+    assert [getattr(layer.feed_forward, "features", 0) for layer in ours.layers] == [160] * 4 + [320] * 2
+    assert shape_of(given | {"global_head_dim": 64}).layers != ours.layers
+
+
+def compare_gemma4(ours: ModelShape, theirs: Any) -> None:
+    for number, layer in enumerate(ours.layers):
+        mixer, of_layer = layer.mixer, theirs.per_layer_config[number]
+        assert isinstance(mixer, SoftmaxAttention)
+        assert (mixer.heads, mixer.head_dim) == (theirs.num_attention_heads, of_layer.head_dim)
+        assert (mixer.kv_heads, mixer.rotary_dim) == (of_layer.num_key_value_heads, of_layer.head_dim)
+        assert mixer.rotation == theirs.layer_types[number]
+    assert {layer.token_input for layer in ours.layers} == {theirs.hidden_size_per_layer_input}
 
 
 def compare_mamba(mixer: Any, theirs: Any) -> None:

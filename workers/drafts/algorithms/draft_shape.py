@@ -102,6 +102,7 @@ def with_defaults(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int,
 
 def _config(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> LlamaConfig:
     given: Any = target
+    layer: Any = given.per_layer_config[0]  # layers may have heads of several sizes
     rope = getattr(given, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
     heads = given.num_attention_heads
     assert draft.intermediate_size is not None and draft.num_layers is not None
@@ -111,8 +112,8 @@ def _config(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> Ll
         intermediate_size=draft.intermediate_size,
         num_hidden_layers=draft.num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(given, "num_key_value_heads", None) or heads,
-        head_dim=getattr(given, "head_dim", None) or given.hidden_size // heads,
+        num_key_value_heads=getattr(layer, "num_key_value_heads", None) or heads,
+        head_dim=getattr(layer, "head_dim", None) or given.hidden_size // heads,
         rms_norm_eps=getattr(given, "rms_norm_eps", 1e-6),
         max_position_embeddings=given.max_position_embeddings,
         rope_parameters=_rope(rope.get("full_attention", rope)),
@@ -128,6 +129,6 @@ def _rope(of_target: Mapping[str, Any]) -> dict[str, Any]:
     Drafts rotate whole heads, so partial rotation is dropped, and so are longrope's factors for the frequencies of a
     part of a head.
     """
-    if of_target.get("rope_type") == "longrope":
+    if of_target.get("rope_type") in ("longrope", "proportional"):
         return {"rope_type": "default", "rope_theta": of_target["rope_theta"]}
     return {name: value for name, value in of_target.items() if name != "partial_rotary_factor"}

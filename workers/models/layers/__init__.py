@@ -5,5 +5,15 @@ from .expert_weights import activation_of
 from .experts import RoutedExperts
 from .merge import Merge
 from .norms import add_norm, norm_of
+from .token_inputs import TokenInputs
 
-__all__ = ["DecoderLayer", "Merge", "RoutedExperts", "activation_of", "add_norm", "is_recognised", "norm_of"]
+__all__ = [
+    "DecoderLayer",
+    "Merge",
+    "RoutedExperts",
+    "TokenInputs",
+    "activation_of",
+    "add_norm",
+    "is_recognised",
+    "norm_of",
+]

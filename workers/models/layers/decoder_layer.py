@@ -22,6 +22,7 @@ from .merge import Merge
 from .norms import add_norm, norm_of
 from .softmax_attention import SoftmaxMixer
 from .sparse import SparseFeedForward
+from .token_inputs import LayerEnd
 
 
 class Mixer(Protocol):
@@ -76,6 +77,7 @@ class DecoderLayer:
         self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, module, mesh)
         self._experts_name = "" if feed_forward is None else f"{feed_forward.name}.experts"
         self._is_parallel = layer.is_parallel
+        self._end = LayerEnd(module, layer.token_input is not None) if layer.is_scaled else None
         self._scales = layer.scales or (1.0,) * len(layer.parts)
 
     @property
@@ -106,9 +108,12 @@ class DecoderLayer:
         rotations: Rotations,
         packing: Packing | AttendingPacking,
         stream: ResidualStream,
+        token_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the layer on hidden states and the previous layer's update, which is not yet added to them.
 
+        Args:
+            token_input: of the layer, [tokens, size] as `stream` lays it out; None if it has none.
         Returns:
             the same pair after this layer.
         """
@@ -124,7 +129,7 @@ class DecoderLayer:
             hidden, x = self._add_norm(hidden, update, names.before_mlp)
             update = self._normed(_scaled(self._feed_forward.forward(x, stream), self._scales[-1]), names.after_mlp)
         assert update is not None
-        return hidden, update
+        return (hidden, update) if self._end is None else self._end.forward(hidden, update, token_input)
 
     def _mixed(
         self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking, stream: ResidualStream
@@ -152,6 +157,8 @@ def is_recognised(module: Any, layer: Layer, family: Family) -> bool:
     norms = [getattr(module, name, None) for name in layer.norms.names]
     return (
         family.defines(module, family.layer)
+        and hasattr(module, "per_layer_input_gate") == (layer.token_input is not None)
+        and hasattr(module, "layer_scalar") == layer.is_scaled
         and all(family.defines(norm, family.norm) for norm in norms)
         and all(_is_part(part, getattr(module, part.name, None), family) for part in layer.parts)
     )

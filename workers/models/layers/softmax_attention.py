@@ -11,6 +11,7 @@ from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
 from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
 from ...ops.layer_norm import LayerNorm, layer_norm
+from ...ops.shared_keys import SharingRow
 from ...parallel.mesh import Mesh
 from ...parallel.norms import ShardedHeadNorms
 from ...shapes.families import Family
@@ -43,13 +44,20 @@ class SoftmaxMixer:
         self.is_replicated = "self_attn" in mesh.spec.replicated
         sinks = Sinks(module.sinks) if part.has_sinks else None
         scaling = module.scaling * part.score_scale
-        self._kind = AttentionKind(number, scaling, part.window, sinks, cap=part.score_cap, part=part.part_size)
+        cached = number if part.kv_source is None else part.kv_source
+        self._kind = AttentionKind(cached, scaling, part.window, sinks, cap=part.score_cap, part=part.part_size)
         tp = mesh.spec.tp_size_of("self_attn")
         self._sizes = [heads * part.head_dim // tp for heads in (part.heads, part.kv_heads, part.kv_heads)]
         self._query_norm: RmsNorm | None = None
         self._key_norm: RmsNorm | None = None
         self._joint_norms: ShardedHeadNorms | None = None
-        if part.norms_heads is not None:
+        self._value_norm: RmsNorm | None = None
+        if part.norms_values and part.kv_source is None:
+            weight = torch.ones(part.head_dim, device=module.q_proj.weight.device)
+            self._value_norm = RmsNorm(weight, torch.tensor(module.v_norm.eps, device=weight.device))
+        if part.kv_source is not None:
+            self._query_norm = norm_of(getattr(module, part.head_norms[0]), family.norm_weight_plus_one)
+        elif part.norms_heads is not None:
             query, key = (_head_norm(part, getattr(module, name), module, family) for name in part.head_norms)
             if part.norms_heads == "together":
                 self._joint_norms = ShardedHeadNorms(query, key, mesh.tensor_team("self_attn"))
@@ -62,10 +70,15 @@ class SoftmaxMixer:
     def is_recognised(part: SoftmaxAttention, module: Any, family: Family) -> bool:
         """True if the module has the projections and norms of the part."""
         norms = [getattr(module, name) for name in part.head_norms if hasattr(module, name)]
-        has_same_norms = len(norms) == (2 if part.norms_heads is not None else 0)
+        num_norms = 2 if part.kv_source is None else 1
+        has_same_norms = len(norms) == (num_norms if part.norms_heads is not None else 0)
+        has_same_values = part.is_fused or (getattr(module, "v_proj", None) is not None) == (
+            part.projects_values and part.kv_source is None
+        )
         is_alike = hasattr(module, "qkv_proj") == part.is_fused and hasattr(module, "sinks") == part.has_sinks
         has_same_cap = getattr(module, "attn_logit_softcapping", None) == part.score_cap
-        kind = part.norm_module or family.norm
+        kind, has_own = part.norm_module or family.norm, part.kv_source is None
+        is_alike = is_alike and has_same_values and hasattr(module, "v_norm") == (part.norms_values and has_own)
         return is_alike and has_same_cap and has_same_norms and all(family.defines(norm, kind) for norm in norms)
 
     def refresh(self, are_original: bool) -> None:
@@ -79,6 +92,8 @@ class SoftmaxMixer:
         module, part = self._module, self._part
         if part.is_fused or part.is_gated or part.norms_after_rotation or part.norms_heads in ("together", "apart"):
             return
+        if part.kv_source is not None or not part.projects_values:
+            return
         self._merged.merge(merge, [module.q_proj, module.k_proj, module.v_proj])
         if self._query_norm is not None and self._key_norm is not None:
             heads = [size // part.head_dim for size in self._sizes]
@@ -87,6 +102,11 @@ class SoftmaxMixer:
 
     def forward(self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking) -> Tensor:
         rotation = rotations[self._part.rotation]
+        if self._part.kv_source is not None:
+            assert isinstance(packing, SharingRow)
+            query = self._module.q_proj(x).unflatten(-1, (-1, self._part.head_dim))
+            attended = packing.attend_again(self._rotated(query, rotation, self._query_norm), self._kind)
+            return self._module.o_proj(attended.flatten(-2))
         if self._merged.suits(x):
             query, key, value = self._merged_heads(x, rotation)
             attended = attend(query, key, value, packing, self._kind)
@@ -111,7 +131,7 @@ class SoftmaxMixer:
         queries, keys, values = (size // self._part.head_dim for size in self._sizes)
         rotated = self._rotated(heads[:, : queries + keys], rotation, self._merged_norm)
         query, key = rotated.split((queries, keys), dim=1)
-        return rotation.scaled(query), key, heads[:, -values:]
+        return rotation.scaled(query), key, self._normed_value(heads[:, -values:])
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Returns query [tokens, heads, head_dim], gate [tokens, heads * head_dim] if there is one, key and value."""
@@ -121,7 +141,8 @@ class SoftmaxMixer:
             # Cloned, since the view of the values that backward keeps would hold the queries and keys too.
             value = value.clone() if torch.is_grad_enabled() else value
         else:
-            query, key, value = module.q_proj(x), module.k_proj(x), module.v_proj(x)
+            query, key = module.q_proj(x), module.k_proj(x)
+            value = module.v_proj(x) if self._part.projects_values else key
         if self._part.is_gated:
             query, gate = query.unflatten(-1, (-1, 2, self._part.head_dim)).unbind(-2)
             query, gate = query.flatten(-2), gate.flatten(-2)
@@ -129,7 +150,12 @@ class SoftmaxMixer:
             query, key = self._joint_norms.normed(query, key)
         heads = (each.unflatten(-1, (-1, self._part.head_dim)) for each in (query, key, value))
         query, key, value = heads
-        return query, gate, key, value
+        return query, gate, key, self._normed_value(value)
+
+    def _normed_value(self, value: Tensor) -> Tensor:
+        if self._value_norm is None:
+            return value
+        return rms_norm(value.flatten(0, 1), self._value_norm).view_as(value)
 
     def _rotated(self, heads: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
         """Rotates [tokens, heads, head_dim], and applies each head's norm, if there is one."""

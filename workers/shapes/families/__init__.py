@@ -13,6 +13,7 @@ from .exaone import EXAONE4, EXAONE_MOE
 from .falcon_h1 import FALCON_H1
 from .family import FIXED_ROTATIONS, Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
+from .gemma4 import GEMMA4
 from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
@@ -87,6 +88,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "gemma4_text": GEMMA4,
 }
 
 __all__ = ["FAMILIES", "FIXED_ROTATIONS", "Family"]

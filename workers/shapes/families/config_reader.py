@@ -59,6 +59,16 @@ class ConfigReader:
         value = self._config.get(key)
         return [each for each in value if isinstance(each, int)] if isinstance(value, list | tuple) else ()
 
+    def of_layer(self, number: int) -> "ConfigReader":
+        """Returns the config of one layer, where `per_layer_config` has settings of its own for it."""
+        of_layers = self._config.get("per_layer_config")
+        own = {int(key): value for key, value in of_layers.items()} if isinstance(of_layers, dict) else {}
+        return self.changed(own.get(number, {}))
+
+    def changed(self, settings: Mapping[str, object]) -> "ConfigReader":
+        """Returns the config with these settings instead of its own."""
+        return ConfigReader(self._name, settings, self._config)
+
     @property
     def num_layers(self) -> int:
         return self.number("num_hidden_layers")

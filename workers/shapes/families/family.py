@@ -13,7 +13,7 @@ from .config_reader import ConfigReader
 Setting = bool | str | float | tuple[str, str] | QueryGrowth | OutputGate | None
 
 # Rotations that do not depend on the lengths in a batch.
-FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "ntk_alpha", "yarn"})
+FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "ntk_alpha", "proportional", "yarn"})
 
 # Fields that a config.json may leave out.
 DEFAULTS: Mapping[str, object] = {
@@ -45,6 +45,7 @@ class Family:
     settings: those of REFUSED_SETTINGS that the layers implement.
     activation, activation_key: the activation of gates, and the config's field for it. activation_aliases: other names
     in config.json that transformers reads as this activation.
+    other_weights: reads the shapes of the trunk's parameters beside the layers, the embedding and the last norm.
     unknown_settings: settings whose arithmetic the layers do not have. A model with one runs by transformers' modules.
     """
 
@@ -67,6 +68,7 @@ class Family:
     activation_key: str = "hidden_act"
     activation_aliases: tuple[str, ...] = ()
     unknown_settings: tuple[str, ...] = ()
+    other_weights: Callable[[ConfigReader], Mapping[str, tuple[int, ...]]] = lambda config: {}
 
     def defines(self, module: object, role: str) -> bool:
         """True if the module is of the family's class for this role, such as "Attention"."""

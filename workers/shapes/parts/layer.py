@@ -49,6 +49,8 @@ class Layer:
     mixer, feed_forward: one of them may be missing. second_mixer: another one of the same input, whose output is added.
     scales: by which the outputs of `parts` are multiplied; empty for 1. is_parallel: whether the feed-forward part has
     the mixer's input, and both outputs are added; there is no norm but the first one.
+    token_input: the features of a further input that the layer has for each token; None if there is none.
+    is_scaled: whether the residual stream is scaled by a number of the layer at its end.
     """
 
     hidden: int
@@ -58,6 +60,8 @@ class Layer:
     second_mixer: Mixer | None = None
     scales: tuple[float, ...] = ()
     is_parallel: bool = False
+    token_input: int | None = None
+    is_scaled: bool = False
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -71,6 +75,10 @@ class Layer:
         """Yields all parameters of the layer, with names below it."""
         for part in self.parts:
             yield from part.weights()
+        if self.token_input is not None:
+            yield Weight("per_layer_input_gate.weight", (self.token_input, self.hidden))
+            yield Weight("per_layer_projection.weight", (self.hidden, self.token_input))
+            yield Weight("post_per_layer_input_norm.weight", (self.hidden,))
         yield from (Weight(f"{norm}.weight", (self.hidden,)) for norm in self.norms.names)
 
     def divisible(self) -> Iterator[Divisible]:

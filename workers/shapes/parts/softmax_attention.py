@@ -45,6 +45,9 @@ class SoftmaxAttention:
     own that does so, None if there is none.
     window: how many tokens a token sees, itself included; None for all before it. part_size: the tokens of the parts of
     a sequence that do not see each other; None for no parts.
+    projects_values: whether values have a projection; else they are the keys before their norm. norms_values: whether
+    they have a norm over each head, without weights.
+    kv_source: the number of the layer whose keys and values are used; None for the layer's own.
     has_sinks: whether each head has a learned score that takes part in its softmax.
     score_scale: by which scores are multiplied in addition to the module's scaling. score_cap: the absolute value that
     scaled scores approach, None for no limit.
@@ -70,6 +73,9 @@ class SoftmaxAttention:
     gate: OutputGate | None = None
     window: int | None = None
     part_size: int | None = None
+    projects_values: bool = True
+    norms_values: bool = False
+    kv_source: int | None = None
     has_sinks: bool = False
     score_scale: float = 1.0
     score_cap: float | None = None
@@ -101,7 +107,9 @@ class SoftmaxAttention:
 
     def weights(self) -> Iterator[Weight]:
         queries = self._queries * (2 if self.is_gated else 1)
-        projections = {"q_proj": queries, "k_proj": self._keys, "v_proj": self._keys}
+        projections = {"q_proj": queries}
+        if self.kv_source is None:
+            projections |= {"k_proj": self._keys} | ({"v_proj": self._keys} if self.projects_values else {})
         if self.is_fused:
             sections = tuple(projections.values())
             yield self._weight("qkv_proj.weight", (sum(sections), self.hidden), sections, "qkv_proj")
@@ -120,7 +128,8 @@ class SoftmaxAttention:
                 yield Weight(f"{self.name}.{name}.weight", (heads, self.head_dim), _WHOLE_ROWS)
         elif self.norms_heads and self.learns_norms:
             is_joint = self.norms_heads == "together"
-            for name, size in zip(self.head_norms, (self._queries, self._keys), strict=True):
+            sizes = (self._queries, self._keys) if self.kv_source is None else (self._queries,)
+            for name, size in zip(self.head_norms, sizes, strict=False):
                 yield self._weight(f"{name}.weight", (size if is_joint else self.head_dim,))
 
         if (gate := self.gate) is not None:
@@ -140,6 +149,8 @@ class SoftmaxAttention:
         yield Divisible("self_attn", self.kv_heads, "key/value heads", by_sp=self.part_size is not None)
 
     def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
+        if self.kv_source is not None:
+            return CacheEntries()
         return CacheEntries(numbers_per_token=2 * self._keys // spec.tp_size_of("self_attn"))
 
     def kept_bytes(self, share: Share) -> float:
@@ -149,6 +160,8 @@ class SoftmaxAttention:
         repeated = max(1.0, share.ulysses / kv_heads)  # each rank has at least one head
         queries, keys = 2 * heads * self.head_dim, 2 * kv_heads * self.head_dim * repeated
         norms = 0
+        if self.norms_values:
+            keys += kv_heads * self.head_dim
         if self.norms_heads:
             queries, keys = queries + heads * self.head_dim, keys + kv_heads * self.head_dim
             norms = FLOAT32 * (2 if self.norms_heads == "together" else heads + kv_heads)
@@ -157,7 +170,9 @@ class SoftmaxAttention:
         if share.ulysses > 1:
             queries += heads * self.head_dim  # the output of attention again, by tokens
         sums = FLOAT32 * heads  # of the scores' exponentials
-        inputs = share.inputs(self.hidden, 2 if self.is_fused else 4)
+        if self.kv_source is not None:
+            keys = 0
+        inputs = share.inputs(self.hidden, sum(bool(weight.adapters) for weight in self.weights()))
         return inputs + share.number_bytes * (queries + keys) + norms + sums
 
     def working_bytes(self, share: Share) -> float:

@@ -1,0 +1,110 @@
+"""Gemma 4: https://huggingface.co/google/gemma-4-E4B-it.
+
+Layers without a window have heads of another size; values have norms, and in some models are the keys before their
+norms. The last layers of small models use the keys and values of earlier ones, and each layer has an input of its own
+for each token in addition to the residual stream.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ..parts import Dense, Layer, Norms, SoftmaxAttention
+from .config_reader import ConfigReader
+from .family import Family, attention, kinds_by_step
+
+_NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    if config.is_set("enable_moe_block"):
+        raise ValueError(f"Gemma 4 models with experts are not supported: this one has {config.get('num_experts')}")
+    kinds = [*(config.names("layer_types") or kinds_by_step(config, 6))[:-1], "full_attention"]
+    num_own = config.num_layers - config.number("num_kv_shared_layers", at_least=0)
+    sources = {kind: number for number, kind in enumerate(kinds[:num_own])} if num_own < config.num_layers else {}
+    if lacking := {*kinds[num_own:]} - {*sources}:
+        raise ValueError(f"no layer of this Gemma 4 model has keys and values for its layers of {sorted(lacking)[0]}")
+    size = config.number("hidden_size_per_layer_input", 0, at_least=0) or None
+    layers = []
+    for number, kind in enumerate(kinds):
+        mixer = _mixer(config, number, kind, sources[kind] if number >= num_own else None)
+        of_layer = _dense(config, mixer.kv_source is not None)
+        layers.append(Layer(config.hidden, mixer, of_layer, _NORMS, token_input=size, is_scaled=True))
+    return layers
+
+
+def _other_weights(config: ConfigReader) -> Mapping[str, tuple[int, ...]]:
+    """Returns those that compute the layers' inputs for each token."""
+    size = config.number("hidden_size_per_layer_input", 0, at_least=0)
+    if not size:
+        return {}
+    of_layers = config.num_layers * size
+    return {
+        "embed_tokens_per_layer.weight": (config.number("vocab_size_per_layer_input"), of_layers),
+        "per_layer_model_projection.weight": (of_layers, config.hidden),
+        "per_layer_projection_norm.weight": (size,),
+    }
+
+
+def _mixer(config: ConfigReader, number: int, kind: str, source: int | None) -> SoftmaxAttention:
+    has_bias, has_window = config.is_set("attention_bias"), kind == "sliding_attention"
+    of_layer = config.of_layer(number) if config.get("per_layer_config") else _of_kind(config, has_window)
+    return attention(
+        of_layer,
+        rotary_dim=of_layer.head_dim,
+        rotation=kind,
+        window=config.window if has_window else None,
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        norms_heads="each",
+        projects_values=has_window or not config.is_set("attention_k_eq_v"),
+        norms_values=True,
+        kv_source=source,
+        module="TextAttention",
+    )
+
+
+def _of_kind(config: ConfigReader, has_window: bool) -> ConfigReader:
+    """Returns the config of layers with or without a window, as releases write it."""
+    if has_window:
+        return config
+    kv_heads = config.get("num_global_key_value_heads") if config.is_set("attention_k_eq_v") else None
+    own = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
+    return config.changed(own | {"head_dim": config.number("global_head_dim")})
+
+
+def _dense(config: ConfigReader, shares_keys: bool) -> Dense:
+    is_wide = shares_keys and config.is_set("use_double_wide_mlp")
+    features = config.number("intermediate_size") * (2 if is_wide else 1)
+    return Dense(hidden=config.hidden, features=features, activation=_ACTIVATION, module="TextMLP")
+
+
+GEMMA4 = Family(
+    "Gemma4",
+    "gemma4",
+    _layers,
+    {
+        "hidden_activation": _ACTIVATION,
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "layer_types": None,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "tie_word_embeddings": True,
+    },
+    trunk="TextModel",
+    rotary="TextRotaryEmbedding",
+    embedding="TextScaledWordEmbedding",
+    layer="TextDecoderLayer",
+    activation=_ACTIVATION,
+    activation_key="hidden_activation",
+    other_weights=_other_weights,
+)

@@ -87,7 +87,7 @@ class ModelShape(ModelDescription):
 
     vocab: tokens of the embedding. runs_own_layers: whether its layers are exactly those of the family, so that our
     own forward pass can run them. embedding_scale: by which the embedding's output is multiplied. other_weights:
-    shapes of parameters beside the layers, the embedding, the head and the last norm, by their names below the trunk.
+    shapes of the parameters outside the layers, the embedding, the head and the last norm, by names below the trunk.
     """
 
     family: Family
@@ -120,7 +120,7 @@ class ModelShape(ModelDescription):
 
     @cached_property
     def attending_layers(self) -> Sequence[int]:
-        """For each layer with softmax attention, the number of the layer to whose keys and values it attends."""
+        """The layers to whose keys and values the layers with softmax attention attend, one number for each of these."""
         found = []
         for number, layer in enumerate(self.layers):
             for mixer in layer.mixers:

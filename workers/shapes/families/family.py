@@ -45,7 +45,7 @@ class Family:
     settings: those of REFUSED_SETTINGS that the layers implement.
     activation, activation_key: the activation of gates, and the config's field for it. activation_aliases: other names
     in config.json that transformers reads as this activation.
-    other_weights: reads the shapes of the trunk's parameters beside the layers, the embedding and the last norm.
+    other_weights: reads the shapes of the trunk's parameters outside the layers, the embedding and the last norm.
     unknown_settings: settings whose arithmetic the layers do not have. A model with one runs by transformers' modules.
     """
 

@@ -120,7 +120,7 @@ class ModelShape(ModelDescription):
 
     @cached_property
     def attending_layers(self) -> Sequence[int]:
-        """The layers to whose keys and values the layers with softmax attention attend, one number for each of these."""
+        """The number of the layer to whose keys and values each layer with softmax attention attends."""
         found = []
         for number, layer in enumerate(self.layers):
             for mixer in layer.mixers:

@@ -57,7 +57,9 @@ class ModelsSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "float32, bfloat16, auto (bfloat16 on CUDA)", metavar="TYPE", common=True
     )
-    base_quantization: Literal["none", "nf4"] = knob("none", "nf4: 4-bit frozen weights, for LoRA only")
+    base_quantization: Literal["none", "nf4", "released"] = knob(
+        "none", "frozen weights for LoRA only; nf4: in 4 bits, released: packed as in the files"
+    )
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may request", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence, in tokens (default: the model's)", check=POSITIVE)
     max_full_models: int = knob(32, "most models with full weights; 0: LoRA only", check=NOT_NEGATIVE)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..models.activation_checkpointing import ForwardContext
 from ..models.model import BaseModel
 from ..ops.linear import Product, add_product, to_product_layout
-from ..ops.quantized import FrozenWeight, dequantized
+from ..ops.quantized import FrozenWeight, JoinedWeight, dequantized
 from .batch_plan import BatchPlan
 from .delta import LoraDelta
 from .lora_experts import ExpertPlan
@@ -41,7 +41,8 @@ class LoraLinear(nn.Module):
 class MergedLoraLinear(nn.Module):
     """Several LoraLinears of one input as one product.
 
-    Their weights become views of the merged one, so nothing is stored twice and each still works by itself.
+    Their weights become views of the merged one, so nothing is stored twice and each still works by itself. Packed ones
+    stay as they are, and are joined when they are dequantized.
     """
 
     def __init__(self, linears: Sequence[LoraLinear]) -> None:
@@ -166,16 +167,15 @@ class _LoraProduct(torch.autograd.Function):
         return grad_x, None, None, None, None, None
 
 
-def _merge(linears: Sequence[LoraLinear]) -> tuple[Tensor, Tensor | None]:
-    """Returns all weights in one tensor, and all biases; missing biases are zeros if any layer has one."""
-    weights = [linear.weight for linear in linears if isinstance(linear.weight, Tensor)]
-    weight = _merge_parameters(weights)
-    if all(linear.bias is None for linear in linears):
+def _merge(linears: Sequence[LoraLinear]) -> tuple[FrozenWeight, Tensor | None]:
+    """Returns all weights as one, and all biases; missing biases are zeros if any layer has one."""
+    tensors = [linear.weight for linear in linears if isinstance(linear.weight, Tensor)]
+    is_plain = len(tensors) == len(linears)
+    weight = _merge_parameters(tensors) if is_plain else JoinedWeight([linear.weight for linear in linears])
+    given = [linear.bias for linear in linears if linear.bias is not None]
+    if not given:
         return weight, None
-    biases = [
-        each.new_zeros(each.shape[0]) if linear.bias is None else linear.bias
-        for each, linear in zip(weights, linears, strict=True)
-    ]
+    biases = [given[0].new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias for linear in linears]
     return weight, _merge_parameters(biases)
 
 

@@ -1,5 +1,6 @@
 """Loads a Hugging Face causal LM and runs packed rows through it."""
 
+import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -28,11 +29,13 @@ from ..ops.attention import ATTENTION, AttendingPacking, Packing
 from ..ops.kernels import load_kernels_for
 from ..ops.linear import FrozenProduct, soft_capped, to_product_layout
 from ..ops.quantized import QuantizedWeight, check_installed, replace_parameter
+from ..ops.release_packing import pack
+from ..ops.released import ReleasedWeight
 from ..parallel.mesh import Mesh, Team
 from ..parallel.sequence import ShardedPacking
 from ..parallel.sharded_embedding import ShardedEmbedding
 from ..parallel.token_shard import TokenShard
-from ..planner.checks import activations_refusal, shared_keys_refusal
+from ..planner.checks import activations_refusal, check_quantization, shared_keys_refusal
 from ..planner.footprint import gigabytes
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import WorkerConfig, ZeroStage
@@ -60,6 +63,8 @@ from .layers import Merge, RoutedExperts, activation_of
 from .packed_tensors import dequantizing
 from .packing_checks import check_modules, check_numbers
 from .tensor_parallel import ParameterSharding
+
+_log = logging.getLogger(__name__)
 
 
 def resolve_device(config: WorkerConfig) -> torch.device:
@@ -112,10 +117,11 @@ class BaseModel:
         """
         mesh = self._mesh = mesh or Mesh()
         self.spec, self.source = mesh.spec, config.model.source
-        check_installed("base_quantization", config.base_quantization, "none")
+        check_installed("base_quantization", config.base_quantization, "none", "released")
         check_installed("optimizer_states", config.optimizer_states, "float32")
         self._quantization = config.base_quantization
-        self._quantized: list[QuantizedWeight] = []
+        self._quantized: list[QuantizedWeight | ReleasedWeight] = []
+        self._num_unpacked = 0
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
         self.precision = f"{self.dtype} {config.base_quantization}"
@@ -123,6 +129,7 @@ class BaseModel:
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
         loaded_config, self._text_part_of = _config_of(config.model.source)
         self.shape = describe_model(config.model.name, loaded_config.to_dict())
+        check_quantization(config.base_quantization, mesh.spec, self.shape)
         self._weights = self.shape.placed_weights() if isinstance(self.shape, ModelShape) else {}
         placed = ParameterSharding(mesh, self._weights)
         key_mapping = _TEXT_NAMES if self._text_part_of is not None else None
@@ -332,9 +339,40 @@ class BaseModel:
         return [each.data for each in parameters] + [part for weight in self._quantized for part in weight.tensors]
 
     def quantize(self, module: nn.Module, *names: str) -> None:
-        """Quantizes these parameters of the module, if the base is quantized."""
-        if self.is_quantized:
-            self._quantized += [replace_parameter(module, name) for name in names]
+        """Quantizes these parameters of the module, if the base is quantized.
+
+        Those that the release does not hold packed stay as they are if the others are to be as released.
+        """
+        for name in names if self.is_quantized else ():
+            parameter = module.get_parameter(name)
+            quantized = self._quantized_weight(parameter)
+            if quantized is None:
+                self._num_unpacked += 1
+                continue
+            self._quantized.append(quantized)
+            replace_parameter(module, name, quantized)
+
+    def _quantized_weight(self, parameter: nn.Parameter) -> QuantizedWeight | ReleasedWeight | None:
+        if self._quantization == "nf4":
+            return QuantizedWeight(parameter.data)
+        if parameter.dim() == 2:
+            # The memory layout in which it would be multiplied if it were not packed.
+            parameter.data = to_product_layout(parameter.data)
+        return pack(parameter.data, self.shape.released.formats)
+
+    def _check_packed(self) -> None:
+        """Raises ValueError if no weight under adapters is held as released."""
+        if self._quantization != "released":
+            return
+        if not self._quantized:
+            raise ValueError(
+                f"{self.source}: none of its {self._num_unpacked} weights under adapters can be held as released: leave"
+                " out --base-quantization released"
+            )
+        _log.info(
+            "%s: %d weights are held as released, %d others as numbers of %s",
+            *(self.source, len(self._quantized), self._num_unpacked, self.dtype),
+        )
 
     @property
     def shard_team(self) -> Team:
@@ -396,6 +434,7 @@ class BaseModel:
             merge: makes one linear layer of several of the same input.
             captured_context: returns the context in which to run a layer again for its backward pass.
         """
+        self._check_packed()
         if self._fused is None:
             return
         if self.activations != "keep":
@@ -403,7 +442,7 @@ class BaseModel:
             self._fused.checkpoint_activations(lambda: LayerInputs(host, captured_context()))
         if self.is_sharded:
             self._shard(self._fused)
-        elif not self.is_quantized:
+        else:
             self._fused.merge(merge)
 
     @contextmanager

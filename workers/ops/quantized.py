@@ -1,12 +1,17 @@
-"""Frozen weights in 4 bits each (NF4), dequantized for as long as a product with them takes.
+"""Frozen weights in fewer bits, dequantized for as long as a product with them takes; by itself in 4 bits each (NF4).
 
 Dettmers et al., QLoRA (2023), https://arxiv.org/abs/2305.14314, by bitsandbytes.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from .linear import to_product_layout
+from .released import ReleasedWeight
 
 # Numbers that share a scale.
 _BLOCK = 64
@@ -37,28 +42,40 @@ class QuantizedWeight:
         return bitsandbytes_functional().dequantize_4bit(self._packed, self._state).view(self.shape)
 
 
-FrozenWeight = Tensor | QuantizedWeight
+class JoinedWeight:
+    """Weights of several linear layers of one input as one weight, whose parts stay as they are in memory."""
+
+    requires_grad = False
+    grad = None
+
+    def __init__(self, joined: "Sequence[FrozenWeight]") -> None:
+        self._joined = joined
+        self.shape = torch.Size((sum(each.shape[0] for each in joined), *joined[0].shape[1:]))
+
+    def dequantize(self) -> Tensor:
+        """Returns the rows of all parts."""
+        return to_product_layout(torch.cat([dequantized(each) for each in self._joined]))
+
+
+FrozenWeight = Tensor | QuantizedWeight | ReleasedWeight | JoinedWeight
 
 
 def dequantized(weight: FrozenWeight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
-def check_installed(knob: str, value: str, needs_nothing: str) -> None:
+def check_installed(knob: str, value: str, *need_nothing: str) -> None:
     """Raises ValueError if this value of a knob needs a package that is not installed."""
-    if value != needs_nothing and find_spec("bitsandbytes") is None:
+    if value not in need_nothing and find_spec("bitsandbytes") is None:
         raise ValueError(
             f"{knob} {value} needs bitsandbytes, which is not installed: pip install 'trainhouse[quantization]'"
         )
 
 
-def replace_parameter(module: nn.Module, name: str) -> QuantizedWeight:
+def replace_parameter(module: nn.Module, name: str, quantized: QuantizedWeight | ReleasedWeight) -> None:
     """Replaces a parameter of the module by its quantized values, which are no parameter."""
-    weight = module.get_parameter(name).data
     delattr(module, name)
-    quantized = QuantizedWeight(weight)
     setattr(module, name, quantized)
-    return quantized
 
 
 def bitsandbytes_functional() -> Any:

@@ -39,17 +39,27 @@ def check_layout(
         model.check_context(max_context_length)
     _check_family(spec, model)
     _check_activations(activations, model)
-    if quantization != "none" and spec.fsdp > 1:
-        raise ValueError(
-            f"fsdp={spec.fsdp}: fsdp cannot gather the weights of --base-quantization {quantization}: use tp or ep "
-            "instead, or leave the base model unquantized"
-        )
+    check_quantization(quantization, spec, model)
     if isinstance(model, ModelShape):
         _check_replicated(spec, model)
         _check_tensor(spec, model)
         _check_sequence(spec, model)
         _check_experts(spec, model)
     _check_devices(spec, num_devices)
+
+
+def check_quantization(quantization: str, spec: ParallelSpec, model: ModelDescription) -> None:
+    """Raises ValueError if the model's weights cannot be held like this with this layout."""
+    if quantization != "none" and spec.fsdp > 1:
+        raise ValueError(
+            f"fsdp={spec.fsdp}: fsdp cannot gather the weights of --base-quantization {quantization}: use tp or ep "
+            "instead, or leave the base model unquantized"
+        )
+    if quantization == "released" and not model.released.formats:
+        raise ValueError(
+            f"--base-quantization released: {model.name} has no weights that can be held as released, because "
+            f"{model.released.reason}: leave it out"
+        )
 
 
 def activations_refusal(name: str, model_type: str, activations: str) -> str:

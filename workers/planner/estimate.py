@@ -57,7 +57,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Workload) -> MemoryEst
     numbers, is_full = num_learned(shape, spec, load), load.training == "full"
     of_layer = _gathered(table, one_layer=True)
     return MemoryEstimate(
-        base=round(sum(each.kept * _base_bytes(each, load) for each in table)),
+        base=round(sum(_base_bytes(each, shape, load) for each in table)),
         trainable=bytes_per_number(load).times(numbers),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         activations=activations(shape, spec, load),
@@ -71,9 +71,17 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Workload) -> MemoryEst
     )
 
 
-def _base_bytes(parameters: ParameterGroup, load: Workload) -> float:
-    """Returns the bytes per number. Quantized weights have 4 bits, and a float32 for each 64 of them."""
-    return 0.5 + 4 / 64 if parameters.is_quantizable and load.base_quantization == "nf4" else load.number_bytes
+def _base_bytes(parameters: ParameterGroup, shape: ModelShape, load: Workload) -> float:
+    """Returns the bytes of frozen parameters."""
+    plain = parameters.kept * load.number_bytes
+    if load.base_quantization == "none" or not parameters.is_quantizable:
+        return plain
+    if load.base_quantization == "nf4":  # 4 bits, and a float32 for each 64 of them
+        return parameters.kept * (0.5 + 4 / 64)
+    packed, share = shape.released.bytes_of(parameters.own_shape), parameters.num_unpacked / parameters.count
+    if packed is None:
+        return plain
+    return share * plain + (1 - share) * parameters.count * packed / parameters.fsdp
 
 
 def num_learned(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:

@@ -24,7 +24,7 @@ class ParameterGroup:
 
     pattern: their names, with * for the layer's index. count: how many they are.
     style: how ranks along tp and ep divide them. own_shape: the part that a rank computes with.
-    is_divided: whether some layouts divide them.
+    is_divided: whether some layouts divide them. num_unpacked: how many of them a release does not pack.
     fsdp: the number of parts of own_shape of which a rank keeps one. It gathers the others, or only some rows in the
     case of the embedding.
     """
@@ -36,6 +36,7 @@ class ParameterGroup:
     fsdp: int = 1
     style: Style = "replicate"
     is_divided: bool = False
+    num_unpacked: int = 0
 
     @property
     def is_of_layers(self) -> bool:
@@ -43,7 +44,7 @@ class ParameterGroup:
 
     @property
     def is_quantizable(self) -> bool:
-        return self.is_divided and not self.pattern.endswith(".bias")
+        return self.is_divided and len(self.shape) > 1 and not self.pattern.endswith("bias")
 
     @property
     def size(self) -> int:
@@ -88,8 +89,9 @@ def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Paramet
             style = weight.placement.style
         is_gathered = weight.placement is not None and weight.placement.is_gathered
         fsdp = _num_kept_parts(own[0], spec) if is_gathered else 1
+        is_divided, num_unpacked = weight.placement is not None, shape.num_unpacked[weight]
         yield ParameterGroup(
-            f"model.layers.*.{weight.name}", weight.shape, own, count, fsdp, style, weight.placement is not None
+            f"model.layers.*.{weight.name}", weight.shape, own, count, fsdp, style, is_divided, num_unpacked
         )
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from .parallel_spec import SINGLE, ParallelSpec
 
 ZeroStage = Literal["3", "2"]
-Quantization = Literal["none", "nf4"]
+Quantization = Literal["none", "nf4", "released"]
 OptimizerStateDtype = Literal["float32", "8bit"]
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
@@ -75,8 +75,8 @@ class WorkerConfig:
     """Holds one rank's settings; the server's config fills them, `Worker(config)` reads them.
 
     dtype: "auto" is bfloat16 on CUDA and float32 on CPU. device: "auto" is CUDA if available.
-    base_quantization: how the frozen weights under adapters are held; "nf4" holds them in 4 bits and dequantizes them
-        for each product.
+    base_quantization: how the frozen weights under adapters are held; "nf4" holds them in 4 bits, "released" those that
+        the release packed as it did. Both dequantize them for each product.
     threads: intra-operation CPU threads; 0 means cores / ranks.
     micro_batch_tokens: most tokens of one micro-batch (a single longer sequence runs alone); 0 means
         DEFAULT_MICRO_BATCH_TOKENS, or fewer if memory does not suffice (see workers/planner/layout_search.py).

@@ -5,6 +5,7 @@ Imports neither torch nor transformers, so that an impossible layout is refused 
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ from .families.config_reader import optional_number
 from .other_models import BY_TRANSFORMERS, LAYER_TYPES, missing_part, text_type_of, unsupported_setting
 from .packed_weights import METHODS, quantization_of
 from .parts import FLOAT32, Divisible, LatentAttention, Layer, Mixer, RoutedExperts, SoftmaxAttention, Weight
+from .released_format import ReleasedWeights
 
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
@@ -48,8 +50,8 @@ class ModelDescription:
     """Properties of a model of any type.
 
     name: what clients call it. max_positions: its longest context in tokens, None if the config does not say.
-    refusal: why it cannot be served, None if it can. most_indexed: the tokens that an indexer chooses for each; None if
-    each attends to all.
+    refusal: why it cannot be served, None if it can. released: what its files hold packed. most_indexed: the tokens
+    that an indexer chooses for each; None if each attends to all.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ModelDescription:
     rope: Rope = field(default_factory=Rope)
     max_positions: int | None = None
     refusal: str | None = None
+    released: ReleasedWeights = field(default_factory=ReleasedWeights)
     most_indexed: int | None = None
 
     @property
@@ -140,6 +143,14 @@ class ModelShape(ModelDescription):
         """The experts of the first sparse layer, None if no layer is sparse."""
         return next((each for layer in self.layers if isinstance(each := layer.feed_forward, RoutedExperts)), None)
 
+    @cached_property
+    def num_unpacked(self) -> Counter[Weight]:
+        """The numbers of layers whose weight of this declaration is not packed, though others of the release are."""
+        named = (
+            (f"model.layers.{i}.{each.name}", each) for i, layer in enumerate(self.layers) for each in layer.weights()
+        )
+        return Counter(weight for name, weight in named if self.released.ignores(name))
+
     def cache_size(self, spec: ParallelSpec, number_bytes: int) -> CacheSize:
         """Returns what a rank's cache holds of a sequence. `number_bytes`: of a number in the base model's dtype."""
         entries = [mixer.cache_entries(spec) for layer in self.layers for mixer in layer.mixers]
@@ -214,11 +225,11 @@ def model_directory(source: str) -> Path | None:
 def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
     """Returns the model that a config.json describes. Raises ValueError if a number in it is missing or wrong."""
     model_type, text = text_type_of(config), _of_text(config)
-    rope, refusal = rope_of(text), refusal_of(config)
+    rope, refusal, released = rope_of(text), refusal_of(config), ReleasedWeights.of(config)
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
         longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
-        return ModelDescription(name, model_type, rope, longest, refusal)
+        return ModelDescription(name, model_type, rope, longest, refusal, released)
     reader = family.reader(name, text)
     layers = tuple(family.layers(reader))
     longest, most = longest_context(reader.number("max_position_embeddings"), rope), _most_indexed(layers)
@@ -227,6 +238,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         model_type=model_type,
         rope=rope,
         max_positions=min(filter(None, (longest, most)), default=None),
+        released=released,
         most_indexed=most,
         family=family,
         hidden=reader.hidden,

@@ -1,0 +1,158 @@
+"""Says how a release holds its packed weights, for keeping them so in memory. Imports no torch."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, Literal
+
+from .packed_weights import quantization_of
+
+Codes = Literal["float4", "float8", "integer"]
+Scales = Literal["power of two", "bfloat16", "float32", "float8"]
+
+_CODE_BITS: Mapping[Codes, int] = {"float4": 4, "float8": 8, "integer": 4}
+_SCALE_BITS: Mapping[Scales, int] = {"power of two": 8, "bfloat16": 16, "float32": 32, "float8": 8}
+# With float8 scales each row has a factor of its own, in 64 bits, since rows of several matrices may be in one.
+_FACTOR_BITS = 64
+# Blocks of fewer numbers would save little memory.
+_LEAST_BLOCK = 8
+# The matrices of an expert in files, where parameters hold those of all experts.
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+@dataclass(frozen=True)
+class ReleasedFormat:
+    """Codes, and a scale for each block of them. Integer codes have 4 bits.
+
+    block: rows and columns that share a scale; None columns if a whole row shares one.
+    """
+
+    codes: Codes
+    scales: Scales
+    block: tuple[int, int | None]
+
+    @property
+    def code_bits(self) -> int:
+        return _CODE_BITS[self.codes]
+
+    def blocks(self, rows: int, columns: int) -> Iterator[tuple[int, int]]:
+        """Yields sizes of blocks that divide a matrix evenly, largest first.
+
+        Ranks' parts and merged matrices begin within the release's blocks, where smaller ones fit.
+        """
+        height, width = self.block[0], self.block[1] or columns
+        before = None
+        while height * width >= _LEAST_BLOCK:
+            size = _dividing(height, rows), _dividing(width, columns)
+            if size != before and prod(size) >= _LEAST_BLOCK:
+                yield size
+            before = size
+            if self.block[1] is None:
+                return
+            height, width = max(1, height // 2), width // 2
+
+    def bytes_of(self, shape: Sequence[int]) -> float | None:
+        """Returns the bytes of weights of this shape [..., rows, columns], None if no block divides their matrices."""
+        rows, columns = shape[-2:]
+        block = next(self.blocks(rows, columns), None)
+        if block is None or columns * self.code_bits % 8:
+            return None
+        bits = self.code_bits + _SCALE_BITS[self.scales] / prod(block)
+        bits += _FACTOR_BITS / columns if self.scales == "float8" else 0
+        return prod(shape) * bits / 8
+
+
+@dataclass(frozen=True)
+class ReleasedWeights:
+    """The weights that a release holds packed.
+
+    formats: of the weights that can be kept as they are. reason: why there are none. ignored: patterns of the layers
+    that are not packed.
+    """
+
+    formats: tuple[ReleasedFormat, ...] = ()
+    reason: str = "its config.json has no quantization_config"
+    ignored: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(config: Mapping[str, object]) -> "ReleasedWeights":
+        """Reads them from a config.json."""
+        given: Any = quantization_of(config)
+        if not given:
+            return ReleasedWeights()
+        formats = tuple(dict.fromkeys(_formats(given)))
+        lists = (given.get(key) or () for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
+        ignored = tuple(str(each) for names in lists for each in names)
+        reason = "" if formats else f"weights packed by {given.get('quant_method')} in its way are not kept packed"
+        return ReleasedWeights(formats, reason, ignored)
+
+    def ignores(self, name: str) -> bool:
+        """True if the release does not pack the parameter of this name."""
+        return any(_matches(each, pattern) for each in _names_in_files(name) for pattern in self.ignored)
+
+    def bytes_of(self, shape: Sequence[int]) -> float | None:
+        """Returns the most bytes of packed weights of this shape, None if no format suits them."""
+        return max(filter(None, (each.bytes_of(shape) for each in self.formats)), default=None)
+
+
+def _formats(given: Any) -> Iterator[ReleasedFormat]:
+    method = given.get("quant_method")
+    if method == "mxfp4":
+        yield ReleasedFormat("float4", "power of two", (1, 32))
+    elif method in ("fp8", "fbgemm_fp8"):
+        block = given.get("weight_block_size")
+        yield ReleasedFormat("float8", "float32", (int(block[0]), int(block[1])) if block else (1, None))
+    elif method == "modelopt":
+        yield from _of_modelopt(str(given.get("quant_algo")))
+    elif method == "compressed-tensors":
+        for group in (given.get("config_groups") or {}).values():
+            yield from _compressed(group.get("weights") or {}, str(group.get("format") or given.get("format")))
+
+
+def _of_modelopt(algorithm: str) -> Iterator[ReleasedFormat]:
+    if algorithm in ("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"):
+        yield ReleasedFormat("float4", "float8", (1, 16))
+    if algorithm in ("FP8", "MIXED_PRECISION"):
+        yield ReleasedFormat("float8", "float32", (1, None))
+    if algorithm == "MXFP8":
+        yield ReleasedFormat("float8", "power of two", (1, 32))
+
+
+def _compressed(weights: Any, layout: str) -> Iterator[ReleasedFormat]:
+    bits, kind, size = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
+    columns = int(size) if size and size > 0 else None
+    if kind == "int" and bits == 4 and weights.get("symmetric", True):
+        yield ReleasedFormat("integer", "bfloat16", (1, columns))
+    elif kind == "float" and bits == 4:
+        yield ReleasedFormat("float4", "power of two" if layout.startswith("mxfp4") else "float8", (1, columns or 16))
+    elif kind == "float" and bits == 8:
+        block = weights.get("block_structure")
+        scales: Scales = "power of two" if layout.startswith("mxfp8") else "float32"
+        yield ReleasedFormat("float8", scales, (int(block[0]), int(block[1])) if block else (1, columns))
+
+
+def _dividing(size: int, number: int) -> int:
+    """Returns the largest of size, size / 2, size / 4, ... that divides the number."""
+    while size > 1 and number % size:
+        size //= 2
+    return max(1, size)
+
+
+def _names_in_files(parameter: str) -> Iterator[str]:
+    """Yields names that a parameter's linear layers may have in files."""
+    name = parameter.removesuffix(".weight")
+    yield name
+    path, _, leaf = name.rpartition(".")
+    if path.endswith(".experts"):
+        ups = ("gate_proj", "up_proj", "w1", "w3") if "up" in leaf else ("down_proj", "w2")
+        yield from (f"{path}.0.{each}" for each in _OF_EXPERTS if each in ups)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """True if a pattern of a `quantization_config` names this layer or what it is part of."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    pattern = pattern.removeprefix("language_model.")
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") or name.endswith(f".{pattern}")

@@ -226,6 +226,7 @@ def as_json(plan: MemoryPlan) -> dict[str, object]:
             "kv_cache_tokens": kv_cache_tokens(shape, spec, plan.load),
             "state_bytes_per_sequence": _state_bytes(plan),
             "activations": asdict(memory.activations) | {"total": memory.activations.total},
+            "dequantized": memory.dequantized,
             "gathered": memory.gathered,
             "arriving": memory.prefetched,
             "gathered_gradients": memory.gathered_gradients,
@@ -381,6 +382,8 @@ def _memory_rows(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
     yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", gigabytes(activations.total), of_pass
     if activations.host:
         yield "host memory, in addition", gigabytes(activations.host), "inputs of layers (--activations offload)"
+    if memory.dequantized:
+        yield "the largest packed weight", gigabytes(memory.dequantized), "dequantized for a product"
     if memory.gathered:
         what = "a layer" if load.zero_stage == "3" else "all layers"
         yield (

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..models.activation_checkpointing import ForwardContext
 from ..models.model import BaseModel
+from ..ops.frozen.quantized import FrozenWeight, JoinedWeight, dequantized
 from ..ops.linear import Product, add_product, to_product_layout
-from ..ops.quantized import FrozenWeight, JoinedWeight, dequantized
 from .batch_plan import BatchPlan
 from .delta import LoraDelta
 from .lora_experts import ExpertPlan

@@ -26,11 +26,11 @@ from transformers.utils import logging as transformers_logging
 from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch
 from ..ops.attention import ATTENTION, AttendingPacking, Packing
+from ..ops.frozen.packing import pack
+from ..ops.frozen.quantized import QuantizedWeight, check_installed, replace_parameter
+from ..ops.frozen.released import ReleasedWeight
 from ..ops.kernels import load_kernels_for
 from ..ops.linear import FrozenProduct, soft_capped, to_product_layout
-from ..ops.quantized import QuantizedWeight, check_installed, replace_parameter
-from ..ops.release_packing import pack
-from ..ops.released import ReleasedWeight
 from ..parallel.mesh import Mesh, Team
 from ..parallel.sequence import ShardedPacking
 from ..parallel.sharded_embedding import ShardedEmbedding
@@ -341,7 +341,7 @@ class BaseModel:
     def quantize(self, module: nn.Module, *names: str) -> None:
         """Quantizes these parameters of the module, if the base is quantized.
 
-        Those that the release does not hold packed stay as they are if the others are to be as released.
+        As released, those that the release does not hold packed stay as they are.
         """
         for name in names if self.is_quantized else ():
             parameter = module.get_parameter(name)

@@ -1,5 +1,6 @@
 """Estimates the bytes that each rank of a layout needs, from a model's config alone. Imports no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -18,6 +19,7 @@ class MemoryEstimate:
     """Bytes on each rank, permanent and temporary.
 
     trainable: what is trained, in all slots.
+    dequantized: the largest packed weight as numbers, for a product.
     gathered: weights that are whole at the same time, of layers whose parts are on other ranks.
     prefetched: the next layer's weights, in the buffer from which they are copied.
     gathered_gradients: of the layer in its backward pass, and of the layer after it while these are being sent.
@@ -29,6 +31,7 @@ class MemoryEstimate:
     trainable: TrainableBytes
     kv_cache: int
     activations: Activations
+    dequantized: int
     gathered: int
     prefetched: int
     gathered_gradients: int
@@ -41,7 +44,7 @@ class MemoryEstimate:
     def work(self) -> int:
         """Returns the peak of temporary memory."""
         of_pass = self.activations
-        in_layers = of_pass.working + self.gathered + self.prefetched + self.gathered_gradients
+        in_layers = of_pass.working + self.dequantized + self.gathered + self.prefetched + self.gathered_gradients
         # The head runs while the last layer is kept for its backward pass, with the buffer for the next layer.
         in_head = of_pass.head + self.gathered + self.prefetched + self.gathered_head
         return max(of_pass.kept + max(in_layers, in_head), self.sampling, self.saving, self.step)
@@ -61,6 +64,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Workload) -> MemoryEst
         trainable=bytes_per_number(load).times(numbers),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         activations=activations(shape, spec, load),
+        dequantized=_dequantized(table, shape, load) * load.number_bytes,
         gathered=_gathered(table, one_layer=load.zero_stage == "3") * load.number_bytes,
         prefetched=of_layer * load.number_bytes,
         gathered_gradients=2 * of_layer * _FLOAT32 if is_full else 0,
@@ -73,15 +77,29 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Workload) -> MemoryEst
 
 def _base_bytes(parameters: ParameterGroup, shape: ModelShape, load: Workload) -> float:
     """Returns the bytes of frozen parameters."""
+    packed, share = _packed_bytes(parameters, shape, load), _packed_share(parameters, load)
     plain = parameters.kept * load.number_bytes
+    return plain if packed is None else (1 - share) * plain + share * parameters.count * packed / parameters.fsdp
+
+
+def _packed_bytes(parameters: ParameterGroup, shape: ModelShape, load: Workload) -> float | None:
+    """Returns the bytes of one of these parameters if it is packed, None if it cannot be."""
     if load.base_quantization == "none" or not parameters.is_quantizable:
-        return plain
+        return None
     if load.base_quantization == "nf4":  # 4 bits, and a float32 for each 64 of them
-        return parameters.kept * (0.5 + 4 / 64)
-    packed, share = shape.released.bytes_of(parameters.own_shape), parameters.num_unpacked / parameters.count
-    if packed is None:
-        return plain
-    return share * plain + (1 - share) * parameters.count * packed / parameters.fsdp
+        return prod(parameters.own_shape) * (0.5 + 4 / 64)
+    return shape.released.bytes_of(parameters.own_shape)
+
+
+def _packed_share(parameters: ParameterGroup, load: Workload) -> float:
+    """Returns the share of these parameters that is packed, of those that can be."""
+    return 1.0 if load.base_quantization == "nf4" else 1 - parameters.num_unpacked / parameters.count
+
+
+def _dequantized(table: Sequence[ParameterGroup], shape: ModelShape, load: Workload) -> int:
+    """Returns the numbers of the largest weight that is packed."""
+    packed = (each for each in table if _packed_share(each, load) and _packed_bytes(each, shape, load) is not None)
+    return max((prod(each.own_shape) for each in packed), default=0)
 
 
 def num_learned(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:

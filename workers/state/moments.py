@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..ops.quantized import bitsandbytes_functional
+from ..ops.frozen.quantized import bitsandbytes_functional
 
 
 class MomentFormat(Protocol):

@@ -315,3 +315,18 @@ def test_the_tables_in_the_document_match_the_plans(capsys: pytest.CaptureFixtur
 def test_the_document_names_every_flag() -> None:
     for knob in (*KNOBS, *FULL_KNOBS):
         assert knob.replace("=", " ", 1) in DOCUMENT
+
+
+def test_weights_as_released_are_planned_with_their_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "Qwen3-30B-A3B.json").read_text())
+    released = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": released}))
+    file, flag = f"--base-model=M={tmp_path / 'config.json'}", "--base-quantization=released"
+    plain, packed = (json.loads(printed(capsys, file, "--json", *flags))["memory"] for flags in ((), (flag,)))
+    experts, of_gate_and_up = 48 * 128 * 3 * 2048 * 768, 128 * 2 * 768 * 2048
+    assert plain["base"] - packed["base"] == experts * (16 - 4.25) / 8
+    assert plain["dequantized"] == 0 and packed["dequantized"] == 2 * of_gate_and_up
+    assert "the largest packed weight" in printed(capsys, file, flag)
+    reason = "M has no weights that can be held as released, because its config.json has no quantization_config"
+    assert reason in refused(capsys, 1, f"--base-model=M={CONFIGS / 'Qwen3-30B-A3B.json'}", flag)
+    assert "fsdp cannot gather the weights" in refused(capsys, 1, file, flag, "--parallel=fsdp=2")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
-from trainhouse.workers.ops import quantized
+from trainhouse.workers.ops.frozen import quantized
 from trainhouse.workers.protocol.calls import RunSpec
 from trainhouse.workers.protocol.worker_config import Quantization, ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker

@@ -97,7 +97,7 @@ def test_other_families_are_held_as_released(kind: str, release: str, tmp_path: 
 
 
 def test_experts_of_gpt_oss_are_held_as_released(tmp_path: Path) -> None:
-    """Its attention is not packed."""
+    """Attention is not packed there."""
     directory = mxfp4_release(tmp_path)
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"]["modules_to_not_convert"] = ["model.layers.*.self_attn", "lm_head"]
@@ -124,7 +124,7 @@ def test_layers_that_a_release_leaves_unpacked_are_planned_so(tmp_path: Path) ->
 
 
 def test_models_without_packed_weights_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="because its config.json has no quantization_config: leave it out"):
+    with pytest.raises(ValueError, match=r"because its config\.json has no quantization_config: leave it out"):
         a_worker(tiny_model("qwen3", tmp_path / "other"), "released")
     directory = released("INT8 with zero points", tmp_path, "qwen3")
     with pytest.raises(ValueError, match="weights packed by compressed-tensors in its way are not kept packed"):

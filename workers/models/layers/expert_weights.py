@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import activations as of_transformers
 from transformers.integrations.moe import _default_apply_gate
 
+from ...ops.frozen.quantized import dequantized
 from ...ops.grouped_gemm import GroupedRows
-from ...ops.quantized import dequantized
 from .activations import ACTIVATIONS, Activation, clamped_swiglu
 
 _NAMES: Mapping[type[nn.Module], str] = {

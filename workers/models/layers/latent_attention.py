@@ -8,8 +8,8 @@ from torch.nn.functional import pad
 
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind
+from ...ops.frozen.quantized import dequantized
 from ...ops.fused import Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
-from ...ops.quantized import dequantized
 from ...parallel.mesh import Mesh
 from ...parallel.sequence import ShardedPacking
 from ...shapes.parts import LatentAttention

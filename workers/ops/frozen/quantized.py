@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .linear import to_product_layout
+from ..linear import to_product_layout
 from .released import ReleasedWeight
 
 # Numbers that share a scale.

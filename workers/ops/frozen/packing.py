@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..shapes.released_format import Codes, ReleasedFormat
+from ...shapes.released_format import Codes, ReleasedFormat
 from .released import FLOAT4, PackedNumbers, ReleasedWeight, float_scales, matrices_of, parts
 
-# Numbers whose intervals exist at a time.
-_AT_ONCE = 1 << 22
+# Numbers whose intervals exist at a time: on the CPU they stay in a core's cache.
+_ON_CPU, _ON_DEVICES = 1 << 17, 1 << 22
 _LARGEST_FLOAT8 = 448.0
 # Sizes of a block's largest code, likely ones first. If all codes and numbers of float8 can be doubled, so that the
 # largest has the highest exponent, the halved scale gives the same numbers.
@@ -70,8 +70,8 @@ def _packed(stored: Tensor, format: ReleasedFormat, are_flipped: bool) -> Packed
 
 def _fitted(matrices: Tensor, format: ReleasedFormat, block: tuple[int, int]) -> list[Tensor | None] | None:
     """Returns codes, scales and factors of [matrices, rows, columns], None if there are none."""
-    found = []
-    for of_matrices, rows in parts(matrices.shape, block[0], _AT_ONCE):
+    found, at_once = [], _ON_CPU if matrices.is_cpu else _ON_DEVICES
+    for of_matrices, rows in parts(matrices.shape, block[0], at_once):
         part = matrices[of_matrices, rows]
         fitted = _fit(part.flatten(0, 1), format, block)
         if fitted is None:
@@ -101,6 +101,8 @@ class _Blocks:
         bits = sizes.view(torch.int16 if sizes.itemsize == 2 else torch.int32)
         below, above = ((bits + step).view(sizes.dtype).double() for step in (-1, 1))
         low, high = ((sizes.double() + each) / 2 for each in (below, above))
+        is_zero = sizes == 0
+        low, high = low.masked_fill_(is_zero, 0.0), high.masked_fill_(is_zero, torch.inf)
         return _Blocks(sizes, by_block.signbit(), low, high)
 
     def __getitem__(self, index: Tensor) -> "_Blocks":
@@ -116,9 +118,8 @@ class _Blocks:
 
         Blocks of zeros have from 0 to infinity.
         """
-        is_zero = self.sizes == 0
-        least = torch.where(is_zero, 0.0, self.low / codes).amax(1)
-        return least, torch.where(is_zero, torch.inf, self.high / codes).amin(1)
+        codes = codes.clamp(min=torch.finfo(codes.dtype).tiny)  # zeros fit all scales
+        return (self.low / codes).amax(1), (self.high / codes).amin(1)
 
     def equal(self, codes: Tensor, scales: Tensor, kind: Codes) -> Tensor:
         """True for each block that codes times scales give back, bit for bit: [blocks]."""
@@ -147,7 +148,7 @@ def _fit_blocks(blocks: _Blocks, format: ReleasedFormat) -> list[Tensor | None] 
     scales = torch.zeros(len(sizes), dtype=_DTYPES[format.scales], device=sizes.device)
     left = torch.arange(len(sizes), device=sizes.device)
     for largest in _LARGEST[format.codes]:
-        of_left = blocks[left]
+        of_left = blocks if len(left) == len(sizes) else blocks[left]
         codes = of_left.codes(largest, format.codes)
         found = _stored(_middle(*of_left.scales(codes)), format)
         fits = of_left.equal(codes, float_scales(found, format.scales), format.codes)
@@ -221,7 +222,7 @@ def _in_bytes(codes: Tensor, format: ReleasedFormat) -> Tensor:
 
 @dataclass(frozen=True)
 class _Possible:
-    """What each block of some rows can be, by its largest code.
+    """The codes and scales that each block of some rows can have, by its largest code.
 
     codes: [possibilities, rows, blocks, numbers]. scales: those amid the possible ones, float32 [possibilities, rows,
     blocks]. low, high: float64, the numbers that round to the least and to the greatest of them. fits: whether codes
@@ -276,8 +277,9 @@ def _fit_rows(blocks: _Blocks, num_blocks: int) -> list[Tensor | None] | None:
             kept = left.new_zeros(num_rows, dtype=torch.bool)
             kept[left[fits]] = True
             sizes[kept], scales.view(torch.uint8)[kept], factors[kept] = (each[fits] for each in found)
-        done = factors[left, 0] > 0
-        left = left[~done]
+            if (factors[left] > 0).all():
+                break
+        left = left[factors[left, 0] == 0]
         if not len(left):
             return [sizes.flatten(0, 1), scales.flatten(), factors]
     return None

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.ops.release_packing import pack
+from trainhouse.workers.ops.frozen.packing import pack
 from trainhouse.workers.shapes.released_format import ReleasedFormat, ReleasedWeights
 
-from ..models.releases import RELEASES
+from ...models.releases import RELEASES
 
 KEPT = [name for name in RELEASES if name != "INT8 with zero points"]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}

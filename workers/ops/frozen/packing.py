@@ -17,15 +17,15 @@ from .released import FLOAT4, PackedNumbers, ReleasedWeight, float_scales, matri
 # Numbers whose intervals exist at a time: on the CPU they stay in a core's cache.
 _ON_CPU, _ON_DEVICES = 1 << 17, 1 << 22
 _LARGEST_FLOAT8 = 448.0
-# Sizes of a block's largest code, likely ones first. If all codes and numbers of float8 can be doubled, so that the
-# largest has the highest exponent, the halved scale gives the same numbers.
+# Sizes of a block's largest code, likely ones first. Others need not be tried: with all codes doubled until the largest
+# has the highest exponent, and the scale halved as often, the numbers are the same.
 _OF_FLOAT8 = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
 _LARGEST: Mapping[Codes, Sequence[float]] = {
     "float4": (6.0, 4.0),
     "float8": _OF_FLOAT8,
     "integer": (7.0, 8.0, 6.0, 5.0, 4.0),
 }
-# Halves of scales that are the smallest numbers of float8 do not exist, so that these codes can be largest, too.
+# Scales that are the smallest numbers of float8 cannot be halved, so that these codes can be largest, too.
 _MORE_OF_FLOAT4 = (3.0, 2.0, 1.5, 1.0, 0.5)
 # Scales of float8 are known to the precision of bfloat16, which is a quarter of this.
 _NEAR = 2**-7
@@ -171,7 +171,7 @@ def _stored(scales: Tensor, format: ReleasedFormat) -> Tensor:
     """Returns the nearest scales of the format."""
     if format.scales != "power of two":
         return scales.to(_DTYPES[format.scales])
-    return (scales.log2().round() + 127).clamp(0, 254).to(torch.uint8)
+    return (scales.log2().round() + 127).clamp(1, 254).to(torch.uint8)
 
 
 def _middle(least: Tensor, greatest: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def held(where: Measured) -> int:
     return max(where.of_each("alive"))
 
 
-@pytest.mark.parametrize("kind", sorted({*ALL_KINDS}))
+@pytest.mark.parametrize("kind", sorted(kind for kind in {*ALL_KINDS} if not kind.startswith("gemma4")))
 def test_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models[kind])), device="cpu", threads=1))

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 KEPT_SECONDS = 86400.0
 _SEGMENT_BYTES = 16 << 20
 _MAX_IN_MEMORY = 2000
+# What clients put in target_tokens where nothing is trained, instead of a prompt's tokens.
+_NO_TARGET = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +124,15 @@ class Recordings:
                 f"the {span.kind} span [{span.offset}, {stop}) of sequence {span.sequence_id} goes beyond its "
                 f"{len(tokens)} {span.kind} tokens"
             )
-        if not np.array_equal(tokens[span.offset : stop], targets):
-            different = int(np.flatnonzero(tokens[span.offset : stop] != targets)[0])
+        different = tokens[span.offset : stop] != targets
+        if span.kind == "prompt":
+            different &= targets != _NO_TARGET
+        if different.any():
+            first = int(different.argmax())
             raise OperationError(
                 f"the {span.kind} span [{span.offset}, {stop}) of sequence {span.sequence_id} was recorded with token "
-                f"{tokens[span.offset + different]} at {span.offset + different}, but target_tokens has "
-                f"{targets[different]} there: spans must repeat what was recorded"
+                f"{tokens[span.offset + first]} at {span.offset + first}, but target_tokens has "
+                f"{targets[first]} there: spans must repeat what was recorded"
             )
         return recording.logprobs[sequence][span.offset : stop] if span.kind == "sampled" else None
 

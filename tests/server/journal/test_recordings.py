@@ -88,6 +88,11 @@ async def test_expired_recordings_are_missing_also_after_a_restart(tmp_path: Pat
         await recordings.close()
 
 
+async def test_prompts_may_be_left_out_of_the_targets(recordings: Recordings) -> None:
+    """tinker-cookbook's rl_loop has zeros there: nothing is trained at these positions."""
+    check_filled_in(await recordings.fill_in("alice", request([0, 0, 0, 1, 2, 201], *GOOD.data[0].loss_fn_input_spans)))
+
+
 SAMPLED = ProvenanceSpan("sampled", "s:sample:0:4:0", 0, 3)
 
 
@@ -97,6 +102,8 @@ SAMPLED = ProvenanceSpan("sampled", "s:sample:0:4:0", 0, 3)
         (request([0, 1, 2]), "loss_fn_input_spans"),
         (request([0, 1, 2, 3], SAMPLED), "cover 3 positions, target_tokens has 4"),
         (request([0, 9, 2], SAMPLED), "token 1 at 1, but target_tokens has 9"),
+        (request([0, 0, 2], SAMPLED), "token 1 at 1, but target_tokens has 0"),
+        (request([5, 7], ProvenanceSpan("prompt", "s:sample:0:4:0", 0, 2)), "token 6 at 1, but target_tokens has 7"),
         (request([1, 2, 3], ProvenanceSpan("sampled", "s:sample:0:4:0", 1, 3)), "beyond its 3 sampled tokens"),
         (request([0], ProvenanceSpan("sampled", "s:sample:0:9:0", 0, 1)), "no recording of sequence s:sample:0:9:0"),
         (request([0], ProvenanceSpan("sampled", "s:sample:0:4:3", 0, 1)), "no recording of sequence s:sample:0:4:3"),

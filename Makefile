@@ -9,11 +9,13 @@ VLLM := .venv-vllm
 VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 TRL := .venv-trl
 TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
+COOKBOOK := .venv-cookbook
+COOKBOOK_PYTHON ?= $(CURDIR)/$(COOKBOOK)/bin/python
 
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo check models unit test test-slow test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: setup demo check models unit test test-slow test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -44,6 +46,21 @@ ifeq ($(origin TRL_PYTHON), file)
 TRL_READY := $(TRL)/.ready
 endif
 
+# tinker-cookbook's recipes, with what they need, in a separate environment with .venv's releases of what both need
+# (1.5 GB, a minute, once), or COOKBOOK_PYTHON=/a/python of yours. Without tml-renderers: only its Inkling renderers,
+# which no recipe here uses, need it.
+$(COOKBOOK)/.ready: $(READY)
+	test -x $(COOKBOOK)/bin/python || $(PYTHON) -m venv $(COOKBOOK) || python3 -m venv $(COOKBOOK)
+	$(COOKBOOK)/bin/python -m pip install --quiet --constraint <($(BIN)/python -m pip freeze --exclude-editable) \
+	  blobfile chz cloudpickle datasets math-verify pillow pylatexenc pyrage rich sympy termcolor tiktoken tinker torch \
+	  transformers
+	$(COOKBOOK)/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	touch $@
+
+ifeq ($(origin COOKBOOK_PYTHON), file)
+COOKBOOK_READY := $(COOKBOOK)/.ready
+endif
+
 # What to run after each change: lint, types, and the tests that start no process and build no model (tests/unit.py
 # finds their files), at the same time.
 check: setup
@@ -68,11 +85,15 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not full' $(SIDE_BY_SIDE) $(ARGS)
 
-test-full: test test-slow $(TRL_READY)
-	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest -m full $(ARGS)
+test-full: test test-slow $(TRL_READY) $(COOKBOOK_READY)
+	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) TRAINHOUSE_COOKBOOK_PYTHON=$(COOKBOOK_PYTHON) \
+	  $(BIN)/python -m pytest -m full $(ARGS)
 
 test-trl: setup $(TRL_READY)
 	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest tests/acceptance/test_full_training.py $(ARGS)
+
+test-cookbook: setup $(COOKBOOK_READY)
+	TRAINHOUSE_COOKBOOK_PYTHON=$(COOKBOOK_PYTHON) $(BIN)/python -m pytest tests/acceptance/test_cookbook_recipes.py $(ARGS)
 
 # EXAMPLES new random inputs for each route and decoder.
 EXAMPLES ?= 1000

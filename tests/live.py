@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +120,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         raise
 
 
-def save_byte_tokenizer(directory: Path) -> None:
-    """Adds a tokenizer to a tiny model: 0 <pad>, 1 <s>, 2 </s>, then the 256 bytes; with a chat template."""
+def save_byte_tokenizer(directory: Path, more_specials: Sequence[str] = ()) -> None:
+    """Adds a tokenizer to a tiny model: 0 <pad>, 1 <s>, 2 </s>, then the 256 bytes; with a chat template.
+
+    `more_specials` follow the bytes.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -134,5 +137,6 @@ def save_byte_tokenizer(directory: Path) -> None:
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
+        additional_special_tokens=list(more_specials),
         chat_template="{% for message in messages %}<s>{{ message['content'] }}\n{% endfor %}",
     ).save_pretrained(directory)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from trainhouse.server.cli.commands import main
 
+from ..hub_cache import add_to_hub_cache
 from ..live import live_server, save_byte_tokenizer
 
 HUB_ID = "acme/tiny-chat"
@@ -37,15 +38,6 @@ def model(tiny_models: dict[str, Path], tmp_path: Path) -> Path:
     return directory
 
 
-def cache_of_the_hub(model: Path, home: Path) -> None:
-    """Writes the hub cache of a client's machine that has loaded the model by its hub id."""
-    commit = "0" * 40
-    root = home / "hub" / f"models--{HUB_ID.replace('/', '--')}"
-    shutil.copytree(model, root / "snapshots" / commit, ignore=shutil.ignore_patterns("*.safetensors"))
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(commit)
-
-
 def tokens(url: str, key: str, names: Sequence[str], home: Path) -> list[str]:
     """Returns the tokens of a text from both SDK clients of each name; "none" if no tokenizer is found."""
     environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
@@ -57,7 +49,7 @@ def tokens(url: str, key: str, names: Sequence[str], home: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_sdk_clients_resolve_hub_ids_and_directories(model: Path, tmp_path: Path) -> None:
-    cache_of_the_hub(model, tmp_path / "hf")
+    add_to_hub_cache(tmp_path / "hf", HUB_ID, model)
     with live_server({HUB_ID: model, str(model): model, "chat": model}, tmp_path / "state") as server:
         found = tokens(server.url, KEY, (HUB_ID, str(model), "chat"), tmp_path / "hf")
         log = server.log.read_text()
@@ -72,7 +64,7 @@ def test_remote_clients_get_the_hub_id_from_the_config(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A server that listens beyond loopback does not reveal its directories."""
-    cache_of_the_hub(model, tmp_path / "hf")
+    add_to_hub_cache(tmp_path / "hf", HUB_ID, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"_name_or_path": HUB_ID}))
     state = tmp_path / "state"

@@ -11,10 +11,10 @@ from torch import nn
 from ...schemas.adapter_files import stacked_names
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
-from ..models.layers import RoutedExperts
+from ..models.layers import GroupedExperts
 from ..models.model import BaseModel
 from ..programs.policy import POLICY
-from ..shapes.parts import RoutedExperts as RoutedExpertsPart
+from ..shapes.parts import RoutedExperts
 from ..shapes.split import Split
 from ..state.program import Program
 from .adapter import Adapter
@@ -55,7 +55,7 @@ class LoraLayers:
         return Adapter(lora, targets, self._base, self._unembed_target.name, program, self.unadapted_layers(targets))
 
     @property
-    def stacked_experts(self) -> RoutedExpertsPart | None:
+    def stacked_experts(self) -> RoutedExperts | None:
         """See BaseModel.stacked_experts."""
         return self._base.stacked_experts
 
@@ -241,7 +241,7 @@ def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target
     return Target(name, in_features, out_features, in_split, out_split)
 
 
-def _expert_targets(name: str, experts: RoutedExperts, splits: Sequence[Mapping[int, Split]]) -> Iterator[Target]:
+def _expert_targets(name: str, experts: GroupedExperts, splits: Sequence[Mapping[int, Split]]) -> Iterator[Target]:
     """Yields the targets of a sparse layer. `splits` are those of its two parameters, by dimension."""
     num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
     of_first, of_down = splits

@@ -24,7 +24,7 @@ from ..shapes.model_shape import ModelDescription, ModelShape
 from ..shapes.parts import LatentAttention, SoftmaxAttention
 from .activation_checkpointing import LayerInputs
 from .fsdp import ShardedLayers
-from .layers import DecoderLayer, Merge, RoutedExperts, TokenInputs, add_norm, is_recognised, norm_of
+from .layers import DecoderLayer, GroupedExperts, Merge, TokenInputs, add_norm, is_recognised, norm_of
 
 # Stands for the input of the first layer among captured layers.
 EMBEDDING = -1
@@ -88,7 +88,7 @@ class FusedTrunk:
         self._layer_inputs = layer_inputs
 
     @property
-    def experts(self) -> dict[str, RoutedExperts]:
+    def experts(self) -> dict[str, GroupedExperts]:
         """The experts of sparse layers, by their path below the trunk."""
         return {
             f"layers.{number}.{path}": experts

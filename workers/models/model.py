@@ -52,14 +52,13 @@ from ..shapes.model_shape import (
 )
 from ..shapes.other_models import TEXT_PARTS, WITH_HEAD, logit_cap_of, logit_scale_of
 from ..shapes.packed_weights import quantization_of
-from ..shapes.parts import RoutedExperts as RoutedExpertsPart
-from ..shapes.parts import Weight
+from ..shapes.parts import RoutedExperts, Weight
 from ..shapes.sequence_split import SequenceSplit
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
 from .devices import no_cuda
 from .fsdp import GatherBuffers, ShardedLayer, ShardedLayers
 from .fused_decoder import EMBEDDING, FusedTrunk, fused_trunk
-from .layers import Merge, RoutedExperts, activation_of
+from .layers import GroupedExperts, Merge, activation_of
 from .packed_tensors import dequantizing
 from .packing_checks import check_modules, check_numbers
 from .tensor_parallel import ParameterSharding
@@ -222,17 +221,17 @@ class BaseModel:
         num_kept = self.shard_team.size if name in self._sharded else 1
         return num_kept * prod(split.size for split in self.splits.get(name, {}).values())
 
-    def _named_experts(self) -> dict[str, RoutedExperts]:
+    def _named_experts(self) -> dict[str, GroupedExperts]:
         prefix = self.model.base_model_prefix
         return {f"{prefix}.{name}": experts for name, experts in (self._fused.experts if self._fused else {}).items()}
 
-    def adaptable_experts(self) -> dict[str, RoutedExperts]:
+    def adaptable_experts(self) -> dict[str, GroupedExperts]:
         """Returns by name the experts that adapters can adapt, in our own layers or in those of transformers."""
         if self._fused is not None:
             return self.experts
         team, linears = self._mesh.expert_team("experts"), self._expert_linears()
         named = [(name, each) for name, each in self.model.named_modules() if activation_of(each) is not None]
-        return {name: RoutedExperts(each, team, linears) for name, each in named} if linears else {}
+        return {name: GroupedExperts(each, team, linears) for name, each in named} if linears else {}
 
     @cached_property
     def _conversions(self) -> Sequence[Any]:
@@ -264,7 +263,7 @@ class BaseModel:
         return original if _renamed(original, renamings) == name else name
 
     @cached_property
-    def stacked_experts(self) -> RoutedExpertsPart | None:
+    def stacked_experts(self) -> RoutedExperts | None:
         """The experts whose matrices are in one tensor in files, and so for peft; None if each has its own."""
         experts = self.shape.experts if isinstance(self.shape, ModelShape) else None
         return experts if experts is not None and self._expert_linears() is None else None

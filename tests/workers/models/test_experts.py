@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from trainhouse.workers.lora import Adapter, Segment
-from trainhouse.workers.models.layers import RoutedExperts, activation_of
+from trainhouse.workers.models.layers import GroupedExperts, activation_of
 from trainhouse.workers.ops.grouped_gemm import GroupedRows
 from trainhouse.workers.parallel.mesh import Mesh
 from transformers import AutoModelForCausalLM, DeepseekV4Config, MiniMaxM3VLTextConfig, NemotronHConfig
@@ -35,7 +35,7 @@ def test_expert_layer_equals_transformers(num_tokens: int) -> None:
     block = model.base_model.layers[0].mlp.requires_grad_(False)
     for weight in (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj):
         nn.init.normal_(weight, std=0.3)
-    ours = RoutedExperts(block.experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"), block.gate)
+    ours = GroupedExperts(block.experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"), block.gate)
     x, gradient = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(num_tokens, 64)
     theirs = block(x[None])[0]
     theirs.backward(gradient)
@@ -75,7 +75,7 @@ def experts_with(kind: str) -> nn.Module:
 def test_experts_of_any_layout_equal_transformers(kind: str) -> None:
     """Compares values and the gradients of the tokens, of the weights and of the biases."""
     experts = experts_with(kind)
-    ours = RoutedExperts(experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"))
+    ours = GroupedExperts(experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"))
     chosen, weights = torch.rand(19, 4).topk(2).indices, torch.rand(19, 2)
     x, gradient = torch.randn(19, ours.hidden_size, requires_grad=True), torch.randn(19, ours.hidden_size)
     theirs = experts(x, chosen, weights)
@@ -101,7 +101,7 @@ def test_experts_of_any_layout_equal_transformers(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt_oss", "nemotron_h"])
 def test_experts_in_bfloat16_stay_within_its_rounding(kind: str) -> None:
     experts = experts_with(kind).bfloat16()
-    ours = RoutedExperts(experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"))
+    ours = GroupedExperts(experts, Mesh().along("ep"), ("gate_proj", "up_proj", "down_proj"))
     chosen, weights = torch.rand(19, 4).topk(2).indices, torch.rand(19, 2).bfloat16()
     x, gradient = torch.randn(19, ours.hidden_size).bfloat16(), torch.randn(19, ours.hidden_size).bfloat16()
     rounded, exact = x.clone().requires_grad_(), x.double().requires_grad_()
@@ -169,7 +169,7 @@ def layer_of(adapted: Adapted) -> str:
     return next(iter(adapted.base.experts))
 
 
-def experts_of(adapted: Adapted) -> RoutedExperts:
+def experts_of(adapted: Adapted) -> GroupedExperts:
     return adapted.base.experts[layer_of(adapted)]
 
 

@@ -2,15 +2,15 @@
 
 from .decoder_layer import DecoderLayer, is_recognised
 from .expert_weights import activation_of
-from .experts import RoutedExperts
+from .experts import GroupedExperts
 from .merge import Merge
 from .norms import add_norm, norm_of
 from .token_inputs import TokenInputs
 
 __all__ = [
     "DecoderLayer",
+    "GroupedExperts",
     "Merge",
-    "RoutedExperts",
     "TokenInputs",
     "activation_of",
     "add_norm",

@@ -10,11 +10,19 @@ from ...ops.fused import Rotations, rms_norm
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
-from ...shapes.parts import Dense, GatedDelta, LatentAttention, Layer, Mamba, Part, SoftmaxAttention
-from ...shapes.parts import Mixer as MixerPart
-from ...shapes.parts import RoutedExperts as RoutedExpertsPart
+from ...shapes.parts import (
+    Dense,
+    GatedDelta,
+    LatentAttention,
+    Layer,
+    Mamba,
+    Mixer,
+    Part,
+    RoutedExperts,
+    SoftmaxAttention,
+)
 from .dense import DenseFeedForward
-from .experts import RoutedExperts
+from .experts import GroupedExperts
 from .gated_delta import GatedDeltaMixer
 from .latent_attention import LatentMixer
 from .mamba import MambaMixer
@@ -25,7 +33,7 @@ from .sparse import SparseFeedForward
 from .token_inputs import LayerEnd
 
 
-class Mixer(Protocol):
+class SequenceMixer(Protocol):
     """Mixes the tokens of each sequence.
 
     is_replicated: whether all ranks along tp have all its weights.
@@ -54,7 +62,7 @@ class FeedForward(Protocol):
     """Treats each token by itself. experts: None if it is dense."""
 
     @property
-    def experts(self) -> RoutedExperts | None: ...
+    def experts(self) -> GroupedExperts | None: ...
 
     def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         """Returns the update of the residual stream for x, both as `stream` lays it out."""
@@ -81,17 +89,17 @@ class DecoderLayer:
         self._scales = layer.scales or (1.0,) * len(layer.parts)
 
     @property
-    def experts(self) -> dict[str, RoutedExperts]:
+    def experts(self) -> dict[str, GroupedExperts]:
         """The routed experts by their path below the layer: at most one entry."""
         experts = None if self._feed_forward is None else self._feed_forward.experts
         return {} if experts is None else {self._experts_name: experts}
 
     @property
-    def _parts(self) -> Sequence[Mixer | FeedForward]:
+    def _parts(self) -> Sequence[SequenceMixer | FeedForward]:
         return self._mixers if self._feed_forward is None else [*self._mixers, self._feed_forward]
 
     def refresh(self, are_original: bool) -> None:
-        """Updates what was derived from parameters, see Mixer.refresh."""
+        """Updates what was derived from parameters, see SequenceMixer.refresh."""
         for norm in self._norms.values():
             norm.refresh()
         for part in self._parts:
@@ -173,7 +181,7 @@ def _is_part(part: Part, module: Any, family: Family) -> bool:
     return is_known
 
 
-def _mixer(part: MixerPart, module: Any, number: int, family: Family, mesh: Mesh) -> Mixer:
+def _mixer(part: Mixer, module: Any, number: int, family: Family, mesh: Mesh) -> SequenceMixer:
     own = getattr(module, part.name)
     if isinstance(part, SoftmaxAttention):
         return SoftmaxMixer(part, own, number, family, mesh)
@@ -185,7 +193,7 @@ def _mixer(part: MixerPart, module: Any, number: int, family: Family, mesh: Mesh
     return GatedDeltaMixer(part, own, number, mesh)
 
 
-def _feed_forward(part: Dense | RoutedExpertsPart, module: Any, mesh: Mesh) -> FeedForward:
+def _feed_forward(part: Dense | RoutedExperts, module: Any, mesh: Mesh) -> FeedForward:
     if isinstance(part, Dense):
         return DenseFeedForward(part, getattr(module, part.name), mesh)
     return SparseFeedForward(part, module, mesh)

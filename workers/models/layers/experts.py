@@ -81,7 +81,7 @@ class ActiveAdapters(Protocol):
     def experts(self) -> AdapterPlan | None: ...
 
 
-class RoutedExperts:
+class GroupedExperts:
     """Runs transformers' experts, of which each rank of a team has some.
 
     linears: the names of an expert's gate (if it has one), up and down in files. router: maps tokens to the logits of

@@ -21,7 +21,7 @@ from .norms import norm_of
 
 
 class GatedDeltaMixer:
-    """Implements Mixer."""
+    """Implements SequenceMixer."""
 
     def __init__(self, part: GatedDelta, module: Any, number: int, mesh: Mesh) -> None:
         """Takes the layer's number, and transformers' module of its linear attention."""
@@ -29,7 +29,7 @@ class GatedDeltaMixer:
         self.is_replicated = "linear_attn" in mesh.spec.replicated
         tp = mesh.spec.tp_size_of("linear_attn")
         self._key_heads, self._value_heads = part.key_heads // tp, part.value_heads // tp
-        self._rule = gated_delta.GatedDelta(number, self._value_heads, part.key_dim, part.value_dim)
+        self._rule = gated_delta.GatedDeltaRule(number, self._value_heads, part.key_dim, part.value_dim)
         self._norm = norm_of(module.norm, adds_one=False)
         self._merged, self._merged_by_head = MergedProjection(), MergedProjection()
 

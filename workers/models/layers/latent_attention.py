@@ -18,7 +18,7 @@ from .norms import norm_of
 
 
 class LatentMixer:
-    """Implements Mixer.
+    """Implements SequenceMixer.
 
     A sampler's cache keeps one latent vector for each token, which is the key of all heads, and whose first part is
     their value: queries are moved to the latent space, and outputs back from it.

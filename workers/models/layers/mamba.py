@@ -23,7 +23,7 @@ from .norms import norm_of
 
 
 class MambaMixer:
-    """Implements Mixer."""
+    """Implements SequenceMixer."""
 
     def __init__(self, part: Mamba, module: Any, number: int, mesh: Mesh) -> None:
         """Takes the layer's number, and transformers' module of the mixer."""

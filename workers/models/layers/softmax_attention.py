@@ -36,7 +36,7 @@ def _head_norm(part: SoftmaxAttention, norm: Any, module: Any, family: Family) -
 
 
 class SoftmaxMixer:
-    """Implements Mixer."""
+    """Implements SequenceMixer."""
 
     def __init__(self, part: SoftmaxAttention, module: Any, number: int, family: Family, mesh: Mesh) -> None:
         """Takes the layer's number, and transformers' module of its attention."""

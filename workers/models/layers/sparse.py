@@ -10,7 +10,7 @@ from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.parts import RoutedExperts as Part
 from .dense import DenseFeedForward
-from .experts import RoutedExperts
+from .experts import GroupedExperts
 from .merge import Merge
 
 
@@ -22,7 +22,7 @@ class SparseFeedForward:
         self._is_replicated = "experts" in mesh.spec.replicated
         module, shared = getattr(layer, part.name), part.shared
         self._router = _router(part, module)
-        self.experts = RoutedExperts(module.experts, mesh.expert_team("experts"), part.linears, self._router)
+        self.experts = GroupedExperts(module.experts, mesh.expert_team("experts"), part.linears, self._router)
         self._shared: DenseFeedForward | None = None
         if shared is not None:
             self._shared = DenseFeedForward(shared, layer.get_submodule(shared.name), mesh)

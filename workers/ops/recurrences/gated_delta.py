@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDeltaRule:
     """The gated delta rule of a layer, a Recurrence.
 
     Its inputs are those of DeltaInputs. The output has v's shape and dtype; the arithmetic is in float32. On a GPU it

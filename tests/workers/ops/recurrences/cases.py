@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from trainhouse.workers.ops.recurrence import Recurrence
 from trainhouse.workers.ops.recurrences.convolution import CausalConvolution
-from trainhouse.workers.ops.recurrences.gated_delta import GatedDelta
+from trainhouse.workers.ops.recurrences.gated_delta import GatedDeltaRule
 from trainhouse.workers.ops.recurrences.state_space import StateSpace
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 24, 16
@@ -37,8 +37,8 @@ def delta_inputs(num_tokens: int, seed: int, dtype: torch.dtype = torch.float32)
     return [q, k, v, g, normal(num_tokens, VALUE_HEADS, seed=seed + 4).sigmoid().to(dtype)]
 
 
-def delta() -> GatedDelta:
-    return GatedDelta(0, VALUE_HEADS, KEY_DIM, VALUE_DIM)
+def delta() -> GatedDeltaRule:
+    return GatedDeltaRule(0, VALUE_HEADS, KEY_DIM, VALUE_DIM)
 
 
 def convolution_inputs(num_tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

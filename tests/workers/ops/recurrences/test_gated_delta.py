@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.ops.recurrences import chunked_delta
-from trainhouse.workers.ops.recurrences.gated_delta import GatedDelta
+from trainhouse.workers.ops.recurrences.gated_delta import GatedDeltaRule
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_chunk_gated_delta_rule,
     torch_recurrent_gated_delta_rule,
@@ -105,7 +105,7 @@ def test_backward_keeps_the_inputs_and_a_state_per_chunk() -> None:
 @pytest.mark.gpu
 def test_flash_linear_attention_computes_the_same() -> None:
     pytest.importorskip("fla")
-    op, packing = GatedDelta(0, VALUE_HEADS, 64, VALUE_DIM), Packing(pack_lengths(LENGTHS))
+    op, packing = GatedDeltaRule(0, VALUE_HEADS, 64, VALUE_DIM), Packing(pack_lengths(LENGTHS))
     inputs = delta_inputs(sum(LENGTHS), seed=5, dtype=torch.bfloat16)
     inputs[:2] = [normal(sum(LENGTHS), 2, 64, seed=seed, dtype=torch.bfloat16) for seed in (6, 7)]
     on_gpu = [x.cuda().requires_grad_() for x in inputs]

@@ -75,7 +75,8 @@ class PeftConfig:
 def _keeps_scale(key: str, config: Mapping[str, object]) -> bool:
     """True if patterns give some layers another rank and alpha with the scale of all, as our exports do for layers of
     which parts are adapted separately."""
-    if key not in ("rank_pattern", "alpha_pattern"):
+    # rsLoRA's scale is not the ratio of both.
+    if key not in ("rank_pattern", "alpha_pattern") or config.get("use_rslora"):
         return False
     ranks, alphas = config.get("rank_pattern"), config.get("alpha_pattern")
     rank, alpha = config.get("r"), config.get("lora_alpha")

@@ -58,7 +58,7 @@ class ModelsSection(Section):
         "auto", "float32, bfloat16, auto (bfloat16 on CUDA)", metavar="TYPE", common=True
     )
     base_quantization: Literal["none", "nf4", "released"] = knob(
-        "none", "frozen weights for LoRA only; nf4: in 4 bits, released: packed as in the files"
+        "none", "frozen weights for LoRA: none, nf4 (4 bits), released (as in the files)", metavar="KIND"
     )
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may request", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence, in tokens (default: the model's)", check=POSITIVE)

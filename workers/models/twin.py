@@ -16,11 +16,15 @@ from .model import BaseModel, class_of
 _LOG = logging.getLogger(__name__)
 
 # Layers of a twin: the first ones, up to one of each kind.
-_MOST_LAYERS = 8
+_MOST_LAYERS = 64
 
 # The largest values that a twin has. Features of heads and states stay, so that rotations are those of the model.
+# Short parts and growth of queries are reached by the sequences that are compared.
 _SIZES: Mapping[str, int] = {
     "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "attention_chunk_size": 4,
+    "floor_scale": 4,
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
@@ -99,6 +103,10 @@ def twin_of(config: PreTrainedConfig, shape: ModelShape) -> PreTrainedConfig:
     }
     changed = given | small | of_layers | _heads(given, shape) | dict.fromkeys(_TOKENS, 0)
     changed |= {"num_hidden_layers": num_layers, "initializer_range": _SPREAD}
+    if own := given.get("per_layer_config"):
+        changed |= {"per_layer_config": {number: each for number, each in own.items() if int(number) < num_layers}}
+    if shared := given.get("num_kv_shared_layers"):
+        changed |= {"num_kv_shared_layers": shared * num_layers // shape.num_layers}
     del changed["model_type"]
     return AutoConfig.for_model(shape.model_type, **changed)
 

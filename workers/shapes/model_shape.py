@@ -231,6 +231,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
         return ModelDescription(name, model_type, rope, longest, refusal, released)
     reader = family.reader(name, text)
+    reader.check_layers()
     layers = tuple(family.layers(reader))
     longest, most = longest_context(reader.number("max_position_embeddings"), rope), _most_indexed(layers)
     return ModelShape(

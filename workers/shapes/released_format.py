@@ -150,9 +150,16 @@ def _names_in_files(parameter: str) -> Iterator[str]:
         yield from (f"{path}.0.{each}" for each in _OF_EXPERTS if each in ups)
 
 
+# Names of the trunk in files, in the place of "model.".
+_HEADS = ("model.language_model.", "language_model.model.", "language_model.", "backbone.")
+
+
 def _matches(name: str, pattern: str) -> bool:
     """True if a pattern of a `quantization_config` names this layer or what it is part of."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    pattern = pattern.removeprefix("language_model.")
+    for head in _HEADS:
+        if pattern.startswith(head):
+            pattern = f"model.{pattern.removeprefix(head)}"
+            break
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") or name.endswith(f".{pattern}")

@@ -15,17 +15,27 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..shapes.test_declared_weights import NEEDED
 
 
-def of_type(model_type: str) -> tuple[str, PreTrainedConfig, ModelShape]:
-    """Returns the default model of a type, of the size of its releases."""
-    config = AutoConfig.for_model(model_type, **NEEDED.get(model_type, {}))
+def of_type(model_type: str, **settings: Any) -> tuple[str, PreTrainedConfig, ModelShape]:
+    """Returns a model of a type, of the size of its releases."""
+    config = AutoConfig.for_model(model_type, **(NEEDED.get(model_type, {}) | settings))
     shape = describe_model("m", config.to_dict())
     assert isinstance(shape, ModelShape)
     return "source", config, shape
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_has_a_twin_that_passes(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
-    source, config, shape = of_type(model_type)
+# Attention behind many layers of another kind, and keys shared by half of the layers.
+LATE: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp"] * 7 + ["full_attention", "mlp"]},
+    "gemma4_text": {"num_hidden_layers": 35, "num_kv_shared_layers": 20, "hidden_size_per_layer_input": 256},
+}
+
+
+@pytest.mark.parametrize(("model_type", "settings"), [*((each, {}) for each in FAMILIES), *LATE.items()])
+def test_every_family_has_a_twin_that_passes(
+    model_type: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    source, config, shape = of_type(model_type, **settings)
     with caplog.at_level(logging.WARNING, logger=twin.__name__):
         twin.check_twin(source, config, shape)
     assert twin.__name__ not in {record.name for record in caplog.records}

@@ -346,3 +346,18 @@ def test_hub_cache_is_found_like_the_hub_client_finds_it(tmp_path: Path, monkeyp
     assert isinstance(found, str) and model_directory("some/model") == Path(found).parent
     assert read_model(ServedModel("m", "some/model")).model_type == "llama"
     assert model_directory("some/other") is None and model_directory("/some/model") is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"layer_types": ["full_attention"] * 5 + ["fancy_attention"]}, "layer_types with 'fancy_attention'"),
+        ({"layer_types": ["full_attention"] * 5}, "5 layer_types and num_hidden_layers 6"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: expected at most 4096"),
+        ({"vocab_size": 1 << 40}, "vocab_size 1099511627776: expected at most"),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma3_text", "qwen3"])
+def test_impossible_layers_are_refused(model_type: str, changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        shape_of({"model_type": model_type} | WHOLE | changed)

@@ -67,6 +67,11 @@ def test_ignored_layers_are_not_packed() -> None:
     assert weights(KIMI).ignores("model.layers.3.mlp.shared_experts.up_proj.weight")
     assert weights(KIMI).ignores("model.layers.3.mlp.gate_proj.weight")
     assert weights(NVIDIA).ignores("model.layers.0.mlp.up_proj") and not weights(NVIDIA).ignores("model.layers.1.mlp")
+    for head in ("backbone.", "model.language_model.", "language_model.model.", "model."):
+        given = weights({**NVIDIA, "ignore": [f"{head}layers.5.mixer*"]})
+        assert given.ignores("model.layers.5.mixer.in_proj.weight") and not given.ignores(
+            "model.layers.50.mixer.in_proj"
+        )
 
 
 def test_blocks_divide_the_parts_of_ranks() -> None:

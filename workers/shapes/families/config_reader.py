@@ -2,6 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
+_LARGEST, _MOST_LAYERS = 1 << 31, 4096
+
+# Kinds of layers that some family has, under the names of all versions of transformers.
+_LAYER_TYPES = {
+    *("full_attention", "sliding_attention", "chunked_attention", "linear_attention", "indexed_attention"),
+    *("attention", "mamba", "hybrid", "mlp", "moe"),
+}
+
 
 class ConfigReader:
     """Holds the config of one model. name: what clients call it, for messages."""
@@ -17,14 +25,16 @@ class ConfigReader:
     def is_set(self, key: str) -> bool:
         return bool(self._config.get(key))
 
-    def number(self, key: str, if_none: int | None = None, at_least: int = 1) -> int:
-        """Returns a whole number. Raises ValueError if it is missing, of another type or too small."""
+    def number(self, key: str, if_none: int | None = None, at_least: int = 1, at_most: int = _LARGEST) -> int:
+        """Returns a whole number. Raises ValueError if it is missing, of another type, too small or too large."""
         number = optional_number(self._name, self._config, key)
         number = if_none if number is None else number
         if number is None or number < at_least:
             raise ValueError(
                 f"the config.json of {self._name} has {key} {number}: expected a number of at least {at_least}"
             )
+        if number > at_most:
+            raise ValueError(f"the config.json of {self._name} has {key} {number}: expected at most {at_most}")
         return number
 
     def fraction(self, key: str, if_none: float) -> float:
@@ -54,6 +64,19 @@ class ConfigReader:
         value = self._config.get(key)
         return [str(each) for each in value] if isinstance(value, list | tuple) else None
 
+    def check_layers(self) -> None:
+        """Raises ValueError if `layer_types` names a kind that no family has, or not one for each layer."""
+        kinds = self.names("layer_types")
+        if kinds is None:
+            return
+        if unknown := sorted(set(kinds) - _LAYER_TYPES):
+            raise ValueError(f"the config.json of {self._name} has layer_types with {unknown[0]!r}, which is not known")
+        if len(kinds) != self.num_layers:
+            raise ValueError(
+                f"the config.json of {self._name} has {len(kinds)} layer_types and num_hidden_layers {self.num_layers}:"
+                " expected one for each layer"
+            )
+
     def numbers(self, key: str) -> Sequence[int]:
         """Returns a list of whole numbers, empty if there is none."""
         value = self._config.get(key)
@@ -71,7 +94,7 @@ class ConfigReader:
 
     @property
     def num_layers(self) -> int:
-        return self.number("num_hidden_layers")
+        return self.number("num_hidden_layers", at_most=_MOST_LAYERS)
 
     @property
     def hidden(self) -> int:

@@ -34,7 +34,7 @@ BROUGHT = {
     "triton": "torch",
 }
 # Installed in separate environments, or for GPUs.
-ELSEWHERE = {"datasets", "fla", "trl", "vllm", "__main__"}
+ELSEWHERE = {"datasets", "fla", "tinker_cookbook", "trl", "vllm", "__main__"}
 # package -> its user, if no import shows it
 USED_BY = {
     "fastapi-offline": "routes/pages.py reads its files",

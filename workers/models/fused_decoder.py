@@ -125,7 +125,8 @@ class FusedTrunk:
         """
         stream = ResidualStream(self._team, own is not None, are_alike)
         hidden, update = self._embedded(tokens, own), None
-        of_layers = self._inputs_of_layers(tokens if own is None else tokens[own], hidden)
+        made = self._token_inputs
+        of_layers = None if made is None else made.of_layers(tokens if own is None else tokens[own], hidden)
         packing = SharingRow(packing, self._kv_sources) if self._kv_sources else packing
         captured = captured if captured is not None else {}
         if EMBEDDING in captured:
@@ -145,9 +146,6 @@ class FusedTrunk:
             if number in captured:
                 captured[number] = hidden if update is None else hidden + update
         return add_norm(hidden, update, self._norm)[1]
-
-    def _inputs_of_layers(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
-        return None if self._token_inputs is None else self._token_inputs.of_layers(tokens, embedded)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""

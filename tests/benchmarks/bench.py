@@ -31,12 +31,12 @@ DEFAULT: dict[str, Callable[[Setup], Section]] = {
     "empty": latency,
     "memory": memory,
     "sampling": sampling,
-    "families": families,
     "overlap": overlap,
     "roles": roles_apart,
     "durability": durability,
 }
 ON_REQUEST: dict[str, Callable[[Setup], Section]] = {
+    "families": families,
     "vllm": against_vllm,
     "drafts": drafts,
     "speculation": speculation,

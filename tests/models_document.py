@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -24,7 +23,7 @@ from ..workers.shapes.model_shape import ModelShape, describe_model, refusal_of
 from ..workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
 from ..workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, Part, RoutedExperts, SoftmaxAttention
 from .workers.lineup import LINEUP
-from .workers.shapes.test_declared_weights import NEEDED
+from .workers.models.tiny_types import default_config
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 CONFIGS = Path(__file__).parent / "workers" / "configs"
@@ -107,20 +106,12 @@ def by_decision() -> tuple[list[str], list[str], dict[str, str]]:
     """Returns the types that run by our own layers, by transformers' modules, and reasons of refused ones by type."""
     every = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     served = {*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS}
-    reasons = {each: str(refusal_of(config_of(each))) for each in sorted(every - served)}
+    reasons = {each: str(refusal_of(default_config(each))) for each in sorted(every - served)}
     return sorted({*FAMILIES, *TEXT_PARTS}), sorted(BY_TRANSFORMERS), reasons
 
 
-def config_of(model_type: str) -> dict[str, Any]:
-    """Returns the default config of a type, the smallest possible one if it has none."""
-    try:
-        return AutoConfig.for_model(model_type, **NEEDED.get(model_type, {})).to_dict()
-    except Exception:
-        return {"model_type": model_type}
-
-
 def own_row(model_type: str) -> str:
-    shape = describe_model(model_type, config_of(model_type))
+    shape = describe_model(model_type, default_config(model_type))
     assert isinstance(shape, ModelShape), shape.refusal
     text = f", its text as `{shape.model_type}`" if model_type in TEXT_PARTS else ""
     parts = list(dict.fromkeys(part for layer in shape.layers for part in layer.parts))

@@ -73,6 +73,11 @@ KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
 
 # Used by some tests only: a dense layer before the sparse one.
 MORE_KINDS = ("qwen3_moe_mixed",)
+# Those with layers that carry a state from token to token.
+RECURRENT_KINDS = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "granite4_moe", "falcon_h1", "bamba"),
+    *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent"),
+)
 # Other families.
 FAMILY_KINDS = (
     "mistral",
@@ -81,9 +86,7 @@ FAMILY_KINDS = (
     "olmo2",
     "gemma2",
     "gemma3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
+    *RECURRENT_KINDS,
     "deepseek_v3",
     "glm4_moe_lite",
     "llama4",
@@ -91,13 +94,6 @@ FAMILY_KINDS = (
     "deepseek_v32",
     "glm_moe_dsa",
     "gpt_oss",
-    "granite4",
-    "granite4_moe",
-    "falcon_h1",
-    "bamba",
-    "nemotron_h",
-    "nemotron_h_moe",
-    "nemotron_h_latent",
 )
 # Families that differ from these in few settings of their layers.
 PLAIN_KINDS = (

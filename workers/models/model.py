@@ -147,16 +147,9 @@ class BaseModel:
         # Multiplied into the hidden states, so that it reaches all logits, those of adapters of the head included.
         self._logit_scale = logit_scale_of(self.config)
         self.logit_cap = logit_cap_of(self.config)
-        if self._fused is None and mesh.has_forward_collectives:
-            raise ValueError(
-                f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
-            )
         self.activations = config.activations
         self._zero_stage: ZeroStage = config.zero_stage
-        if self._fused is None and config.activations != "keep":
-            raise ValueError(activations_refusal(config.model.name, self.config.model_type, config.activations))
-        if isinstance(self.shape, ModelShape) and self.shape.kv_sources and config.activations != "keep":
-            raise ValueError(shared_keys_refusal(config.model.name, config.activations))
+        self._check_settings(config)
         # On the CPU compiled now, so that the first request does not wait for a compiler.
         load_kernels_for(self.dtype, self.device)
         self.experts = self._named_experts()
@@ -178,6 +171,17 @@ class BaseModel:
         if not mesh.has_forward_collectives:
             longest = config.max_context_length or self.num_positions
             check_numbers(self.source, self.model, self._logits, longest, self._attending_layers())
+
+    def _check_settings(self, config: WorkerConfig) -> None:
+        """Raises ValueError if the layers, as they run, cannot run with these settings."""
+        if self._fused is None and self._mesh.has_forward_collectives:
+            raise ValueError(
+                f"{self.source}: {self.config.model_type} models do not run with {self.spec}: use replicas"
+            )
+        if self._fused is None and config.activations != "keep":
+            raise ValueError(activations_refusal(config.model.name, self.config.model_type, config.activations))
+        if isinstance(self.shape, ModelShape) and self.shape.kv_sources and config.activations != "keep":
+            raise ValueError(shared_keys_refusal(config.model.name, config.activations))
 
     def _attending_layers(self) -> Sequence[int]:
         """Returns the number of the layer to whose keys and values each layer with softmax attention attends."""

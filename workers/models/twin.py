@@ -13,7 +13,7 @@ from ..shapes.model_shape import ModelDescription, ModelShape
 from ..shapes.parts import SoftmaxAttention
 from .model import BaseModel, class_of
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # Layers of a twin: the first ones, up to one of each kind.
 _MOST_LAYERS = 64
@@ -69,7 +69,7 @@ def check_twin(source: str, config: PreTrainedConfig, shape: ModelDescription) -
     try:
         twin = _random_model(twin_of(config, shape))
     except Exception as error:  # of sizes that this type does not allow
-        _LOG.warning("%s is not compared with transformers: no small model of its config: %s", source, error)
+        _log.warning("%s is not compared with transformers: no small model of its config: %s", source, error)
         return
     with tempfile.TemporaryDirectory() as directory:
         twin.save_pretrained(directory)

@@ -232,7 +232,12 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         return ModelDescription(name, model_type, rope, longest, refusal, released)
     reader = family.reader(name, text)
     reader.check_layers()
-    layers = tuple(family.layers(reader))
+    try:
+        layers = tuple(family.layers(reader))
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(
+            f"the config.json of {name} is not that of a {model_type} model: {type(error).__name__}: {error}"
+        ) from error
     longest, most = longest_context(reader.number("max_position_embeddings"), rope), _most_indexed(layers)
     return ModelShape(
         name=name,

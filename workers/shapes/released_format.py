@@ -157,7 +157,10 @@ _HEADS = ("model.language_model.", "language_model.model.", "language_model.", "
 def _matches(name: str, pattern: str) -> bool:
     """True if a pattern of a `quantization_config` names this layer or what it is part of."""
     if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+        try:
+            return re.match(pattern[3:], name) is not None
+        except re.error as error:
+            raise ValueError(f"quantization_config has the pattern {pattern!r}: {error}") from None
     for head in _HEADS:
         if pattern.startswith(head):
             pattern = f"model.{pattern.removeprefix(head)}"

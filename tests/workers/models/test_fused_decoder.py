@@ -22,7 +22,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from ...tiny import LLAMA3_ROPE, PLAIN_KINDS, TINY_SHAPE, tiny_config
+from ...tiny import LLAMA3_ROPE, PLAIN_KINDS, RECURRENT_KINDS, TINY_SHAPE, tiny_config
 from ..adapted import LENGTHS, Adapted, Dtype, relative_error, sequences
 
 SHAPE: dict[str, Any] = TINY_SHAPE | {"head_dim": 16}
@@ -56,9 +56,6 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
 }
 
-# Transformers' own modules carry the state of these from one sequence of a row into the next.
-NEMOTRON = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent")
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "granite4_moe", "falcon_h1", "bamba", *NEMOTRON)
 # Transformers runs these with keys and values of different sizes, sinks, or a cap on scores.
 OTHERS = ("deepseek_v3", "glm4_moe_lite", "llama4", "mistral4", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "gemma2")
 
@@ -134,7 +131,7 @@ VARIANTS = (
 )
 
 
-@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in (*HYBRIDS, *OTHERS)), *VARIANTS])
+@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in (*RECURRENT_KINDS, *OTHERS)), *VARIANTS])
 def test_sequences_run_as_each_alone_in_transformers(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     bench = random_model(tiny_config(kind, **changes), tmp_path)
     adapter = bench.create("a", train_mlp=not bench.base.experts)
@@ -142,7 +139,7 @@ def test_sequences_run_as_each_alone_in_transformers(kind: str, changes: dict[st
     for one, other in zip(found, wanted, strict=True):
         assert relative_error(one, other) < 4e-6
         assert relative_error(one * (1 + 1e-5), other) > 4e-6
-    if kind in HYBRIDS:
+    if kind in RECURRENT_KINDS:  # transformers' modules carry states from one sequence of a row into the next
         leaking = run(transformers_forward, bench, adapter)
         assert relative_error(leaking[0], wanted[0]) > 1e-2
 

@@ -12,12 +12,12 @@ from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from transformers import AutoConfig, PreTrainedConfig
 
-from ..shapes.test_declared_weights import NEEDED
+from .tiny_types import NEEDED_SETTINGS
 
 
 def of_type(model_type: str, **settings: Any) -> tuple[str, PreTrainedConfig, ModelShape]:
     """Returns a model of a type, of the size of its releases."""
-    config = AutoConfig.for_model(model_type, **(NEEDED.get(model_type, {}) | settings))
+    config = AutoConfig.for_model(model_type, **(NEEDED_SETTINGS.get(model_type, {}) | settings))
     shape = describe_model("m", config.to_dict())
     assert isinstance(shape, ModelShape)
     return "source", config, shape

@@ -123,6 +123,23 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
 }
 
 
+# Settings without which transformers makes no model of a type's defaults.
+NEEDED_SETTINGS: dict[str, dict[str, Any]] = {
+    each: {"head_dim": 64} for each in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")
+} | {
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
+}
+
+
+def default_config(model_type: str) -> dict[str, Any]:
+    """Returns the default config.json of a type, the smallest possible one if it has no defaults."""
+    try:
+        return AutoConfig.for_model(model_type, **NEEDED_SETTINGS.get(model_type, {})).to_dict()
+    except Exception:  # of any kind, by type
+        return {"model_type": model_type}
+
+
 def tiny_config_of(model_type: str, **settings: object) -> PreTrainedConfig:
     """Returns the config of a model with two layers or a few more, and with all features of its type.
 

@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.protocol.calls import SamplingSlice
 
-from ...tiny import tiny_model
+from ...tiny import RECURRENT_KINDS, tiny_model
 from ..adapted import Adapted
-from .test_prefixes import BLOCK, assert_same
-from .test_sampler import answer, finish, job, new_sampler, prompt, reference_of_sample, tokens_of
+from .test_prefixes import BLOCK, assert_resumes_after_preemption, assert_same, core_first
+from .test_sampler import answer, finish, job, new_sampler, prompt, reference_of_sample
 
-HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "nemotron_h_latent")
+CORE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "nemotron_h_latent")
 
 
-@pytest.fixture(scope="module", params=HYBRID)
+@pytest.fixture(scope="module", params=core_first(CORE, RECURRENT_KINDS))
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     adapted = Adapted(tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
     adapted.create("one")
@@ -57,16 +56,7 @@ def test_the_next_turn_of_a_conversation_reuses_all_of_the_last(hybrid: Adapted)
 
 
 def test_preempted_and_parked_samples_resume_with_the_same_tokens(hybrid: Adapted) -> None:
-    jobs = [job(str(i), prompt(10), "one", seed=i, max_tokens=150) for i in range(4)]
-    wanted = finish(new_sampler(hybrid), *jobs)
-    size = new_sampler(hybrid)._scheduler.slots.cache.size
-    sampler = new_sampler(hybrid, kv_cache_bytes=4 * size.bytes_of(128), prefill_chunk_tokens=16)
-    for joining in (tuple(jobs), ()):
-        sampler.slice(SamplingSlice(joining, (), 0))
-    assert sampler.held_bytes() == 4 * size.bytes_of(128)
-    sampler.park()
-    finished = finish(sampler)
-    assert {i: tokens_of(finished[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
+    assert_resumes_after_preemption(hybrid)
 
 
 def test_the_planned_size_equals_the_bytes_of_the_tensors(hybrid: Adapted) -> None:

@@ -6,18 +6,12 @@ from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..models.tiny_types import tiny_config_of
-
-# Settings without which transformers cannot build models of these types.
-NEEDED = {each: {"head_dim": 64} for each in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")} | {
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
-}
+from ..models.tiny_types import NEEDED_SETTINGS, tiny_config_of
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_declared_weights_are_the_parameters_of_transformers(model_type: str) -> None:
-    of_defaults = AutoConfig.for_model(model_type, num_hidden_layers=5, **NEEDED.get(model_type, {}))
+    of_defaults = AutoConfig.for_model(model_type, num_hidden_layers=5, **NEEDED_SETTINGS.get(model_type, {}))
     for config in (tiny_config_of(model_type), of_defaults):
         declared, whole = declared_weights(config), parameters(config)
         assert declared == whole

@@ -30,7 +30,7 @@ from trainhouse.workers.state.vectors import MOMENT_VECTORS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, PLAIN_KINDS, tiny_model
+from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, PLAIN_KINDS, RECURRENT_KINDS, tiny_model
 from ..adapted import relative_error
 from ..jobs import answers, job
 from .test_critic import plain_loss, some_values, value_request
@@ -123,11 +123,6 @@ def views(worker: Worker, run_id: str, vector: str = "weights") -> dict[str, Ten
     return {str(matrix.key): model.layout.view(vectors[vector], matrix.key) for matrix in model.layout.matrices}
 
 
-# Their states sum up all tokens before.
-RECURRENT = (
-    *("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "granite4_moe", "falcon_h1", "bamba"),
-    *("nemotron_h", "nemotron_h_moe", "nemotron_h_latent"),
-)
 ALL_KINDS = (*MORE_KINDS, *FAMILY_KINDS, *PLAIN_KINDS, "cohere_compass")
 MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in ALL_KINDS if not kind.startswith("gemma4")]
 
@@ -137,7 +132,8 @@ def test_every_gradient_and_three_steps_equal_those_of_transformers(kind: str, t
     directory = tiny_model(kind, tmp_path)
     worker, reference = a_worker(directory, micro_batch_tokens=32), Reference(directory, EVEN_ADAM.eps)
     worker.create_run(RunSpec("full", FullConfig()))
-    tolerance = 5 * TOLERANCE if kind in RECURRENT else TOLERANCE
+    # States sum up all tokens before.
+    tolerance = 5 * TOLERANCE if kind in RECURRENT_KINDS else TOLERANCE
     for step in range(3):
         for batch in range(2):
             data = some_data(10 * step + batch)

@@ -21,6 +21,8 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     kinds = [*(config.names("layer_types") or kinds_by_step(config, 6))[:-1], "full_attention"]
     num_own = config.num_layers - config.number("num_kv_shared_layers", at_least=0)
     sources = {kind: number for number, kind in enumerate(kinds[:num_own])} if num_own < config.num_layers else {}
+    if num_own < 1:
+        raise ValueError(f"this Gemma 4 model has {num_own} layers with keys and values of their own: expected some")
     if lacking := {*kinds[num_own:]} - {*sources}:
         raise ValueError(f"no layer of this Gemma 4 model has keys and values for its layers of {sorted(lacking)[0]}")
     size = config.number("hidden_size_per_layer_input", 0, at_least=0) or None

@@ -1,16 +1,19 @@
-"""Samples of models whose layers use the keys and values of others, have heads of several sizes, or cap scores."""
+"""Samples of all families without recurrent layers: prefixes, several samples and preemption change no token."""
 
 import numpy as np
 import pytest
-from trainhouse.workers.protocol.calls import SamplingSlice
 
-from ...tiny import tiny_model
+from ...tiny import FAMILY_KINDS, PLAIN_KINDS, RECURRENT_KINDS, tiny_model
 from ..adapted import Adapted
-from .test_prefixes import BLOCK, assert_same
-from .test_sampler import answer, finish, job, new_sampler, prompt, reference_of_sample, tokens_of
+from .test_prefixes import BLOCK, assert_resumes_after_preemption, assert_same, core_first
+from .test_sampler import answer, job, new_sampler, prompt, reference_of_sample
+
+# Caps on scores, shared keys and values, heads of several sizes, latent attention, parts of sequences, sinks.
+CORE = ("gemma2", "gemma4", "gemma4_large", "deepseek_v3", "llama4", "gpt_oss")
+KINDS = [kind for kind in (*FAMILY_KINDS, *PLAIN_KINDS) if kind not in RECURRENT_KINDS]
 
 
-@pytest.fixture(scope="module", params=["gemma2", "gemma4", "gemma4_large"])
+@pytest.fixture(scope="module", params=core_first(CORE, KINDS))
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     adapted = Adapted(tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
     adapted.create("one")
@@ -32,13 +35,4 @@ def test_samples_and_repeated_prompts_have_the_probabilities_of_whole_passes(ada
 
 
 def test_preempted_samples_resume_with_the_same_tokens(adapted: Adapted) -> None:
-    jobs = [job(str(i), prompt(10), "one", seed=i, max_tokens=150) for i in range(4)]
-    wanted = finish(new_sampler(adapted), *jobs)
-    size = new_sampler(adapted)._scheduler.slots.cache.size
-    sampler = new_sampler(adapted, kv_cache_bytes=4 * size.bytes_of(128), prefill_chunk_tokens=16)
-    for joining in (tuple(jobs), ()):
-        sampler.slice(SamplingSlice(joining, (), 0))
-    assert sampler.held_bytes() == 4 * size.bytes_of(128)
-    sampler.park()
-    finished = finish(sampler)
-    assert {i: tokens_of(finished[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
+    assert_resumes_after_preemption(adapted)

@@ -1,5 +1,5 @@
-"""Writes docs/models.md from the code: what is done with each type of model that transformers has, and layouts of the
-models that the hosted service serves. `make models` calls it.
+"""Writes docs/models.md from the code: what is done with each type of model that transformers has, and layouts of
+models that the hosted service serves, and others. `make models` calls it.
 """
 
 import json
@@ -73,7 +73,7 @@ REFUSED = """
 |---|---|
 """
 PLANNED = """
-## Layouts of the models of the hosted service
+## Layouts of models of the hosted service, and others
 
 Planned, not run: `trainhouse plan --parallel auto` for sequences of {tokens} tokens (`--max-context-length`), with one
 adapter of rank 32 and a base model in bfloat16. A cell has the layout that fills the devices, and GB on each rank;

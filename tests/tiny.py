@@ -109,6 +109,7 @@ PLAIN_KINDS = (
     "gemma",
     "gemma4",
     "gemma4_large",
+    "gemma4_moe",
     "glm",
     "glm4",
     "glm4_moe",
@@ -370,6 +371,12 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
             GEMMA4_SHAPE
             | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 4},
         ),
+        "gemma4_moe": (
+            Gemma4TextConfig,
+            GEMMA4_SHAPE
+            | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 4}
+            | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        ),
         "glm": (GlmConfig, {}),
         "glm4": (Glm4Config, {}),
         "glm4_moe": (Glm4MoeConfig, of_deepseek | {"use_qk_norm": True, "attention_bias": True}),
@@ -423,5 +430,9 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -
         # Transformers leaves AFMoE's routers zero: all tokens would take the same experts.
         if parameter.ndim == 2 and not parameter.any():
             parameter.data.normal_(std=0.1)
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        # Transformers makes them ones: whether they are applied would not matter.
+        if name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
+            each.data.uniform_(0.6, 1.4)
     model.save_pretrained(directory)
     return directory

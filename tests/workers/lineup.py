@@ -1,4 +1,6 @@
-"""Configs of models that the hosted service serves, as far as they differ from the defaults of their types."""
+"""Configs of models that the hosted service serves, and of others that people train, as far as they differ from the
+defaults of their types.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -59,5 +61,25 @@ LINEUP: Mapping[str, Mapping[str, Any]] = {
         "moe_latent_size": 1024,
         "moe_intermediate_size": 2688,
         "moe_shared_expert_intermediate_size": 5376,
+    },
+    "gemma-4-26B-A4B": {
+        "model_type": "gemma4",
+        "text_config": {
+            "model_type": "gemma4_text",
+            **LONG,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 30.0,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
     },
 }

@@ -50,8 +50,10 @@ def _checkpoint_name(base: BaseModel, name: str) -> str:
         return name
     assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
     part = base.shape.experts
+    if part.saved_block is None:
+        return name
     layer = block.removesuffix(f"{part.name}.")
-    return f"{layer}{part.saved_block or part.name}.{name.removeprefix(block)}"
+    return f"{layer}{part.saved_block}.{name.removeprefix(block)}"
 
 
 def _are_stacked(base: BaseModel) -> bool:
@@ -82,7 +84,7 @@ def _is_repeated(base: BaseModel, name: str) -> bool:
 
 
 def _unit(path: Sequence[str]) -> ShardedUnit | None:
-    if path[-2] == "shared_expert_gate":  # it reads the residual stream
+    if path[-2] == "shared_expert_gate" or path[3:4] == ["router"]:  # they read the residual stream
         return None
     if "linear_attn" in path:
         return "linear_attn"

@@ -42,6 +42,7 @@ _SIZES: Mapping[str, int] = {
     "num_experts_per_tok": 2,
     "moe_topk": 2,
     "moe_k": 2,
+    "top_k_experts": 2,
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,

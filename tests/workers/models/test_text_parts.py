@@ -97,7 +97,7 @@ def test_qwen_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> N
     assert distance(adapted, whole) > 1e-5
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "gemma4_large"])
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_large", "gemma4_moe"])
 def test_gemma_4_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> None:
     text = tiny_config(kind).to_dict() | {"use_bidirectional_attention": "vision"}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}

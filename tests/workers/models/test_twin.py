@@ -12,6 +12,7 @@ from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from transformers import AutoConfig, PreTrainedConfig
 
+from ..lineup import LINEUP
 from .tiny_types import NEEDED_SETTINGS
 
 
@@ -23,19 +24,21 @@ def of_type(model_type: str, **settings: Any) -> tuple[str, PreTrainedConfig, Mo
     return "source", config, shape
 
 
-# Attention behind many layers of another kind, and keys shared by half of the layers.
-LATE: dict[str, dict[str, Any]] = {
-    "bamba": {"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]},
-    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp"] * 7 + ["full_attention", "mlp"]},
-    "gemma4_text": {"num_hidden_layers": 35, "num_kv_shared_layers": 20, "hidden_size_per_layer_input": 256},
-}
+# Attention behind many layers of another kind, keys shared by half of the layers, heads of one size, and experts.
+MORE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("bamba", {"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]}),
+    ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp"] * 7 + ["full_attention", "mlp"]}),
+    ("gemma4_text", {"num_hidden_layers": 35, "num_kv_shared_layers": 20, "hidden_size_per_layer_input": 256}),
+    ("gemma4_text", {"global_head_dim": 256, "num_kv_shared_layers": 15}),
+    ("gemma4_text", LINEUP["gemma-4-26B-A4B"]["text_config"]),
+)
 
 
-@pytest.mark.parametrize(("model_type", "settings"), [*((each, {}) for each in FAMILIES), *LATE.items()])
+@pytest.mark.parametrize(("model_type", "settings"), [*((each, {}) for each in FAMILIES), *MORE])
 def test_every_family_has_a_twin_that_passes(
     model_type: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, config, shape = of_type(model_type, **settings)
+    source, config, shape = of_type(**(settings | {"model_type": model_type}))
     with caplog.at_level(logging.WARNING, logger=twin.__name__):
         twin.check_twin(source, config, shape)
     assert twin.__name__ not in {record.name for record in caplog.records}

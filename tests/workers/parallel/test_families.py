@@ -41,10 +41,10 @@ MAMBA = ("granite4", "granite4_moe", "bamba", *WITHOUT_ATTENTION)
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 PLAIN_SPARSE = (
     *("ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
-    *("afmoe", "laguna", "minimax_m2", "qwen2_moe"),
+    *("afmoe", "gemma4_moe", "laguna", "minimax_m2", "qwen2_moe"),
 )
 BY_TRANSFORMERS = ("cohere_compass",)
-MORE_LAYOUTS = ("gemma2", "gemma4", "gemma4_large", "cohere", "cohere2")
+MORE_LAYOUTS = ("gemma2", "gemma4", "gemma4_large", "gemma4_moe", "cohere", "cohere2")
 CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("phi3", "single", "each"),
     ("gemma3", "single", "each"),

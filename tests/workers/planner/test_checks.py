@@ -40,6 +40,7 @@ DENSE = {
     "max_position_embeddings": 4096,
 }
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "intermediate_size": 128}
+OF_EACH_EXPERT = {"top_k_experts": 8, "moe_intermediate_size": 64}
 SHARING_KEYS = {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 2} | {
     "layer_types": ["sliding_attention", "full_attention"] * 2
 }
@@ -231,9 +232,9 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "its backward pass would not have them: leave out --activations recompute",
     ),
     "experts of Gemma 4": (
-        "--parallel tp=2",
-        DENSE | {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128},
-        "Gemma 4 models with experts are not supported: this one has 128",
+        "--parallel ep=3",
+        DENSE | {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 128} | OF_EACH_EXPERT,
+        "ep=3 does not divide 128 experts of M; valid ep: 1, 2, 4, 8, 16, 32, 64, 128",
     ),
     "another forward": (
         "--activations recompute",

@@ -184,6 +184,8 @@ OF_KIND = {
     "olmo2": {},
     "cohere2": {"layer_types": ["full_attention"] * 4},
     "gemma4": {"head_dim": 64, "global_head_dim": 128, "layer_types": ["full_attention"] * 4},
+    "gemma4_moe": {"head_dim": 64, "global_head_dim": 128, "layer_types": ["full_attention"] * 4}
+    | {"top_k_experts": 4, "moe_intermediate_size": 256},
     "gemma2": {"head_dim": 64, "layer_types": ["full_attention"] * 4},
     "gemma3": {"head_dim": 64, "layer_types": ["full_attention"] * 4},
     "mixtral": {"sliding_window": None, "intermediate_size": 256, "num_experts_per_tok": 4},
@@ -262,6 +264,7 @@ LAYOUTS = [
     ("qwen3_moe", "ep=2,tp=2", {}),
     *(("phi3", spec, {}) for spec in ("tp=2", "fsdp=2,tp=2")),
     *((kind, spec, {}) for kind in ("cohere2", "gemma2", "gemma3", "gemma4") for spec in ("single", "tp=2")),
+    *(("gemma4_moe", spec, {}) for spec in ("single", "tp=2", "ep=2")),
     ("olmo2", "tp=2", {}),
     ("mixtral", "ep=2", {}),
     *(("qwen3", "tp=2", {"shard": ("self_attn",), "tp_activations": way}) for way in ("sharded", "whole")),

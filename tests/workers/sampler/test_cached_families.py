@@ -9,7 +9,7 @@ from .test_prefixes import BLOCK, assert_resumes_after_preemption, assert_same, 
 from .test_sampler import answer, job, new_sampler, prompt, reference_of_sample
 
 # Caps on scores, shared keys and values, heads of several sizes, latent attention, parts of sequences, sinks.
-CORE = ("gemma2", "gemma4", "gemma4_large", "deepseek_v3", "llama4", "gpt_oss")
+CORE = ("gemma2", "gemma4", "gemma4_large", "gemma4_moe", "deepseek_v3", "llama4", "gpt_oss")
 KINDS = [kind for kind in (*FAMILY_KINDS, *PLAIN_KINDS) if kind not in RECURRENT_KINDS]
 
 

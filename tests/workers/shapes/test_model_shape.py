@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from trainhouse.workers.shapes.model_shape import (
 )
 from trainhouse.workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, RoutedExperts, SoftmaxAttention
 from transformers import AutoConfig
+
+from ..lineup import LINEUP
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -62,7 +65,7 @@ CHANGED = [
 OMITTED = [("use_sliding_window", "sliding_window"), *((key,) for key in WHOLE if key not in NEEDED)]
 
 
-def shape_of(config: dict[str, Any]) -> ModelShape:
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
     shape = describe_model("m", config)
     assert isinstance(shape, ModelShape)
     return shape
@@ -194,6 +197,17 @@ def test_gemma4_is_read_from_configs_of_releases_and_of_transformers(shares_valu
     assert ours.attending_layers == [0, 1, 2, 3, 1, 1]  # the last layer always sees all tokens
     assert [getattr(layer.feed_forward, "features", 0) for layer in ours.layers] == [160] * 4 + [320] * 2
     assert shape_of(given | {"global_head_dim": 64}).layers != ours.layers
+    of_one_size = given | {"global_head_dim": WHOLE["head_dim"], "attention_k_eq_v": False}
+    theirs = AutoConfig.for_model(**of_one_size)
+    assert shape_of(of_one_size).layers == shape_of(theirs.to_dict()).layers != ours.layers
+
+
+def test_experts_of_gemma4_are_those_of_its_release() -> None:
+    shape = shape_of(LINEUP["gemma-4-26B-A4B"])
+    experts = shape.experts
+    assert experts is not None and (experts.num, experts.per_token, experts.features) == (128, 8, 704)
+    assert experts.shared is not None and experts.shared.features == 2112
+    assert round(num_parameters(shape) / 1e8) == 252  # as published
 
 
 def compare_gemma4(ours: ModelShape, theirs: Any) -> None:

@@ -27,6 +27,7 @@ from .gated_delta import GatedDeltaMixer
 from .latent_attention import LatentMixer
 from .mamba import MambaMixer
 from .merge import Merge
+from .normed_sparse import NormedSparseFeedForward
 from .norms import add_norm, norm_of
 from .softmax_attention import SoftmaxMixer
 from .sparse import SparseFeedForward
@@ -82,8 +83,8 @@ class DecoderLayer:
         self._norms = {name: norm_of(getattr(module, name), family.norm_weight_plus_one) for name in layer.norms.names}
         self._mixers = [_mixer(part, module, number, family, mesh) for part in layer.mixers]
         feed_forward = layer.feed_forward
-        self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, module, mesh)
-        self._experts_name = "" if feed_forward is None else f"{feed_forward.name}.experts"
+        self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, module, family, mesh)
+        self._experts_name = feed_forward.below("experts") if isinstance(feed_forward, RoutedExperts) else ""
         self._is_parallel = layer.is_parallel
         self._end = LayerEnd(module, layer.token_input is not None) if layer.is_scaled else None
         self._scales = layer.scales or (1.0,) * len(layer.parts)
@@ -167,15 +168,24 @@ def is_recognised(module: Any, layer: Layer, family: Family) -> bool:
         family.defines(module, family.layer)
         and hasattr(module, "per_layer_input_gate") == (layer.token_input is not None)
         and hasattr(module, "layer_scalar") == layer.is_scaled
+        and hasattr(module, "experts") == (layer.feed_forward is not None and not layer.feed_forward.name)
         and all(family.defines(norm, family.norm) for norm in norms)
-        and all(_is_part(part, getattr(module, part.name, None), family) for part in layer.parts)
+        and all(_is_part(part, _below(module, part.name), family) for part in layer.parts)
     )
+
+
+def _below(module: Any, name: str) -> Any:
+    """Returns the module of this name below a layer, None if there is none; the layer itself for no name."""
+    return getattr(module, name, None) if name else module
 
 
 def _is_part(part: Part, module: Any, family: Family) -> bool:
     is_known = family.defines(module, part.module)
     if isinstance(part, SoftmaxAttention):
         return is_known and SoftmaxMixer.is_recognised(part, module, family)
+    if isinstance(part, RoutedExperts) and part.norms is not None:
+        norms = [getattr(module, name, None) for name in part.norms.names]
+        return is_known and all(family.defines(norm, family.norm) for norm in norms)
     if isinstance(part, Mamba):
         return is_known and MambaMixer.is_recognised(part, module, family)
     return is_known
@@ -193,7 +203,9 @@ def _mixer(part: Mixer, module: Any, number: int, family: Family, mesh: Mesh) ->
     return GatedDeltaMixer(part, own, number, mesh)
 
 
-def _feed_forward(part: Dense | RoutedExperts, module: Any, mesh: Mesh) -> FeedForward:
+def _feed_forward(part: Dense | RoutedExperts, module: Any, family: Family, mesh: Mesh) -> FeedForward:
     if isinstance(part, Dense):
         return DenseFeedForward(part, getattr(module, part.name), mesh)
+    if part.norms is not None:
+        return NormedSparseFeedForward(part, module, family, mesh)
     return SparseFeedForward(part, module, mesh)

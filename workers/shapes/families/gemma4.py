@@ -2,22 +2,28 @@
 
 Layers without a window have heads of another size; values have norms, and in some models are the keys before their
 norms. The last layers of small models use the keys and values of earlier ones, and each layer has an input of its own
-for each token in addition to the residual stream.
+for each token in addition to the residual stream. In sparse models routed experts run next to the dense part.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from ..parts import Dense, Layer, Norms, SoftmaxAttention
+from ..parts import Dense, ExpertNorms, Layer, Norms, RoutedExperts, SoftmaxAttention, Weight
 from .config_reader import ConfigReader
 from .family import Family, attention, kinds_by_step
 
 _NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_SPARSE_NORMS = replace(_NORMS, before_mlp=None)
+_EXPERT_NORMS = ExpertNorms(
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
 _ACTIVATION = "gelu_pytorch_tanh"
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    if config.is_set("enable_moe_block"):
-        raise ValueError(f"Gemma 4 models with experts are not supported: this one has {config.get('num_experts')}")
     kinds = [*(config.names("layer_types") or kinds_by_step(config, 6))[:-1], "full_attention"]
     num_own = config.num_layers - config.number("num_kv_shared_layers", at_least=0)
     sources = {kind: number for number, kind in enumerate(kinds[:num_own])} if num_own < config.num_layers else {}
@@ -26,11 +32,12 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     if lacking := {*kinds[num_own:]} - {*sources}:
         raise ValueError(f"no layer of this Gemma 4 model has keys and values for its layers of {sorted(lacking)[0]}")
     size = config.number("hidden_size_per_layer_input", 0, at_least=0) or None
-    layers = []
+    is_sparse, layers = config.is_set("enable_moe_block"), []
     for number, kind in enumerate(kinds):
         mixer = _mixer(config, number, kind, sources[kind] if number >= num_own else None)
-        of_layer = _dense(config, mixer.kv_source is not None)
-        layers.append(Layer(config.hidden, mixer, of_layer, _NORMS, token_input=size, is_scaled=True))
+        dense = _dense(config, mixer.kv_source is not None)
+        parts = (_experts(config, dense), _SPARSE_NORMS) if is_sparse else (dense, _NORMS)
+        layers.append(Layer(config.hidden, mixer, *parts, token_input=size, is_scaled=True))
     return layers
 
 
@@ -49,7 +56,8 @@ def _other_weights(config: ConfigReader) -> Mapping[str, tuple[int, ...]]:
 
 def _mixer(config: ConfigReader, number: int, kind: str, source: int | None) -> SoftmaxAttention:
     has_bias, has_window = config.is_set("attention_bias"), kind == "sliding_attention"
-    of_layer = config.of_layer(number) if config.get("per_layer_config") else _of_kind(config, has_window)
+    is_of_release = config.get("per_layer_config") is None
+    of_layer = _of_kind(config, has_window) if is_of_release else config.of_layer(number)
     return attention(
         of_layer,
         rotary_dim=of_layer.head_dim,
@@ -78,6 +86,24 @@ def _dense(config: ConfigReader, shares_keys: bool) -> Dense:
     is_wide = shares_keys and config.is_set("use_double_wide_mlp")
     features = config.number("intermediate_size") * (2 if is_wide else 1)
     return Dense(hidden=config.hidden, features=features, activation=_ACTIVATION, module="TextMLP")
+
+
+def _experts(config: ConfigReader, dense: Dense) -> RoutedExperts:
+    num = config.number("num_experts")
+    return RoutedExperts(
+        hidden=config.hidden,
+        num=num,
+        per_token=config.number("top_k_experts", at_most=num),
+        features=config.number("moe_intermediate_size"),
+        are_stacked=True,
+        router="router",
+        router_weight="proj.weight",
+        router_biases=(Weight("router.scale", (config.hidden,)), Weight("router.per_expert_scale", (num,))),
+        shared=dense,
+        norms=_EXPERT_NORMS,
+        name="",
+        module="TextDecoderLayer",
+    )
 
 
 GEMMA4 = Family(

@@ -11,7 +11,7 @@ from .layer import PARTS, FeedForward, Layer, Mixer, Norms
 from .mamba import Mamba
 from .part import FLOAT32, CacheEntries, Divisible, Part, Placement, Share, Weight
 from .query_growth import QueryGrowth
-from .routed_experts import RoutedExperts
+from .routed_experts import ExpertNorms, RoutedExperts
 from .softmax_attention import OutputGate, SoftmaxAttention
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "CacheEntries",
     "Dense",
     "Divisible",
+    "ExpertNorms",
     "FeedForward",
     "GatedDelta",
     "Indexer",

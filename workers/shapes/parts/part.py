@@ -119,6 +119,10 @@ class Share:
     gathers_stream: bool
     ulysses: int = 1
 
+    def stream(self, hidden: int) -> float:
+        """Returns the bytes of a state of the residual stream, and of the inverse of its norm."""
+        return (self.number_bytes * hidden + FLOAT32) / (self.spec.tp if self.gathers_stream else 1)
+
     def inputs(self, hidden: int, num_linears: int) -> float:
         """Returns the bytes of the input of trained linear layers, and of its products with adapters' A matrices."""
         return self.number_bytes * (hidden + num_linears * self.lora_rank)

@@ -12,6 +12,24 @@ _NAME = "mlp"
 _WHOLE = Placement("experts", None, is_common=True)
 
 
+@dataclass(frozen=True)
+class ExpertNorms:
+    """Norms of experts and of the part that all tokens share, which both read the residual stream: names below the
+    layer.
+
+    before_shared, after_shared: of the shared part's input and output. before, after: of the experts'.
+    """
+
+    before_shared: str
+    after_shared: str
+    before: str
+    after: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.before_shared, self.after_shared, self.before, self.after
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts:
     """Experts, of which each token uses `per_token`.
@@ -32,6 +50,9 @@ class RoutedExperts:
     alternates: whether gates and ups take turns.
     shared: a dense part that all tokens run through in addition, inside of this part or next to it.
     gates_shared: whether a number for each token scales its output.
+    norms: those that this part has of its own, so that the layer has none before it; None for none. With them the
+    router has a norm of its own, too, and a factor of each expert's weights.
+    name: "" if the router and the experts are directly below the layer.
     """
 
     hidden: int
@@ -54,6 +75,7 @@ class RoutedExperts:
     alternates: bool = False
     shared: Dense | None = None
     gates_shared: bool = False
+    norms: ExpertNorms | None = None
     name: str = _NAME
     module: str = "SparseMoeBlock"
 
@@ -64,7 +86,7 @@ class RoutedExperts:
     }
 
     def weights(self) -> Iterator[Weight]:
-        yield Weight(f"{self.name}.{self.router}.{self.router_weight}", (self.num, self.hidden))
+        yield Weight(self.below(f"{self.router}.{self.router_weight}"), (self.num, self.hidden))
         yield from self.router_biases
         yield from self._expert_weights()
         yield from self._latent_weights()
@@ -72,6 +94,12 @@ class RoutedExperts:
             yield from self.shared.weights()
         if self.gates_shared:
             yield Weight(f"{self.name}.shared_expert_gate.weight", (1, self.hidden))
+        if self.norms is not None:
+            yield from (Weight(f"{norm}.weight", (self.hidden,)) for norm in self.norms.names)
+
+    def below(self, name: str) -> str:
+        """Returns the path below the layer of what has this name below the part."""
+        return f"{self.name}.{name}" if self.name else name
 
     @property
     def has_gate(self) -> bool:
@@ -93,7 +121,7 @@ class RoutedExperts:
         return self.latent or self.hidden
 
     def _expert_weights(self) -> Iterator[Weight]:
-        before, down = (f"{self.name}.experts.{name}" for name in self.matrices)
+        before, down = (self.below(f"experts.{name}") for name in self.matrices)
         rows = (2 if self.has_gate else 1) * self.features
         # Where gates and ups take turns, each rank has whole pairs of one section.
         sections = (self.features, self.features) if self.has_gate and not self.alternates else ()
@@ -142,7 +170,11 @@ class RoutedExperts:
         num_features = (2 if self.has_gate else 1) * self.own_features(share.spec)
         numbers = num_features + share.lora_rank + self._mapped
         of_each = share.number_bytes * numbers + (3 if share.spec.ep_size_of("experts") == 1 else 5) * INT64
-        of_shared = self.shared.kept_bytes(share) - share.inputs(self.hidden, 0) if self.shared else 0.0
+        of_shared = self.shared.kept_bytes(share) if self.shared else 0.0
+        if self.norms is not None:
+            of_shared += 3 * share.stream(self.hidden)  # their input, and both outputs
+        elif self.shared is not None:
+            of_shared -= share.inputs(self.hidden, 0)
         of_gate = share.number_bytes * (self.hidden + 1) if self.gates_shared else 0.0
         of_latents = share.inputs(2 * self.latent, 2) if self.latent else 0.0
         of_token = share.inputs(self.hidden, len(self.linears)) + FLOAT32 * self.num

@@ -48,11 +48,13 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -64,6 +66,8 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SolarOpenConfig,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 # transformers lists it under images only.
@@ -123,12 +127,16 @@ PLAIN_KINDS = (
     "minimax_m2",
     "ministral",
     "ministral3",
+    "nemotron",
     "olmo3",
     "olmoe",
+    "phimoe",
     "qwen2_moe",
     "seed_oss",
     "smollm3",
     "solar_open",
+    "stablelm",
+    "starcoder2",
 )
 # Run by transformers' modules.
 OTHER_KINDS = ("cohere_compass",)
@@ -228,6 +236,17 @@ YARN_ROPE = {
     "rope_theta": 10000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 3,
+}
+
+# Of Phi-MoE's releases: all positions of a test are below the original length.
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 1024,
+    "short_factor": [1.0 + 0.2 * number for number in range(8)],
+    "long_factor": [4.0] * 8,
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
 }
 
 # Of Hunyuan's releases: "dynamic", but the same for all lengths.
@@ -402,8 +421,15 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
         ),
         "minimax_m2": (MiniMaxM2Config, {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
         "ministral": (MinistralConfig, windows),
+        "nemotron": (NemotronConfig, {"attention_bias": True, "mlp_bias": True}),
         "olmo3": (Olmo3Config, windows | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
         "olmoe": (OlmoeConfig, experts),
+        "phimoe": (
+            PhimoeConfig,
+            {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 5, "rope_parameters": LONG_ROPE}
+            # Wide enough that both experts of a token have a weight below 1.
+            | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.4},
+        ),
         "qwen2_moe": (
             Qwen2MoeConfig,
             experts
@@ -412,6 +438,11 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
         ),
         "seed_oss": (SeedOssConfig, {"mlp_bias": True, "attention_out_bias": True}),
         "solar_open": (SolarOpenConfig, of_deepseek),
+        "stablelm": (
+            StableLmConfig,
+            {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+        ),
+        "starcoder2": (Starcoder2Config, {"sliding_window": 5}),
         "smollm3": (SmolLM3Config, {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5}),
     }
     if kind not in configs:

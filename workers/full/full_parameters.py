@@ -19,8 +19,9 @@ def parameters_of(base: BaseModel, program: Program) -> list[ModelParameter]:
     """Returns the parameters in the same order on all ranks. The output head is included only if the program reads
     it."""
     own = base.own_parameters()
-    if program.scores != "logprobs" and base.head_name != base.embedding_name:
-        del own[base.head_name]
+    if program.scores != "logprobs":
+        for name in base.head_names - {base.embedding_name}:
+            del own[name]
     return [
         *(_parameter(base, name, value) for name, value in own.items()),
         *(ModelParameter(str(matrix.key), str(matrix.key), matrix.shape) for matrix in program.matrices(base)),
@@ -80,7 +81,7 @@ def _is_repeated(base: BaseModel, name: str) -> bool:
     if unit is not None:
         return base.spec.tp_size_of(unit) == 1
     # Only the first rank adds to the gradient of the embedding, and each rank scores different tokens.
-    return not (base.shards_activations or name in (base.embedding_name, base.head_name))
+    return not (base.shards_activations or name in {base.embedding_name, *base.head_names})
 
 
 def _unit(path: Sequence[str]) -> ShardedUnit | None:

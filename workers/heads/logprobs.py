@@ -21,7 +21,8 @@ class LogprobHead:
     """Has no state but the frozen weights. Segments say which adapter's part of the output head each token uses."""
 
     def __init__(self, base: BaseModel, chunk_tokens: int) -> None:
-        self.unembedding, self.product, self.cap = base.unembedding, base.product, base.logit_cap
+        self.unembedding, self.bias = base.unembedding, base.head_bias
+        self.product, self.cap = base.product, base.logit_cap
         self._base = base
         # The derivatives of capped logits take as much memory as the logits.
         self.chunk_tokens = chunk_tokens if self.cap is None else max(1, chunk_tokens // 2)
@@ -43,7 +44,7 @@ class LogprobHead:
     @torch.no_grad()
     def logits(self, hidden: Tensor, pair: LoraPair | None) -> Tensor:
         """Computes logits, [n, hidden] -> float32 [n, vocab]. The caller bounds n."""
-        logits = self.product(hidden, self.unembedding)
+        logits = self.product(hidden, self.unembedding, self.bias)
         if pair is not None:
             pair.add_projection_up(logits, pair.project_down(hidden))
         return soft_capped(logits.float(), self.cap)
@@ -51,7 +52,7 @@ class LogprobHead:
     @torch.no_grad()
     def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Computes logits for hidden states of several adapters, [n, hidden] -> float32 [n, vocab]."""
-        logits = self.product(hidden, self.unembedding)
+        logits = self.product(hidden, self.unembedding, self.bias)
         _add_pairs(logits, hidden, segments)
         return soft_capped(logits.float(), self.cap)
 
@@ -111,6 +112,8 @@ class _LogprobPass:
         segments = clip_segments(self._segments, self._chunk)
         if head.product.is_torch and hidden.dtype == logits.dtype:
             torch.mm(hidden, head.unembedding.t(), out=logits)
+            if head.bias is not None:
+                logits.add_(head.bias)
             _add_pairs(logits, hidden, segments)
             soft_capped(logits, head.cap)
         else:
@@ -138,6 +141,8 @@ class _LogprobPass:
         d_hidden = self._head.product(d_logits, self._head.unembedding.t())
         if self._head.unembedding.grad is not None:
             add_product(self._head.unembedding.grad, d_logits, hidden)
+        if self._head.bias is not None and self._head.bias.grad is not None:
+            self._head.bias.grad.add_(d_logits.sum(0, dtype=torch.float32))
         for segment, pair in _with_pair(segments):
             tokens = slice(segment.start, segment.stop)
             pair.backward(d_logits[tokens], hidden[tokens], pair.project_down(hidden[tokens]), d_hidden[tokens])

@@ -183,7 +183,7 @@ def _is_recognised(trunk: Any, shape: ModelShape) -> bool:
     is_plain = type(embedding) is nn.Embedding
     return (
         (is_plain if family.embedding is None else family.defines(embedding, family.embedding))
-        and family.defines(getattr(trunk, family.last_norm, None), family.norm)
+        and family.is_norm(getattr(trunk, family.last_norm, None))
         and _has_fixed_rotations(trunk, shape)
         and all(is_recognised(*pair, family) for pair in zip(trunk.layers, shape.layers, strict=True))
     )
@@ -209,9 +209,11 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 def _rotary_table(trunk: Any, part: SoftmaxAttention | LatentAttention) -> RotaryTable:
-    frequencies, growth = _frequencies(trunk, part.rotation, part.rotary_dim), part.growth
+    (frequencies, scale), growth = _frequencies(trunk, part.rotation, part.rotary_dim), part.growth
+    if isinstance(part, SoftmaxAttention) and part.rotary_scale is not None:
+        scale = part.rotary_scale
     scales = None if growth is None else partial(query_scales, **asdict(growth))
-    return RotaryTable(*frequencies, scales)
+    return RotaryTable(frequencies, scale, scales)
 
 
 def _frequencies(trunk: Any, kind: str | None, size: int) -> tuple[Tensor, float]:

@@ -104,6 +104,8 @@ class BaseModel:
     shards_activations: whether ranks along tp shard the activations between linear layers in training. activations: as
     in WorkerConfig. unembedding: [vocab, hidden], possibly tied to the embedding; this rank's rows if ranks keep it in
     parts, except inside `whole_unembedding` and `gathered`. head_name, embedding_name: names of these parameters.
+    head_bias: added to the logits, [vocab], whole on every rank; None if there is none. head_names: of the unembedding
+    and of this bias.
     """
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
@@ -157,8 +159,8 @@ class BaseModel:
         linears = [module.weight.numel() for module in self.trunk.modules() if isinstance(module, nn.Linear)]
         self.weights_per_product = sum(linears) / max(1, len(linears))
         head = self.model.get_output_embeddings()
-        if not isinstance(head, nn.Linear) or head.bias is not None:
-            raise ValueError(f"{config.model.source}: the output head must be a linear layer without bias, got {head}")
+        if not isinstance(head, nn.Linear):
+            raise ValueError(f"{config.model.source}: the output head must be a linear layer, got {head}")
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.head_name = names[id(head.weight)]
         self.embedding_name = names[id(self.model.get_input_embeddings().weight)]
@@ -166,6 +168,8 @@ class BaseModel:
             # A tied head keeps its memory layout, because the embedding reads its rows one by one.
             head.weight.data = to_product_layout(head.weight.data)
         self.unembedding: Tensor = head.weight
+        self.head_bias: Tensor | None = head.bias
+        self.head_names = frozenset(names[id(each)] for each in (head.weight, head.bias) if each is not None)
         self.vocab_size = self._num_parts(self.head_name) * len(head.weight)
         self._sharded_head: ShardedLayer | None = None
         if not mesh.has_forward_collectives:
@@ -193,7 +197,8 @@ class BaseModel:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
         fused = fused_trunk(self.trunk, describe_model(self.source, self.config.to_dict()))
         run = self._by_transformers if fused is None else fused.hidden_states
-        logits = self.product(self._logit_scaled(run(tokens, positions, packing)), self.unembedding)
+        hidden = self._logit_scaled(run(tokens, positions, packing))
+        logits = self.product(hidden, self.unembedding, self.head_bias)
         return soft_capped(logits, self.logit_cap)
 
     def saved_name(self, name: str) -> str:

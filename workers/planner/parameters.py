@@ -59,9 +59,12 @@ class ParameterGroup:
 
 def parameters(shape: ModelShape, spec: ParallelSpec) -> list[ParameterGroup]:
     """Returns all parameters in the model's order. A tied head appears only as the embedding."""
-    last = [_whole(f"model.{shape.family.last_norm}.weight", shape.hidden)]
+    of_norm = shape.layers[0].norms.parameters
+    last = [_whole(f"model.{shape.family.last_norm}.{name}", shape.hidden) for name in of_norm]
     if not shape.tied_embeddings:
         last.append(_end("lm_head.weight", shape, spec))
+    if shape.has_head_bias:
+        last.append(_whole("lm_head.bias", shape.vocab))
     embedding = _end(f"model.{shape.family.embedding_name}.weight", shape, spec)
     beside = [_whole(f"model.{name}", *size) for name, size in shape.other_weights.items()]
     return [embedding, *beside, *_layer_parameters(shape, spec), *last]

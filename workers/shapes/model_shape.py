@@ -91,6 +91,7 @@ class ModelShape(ModelDescription):
     vocab: tokens of the embedding. runs_own_layers: whether its layers are exactly those of the family, so that our
     own forward pass can run them. embedding_scale: by which the embedding's output is multiplied. other_weights:
     shapes of the parameters outside the layers, the embedding, the head and the last norm, by names below the trunk.
+    has_head_bias: whether the output head has a bias.
     """
 
     family: Family
@@ -101,6 +102,7 @@ class ModelShape(ModelDescription):
     runs_own_layers: bool
     embedding_scale: float = 1.0
     other_weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    has_head_bias: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -254,6 +256,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         runs_own_layers=family.describes(reader),
         embedding_scale=family.embedding_scale(reader),
         other_weights=family.other_weights(reader),
+        has_head_bias=reader.is_set(family.head_bias_key),
     )
 
 

@@ -13,7 +13,7 @@ BY_TRANSFORMERS = frozenset({
     "apertus", "aria_text", "bitnet", "cohere2_moe", "cohere_compass_text", "cwm", "flex_olmo", "gpt-sw3",
     "gpt2", "gpt_bigcode", "gpt_neox", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe",
     "kolibri1", "mellum",
-    "minimax_m3_vl_text", "olmo", "opt", "persimmon", "phimoe", "starcoder2",
+    "minimax_m3_vl_text", "olmo", "opt", "persimmon",
 })
 # fmt: on
 

@@ -19,10 +19,9 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
-    Starcoder2Config,
 )
 
-from ...tiny import LLAMA3_ROPE, PLAIN_KINDS, RECURRENT_KINDS, TINY_SHAPE, tiny_config
+from ...tiny import DEFAULT_ROPE, LLAMA3_ROPE, LONG_ROPE, PLAIN_KINDS, RECURRENT_KINDS, TINY_SHAPE, tiny_config
 from ..adapted import LENGTHS, Adapted, Dtype, relative_error, sequences
 
 SHAPE: dict[str, Any] = TINY_SHAPE | {"head_dim": 16}
@@ -31,6 +30,11 @@ ROPE_BY_KIND = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
+# Transformers runs these with keys and values of different sizes, sinks, or a cap on scores, or gives attention no
+# bounds of sequences.
+OTHERS = ("deepseek_v3", "glm4_moe_lite", "llama4", "mistral4", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "gemma2")
+OTHERS += ("nemotron", "stablelm")
+
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
     "llama with scaled rotation": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
@@ -50,14 +54,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     **{
         kind: lambda kind=kind: tiny_config(kind)
         for kind in ("mixtral", "phi3", "olmo2", "gemma2", "gemma3", *PLAIN_KINDS)
+        if kind not in OTHERS
     },
     "afmoe without a scaled embedding": lambda: tiny_config("afmoe", mup_enabled=False),
     "phi3 with partial rotation": lambda: tiny_config("phi3", partial_rotary_factor=0.75, head_dim=16),
+    "phi3 with rotations for long contexts": lambda: tiny_config("phi3", rope_parameters=LONG_ROPE),
+    "phimoe with plain rotations": lambda: tiny_config("phimoe", rope_parameters=DEFAULT_ROPE, sliding_window=None),
     "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
 }
-
-# Transformers runs these with keys and values of different sizes, sinks, or a cap on scores.
-OTHERS = ("deepseek_v3", "glm4_moe_lite", "llama4", "mistral4", "deepseek_v32", "glm_moe_dsa", "gpt_oss", "gemma2")
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 
@@ -121,13 +125,17 @@ def run_alone(bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
     return hidden.detach().float(), adapter.gradients.scratch.clone()
 
 
-# Mamba-2 without a norm, with the norm before the gate, without a bias, with several, and with a lower limit of time.
+# Mamba-2 without a norm, with the norm before the gate, without a bias, with several, and with a lower limit of time;
+# layer norms, with each of the settings of their families.
 VARIANTS = (
     ("falcon_h1", {"mamba_rms_norm": False}),
     ("falcon_h1", {"mamba_norm_before_gate": True, "mamba_n_groups": 1}),
     ("granite4", {"mamba_conv_bias": False, "position_embedding_type": "rope"}),
     ("granite4", {"mamba_proj_bias": True, "attention_bias": True}),
     ("nemotron_h", {"time_step_min": 0.9, "mlp_bias": True}),
+    ("nemotron", {"attention_bias": False, "mlp_bias": False}),
+    ("stablelm", {"use_qkv_bias": False, "qk_layernorm": False}),
+    ("stablelm", {"use_parallel_residual": False}),
 )
 
 
@@ -260,7 +268,7 @@ def test_altered_model_is_not_fused(alter: Callable[[Any], object]) -> None:
 
 
 def test_other_families_run_unfused(tmp_path: Path) -> None:
-    bench = random_model(Starcoder2Config(**TINY_SHAPE), tmp_path)
+    bench = random_model(tiny_config("cohere_compass"), tmp_path)
     assert fused_trunk(bench.base.trunk, bench.base.shape) is None
     adapter = bench.create("a")
     tokens, positions, packing = packed()

@@ -205,8 +205,8 @@ def configs_of(model_type: str) -> list[Mapping[str, object]]:
     [
         ({"model_type": "mistral3", "text_config": {}, "vision_config": {}}, None),
         (
-            {"model_type": "mistral3", "text_config": {"model_type": "nemotron"}, "vision_config": {}},
-            "nemotron models, which have parts for vision, are not",
+            {"model_type": "mistral3", "text_config": {"model_type": "falcon"}, "vision_config": {}},
+            "falcon models, which have parts for vision, are not",
         ),
         ({"model_type": "qwen2_5_vl", "vision_config": {}}, "qwen2_5_vl models, which have parts for vision, are not"),
         ({"model_type": "gemma4_text", "use_bidirectional_attention": "vision"}, None),
@@ -214,7 +214,7 @@ def configs_of(model_type: str) -> list[Mapping[str, object]]:
             {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},
             "with use_bidirectional_attention are not",
         ),
-        ({"model_type": "nemotron"}, "nemotron models are not supported"),
+        ({"model_type": "falcon"}, "falcon models are not supported"),
         ({"model_type": "granite", "logits_scaling": 8.0}, None),
         ({"model_type": "granite", "logits_scaling": 1.0, "final_logit_softcapping": None}, None),
         ({"model_type": "llama", "logits_scaling": 1.0, "logit_scale": 1}, None),
@@ -272,8 +272,9 @@ def test_missing_logit_cap_is_found(tiny_models: Mapping[str, Path], monkeypatch
 
 
 def test_context_must_fit_a_window_that_attention_ignores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PhiMoE has its window only in transformers' mask."""
-    saved(AutoModelForCausalLM.from_config(tiny_config_of("phimoe", sliding_window=100)), tmp_path)
+    """Phi-MoE has its window only in transformers' mask, and with this activation runs by transformers' modules."""
+    config = tiny_config_of("phimoe", sliding_window=100, hidden_act="gelu")
+    saved(AutoModelForCausalLM.from_config(config), tmp_path)
     base_of(tmp_path)
     monkeypatch.setattr(attention, "window_in_mask", lambda module: None)
     with pytest.raises(ValueError, match=r"may be supported: serve with --max-context-length 100"):

@@ -119,7 +119,8 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "qwen2_moe": _WINDOWS | {"use_sliding_window": True},
     "qwen3": _WINDOWS | {"use_sliding_window": True},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _HYBRID),
-    "phimoe": {"sliding_window": 5},
+    "phimoe": {"sliding_window": 5, "lm_head_bias": True, "attention_bias": True, "router_jitter_noise": 0.4},
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 5, "block_types": ["recurrent", "attention"]},
     "smollm3": {"no_rope_layers": [0, 1]},
     "solar_open": {"first_k_dense_replace": 0},
@@ -132,6 +133,7 @@ NEEDED_SETTINGS: dict[str, dict[str, Any]] = {
     each: {"head_dim": 64} for each in ("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe")
 } | {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "nemotron": {"num_key_value_heads": 8},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
 }
 

@@ -41,15 +41,18 @@ MAMBA = ("granite4", "granite4_moe", "bamba", *WITHOUT_ATTENTION)
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 PLAIN_SPARSE = (
     *("ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
-    *("afmoe", "gemma4_moe", "laguna", "minimax_m2", "qwen2_moe"),
+    *("afmoe", "gemma4_moe", "laguna", "minimax_m2", "phimoe", "qwen2_moe"),
 )
 BY_TRANSFORMERS = ("cohere_compass",)
-MORE_LAYOUTS = ("gemma2", "gemma4", "gemma4_large", "gemma4_moe", "cohere", "cohere2")
+WITH_BIASES = ("nemotron", "phimoe", "stablelm", "starcoder2")
+MORE_LAYOUTS = ("gemma2", "gemma4", "gemma4_large", "gemma4_moe", "cohere", "cohere2", *WITH_BIASES)
 CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     ("phi3", "single", "each"),
     ("gemma3", "single", "each"),
     *(("gemma2", spec, "each") for spec in ("single", "tp=2", "sp=2")),
     ("qwen2_moe", "single", "each"),
+    ("phimoe", "fsdp=2", "each"),
+    ("stablelm", "tp=2", "each"),
     *(("qwen3_moe", spec, "shared") for spec in ("ep=2", "tp=2", "fsdp=2")),
     *(("qwen3_5", spec, "shared") for spec in ("single", "tp=2", "sp=2")),
     ("deepseek_v3", "tp=2", "shared"),

@@ -192,8 +192,8 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "cwm"}, "sp=2: cwm models such"),
     "other family's shards": (
         "--parallel fsdp=2",
-        DENSE | {"model_type": "starcoder2"},
-        "fsdp=2: starcoder2 models such as M",
+        DENSE | {"model_type": "persimmon"},
+        "fsdp=2: persimmon models such as M",
     ),
     "other arithmetic": (
         "--parallel tp=2",
@@ -210,10 +210,10 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "tp=2: M has RoPE scaling dynamic by 2, with which a token's rotation depends on the batch",
     ),
-    "long rotation": (
+    "rotation of Phi-MoE": (
         "--parallel tp=2",
-        DENSE | {"model_type": "phi3", "rope_scaling": {"type": "su"}},
-        "tp=2: M has RoPE scaling longrope, with which a token's rotation depends on the batch",
+        DENSE | {"model_type": "phimoe", "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "Phi-MoE models with RoPE scaling yarn are not supported, only with longrope",
     ),
     "other activation": (
         "--parallel tp=2",

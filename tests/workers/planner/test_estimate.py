@@ -81,6 +81,7 @@ REFUSED_WITH_BIASES = ("falcon_h1", "nemotron_h_latent")
     [
         *((kind, {}) for kind in ALL_KINDS),
         *((kind, BIASES) for kind in ALL_KINDS if kind not in REFUSED_WITH_BIASES),
+        *((kind, {}) for kind in ("nemotron", "phimoe", "stablelm", "starcoder2")),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
         ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_hidden_layers": 3}),

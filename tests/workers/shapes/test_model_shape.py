@@ -265,6 +265,10 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
         mixers: list[Any] = [layer.mixer for layer in ours.layers]
         assert [mixer.part_size for mixer in mixers] == [of_kinds[kind] for kind in theirs.layer_types]
         assert [mixer.rotation is not None for mixer in mixers] == list(map(bool, theirs.no_rope_layers))
+    elif model_type == "phimoe":
+        assert sparse == list(range(6)) and experts is not None
+        # Its router chooses two in any case.
+        assert (experts.num, experts.per_token, experts.features) == (theirs.num_local_experts, 2, 160)
     elif model_type in SPARSE:
         assert sparse and experts is not None
         assert (experts.num, experts.per_token) == (first_of(theirs, *NUM_EXPERTS), first_of(theirs, *PER_TOKEN))
@@ -296,7 +300,7 @@ def windows_of(shape: ModelShape) -> list[int | None]:
 
 def expected_windows(model_type: str, theirs: Any) -> list[int | None]:
     window, kinds = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
-    if model_type in ("mistral", "ministral3", "mixtral", "phi3", "qwen3_moe"):
+    if model_type in ("mistral", "ministral3", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"):
         return [window] * theirs.num_hidden_layers
     if model_type not in WINDOWED or kinds is None:
         return [None] * theirs.num_hidden_layers

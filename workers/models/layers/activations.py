@@ -51,6 +51,13 @@ def relu2(up: Tensor) -> Tensor:
     return up.relu().square_()
 
 
+# Functions of features without gates, by transformers' name.
+UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu2": relu2,
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+}
+
+
 class _Relu2(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, up: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ def is_recognised(module: Any, layer: Layer, family: Family) -> bool:
         and hasattr(module, "per_layer_input_gate") == (layer.token_input is not None)
         and hasattr(module, "layer_scalar") == layer.is_scaled
         and hasattr(module, "experts") == (layer.feed_forward is not None and not layer.feed_forward.name)
-        and all(family.defines(norm, family.norm) for norm in norms)
+        and all(family.is_norm(norm) for norm in norms)
         and all(_is_part(part, _below(module, part.name), family) for part in layer.parts)
     )
 
@@ -185,7 +185,7 @@ def _is_part(part: Part, module: Any, family: Family) -> bool:
         return is_known and SoftmaxMixer.is_recognised(part, module, family)
     if isinstance(part, RoutedExperts) and part.norms is not None:
         norms = [getattr(module, name, None) for name in part.norms.names]
-        return is_known and all(family.defines(norm, family.norm) for norm in norms)
+        return is_known and all(family.is_norm(norm) for norm in norms)
     if isinstance(part, Mamba):
         return is_known and MambaMixer.is_recognised(part, module, family)
     return is_known

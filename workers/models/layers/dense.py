@@ -1,6 +1,6 @@
 """Runs a dense feed-forward part."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +9,7 @@ from ...ops.fused import GATES
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.parts import Dense
-from .activations import relu2
+from .activations import UNGATED
 from .merge import Merge, MergedProjection
 
 
@@ -21,7 +21,7 @@ class DenseFeedForward:
     def __init__(self, part: Dense, module: Any, mesh: Mesh) -> None:
         self._part, self._module = part, module
         self._is_replicated = "mlp" in mesh.spec.replicated
-        self._activated = GATES[part.activation] if part.has_gate else None
+        self._activated: Callable[..., Tensor] = GATES[part.activation] if part.has_gate else UNGATED[part.activation]
         self._merged = MergedProjection()
 
     def refresh(self, are_original: bool) -> None:
@@ -39,8 +39,8 @@ class DenseFeedForward:
 
     def _inner(self, x: Tensor) -> Tensor:
         """Returns the features [tokens, features] of x [tokens, hidden]."""
-        if self._activated is None:
-            return relu2(self._module.up_proj(x))
+        if not self._part.has_gate:
+            return self._activated(getattr(self._module, self._part.linears[0])(x))
         gate, up = self._gate_and_up(x)
         return self._activated(gate if self._part.gate_scale == 1 else gate * self._part.gate_scale, up)
 

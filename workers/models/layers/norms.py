@@ -12,8 +12,10 @@ from ...ops.layer_norm import LayerNorm, layer_norm
 def norm_of(module: Any, adds_one: bool) -> RmsNorm:
     """Returns the norm of transformers' module. `adds_one`: whether 1 is added to its weight."""
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    kind = LayerNorm if type(module).__name__.endswith("LayerNorm") else RmsNorm
-    return kind(module.weight, torch.tensor(eps, device=module.weight.device), adds_one)
+    weight, eps = module.weight, torch.tensor(eps, device=module.weight.device)
+    if "LayerNorm" in type(module).__name__:
+        return LayerNorm(weight, eps, adds_one, getattr(module, "bias", None))
+    return RmsNorm(weight, eps, adds_one)
 
 
 def add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:

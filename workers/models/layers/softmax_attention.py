@@ -10,9 +10,9 @@ from torch.nn.functional import softplus
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
 from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
-from ...ops.layer_norm import LayerNorm, layer_norm
+from ...ops.layer_norm import HeadLayerNorms, LayerNorm, layer_norm
 from ...ops.shared_keys import SharingRow
-from ...parallel.mesh import Mesh
+from ...parallel.mesh import Mesh, Team
 from ...parallel.norms import ShardedHeadNorms
 from ...shapes.families import Family
 from ...shapes.parts import SoftmaxAttention
@@ -27,8 +27,16 @@ def _softplus(x: Tensor) -> Tensor:
 _GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": _softplus}
 
 
-def _head_norm(part: SoftmaxAttention, norm: Any, module: Any, family: Family) -> RmsNorm:
-    """Returns the norm of transformers' module `norm` of the attention `module`."""
+def _head_norm(part: SoftmaxAttention, norm: Any, module: Any, family: Family, team: Team) -> RmsNorm:
+    """Returns the norm of transformers' module `norm` of the attention `module`.
+
+    Args:
+        team: the ranks that divide the heads.
+    """
+    if part.norms_heads == "listed":
+        own = len(norm.norms) // team.size
+        weights = [each.weight for each in norm.norms[own * team.index : own * (team.index + 1)]]
+        return HeadLayerNorms(weights, torch.tensor(norm.norms[0].eps, device=weights[0].device))
     if part.learns_norms:
         return norm_of(norm, family.norm_weight_plus_one)
     weight = module.q_proj.weight.new_ones(part.head_dim)
@@ -58,9 +66,10 @@ class SoftmaxMixer:
         if part.kv_source is not None:
             self._query_norm = norm_of(getattr(module, part.head_norms[0]), family.norm_weight_plus_one)
         elif part.norms_heads is not None:
-            query, key = (_head_norm(part, getattr(module, name), module, family) for name in part.head_norms)
+            team = mesh.tensor_team("self_attn")
+            query, key = (_head_norm(part, getattr(module, name), module, family, team) for name in part.head_norms)
             if part.norms_heads == "together":
-                self._joint_norms = ShardedHeadNorms(query, key, mesh.tensor_team("self_attn"))
+                self._joint_norms = ShardedHeadNorms(query, key, team)
             else:
                 self._query_norm, self._key_norm = query, key
         self._merged = MergedProjection()
@@ -77,9 +86,14 @@ class SoftmaxMixer:
         )
         is_alike = hasattr(module, "qkv_proj") == part.is_fused and hasattr(module, "sinks") == part.has_sinks
         has_same_cap = getattr(module, "attn_logit_softcapping", None) == part.score_cap
-        kind, has_own = part.norm_module or family.norm, part.kv_source is None
+        has_own = part.kv_source is None
         is_alike = is_alike and has_same_values and hasattr(module, "v_norm") == (part.norms_values and has_own)
-        return is_alike and has_same_cap and has_same_norms and all(family.defines(norm, kind) for norm in norms)
+        return (
+            is_alike
+            and has_same_cap
+            and has_same_norms
+            and all(family.is_norm(norm, part.norm_module) for norm in norms)
+        )
 
     def refresh(self, are_original: bool) -> None:
         self._merged.refresh(are_original)
@@ -90,7 +104,9 @@ class SoftmaxMixer:
 
     def merge(self, merge: Merge) -> None:
         module, part = self._module, self._part
-        if part.is_fused or part.is_gated or part.norms_after_rotation or part.norms_heads in ("together", "apart"):
+        if part.is_fused or part.is_gated or part.norms_after_rotation:
+            return
+        if part.norms_heads not in (None, "each"):
             return
         if part.kv_source is not None or not part.projects_values:
             return

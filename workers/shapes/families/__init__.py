@@ -24,14 +24,18 @@ from .llama import LLAMA
 from .llama4 import LLAMA4
 from .minimax import MINIMAX_M2
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
+from .nemotron import NEMOTRON
 from .nemotron_h import NEMOTRON_H
 from .olmo import OLMO2, OLMO3, OLMOE
 from .phi3 import PHI3
+from .phimoe import PHIMOE
 from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from .qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .solar_open import SOLAR_OPEN
+from .stablelm import STABLELM
+from .starcoder2 import STARCODER2
 
 # By model_type.
 FAMILIES: Mapping[str, Family] = {
@@ -42,6 +46,10 @@ FAMILIES: Mapping[str, Family] = {
     "ministral3": MINISTRAL3,
     "mixtral": MIXTRAL,
     "phi3": PHI3,
+    "phimoe": PHIMOE,
+    "starcoder2": STARCODER2,
+    "nemotron": NEMOTRON,
+    "stablelm": STABLELM,
     "qwen2": QWEN2,
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,

@@ -37,10 +37,15 @@ class ConfigReader:
             raise ValueError(f"the config.json of {self._name} has {key} {number}: expected at most {at_most}")
         return number
 
+    @property
+    def rope(self) -> Mapping[str, object]:
+        """Settings of rotations, also under the name of earlier versions of transformers."""
+        rope = self._config.get("rope_parameters") or self._config.get("rope_scaling")
+        return rope if isinstance(rope, dict) else {}
+
     def fraction(self, key: str, if_none: float) -> float:
         """Returns a number that the config has among its rope_parameters, or itself."""
-        rope = self._config.get("rope_parameters")
-        value = (rope.get(key) if isinstance(rope, dict) else None) or self._config.get(key) or if_none
+        value = self.rope.get(key) or self._config.get(key) or if_none
         if not isinstance(value, int | float):
             raise ValueError(f"the config.json of {self._name} has {key} {value!r}: expected a number")
         return float(value)

@@ -12,8 +12,9 @@ from .config_reader import ConfigReader
 # The value of a field of a part.
 Setting = bool | str | float | tuple[str, str] | QueryGrowth | OutputGate | None
 
-# Rotations that do not depend on the lengths in a batch.
-FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "ntk_alpha", "proportional", "yarn"})
+# Rotations that do not depend on the lengths in a batch; those of "longrope" up to the original length, to which
+# contexts are limited.
+FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "longrope", "ntk_alpha", "proportional", "yarn"})
 
 # Fields that a config.json may leave out.
 DEFAULTS: Mapping[str, object] = {
@@ -37,7 +38,8 @@ class Family:
     defaults: values of fields that a config.json may leave out, in addition to DEFAULTS.
     trunk, rotary: suffixes of the classes of the model without its head, and of its rotations.
     embedding: the same of its embedding; None = torch's embedding. layer: the same of its layers.
-    norm: the suffix of the class of its norms.
+    norm: the suffix of the class of its norms; None = torch's LayerNorm.
+    head_bias_key: the config's field that says whether the output head has a bias; "" if none ever has.
     last_norm, embedding_name: the names of the norm after all layers, and of the embedding.
     embedding_scale_key: the config's field for a factor of the embedding's output. embedding_root_key: the one by which
     the root of the hidden size is such a factor.
@@ -57,7 +59,8 @@ class Family:
     rotary: str = "RotaryEmbedding"
     embedding: str | None = None
     layer: str = "DecoderLayer"
-    norm: str = "RMSNorm"
+    norm: str | None = "RMSNorm"
+    head_bias_key: str = ""
     last_norm: str = "norm"
     embedding_name: str = "embed_tokens"
     embedding_scale_key: str = "embedding_multiplier"
@@ -74,6 +77,13 @@ class Family:
         """True if the module is of the family's class for this role, such as "Attention"."""
         kind, home = type(module), f"transformers.models.{self.module}.modeling_{self.module}"
         return kind.__name__ == self.name + role and kind.__module__ == home
+
+    def is_norm(self, module: object, ending: str | None = None) -> bool:
+        """True if the module is of the class of the family's norms, or of that with another ending."""
+        ending = ending or self.norm
+        if ending is not None:
+            return self.defines(module, ending)
+        return (type(module).__module__, type(module).__name__) == ("torch.nn.modules.normalization", "LayerNorm")
 
     def describes(self, config: ConfigReader) -> bool:
         """True if a model with this config has the arithmetic of our layers."""
@@ -118,7 +128,7 @@ def query_growth(config: ConfigReader) -> QueryGrowth | None:
     return QueryGrowth(rate, int(length)) if rate and length else None
 
 
-def dense(config: ConfigReader, **settings: bool | str | float) -> Dense:
+def dense(config: ConfigReader, **settings: bool | str | float | tuple[str, ...]) -> Dense:
     """Returns the dense part of the size that most configs name alike. Settings are fields of Dense."""
     features = config.number("intermediate_size")
     return Dense(hidden=config.hidden, features=features, **settings)  # pyright: ignore[reportArgumentType]

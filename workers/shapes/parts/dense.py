@@ -14,7 +14,8 @@ _ROWS, _COLUMNS = Placement("mlp", 0), Placement("mlp", 1)
 class Dense:
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without gates.
 
-    name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES, or without gates "relu2".
+    name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES, or without gates of
+    workers/models/layers/activations.py's UNGATED.
     is_fused: whether one projection computes gate and up.
     names: of the projections to gate and up, and of the one after them; () for the usual ones.
     gate_scale: by which gates are multiplied before the activation.

@@ -29,12 +29,21 @@ PARTS: tuple[type[Part], ...] = (SoftmaxAttention, LatentAttention, GatedDelta, 
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of a layer's norms by position, before and after the mixer and the feed-forward part. None = no norm."""
+    """Names of a layer's norms by position, before and after the mixer and the feed-forward part. None = no norm.
+
+    has_bias: whether all norms of the model have biases, the one after all layers included.
+    """
 
     before_mixer: str | None = "input_layernorm"
     after_mixer: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+    has_bias: bool = False
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters of each norm."""
+        return ("weight", "bias") if self.has_bias else ("weight",)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,7 +88,8 @@ class Layer:
             yield Weight("per_layer_input_gate.weight", (self.token_input, self.hidden))
             yield Weight("per_layer_projection.weight", (self.hidden, self.token_input))
             yield Weight("post_per_layer_input_norm.weight", (self.hidden,))
-        yield from (Weight(f"{norm}.weight", (self.hidden,)) for norm in self.norms.names)
+        for norm in self.norms.names:
+            yield from (Weight(f"{norm}.{name}", (self.hidden,)) for name in self.norms.parameters)
 
     def divisible(self) -> Iterator[Divisible]:
         for part in self.parts:

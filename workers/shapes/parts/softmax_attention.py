@@ -33,12 +33,13 @@ class SoftmaxAttention:
 
     rotary_dim: how many features of each head rotate, the first ones. rotation: the kind of its rotations, if layers
     differ in that; None if nothing rotates. is_interleaved: whether the rotated pairs of features are neighbours.
-    growth: how queries grow with their positions, None if they do not. Layers with the same rotations have the same.
+    rotary_scale: of cosines and sines, None for that of the rotations' kind. growth: how queries grow with their
+    positions, None if they do not. Layers with the same rotations have the same of both.
     qkv_bias, output_bias: whether the projections to queries, keys and values, and the one after attention, have
     biases.
     norms_heads: whether queries and keys have a norm: over each head with weights that all heads share, or that are
-    each head's own ("apart"), or over all heads together. head_norms: where
-    these norms are, and norm_module the ending of the name of their class, if not that of other norms.
+    each head's own, in one parameter ("apart") or in one for each head ("listed"), or over all heads together.
+    head_norms: where these norms are, and norm_module the ending of the name of their class, if not that of others.
     norms_after_rotation: whether they are applied to rotated heads. learns_norms: whether they have weights.
     is_fused: whether one projection computes queries, keys and values.
     is_gated: whether the projection to queries also computes gates for the output, head by head. gate: a layer of its
@@ -60,10 +61,11 @@ class SoftmaxAttention:
     rotary_dim: int
     rotation: str | None = ""
     is_interleaved: bool = False
+    rotary_scale: float | None = None
     growth: QueryGrowth | None = None
     qkv_bias: bool = False
     output_bias: bool = False
-    norms_heads: Literal["each", "apart", "together"] | None = None
+    norms_heads: Literal["each", "apart", "listed", "together"] | None = None
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norm_module: str | None = None
     norms_after_rotation: bool = False
@@ -126,6 +128,9 @@ class SoftmaxAttention:
         if self.norms_heads == "apart":
             for name, heads in zip(self.head_norms, (self.heads, self.kv_heads), strict=True):
                 yield Weight(f"{self.name}.{name}.weight", (heads, self.head_dim), _WHOLE_ROWS)
+        elif self.norms_heads == "listed":
+            for name, heads in zip(self.head_norms, (self.heads, self.kv_heads), strict=True):
+                yield from (self._weight(f"{name}.norms.{head}.weight", (self.head_dim,)) for head in range(heads))
         elif self.norms_heads and self.learns_norms:
             is_joint = self.norms_heads == "together"
             sizes = (self._queries, self._keys) if self.kv_source is None else (self._queries,)

@@ -1,0 +1,39 @@
+"""Nemotron-4 and Minitron, with layer norms whose weights grow by 1, and squared ReLU in place of gates.
+
+https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679.
+"""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, Norms
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+_ACTIVATION = "relu2"
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    has_bias = config.is_set("attention_bias")
+    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias)
+    mlp = dense(config, activation=_ACTIVATION, has_gate=False, has_bias=config.is_set("mlp_bias"))
+    return [Layer(config.hidden, mixer, mlp, Norms(has_bias=True))] * config.num_layers
+
+
+NEMOTRON = Family(
+    "Nemotron",
+    "nemotron",
+    _layers,
+    {
+        "vocab_size": 256000,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 48,
+        "max_position_embeddings": 4096,
+        "hidden_act": _ACTIVATION,
+        "partial_rotary_factor": 0.5,
+    },
+    norm="LayerNorm1P",
+    norm_weight_plus_one=True,
+    activation=_ACTIVATION,
+)

@@ -1,0 +1,52 @@
+"""Phi-3.5-MoE, whose layer norms have biases and whose router draws nothing: of two experts each has a weight from a
+softmax of its own (SparseMixer, https://arxiv.org/abs/2409.12136), as in evaluation.
+"""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, Norms, RoutedExperts
+from .config_reader import ConfigReader
+from .family import Family, Setting, attention
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    has_bias = config.is_set("attention_bias")
+    settings: dict[str, Setting] = {"qkv_bias": has_bias, "output_bias": has_bias, "window": config.window}
+    mixer = attention(config, rotary_scale=_rotary_scale(config), **settings)
+    experts = RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("num_local_experts"),
+        per_token=2,
+        features=config.number("intermediate_size"),
+        saved_block="block_sparse_moe",
+        linears=("w1", "w3", "w2"),
+        router="router",
+    )
+    return [Layer(config.hidden, mixer, experts, Norms(has_bias=True))] * config.num_layers
+
+
+def _rotary_scale(config: ConfigReader) -> float | None:
+    """Returns the scale of rotations up to the original length. Raises ValueError if they depend on the length."""
+    kind = config.rope.get("rope_type", config.rope.get("type", "default"))
+    if kind not in ("default", "longrope"):
+        raise ValueError(f"Phi-MoE models with RoPE scaling {kind} are not supported, only with longrope")
+    return config.fraction("short_mscale", 1.0) if kind == "longrope" else None
+
+
+PHIMOE = Family(
+    "Phimoe",
+    "phimoe",
+    _layers,
+    {
+        "vocab_size": 32064,
+        "hidden_size": 4096,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "num_local_experts": 16,
+    },
+    norm=None,
+    head_bias_key="lm_head_bias",
+)

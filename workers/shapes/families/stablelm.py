@@ -1,0 +1,42 @@
+"""StableLM 3B and StableLM 2, with layer norms, whose heads rotate by a quarter: https://arxiv.org/abs/2402.17834.
+
+In StableLM 2 12B attention and the feed-forward part of a layer run in parallel, and each head has a norm of its own.
+"""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, Norms
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    norms_heads = "listed" if config.is_set("qk_layernorm") else None
+    mixer = attention(
+        config,
+        qkv_bias=config.is_set("use_qkv_bias"),
+        norms_heads=norms_heads,
+        head_norms=("q_layernorm", "k_layernorm"),
+        norm_module="LayerNormPerHead",
+    )
+    is_parallel = config.is_set("use_parallel_residual")
+    norms = Norms(before_mlp=None if is_parallel else "post_attention_layernorm", has_bias=True)
+    return [Layer(config.hidden, mixer, dense(config), norms, is_parallel=is_parallel)] * config.num_layers
+
+
+STABLELM = Family(
+    "StableLm",
+    "stablelm",
+    _layers,
+    {
+        "vocab_size": 50304,
+        "hidden_size": 2560,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.25,
+    },
+    norm=None,
+)

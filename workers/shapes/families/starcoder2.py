@@ -1,0 +1,37 @@
+"""StarCoder2, with layer norms, biases everywhere and no gates: https://arxiv.org/abs/2402.19173."""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, Norms
+from .config_reader import ConfigReader
+from .family import Family, attention, dense
+
+_ACTIVATION = "gelu_pytorch_tanh"
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    has_bias, names = config.is_set("use_bias"), ("c_fc", "c_proj")
+    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, window=config.window)
+    mlp = dense(config, activation=_ACTIVATION, has_gate=False, has_bias=has_bias, names=names)
+    return [Layer(config.hidden, mixer, mlp, Norms(has_bias=True))] * config.num_layers
+
+
+STARCODER2 = Family(
+    "Starcoder2",
+    "starcoder2",
+    _layers,
+    {
+        "vocab_size": 49152,
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "hidden_act": _ACTIVATION,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+    },
+    norm=None,
+    activation=_ACTIVATION,
+)

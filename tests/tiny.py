@@ -13,6 +13,7 @@ from transformers import (
     Cohere2Config,
     CohereCompassTextConfig,
     CohereConfig,
+    CwmConfig,
     DeepseekV3Config,
     DeepseekV32Config,
     Dots1Config,
@@ -21,6 +22,7 @@ from transformers import (
     Exaone4Config,
     ExaoneMoeConfig,
     FalconH1Config,
+    FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -38,9 +40,14 @@ from transformers import (
     HeliumConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HyperCLOVAXConfig,
+    HYV3Config,
+    Jais2Config,
+    Kolibri1Config,
     LagunaConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
@@ -105,11 +112,13 @@ PLAIN_KINDS = (
     "arcee",
     "cohere",
     "cohere2",
+    "cwm",
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
     "exaone4",
     "exaone_moe",
+    "flex_olmo",
     "gemma",
     "gemma4",
     "gemma4_large",
@@ -123,7 +132,12 @@ PLAIN_KINDS = (
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "hy_v3",
+    "hyperclovax",
+    "jais2",
+    "kolibri1",
     "laguna",
+    "mellum",
     "minimax_m2",
     "ministral",
     "ministral3",
@@ -372,6 +386,7 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
             | {"moe_intermediate_size": 32, "num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.5}
             | {"mup_enabled": True},
         ),
+        "cwm": (CwmConfig, windows | {"rope_parameters": LLAMA3_ROPE}),
         "dots1": (Dots1Config, windows | of_deepseek | {"head_dim": 16}),
         "ernie4_5": (Ernie4_5Config, {"use_bias": True}),
         "ernie4_5_moe": (
@@ -383,6 +398,7 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
             ExaoneMoeConfig,
             windows | experts | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
         ),
+        "flex_olmo": (FlexOlmoConfig, experts | {"intermediate_size": 32}),
         "gemma": (GemmaConfig, {}),
         "gemma4": (Gemma4TextConfig, GEMMA4_SHAPE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
         "gemma4_large": (
@@ -408,12 +424,27 @@ def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
         "helium": (HeliumConfig, {}),
         "hunyuan_v1_dense": (HunYuanDenseV1Config, {"attention_bias": True, "rope_parameters": ALPHA_ROPE}),
         "hunyuan_v1_moe": (HunYuanMoEV1Config, {"num_experts": 4, "moe_topk": 2}),
+        "hy_v3": (HYV3Config, experts | {"moe_intermediate_size": 32, "router_scaling_factor": 1.5}),
+        "hyperclovax": (
+            HyperCLOVAXConfig,
+            {"embedding_multiplier": 12.0, "logits_scaling": 0.3, "residual_multiplier": 0.22}
+            | {"attention_multiplier": 0.1},
+        ),
+        "jais2": (Jais2Config, {}),
+        "kolibri1": (
+            Kolibri1Config,
+            windows | experts | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 40},
+        ),
         "laguna": (
             LagunaConfig,
             windows
             | experts
             | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 1.5}
             | {"num_attention_heads_per_layer": [4, 8]},
+        ),
+        "mellum": (
+            MellumConfig,
+            windows | experts | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
         ),
         "ministral3": (
             Ministral3Config,

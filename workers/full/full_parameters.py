@@ -53,8 +53,10 @@ def _checkpoint_name(base: BaseModel, name: str) -> str:
     part = base.shape.experts
     if part.saved_block is None:
         return name
-    layer = block.removesuffix(f"{part.name}.")
-    return f"{layer}{part.saved_block}.{name.removeprefix(block)}"
+    layer, below = block.removesuffix(f"{part.name}."), name.removeprefix(block)
+    if part.saved_router is not None and below.startswith(f"{part.router}."):
+        below = part.saved_router + below.removeprefix(part.router)
+    return f"{layer}{part.saved_block}.{below}"
 
 
 def _are_stacked(base: BaseModel) -> bool:

@@ -10,10 +10,8 @@ from typing import Any
 # tests/workers/models/test_survey.py checks each of them, and all others of transformers.
 # fmt: off
 BY_TRANSFORMERS = frozenset({
-    "apertus", "aria_text", "bitnet", "cohere2_moe", "cohere_compass_text", "cwm", "flex_olmo", "gpt-sw3",
-    "gpt2", "gpt_bigcode", "gpt_neox", "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe",
-    "kolibri1", "mellum",
-    "minimax_m3_vl_text", "olmo", "opt", "persimmon",
+    "apertus", "aria_text", "bitnet", "cohere2_moe", "cohere_compass_text", "gpt-sw3", "gpt2", "gpt_bigcode",
+    "gpt_neox", "jetmoe", "minimax_m3_vl_text", "olmo", "opt", "persimmon",
 })
 # fmt: on
 

@@ -41,7 +41,8 @@ MAMBA = ("granite4", "granite4_moe", "bamba", *WITHOUT_ATTENTION)
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 PLAIN_SPARSE = (
     *("ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
-    *("afmoe", "gemma4_moe", "laguna", "minimax_m2", "phimoe", "qwen2_moe"),
+    *("afmoe", "flex_olmo", "gemma4_moe", "hy_v3", "kolibri1", "laguna", "mellum", "minimax_m2", "phimoe"),
+    "qwen2_moe",
 )
 BY_TRANSFORMERS = ("cohere_compass",)
 WITH_BIASES = ("nemotron", "phimoe", "stablelm", "starcoder2")
@@ -104,10 +105,10 @@ def test_a_family_trains_and_samples_as_transformers_does(
     wanted = peft_gradients(tuned, NUM_EXPERTS, linears, experts is not None and experts.is_misread)
     if factors == "shared":
         wanted = stacked_gradients(wanted, NUM_EXPERTS, linears)
-    # Laguna's files have the shared experts under another name than its modules.
+    # Files of Laguna and Hunyuan 3 have the shared experts under another name than modules.
+    in_files = "shared_mlp" if kind == "hy_v3" else "shared_expert"
     wanted = {
-        name if name in gradients else name.replace("shared_experts", "shared_expert"): each
-        for name, each in wanted.items()
+        name if name in gradients else name.replace("shared_experts", in_files): each for name, each in wanted.items()
     }
     wanted = gradients_of_parts(wanted, gradients)
     assert close(output.metrics["loss:sum"], loss.item())

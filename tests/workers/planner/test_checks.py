@@ -185,11 +185,11 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "other family": (
         "--parallel tp=2",
-        DENSE | {"model_type": "cwm"},
-        "tp=2: cwm models such as M support only replicas; docs/parallel.md lists the types of model that support all "
+        DENSE | {"model_type": "olmo"},
+        "tp=2: olmo models such as M support only replicas; docs/parallel.md lists the types of model that support all "
         "axes",
     ),
-    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "cwm"}, "sp=2: cwm models such"),
+    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "olmo"}, "sp=2: olmo models such"),
     "other family's shards": (
         "--parallel fsdp=2",
         DENSE | {"model_type": "persimmon"},

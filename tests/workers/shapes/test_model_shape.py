@@ -90,11 +90,12 @@ SPARSE = (
     *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe"),
     *("granitemoe", "granitemoeshared", "granitemoehybrid"),
     *("minimax_m2", "olmoe", "qwen2_moe", "solar_open", "afmoe", "laguna"),
+    *("flex_olmo", "hy_v3", "kolibri1", "mellum"),
 )
 # Families whose windows follow `layer_types`.
 WINDOWED = (
     *("qwen2", "qwen2_moe", "qwen3", "gemma3_text", "olmo3", "exaone4", "exaone_moe", "ministral", "smollm3", "dots1"),
-    *("gpt_oss", "gemma2", "gemma4_text", "cohere2", "afmoe", "laguna"),
+    *("gpt_oss", "gemma2", "gemma4_text", "cohere2", "afmoe", "laguna", "cwm", "kolibri1", "mellum"),
 )
 # Their names of numbers of experts, of those that a token uses, and of features.
 NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")
@@ -132,6 +133,10 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         if "sliding_attention" in kinds:
             pytest.skip("layers of another family")
         given = given | {"num_experts_per_tok": 1}
+    if model_type == "iquestcoder":  # it refuses windows
+        given = given | {"use_sliding_window": False}
+    if model_type == "internlm3" and not {"attention_bias", "mlp_bias"} <= given.keys():
+        pytest.skip("transformers refuses one of the biases without the other")
     if model_type == "laguna" and given.get("sliding_window", 0) is None:
         pytest.skip("transformers needs a number")
     if model_type in ("exaone4", "exaone_moe") and given.get("sliding_window", 0) is None and not kinds:
@@ -140,7 +145,7 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         pytest.skip("transformers needs the latent queries")
     if model_type in LATENT:  # other names of theirs for the features that rotate, and for experts
         given = {key: value for key, value in given.items() if key not in ("head_dim", "num_experts")}
-    if model_type == "gemma4_text" and given.get("sliding_window", 0) is None:
+    if model_type in ("gemma4_text", "cwm", "kolibri1") and given.get("sliding_window", 0) is None:
         pytest.skip("transformers needs a window")
     theirs = AutoConfig.for_model(model_type, **given)
     ours = shape_of({"model_type": model_type, **given})

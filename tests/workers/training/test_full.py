@@ -170,7 +170,7 @@ def test_a_one_percent_error_exceeds_the_tolerance(tmp_path: Path) -> None:
         assert float(gradient.abs().max()) > 10 * TOLERANCE * scale, f"{name} has too small a gradient for this test"
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "mixtral", "phi3", "deepseek_v3", "qwen3_5", "granite4"))
+@pytest.mark.parametrize("kind", (*KINDS, "mixtral", "phi3", "phimoe", "deepseek_v3", "qwen3_5", "granite4"))
 def test_transformers_loads_a_saved_model(kind: str, tmp_path: Path) -> None:
     directory = tiny_model(kind, tmp_path / "base")
     worker = a_worker(directory)

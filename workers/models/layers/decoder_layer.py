@@ -133,21 +133,22 @@ class DecoderLayer:
             return hidden, self._mixed(x, rotations, packing, stream) + self._feed_forward.forward(x, stream)
         if self._mixers:
             hidden, x = self._add_norm(hidden, update, names.before_mixer)
-            update = self._normed(self._mixed(x, rotations, packing, stream), names.after_mixer)
+            update = self._mixed(x, rotations, packing, stream)
         if self._feed_forward is not None:
             hidden, x = self._add_norm(hidden, update, names.before_mlp)
-            update = self._normed(_scaled(self._feed_forward.forward(x, stream), self._scales[-1]), names.after_mlp)
+            update = _scaled(self._normed(self._feed_forward.forward(x, stream), names.after_mlp), self._scales[-1])
         assert update is not None
         return (hidden, update) if self._end is None else self._end.forward(hidden, update, token_input)
 
     def _mixed(
         self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking, stream: ResidualStream
     ) -> Tensor:
-        """Returns the sum of what the mixers make of x, both as `stream` lays it out."""
+        """Returns the sum of what the mixers make of x, normed and scaled, both as `stream` lays it out."""
         found = []
         for mixer, scale in zip(self._mixers, self._scales, strict=False):
             mixed = mixer.forward(stream.enter(x, mixer.is_replicated), rotations, packing)
-            found.append(_scaled(stream.leave(mixed, mixer.is_replicated), scale))
+            normed = self._normed(stream.leave(mixed, mixer.is_replicated), self._names.after_mixer)
+            found.append(_scaled(normed, scale))
         return found[0] if len(found) == 1 else found[0] + found[1]
 
     def _add_norm(self, hidden: Tensor, update: Tensor | None, name: str | None) -> tuple[Tensor, Tensor]:

@@ -16,17 +16,20 @@ from .gemma import GEMMA, GEMMA2, GEMMA3
 from .gemma4 import GEMMA4
 from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
-from .granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
+from .granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED, HYPERCLOVAX
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from .hy_v3 import HY_V3
+from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
-from .llama import LLAMA
+from .llama import CWM, INTERNLM3, IQUESTCODER, LLAMA
 from .llama4 import LLAMA4
+from .mellum import MELLUM
 from .minimax import MINIMAX_M2
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL
-from .nemotron import NEMOTRON
+from .nemotron import JAIS2, NEMOTRON
 from .nemotron_h import NEMOTRON_H
-from .olmo import OLMO2, OLMO3, OLMOE
+from .olmo import FLEX_OLMO, OLMO2, OLMO3, OLMOE
 from .phi3 import PHI3
 from .phimoe import PHIMOE
 from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -50,6 +53,15 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": STARCODER2,
     "nemotron": NEMOTRON,
     "stablelm": STABLELM,
+    "jais2": JAIS2,
+    "internlm3": INTERNLM3,
+    "iquestcoder": IQUESTCODER,
+    "cwm": CWM,
+    "hyperclovax": HYPERCLOVAX,
+    "flex_olmo": FLEX_OLMO,
+    "mellum": MELLUM,
+    "kolibri1": KOLIBRI1,
+    "hy_v3": HY_V3,
     "qwen2": QWEN2,
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,

@@ -1,18 +1,29 @@
-"""Granite, dense and with experts, and Granite 4, whose layers have Mamba-2 or softmax attention.
+"""Granite, dense and with experts, Granite 4, whose layers have Mamba-2 or softmax attention, and HyperCLOVA X, which
+has norms after each part, too.
 
-https://huggingface.co/ibm-granite/granite-3.3-8b-instruct, https://huggingface.co/ibm-granite/granite-4.0-h-small.
+https://huggingface.co/ibm-granite/granite-3.3-8b-instruct, https://huggingface.co/ibm-granite/granite-4.0-h-small,
+https://huggingface.co/naver-hyperclovax/HyperCLOVAX-SEED-Think-14B.
 """
 
 from collections.abc import Mapping, Sequence
 
-from ..parts import Dense, FeedForward, Layer, Mixer, RoutedExperts
+from ..parts import Dense, FeedForward, Layer, Mixer, Norms, RoutedExperts
 from .config_reader import ConfigReader
 from .family import Family, attention, dense, mamba
+
+_PLAIN = Norms()
+_AROUND = Norms("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
 
 
 def _dense_layers(config: ConfigReader) -> Sequence[Layer]:
     mlp = dense(config, has_bias=config.is_set("mlp_bias"))
     return [_layer(config, _attention(config), mlp)] * config.num_layers
+
+
+def _layers_of_hyperclovax(config: ConfigReader) -> Sequence[Layer]:
+    norms = _AROUND if config.is_set("use_post_norm") else _PLAIN
+    mlp = dense(config, has_bias=config.is_set("mlp_bias"))
+    return [_layer(config, _attention(config), mlp, norms)] * config.num_layers
 
 
 def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
@@ -31,9 +42,9 @@ def _hybrid_layers(config: ConfigReader) -> Sequence[Layer]:
     return [_layer(config, mixers[_LAYER_TYPES.get(kind, kind)], feed_forward) for kind in kinds]
 
 
-def _layer(config: ConfigReader, mixer: Mixer, feed_forward: FeedForward) -> Layer:
+def _layer(config: ConfigReader, mixer: Mixer, feed_forward: FeedForward, norms: Norms = _PLAIN) -> Layer:
     scale = config.fraction("residual_multiplier", 1.0)
-    return Layer(config.hidden, mixer, feed_forward, scales=(scale, scale))
+    return Layer(config.hidden, mixer, feed_forward, norms, scales=(scale, scale))
 
 
 def _attention(config: ConfigReader, rotates: bool = True) -> Mixer:
@@ -83,6 +94,7 @@ _HYBRID: Mapping[str, object] = {
 }
 
 GRANITE = Family("Granite", "granite", _dense_layers, _DEFAULTS)
+HYPERCLOVAX = Family("HyperCLOVAX", "hyperclovax", _layers_of_hyperclovax, {**_DEFAULTS, "use_post_norm": True})
 GRANITE_MOE = Family("GraniteMoe", "granitemoe", _sparse_layers, {**_DEFAULTS, **_SPARSE})
 GRANITE_MOE_SHARED = Family("GraniteMoeShared", "granitemoeshared", _sparse_layers, {**_DEFAULTS, **_SPARSE})
 GRANITE4 = Family("GraniteMoeHybrid", "granitemoehybrid", _hybrid_layers, {**_DEFAULTS, **_SPARSE, **_HYBRID})

@@ -1,4 +1,6 @@
-"""Llama 2 and 3, and models of the same shape: https://arxiv.org/abs/2407.21783."""
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), InternLM3 and IQuest-Coder, which are of the same shape, and CWM
+(https://arxiv.org/abs/2510.02387), with windows in most layers.
+"""
 
 from collections.abc import Sequence
 
@@ -13,4 +15,64 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, dense(config, has_bias=config.is_set("mlp_bias")))] * config.num_layers
 
 
+def _layers_of_internlm3(config: ConfigReader) -> Sequence[Layer]:
+    """Reads the names of releases, too."""
+    biases = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}
+    return _layers(config.changed({ours: config.is_set(ours) or config.is_set(name) for ours, name in biases.items()}))
+
+
+def _layers_of_cwm(config: ConfigReader) -> Sequence[Layer]:
+    by_turns = ["sliding_attention" if number % 4 else "full_attention" for number in range(config.num_layers)]
+    kinds, mlp = config.names("layer_types") or by_turns, dense(config, has_bias=config.is_set("mlp_bias"))
+    windows = [config.window if kind == "sliding_attention" else None for kind in kinds]
+    return [Layer(config.hidden, attention(config, window=each), mlp) for each in windows]
+
+
 LLAMA = Family("Llama", "llama", _layers, {"max_position_embeddings": 2048})
+INTERNLM3 = Family(
+    "Llama",
+    "llama",
+    _layers_of_internlm3,
+    {
+        "vocab_size": 128512,
+        "hidden_size": 4096,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+)
+IQUESTCODER = Family(
+    "Llama",
+    "llama",
+    _layers,
+    {
+        "vocab_size": 76800,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    },
+)
+CWM = Family(
+    "Cwm",
+    "cwm",
+    _layers_of_cwm,
+    {
+        "vocab_size": 128256,
+        "hidden_size": 6144,
+        "intermediate_size": 21504,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "sliding_window": 8192,
+        "layer_types": None,
+    },
+)

@@ -1,6 +1,6 @@
-"""Nemotron-4 and Minitron, with layer norms whose weights grow by 1, and squared ReLU in place of gates.
-
-https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679.
+"""Nemotron-4 (https://arxiv.org/abs/2402.16819) and Minitron (https://arxiv.org/abs/2407.14679), with layer norms whose
+weights grow by 1, and Jais 2 (https://huggingface.co/inceptionai/Jais-2-8B-Chat), with plain ones. Both have squared
+ReLU in place of gates.
 """
 
 from collections.abc import Sequence
@@ -35,5 +35,23 @@ NEMOTRON = Family(
     },
     norm="LayerNorm1P",
     norm_weight_plus_one=True,
+    activation=_ACTIVATION,
+)
+JAIS2 = Family(
+    "Jais2",
+    "jais2",
+    _layers,
+    {
+        "vocab_size": 150272,
+        "hidden_size": 3328,
+        "intermediate_size": 26624,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 26,
+        "max_position_embeddings": 8192,
+        "hidden_act": _ACTIVATION,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    norm=None,
     activation=_ACTIVATION,
 )

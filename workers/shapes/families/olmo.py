@@ -1,5 +1,6 @@
-"""OLMo 2 and 3 (https://arxiv.org/abs/2501.00656), with norms after each part, and OLMoE
-(https://arxiv.org/abs/2409.02060). All have norms of queries and keys over all heads together.
+"""OLMo 2 and 3 (https://arxiv.org/abs/2501.00656), with norms after each part, OLMoE (https://arxiv.org/abs/2409.02060),
+and FlexOlmo (https://arxiv.org/abs/2507.07024), which is OLMo 2 with experts. All have norms of queries and keys over
+all heads together.
 """
 
 from collections.abc import Sequence
@@ -23,13 +24,20 @@ def _layers_of_olmo3(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _layers_of_olmoe(config: ConfigReader) -> Sequence[Layer]:
-    experts = RoutedExperts(
+    return [Layer(config.hidden, _attention(config), _experts(config))] * config.num_layers
+
+
+def _layers_of_flex_olmo(config: ConfigReader) -> Sequence[Layer]:
+    return [Layer(config.hidden, _attention(config), _experts(config), _NORMS)] * config.num_layers
+
+
+def _experts(config: ConfigReader) -> RoutedExperts:
+    return RoutedExperts(
         hidden=config.hidden,
         num=config.number("num_experts"),
         per_token=config.number("num_experts_per_tok"),
         features=config.number("intermediate_size"),
     )
-    return [Layer(config.hidden, _attention(config), experts)] * config.num_layers
 
 
 def _attention(config: ConfigReader, **settings: str | int | None) -> SoftmaxAttention:
@@ -43,6 +51,21 @@ OLMO3 = Family(
     "olmo3",
     _layers_of_olmo3,
     {"max_position_embeddings": 2048, "sliding_window": 4096, "layer_types": None},
+)
+FLEX_OLMO = Family(
+    "FlexOlmo",
+    "flex_olmo",
+    _layers_of_flex_olmo,
+    {
+        "vocab_size": 100352,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 4096,
+        "num_experts": 7,
+        "num_experts_per_tok": 5,
+    },
 )
 OLMOE = Family(
     "Olmoe",

@@ -19,6 +19,7 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         per_token=2,
         features=config.number("intermediate_size"),
         saved_block="block_sparse_moe",
+        saved_router="gate",
         linears=("w1", "w3", "w2"),
         router="router",
     )

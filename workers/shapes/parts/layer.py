@@ -56,8 +56,8 @@ class Layer:
     """A decoder layer. hidden: features of the residual stream.
 
     mixer, feed_forward: one of them may be missing. second_mixer: another one of the same input, whose output is added.
-    scales: by which the outputs of `parts` are multiplied; empty for 1. is_parallel: whether the feed-forward part has
-    the mixer's input, and both outputs are added; there is no norm but the first one.
+    scales: by which the outputs of `parts`, normed, are multiplied; empty for 1. is_parallel: whether the feed-forward
+    part has the mixer's input, and both outputs are added; there is no norm but the first one.
     token_input: the features of a further input that the layer has for each token; None if there is none.
     is_scaled: whether the residual stream is scaled by a number of the layer at its end.
     """

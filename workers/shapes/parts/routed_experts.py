@@ -36,9 +36,9 @@ class RoutedExperts:
 
     features: of each expert. latent: features of the vectors that experts map instead of hidden states; linear layers
     project to and from them.
-    saved_block, linears: names in checkpoint files of the whole part, if not `name`, and of an expert's gate, up and
-    down, or up and down if there are no gates. are_stacked: whether files have the matrices of all experts in one
-    tensor, as modules do.
+    saved_block, saved_router, linears: names in checkpoint files of the whole part, if not `name`, of the router, if
+    not `router`, and of an expert's gate, up and down, or up and down if there are no gates. are_stacked: whether files
+    have the matrices of all experts in one tensor, as modules do.
     router, router_weight: where the router is below the part, and its weight below it. router_biases: its other
     parameters.
     block_correction: the part's tensor with the biases by which the router chooses, if the router has none of its own.
@@ -61,6 +61,7 @@ class RoutedExperts:
     features: int
     latent: int | None = None
     saved_block: str | None = None
+    saved_router: str | None = None
     linears: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     are_stacked: bool = False
     router: str = "gate"

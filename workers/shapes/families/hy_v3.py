@@ -1,0 +1,49 @@
+"""Hunyuan 3, with norms of each head, and experts chosen by sigmoids: https://huggingface.co/tencent/Hy3-preview."""
+
+from collections.abc import Sequence
+
+from ..parts import Dense, Layer, RoutedExperts
+from .config_reader import ConfigReader
+from .deepseek import feed_forwards
+from .family import Family, attention
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    has_bias, features = config.is_set("attention_bias"), config.number("moe_intermediate_size")
+    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each")
+    shared = features * config.number("num_shared_experts")
+    experts = RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("num_experts"),
+        per_token=config.number("num_experts_per_tok"),
+        features=features,
+        block_correction="e_score_correction_bias",
+        shared=Dense(
+            hidden=config.hidden, features=shared, name="mlp.shared_experts", has_bias=config.is_set("mlp_bias")
+        ),
+        module="MoE",
+    )
+    return [Layer(config.hidden, mixer, each) for each in feed_forwards(config, experts)]
+
+
+HY_V3 = Family(
+    "HYV3",
+    "hy_v3",
+    _layers,
+    {
+        "vocab_size": 120832,
+        "hidden_size": 4096,
+        "intermediate_size": 13312,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "num_experts": 192,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 1,
+        "mlp_layer_types": None,
+    },
+)

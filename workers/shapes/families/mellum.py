@@ -1,0 +1,59 @@
+"""Mellum 2, which is Qwen3-MoE with windows and rotations of their own in some layers.
+
+https://huggingface.co/JetBrains/Mellum2-12B-A2.5B-Base.
+"""
+
+from collections.abc import Sequence
+
+from ..parts import Layer, RoutedExperts
+from .config_reader import ConfigReader
+from .deepseek import feed_forwards
+from .family import Family, attention
+
+
+def _layers(config: ConfigReader) -> Sequence[Layer]:
+    experts = RoutedExperts(
+        hidden=config.hidden,
+        num=config.number("num_local_experts", config.number("num_experts")),
+        per_token=config.number("num_experts_per_tok"),
+        features=config.number("moe_intermediate_size"),
+    )
+    has_bias, windows = config.is_set("attention_bias"), {"sliding_attention": config.window}
+    kinds = config.names("layer_types") or ["full_attention"] * config.num_layers
+    mixers = [
+        attention(
+            config,
+            rotation=kind,
+            window=windows.get(kind),
+            qkv_bias=has_bias,
+            output_bias=has_bias,
+            norms_heads="each",
+        )
+        for kind in kinds
+    ]
+    parts = zip(mixers, feed_forwards(config, experts), strict=True)
+    return [Layer(config.hidden, *each) for each in parts]
+
+
+MELLUM = Family(
+    "Mellum",
+    "mellum",
+    _layers,
+    {
+        "vocab_size": 98304,
+        "hidden_size": 2304,
+        "intermediate_size": 7168,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "sliding_window": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 896,
+        "first_k_dense_replace": 0,
+        "layer_types": None,
+        "mlp_layer_types": None,
+    },
+)

@@ -28,7 +28,7 @@ from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.shapes.parts import SoftmaxAttention
 from transformers import AutoModelForCausalLM
 
-from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model
+from ...tiny import DEFAULT_ROPE, FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model
 from ..lineup import LINEUP
 from ..parallel.measuring import LENGTH, LORA, Measured, measured
 
@@ -190,6 +190,9 @@ OF_KIND = {
     "gemma2": {"head_dim": 64, "layer_types": ["full_attention"] * 4},
     "gemma3": {"head_dim": 64, "layer_types": ["full_attention"] * 4},
     "mixtral": {"sliding_window": None, "intermediate_size": 256, "num_experts_per_tok": 4},
+    "phimoe": {"sliding_window": None, "intermediate_size": 256, "rope_parameters": DEFAULT_ROPE, "head_dim": 64},
+    "stablelm": {"head_dim": 64},
+    "starcoder2": {"sliding_window": None, "head_dim": 64},
 }
 
 
@@ -268,6 +271,8 @@ LAYOUTS = [
     *(("gemma4_moe", spec, {}) for spec in ("single", "tp=2", "ep=2")),
     ("olmo2", "tp=2", {}),
     ("mixtral", "ep=2", {}),
+    *((kind, "single", {}) for kind in ("phimoe", "stablelm", "starcoder2")),
+    ("stablelm", "tp=2", {}),
     *(("qwen3", "tp=2", {"shard": ("self_attn",), "tp_activations": way}) for way in ("sharded", "whole")),
     ("qwen3", "fsdp=2,tp=2", {"shard": ("mlp",)}),
     ("qwen3_moe", "ep=2,tp=2", {"shard": ("experts",)}),

@@ -346,6 +346,18 @@ def test_models_that_sample_in_turn_do_not_disturb_each_other(tmp_path: Path) ->
         np.testing.assert_array_equal(found, alone[each.adapter_id][: len(found)], each.job_id)
 
 
+def test_a_full_critic_has_neither_the_output_head_nor_its_bias(tmp_path: Path) -> None:
+    worker = a_worker(tiny_model("phimoe", tmp_path))
+    worker.create_run(RunSpec("critic", FullConfig(seed=3), "critic"))
+    worker.create_run(RunSpec("policy", FullConfig(seed=3)))
+    run(worker, value_request("critic", some_values(0)), supervised("policy", some_data(0)))
+    of_critic, of_policy = (views(worker, each, "accumulator") for each in ("critic", "policy"))
+    assert of_policy.keys() - of_critic.keys() == {"lm_head.weight", "lm_head.bias"}
+    assert of_critic.keys() - of_policy.keys() == {"score.weight", "score.bias"}
+    assert all(bool(of_policy[name].any()) for name in ("lm_head.weight", "lm_head.bias"))
+    stepped(worker, "critic")
+
+
 def test_a_full_critic_equals_transformers_token_classifier(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     worker, data = a_worker(directory), some_values(1)

@@ -496,5 +496,8 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -
         # Transformers makes them ones: whether they are applied would not matter.
         if name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
             each.data.uniform_(0.6, 1.4)
+        # Gemma 4 has the scale of scores in these weights. Without it rounding would grow from layer to layer.
+        elif kind.startswith("gemma4") and name.endswith("q_norm.weight"):
+            each.data.fill_(each.numel() ** -0.5)
     model.save_pretrained(directory)
     return directory

@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig
 from ..models.model import BaseModel
-from ..shapes.model_shape import ModelShape
 from ..state.flat_params import FlatLayout
 from ..state.moments import MomentFormat
 from ..state.program import Program
@@ -61,11 +60,6 @@ def _check_trainable(base: BaseModel) -> None:
         raise OperationError(
             "full fine-tuning needs an unquantized base model: train LoRA, or start the server without"
             " --base-quantization"
-        )
-    if isinstance(base.shape, ModelShape) and any(layer.is_scaled for layer in base.shape.layers):
-        raise OperationError(
-            f"full fine-tuning of {base.shape.model_type} models is not supported: train LoRA, which reaches all linear"
-            " layers of attention and feed-forward parts"
         )
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A layer of the residual stream: maps the state and the update not yet added to it to the same pair after the layer.
-Layer = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+# A layer of the residual stream: maps the state, the update not yet added to it, and further inputs to the same pair
+# after the layer, and further outputs.
+Layer = Callable[..., tuple[Tensor, ...]]
 
 # Restores the context of a layer's forward pass for running it again.
 ForwardContext = Callable[[], AbstractContextManager[None]]
@@ -28,12 +29,14 @@ class LayerInputs:
         self._kept: dict[int, Tensor] = {}
         self._arriving: dict[int, Tensor] = {}
 
-    def run(self, number: int, layer: Layer, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    def run(
+        self, number: int, layer: Layer, hidden: Tensor, update: Tensor | None, *others: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Runs a layer with the same arithmetic as without checkpointing.
 
-        At least one of the inputs must require a gradient.
+        At least one of the inputs must require a gradient. The `others` stay on the device.
         """
-        return _Checkpointed.apply(hidden, update, self, number, layer)  # pyright: ignore[reportReturnType]
+        return _Checkpointed.apply(hidden, update, self, number, layer, *others)  # pyright: ignore[reportReturnType]
 
     def keep(self, number: int, x: Tensor) -> None:
         self._kept[number] = x if self._host is None else self._host.to_host(x)
@@ -87,12 +90,19 @@ class HostOffload:
 class _Checkpointed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, update: Tensor | None, inputs: LayerInputs, number: int, layer: Layer
+        ctx: Any,
+        hidden: Tensor,
+        update: Tensor | None,
+        inputs: LayerInputs,
+        number: int,
+        layer: Layer,
+        *others: Tensor | None,
     ) -> tuple[Tensor, ...]:
         ctx.inputs, ctx.number, ctx.layer, ctx.is_first = inputs, number, layer, update is None
+        ctx.save_for_backward(*others)
         inputs.keep(number, hidden.detach() if update is None else hidden + update)
         with torch.enable_grad():  # else other kernels run, which round otherwise
-            outs = layer(hidden.detach(), None if update is None else update.detach())
+            outs = layer(hidden.detach(), *(None if each is None else each.detach() for each in (update, *others)))
         return tuple(out.detach() for out in outs)
 
     @staticmethod
@@ -103,6 +113,12 @@ class _Checkpointed(torch.autograd.Function):
         """
         leaf = ctx.inputs.take(ctx.number).requires_grad_()
         nothing = None if ctx.is_first else leaf.new_zeros(()).expand_as(leaf)
+        needs = ctx.needs_input_grad[-len(ctx.saved_tensors) :]
+        others = [
+            None if each is None else each.detach().requires_grad_(need)
+            for each, need in zip(ctx.saved_tensors, needs, strict=False)
+        ]
         with torch.enable_grad(), ctx.inputs.again():
-            torch.autograd.backward(ctx.layer(leaf, nothing), grads)
-        return leaf.grad, None if ctx.is_first else leaf.grad, None, None, None
+            torch.autograd.backward(ctx.layer(leaf, nothing, *others), grads)
+        of_others = (None if each is None else each.grad for each in others)
+        return leaf.grad, None if ctx.is_first else leaf.grad, None, None, None, *of_others

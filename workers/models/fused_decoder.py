@@ -48,6 +48,7 @@ class FusedTrunk:
         ]
         size = shape.layers[0].token_input
         self._token_inputs = None if size is None else TokenInputs(trunk, size)
+        self._kv_source = [each.kv_source for each in shape.layers]
         self._kv_sources = shape.kv_sources
         self._norm = norm_of(getattr(trunk, shape.family.last_norm), shape.family.norm_weight_plus_one)
         self._tables = {each.rotation: _rotary_table(trunk, each) for each in shape.attentions}
@@ -69,6 +70,8 @@ class FusedTrunk:
             are_original: whether the parameters are the original ones, of which merged weights were made.
         """
         self._norm.refresh()
+        if self._token_inputs is not None:
+            self._token_inputs.refresh()
         for layer in self._layers:
             layer.refresh(are_original)
 
@@ -139,13 +142,38 @@ class FusedTrunk:
         for number, layer in enumerate(self._layers):
             hidden, update = self._sharded.before_layer(number, hidden, update)
             forward = partial(layer.forward, rotations=rotations, packing=packing, stream=stream)
-            if of_layers is not None:
-                forward = partial(forward, token_input=of_layers[number])
-            after = inputs.run(number, forward, hidden, update) if inputs is not None else forward(hidden, update)
+            given = hidden, update, None if of_layers is None else of_layers[number]
+            after = forward(*given) if inputs is None else self._checkpointed(inputs, number, forward, packing, *given)
             hidden, update = self._sharded.after_layer(number, *after)
             if number in captured:
                 captured[number] = hidden if update is None else hidden + update
         return add_norm(hidden, update, self._norm)[1]
+
+    def _checkpointed(
+        self,
+        inputs: LayerInputs,
+        number: int,
+        forward: Callable[..., tuple[Tensor, Tensor]],
+        packing: Packing | AttendingPacking,
+        hidden: Tensor,
+        update: Tensor | None,
+        token_input: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs a layer and keeps only its inputs, among them keys and values that it takes from an earlier layer."""
+        if not isinstance(packing, SharingRow):
+            hidden, update = inputs.run(number, forward, hidden, update, token_input)
+            return hidden, update
+        source = self._kv_source[number]
+
+        def run(
+            hidden: Tensor, update: Tensor | None, token_input: Tensor | None, *taken: Tensor
+        ) -> tuple[Tensor, ...]:
+            row = packing.of_layer(source, taken)
+            return *forward(hidden, update, token_input, packing=row), *row.kept(number)
+
+        hidden, update, *made = inputs.run(number, run, hidden, update, token_input, *packing.kept(source))
+        packing.keep(number, made)
+        return hidden, update
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""

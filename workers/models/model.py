@@ -35,7 +35,7 @@ from ..parallel.mesh import Mesh, Team
 from ..parallel.sequence import ShardedPacking
 from ..parallel.sharded_embedding import ShardedEmbedding
 from ..parallel.token_shard import TokenShard
-from ..planner.checks import activations_refusal, check_quantization, shared_keys_refusal
+from ..planner.checks import activations_refusal, check_quantization
 from ..planner.footprint import gigabytes
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import WorkerConfig, ZeroStage
@@ -184,8 +184,6 @@ class BaseModel:
             )
         if self._fused is None and config.activations != "keep":
             raise ValueError(activations_refusal(config.model.name, self.config.model_type, config.activations))
-        if isinstance(self.shape, ModelShape) and self.shape.kv_sources and config.activations != "keep":
-            raise ValueError(shared_keys_refusal(config.model.name, config.activations))
 
     def _attending_layers(self) -> Sequence[int]:
         """Returns the number of the layer to whose keys and values each layer with softmax attention attends."""
@@ -422,18 +420,20 @@ class BaseModel:
             if self._fused is not None:
                 self._fused.parameters_changed(are_original=False)
                 held.enter_context(self._fused.using_weights(gradients))
-            with self._sparse_embedding(gradients is not None):
+            with self._sparse_embeddings(gradients is not None):
                 yield
 
     @contextmanager
-    def _sparse_embedding(self, is_wanted: bool) -> Iterator[None]:
-        """Makes autograd's gradient of the embedding sparse while inside, not of the size of the vocabulary."""
-        embedding: Any = self.model.get_input_embeddings()
-        embedding.sparse = is_wanted
+    def _sparse_embeddings(self, is_wanted: bool) -> Iterator[None]:
+        """Makes autograd's gradients of embeddings sparse while inside, not of the size of the vocabulary."""
+        embeddings = [module for module in self.trunk.modules() if isinstance(module, nn.Embedding)]
+        for embedding in embeddings:
+            embedding.sparse = is_wanted
         try:
             yield
         finally:
-            embedding.sparse = False
+            for embedding in embeddings:
+                embedding.sparse = False
 
     def finish_linears(self, merge: Merge, captured_context: Callable[[], ForwardContext]) -> None:
         """Prepares the layers for running, after all linear layers are replaced.

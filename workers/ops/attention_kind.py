@@ -60,7 +60,8 @@ class Sinks:
 class AttentionKind:
     """Holds what differs between the attention of layers.
 
-    layer: its index, in the cache too. window: how many tokens a token sees, itself included; None for all before it.
+    layer: its index, in the cache too. is_stored: whether the keys and values are those of an earlier layer, which has
+    stored them there. window: how many tokens a token sees, itself included; None for all before it.
     sinks: of the query's heads. values_are_keys: whether the values are the keys, so that a cache keeps only these.
     part: the tokens of the parts of a sequence that do not see each other; None for no parts.
     cap: the absolute value that scaled scores approach, as cap * tanh(score / cap); None for no limit. Fused kernels
@@ -74,6 +75,7 @@ class AttentionKind:
     values_are_keys: bool = False
     cap: float | None = None
     part: int | None = None
+    is_stored: bool = False
 
     def within(self, length: int) -> "AttentionKind":
         """Returns the kind for sequences of at most `length` tokens, without parts if they have only one."""

@@ -217,8 +217,9 @@ class DecodeStep:
             cached = *self.tensors.of_layer(kind.layer, key, kind.values_are_keys), self.slots, self.lengths, self.span
             return triton.decode_attention(query, key, value, *cached, kind)
         reading = self.tensors.views(kind, key, self.num_slots, self.span)
-        reading.keys[self.slots, :, self.lengths] = key
-        reading.values[self.slots, :, self.lengths] = value
+        if not kind.is_stored:
+            reading.keys[self.slots, :, self.lengths] = key
+            reading.values[self.slots, :, self.lengths] = value
         if not self.in_order:
             # By slot: moving the few queries is cheap, gathering the cache is not.
             query = query.new_zeros(self.num_slots, *query.shape[1:]).index_copy_(0, self.slots, query)
@@ -295,6 +296,8 @@ class ContinuationChunk:
     def store(self, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
         """Stores key and value of the packed row. Returns the layer's, see SlotTensors.of_layer."""
         keys, values = self.tensors.of_layer(kind.layer, key, kind.values_are_keys)
+        if kind.is_stored:
+            return keys, values
         length = self.cached + self.stop - self.start
         keys[self.slot, :, self.cached : length] = key[self.start : self.stop].transpose(0, 1)
         values[self.slot, :, self.cached : length] = value[self.start : self.stop].transpose(0, 1)
@@ -321,6 +324,8 @@ class NewSequences:
     number: int
 
     def store(self, key: Tensor, value: Tensor, kind: AttentionKind) -> None:
+        if kind.is_stored:
+            return
         tensors = self.tensors.of_layer(kind.layer, key, kind.values_are_keys)
         for cached, new in zip(tensors, (key, value), strict=True):
             part = new[self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))

@@ -32,5 +32,22 @@ class SharingRow:
         """Attends to the keys and values of the layer `kind.layer`, which has run in this pass."""
         return attend(query, *self._kept[kind.layer], self._packing, kind)
 
+    def kept(self, layer: int | None) -> tuple[Tensor, ...]:
+        """Returns the keys and values of a layer, nothing if they are not kept."""
+        return () if layer is None else self._kept.get(layer, ())
+
+    def keep(self, layer: int, kept: Sequence[Tensor]) -> None:
+        """Keeps the keys and values of a layer, if there are any."""
+        if kept:
+            key, value = kept
+            self._kept[layer] = key, value
+
+    def of_layer(self, source: int | None, kept: Sequence[Tensor]) -> "SharingRow":
+        """Returns the row for a single layer, with the keys and values that it takes from the layer `source`."""
+        row = SharingRow(self._packing, self._sources)
+        if source is not None:
+            row.keep(source, kept)
+        return row
+
     def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         return recur(op, inputs, self._packing)

@@ -105,11 +105,19 @@ class _BytesPerToken:
     def _kept_of_layers(self) -> float:
         shape = self._shape
         if self._load.activations == "recompute":
-            return shape.num_layers * self._input
+            return shape.num_layers * self._input + self._kept_beside()
         if self._load.activations == "offload":
-            return min(2, shape.num_layers) * self._input  # of the running layer and the next one
+            # Inputs of the running layer and of the next one.
+            return min(2, shape.num_layers) * self._input + self._kept_beside()
         counts = Counter(shape.layers)
         return sum(count * self._kept_by(layer) for layer, count in counts.items())
+
+    def _kept_beside(self) -> float:
+        """Returns the bytes that recomputed layers keep in addition to their inputs from the residual stream."""
+        inputs = sum(each.token_input or 0 for each in self._shape.layers) / self._stream_parts
+        sources = (self._shape.layers[number].mixer for number in self._shape.kv_sources)
+        shared = sum(each.cache_entries(self._spec).numbers_per_token for each in sources if each is not None)
+        return self._number * (inputs + 2 * shared)  # also the gradients of shared keys and values
 
     def _kept_by(self, layer: Layer) -> float:
         of_parts = sum(part.kept_bytes(self._share) for part in layer.parts)
@@ -121,7 +129,10 @@ class _BytesPerToken:
         """Returns the bytes of the layer's own input for each token, of its gate, and of the norm after it."""
         if layer.token_input is None:
             return 0.0
-        return self._stream + 3 * self._number * layer.token_input / self._stream_parts
+        numbers = 3 * layer.token_input
+        if self._is_full:  # the projection to its input before its norm, the product with its gate, and its state
+            numbers += 2 * layer.token_input + layer.hidden
+        return self._stream + self._number * numbers / self._stream_parts
 
     def _running_again(self) -> float:
         """Returns the bytes of the recomputed layer that keeps most, with its output and the gradient by that."""

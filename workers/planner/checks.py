@@ -70,14 +70,6 @@ def activations_refusal(name: str, model_type: str, activations: str) -> str:
     )
 
 
-def shared_keys_refusal(name: str, activations: str) -> str:
-    """Returns the message for a model whose layers cannot run again one by one."""
-    return (
-        f"activations {activations}: layers of {name} use the keys and values of earlier layers, and a layer that runs "
-        f"again for its backward pass would not have them: leave out --activations {activations}"
-    )
-
-
 def auto_refusal(model: ModelDescription) -> str:
     """Returns the message for a model whose layout cannot be planned."""
     return (
@@ -139,8 +131,6 @@ def _check_activations(activations: str, model: ModelDescription) -> None:
     is_own = isinstance(model, ModelShape) and model.runs_own_layers and _has_fixed_rotations(model)
     if activations != "keep" and not is_own:
         raise ValueError(activations_refusal(model.name, model.model_type, activations))
-    if activations != "keep" and isinstance(model, ModelShape) and model.kv_sources:
-        raise ValueError(shared_keys_refusal(model.name, activations))
 
 
 def _has_fixed_rotations(model: ModelDescription) -> bool:

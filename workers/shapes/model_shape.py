@@ -126,19 +126,16 @@ class ModelShape(ModelDescription):
     @cached_property
     def attending_layers(self) -> Sequence[int]:
         """The number of the layer to whose keys and values each layer with softmax attention attends."""
-        found = []
-        for number, layer in enumerate(self.layers):
-            for mixer in layer.mixers:
-                source = mixer.kv_source if isinstance(mixer, SoftmaxAttention) else None
-                if isinstance(mixer, SoftmaxAttention | LatentAttention):
-                    found.append(number if source is None else source)
-        return found
+        return [
+            number if layer.kv_source is None else layer.kv_source
+            for number, layer in enumerate(self.layers)
+            if any(isinstance(each, SoftmaxAttention | LatentAttention) for each in layer.mixers)
+        ]
 
     @cached_property
     def kv_sources(self) -> frozenset[int]:
         """The numbers of the layers whose keys and values other layers use."""
-        shared = (each.kv_source for each in self.mixers if isinstance(each, SoftmaxAttention))
-        return frozenset(number for number in shared if number is not None)
+        return frozenset(layer.kv_source for layer in self.layers if layer.kv_source is not None)
 
     @cached_property
     def experts(self) -> RoutedExperts | None:

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import Packing, pack_lengths
+from trainhouse.workers.ops.attention_kind import AttentionKind
 from trainhouse.workers.ops.kernels import PrefixGroups
 from trainhouse.workers.ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences, SlotTensors
 
@@ -263,3 +265,18 @@ def test_bfloat16_stays_within_its_rounding(window: int | None, sinks: Tensor | 
     torch.testing.assert_close(decoded.float(), expected_last(qkv, window, sinks, cap), atol=0.05, rtol=0.05)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(decoded.float(), expected_last(qkv, window, sinks, cap), atol=1e-5, rtol=1e-5)
+
+
+def test_keys_that_an_earlier_layer_stored_are_not_stored_again() -> None:
+    tensors, kind = new_slot_tensors(), AttentionKind(0, 1.0)
+    query, key, value = (torch.randn(5, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    fresh(tensors, [5], [1]).attend(query, key, value, kind)
+    stored = [each.clone() for each in tensors.tensors()]
+    continued = CachedRow((), [ContinuationChunk(0, 1, tensors, slot=1, cached=4)], None, 1, ())
+    for row, number in ((fresh(tensors, [5], [1]), 5), (continued, 1)):
+        others = query[:number], -key[:number], -value[:number]
+        row.attend(*others, replace(kind, is_stored=True))
+        assert all(map(torch.equal, tensors.tensors(), stored))
+        row.attend(*others, kind)
+        assert not any(map(torch.equal, tensors.tensors(), stored))
+        fresh(tensors, [5], [1]).attend(query, key, value, kind)

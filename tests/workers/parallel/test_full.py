@@ -37,6 +37,9 @@ CASES = [
             *(Case("tp=2", "stablelm", tp_activations=each) for each in ("sharded", "whole")),
             Case("fsdp=2,sp=2", "starcoder2"),
             Case("ep=2", "deepseek_v3"),
+            *(Case(spec, kind) for kind in ("gemma4", "gemma4_moe") for spec in ("tp=2", "fsdp=2", "sp=2")),
+            *(Case("tp=2", kind, tp_activations="whole") for kind in ("gemma4", "gemma4_moe")),
+            *(Case(spec, "gemma4_moe") for spec in ("ep=2", "ep=2,tp=2")),
             Case("tp=2", tp_activations="whole"),
             Case("tp=2", "qwen3_tied", tp_activations="whole"),
             *(Case("fsdp=2,tp=2", kind, tp_activations="whole") for kind in ("qwen3", "qwen3_tied")),
@@ -103,7 +106,8 @@ def test_full_model_trains_as_on_one_rank(case: Case, tiny_models: dict[str, Pat
         for where, directory in ((alone, ours.directory), (many, theirs.directory)):
             where.call("load_run", "full", str(directory), True)
         assert close([loss_of(alone, 3, 21, 6)], [loss_of(many, 3, 21, 6)])
-        assert close([norm_of_step(alone)], [norm_of_step(many)])
+        # Both start from weights that differ by the rounding of three steps.
+        assert close([norm_of_step(alone)], [norm_of_step(many)], 3e-4)
         assert close([loss_of(alone, 4, 21, 6)], [loss_of(many, 4, 21, 6)])
         loaded = AutoModelForCausalLM.from_pretrained(ours.directory)
         wanted = AutoModelForCausalLM.from_pretrained(theirs.directory)

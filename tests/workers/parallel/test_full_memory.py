@@ -45,7 +45,7 @@ def held(where: Measured) -> int:
     return max(where.of_each("alive"))
 
 
-@pytest.mark.parametrize("kind", sorted(kind for kind in {*ALL_KINDS} if not kind.startswith("gemma4")))
+@pytest.mark.parametrize("kind", sorted({*ALL_KINDS}))
 def test_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models[kind])), device="cpu", threads=1))
@@ -137,7 +137,8 @@ def test_activations_grow_with_tokens_as_planned(tmp_path: Path) -> None:
     ("kind", "dtype", "knobs"),
     [
         *((kind, "float32", {}) for kind in ("llama", "qwen3_moe", "phi3", "olmo2", "gemma3", "mixtral")),
-        *((kind, "float32", {"activations": "recompute"}) for kind in ("qwen3", "qwen3_moe")),
+        *((kind, "float32", {}) for kind in ("gemma4", "gemma4_moe")),
+        *((kind, "float32", {"activations": "recompute"}) for kind in ("qwen3", "qwen3_moe", "gemma4")),
         *(pytest.param(kind, "bfloat16", {}, marks=SLOW_IN_BFLOAT16) for kind in ("llama", "qwen3_moe")),
     ],
     ids=str,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +38,8 @@ MORE = (
     *(Case("single", kind, dtype) for kind in ("llama", "qwen3_moe") for dtype in ("float32", "bfloat16")),
     *(Case("sp=2"), Case("sp=2", ring=True), Case("fsdp=2"), Case("fsdp=2,tp=2")),
     *(Case(spec, "qwen3_moe") for spec in ("ep=2", "ep=2,sp=2")),
+    *(Case(spec, "gemma4") for spec in ("single", "tp=2", "sp=2", "fsdp=2")),
+    Case("single", "gemma4", "bfloat16"),
 )
 CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)]
 
@@ -57,8 +60,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def by_way(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3} if case.ring else {}
-    model = tiny_model(case.kind, tmp_path_factory.mktemp("model"), num_hidden_layers=NUM_LAYERS, **heads)
+    settings: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3} if case.ring else {}
+    if case.kind == "gemma4":
+        # The last layer uses the keys and values of the one before it.
+        settings = {"layer_types": ["sliding_attention", *["full_attention"] * 2], "num_kv_shared_layers": 1}
+    model = tiny_model(case.kind, tmp_path_factory.mktemp("model"), num_hidden_layers=NUM_LAYERS, **settings)
     found = {}
     for way in WAYS:
         knobs = {"activations": way, "dtype": case.dtype}

@@ -41,9 +41,6 @@ DENSE = {
 }
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "intermediate_size": 128}
 OF_EACH_EXPERT = {"top_k_experts": 8, "moe_intermediate_size": 64}
-SHARING_KEYS = {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 2} | {
-    "layer_types": ["sliding_attention", "full_attention"] * 2
-}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 
 # Arguments of `trainhouse plan`, a model (a dictionary becomes its config.json), and the error.
@@ -224,12 +221,6 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "--parallel tp=2",
         DENSE | {"hidden_act": "gelu"},
         "tp=2: M has another activation than silu; such models support only replicas",
-    ),
-    "recomputed layers that share keys": (
-        "--activations recompute",
-        DENSE | SHARING_KEYS,
-        "activations recompute: layers of M use the keys and values of earlier layers, and a layer that runs again for "
-        "its backward pass would not have them: leave out --activations recompute",
     ),
     "experts of Gemma 4": (
         "--parallel ep=3",

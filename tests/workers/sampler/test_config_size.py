@@ -18,7 +18,7 @@ from ..adapted import Adapted
 TEXT = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *FAMILY_KINDS])
+@pytest.mark.parametrize("kind", [*KINDS, *FAMILY_KINDS, "gemma4", "gemma4_moe"])
 def test_a_pass_allocates_the_bytes_that_are_planned(kind: str, tmp_path: Path) -> None:
     base = Adapted(tiny_model(kind, tmp_path)).base
     tensors, tokens = SlotTensors(capacity=8), torch.arange(3, 8)

@@ -103,6 +103,8 @@ class DecoderLayer:
         """Updates what was derived from parameters, see SequenceMixer.refresh."""
         for norm in self._norms.values():
             norm.refresh()
+        if self._end is not None:
+            self._end.refresh()
         for part in self._parts:
             part.refresh(are_original)
 
@@ -114,10 +116,10 @@ class DecoderLayer:
         self,
         hidden: Tensor,
         update: Tensor | None,
+        token_input: Tensor | None,
         rotations: Rotations,
         packing: Packing | AttendingPacking,
         stream: ResidualStream,
-        token_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs the layer on hidden states and the previous layer's update, which is not yet added to them.
 

@@ -52,8 +52,10 @@ class SoftmaxMixer:
         self.is_replicated = "self_attn" in mesh.spec.replicated
         sinks = Sinks(module.sinks) if part.has_sinks else None
         scaling = module.scaling * part.score_scale
-        cached = number if part.kv_source is None else part.kv_source
-        self._kind = AttentionKind(cached, scaling, part.window, sinks, cap=part.score_cap, part=part.part_size)
+        cached, is_stored = (number, False) if part.kv_source is None else (part.kv_source, True)
+        self._kind = AttentionKind(
+            *(cached, scaling, part.window, sinks), cap=part.score_cap, part=part.part_size, is_stored=is_stored
+        )
         tp = mesh.spec.tp_size_of("self_attn")
         self._sizes = [heads * part.head_dim // tp for heads in (part.heads, part.kv_heads, part.kv_heads)]
         self._query_norm: RmsNorm | None = None

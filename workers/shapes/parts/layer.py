@@ -77,6 +77,11 @@ class Layer:
         return tuple(each for each in (self.mixer, self.second_mixer) if each is not None)
 
     @property
+    def kv_source(self) -> int | None:
+        """The number of the layer whose keys and values it uses; None for its own."""
+        return self.mixer.kv_source if isinstance(self.mixer, SoftmaxAttention) else None
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         return self.mixers if self.feed_forward is None else (*self.mixers, self.feed_forward)
 

@@ -58,10 +58,17 @@ class FusedTrunk:
         for layer in self._layers:
             layer.merge(merge)
 
-    def shard(self, layers: ShardedLayers, embedding: ShardedEmbedding | None) -> None:
-        """Makes passes gather the layers from now on. `embedding` is None if it is whole."""
+    def shard(
+        self, layers: ShardedLayers, embedding: ShardedEmbedding | None, of_layers: ShardedEmbedding | None
+    ) -> None:
+        """Makes passes gather the layers from now on.
+
+        The embedding, and that of the layers' inputs for each token, are None if they are whole.
+        """
         self._sharded = layers
         self._embed = embedding or self._embed
+        if self._token_inputs is not None and of_layers is not None:
+            self._token_inputs.embed = of_layers
 
     def parameters_changed(self, are_original: bool) -> None:
         """Updates what was derived from the modules' parameters, after they changed.

@@ -414,26 +414,31 @@ class BaseModel:
             for name, parameter in parameters.items():
                 parameter.data = weights[name]
                 if gradients is not None:
-                    # The embedding is never gathered, so its gradient is this rank's part.
-                    is_gathered = name in self._sharded and name != self.embedding_name
+                    # Embeddings are never gathered, so that their gradients are this rank's part.
+                    is_gathered = name in self._sharded and name not in self._embeddings
                     _collect_gradient(parameter, None if is_gathered else gradients[name])
             if self._fused is not None:
                 self._fused.parameters_changed(are_original=False)
                 held.enter_context(self._fused.using_weights(gradients))
-            with self._sparse_embeddings(gradients is not None):
+            with self._sparse_gradients(gradients is not None):
                 yield
 
     @contextmanager
-    def _sparse_embeddings(self, is_wanted: bool) -> Iterator[None]:
+    def _sparse_gradients(self, is_wanted: bool) -> Iterator[None]:
         """Makes autograd's gradients of embeddings sparse while inside, not of the size of the vocabulary."""
-        embeddings = [module for module in self.trunk.modules() if isinstance(module, nn.Embedding)]
-        for embedding in embeddings:
+        for embedding in self._embeddings.values():
             embedding.sparse = is_wanted
         try:
             yield
         finally:
-            for embedding in embeddings:
+            for embedding in self._embeddings.values():
                 embedding.sparse = False
+
+    @cached_property
+    def _embeddings(self) -> Mapping[str, nn.Embedding]:
+        """The embeddings by the names of their weights."""
+        named = self.model.named_modules()
+        return {f"{path}.weight": module for path, module in named if isinstance(module, nn.Embedding)}
 
     def finish_linears(self, merge: Merge, captured_context: Callable[[], ForwardContext]) -> None:
         """Prepares the layers for running, after all linear layers are replaced.
@@ -487,15 +492,16 @@ class BaseModel:
         by_layer = [[name for name in self._sharded if name.startswith(prefix)] for prefix in prefixes]
         layers = [self._sharded_layer(names, buffers) for names in by_layer if names]
         # A single name if they are tied.
-        of_ends = sorted({self.embedding_name, self.head_name}.intersection(self._sharded))
+        of_ends = sorted({*self._embeddings, self.head_name}.intersection(self._sharded))
         # Separate buffers, because no layer needs one of their size.
         ends = {name: self._sharded_layer([name], GatherBuffers()) for name in of_ends}
         self._sharded_head = ends.get(self.head_name)
-        embedding: Any = self.model.get_input_embeddings()
-        trunk.shard(
-            ShardedLayers(layers, self._zero_stage, list(ends.values())),
-            ShardedEmbedding(embedding, self.shard_team) if self.embedding_name in ends else None,
-        )
+        shared_out = {
+            name: ShardedEmbedding(each, self.shard_team) for name, each in self._embeddings.items() if name in ends
+        }
+        embedding = shared_out.pop(self.embedding_name, None)
+        of_layers = next(iter(shared_out.values()), None)
+        trunk.shard(ShardedLayers(layers, self._zero_stage, list(ends.values())), embedding, of_layers)
 
     def _sharded_layer(self, names: Sequence[str], buffers: GatherBuffers) -> ShardedLayer:
         return ShardedLayer({name: self.model.get_parameter(name) for name in names}, self.shard_team, buffers)

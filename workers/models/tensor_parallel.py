@@ -81,7 +81,8 @@ class ParameterSharding:
     def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
         _name_trunk(model)
         prefix = f"{model.base_model_prefix}."
-        ends = [id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        ends = [id(module.weight) for module in (*embeddings, model.get_output_embeddings()) if module]
         for name, parameter in list(model.named_parameters()):
             weight = self._weights.get(name.removeprefix(prefix))
             if weight is not None and weight.placement is not None:

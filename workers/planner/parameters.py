@@ -66,7 +66,7 @@ def parameters(shape: ModelShape, spec: ParallelSpec) -> list[ParameterGroup]:
     if shape.has_head_bias:
         last.append(_whole("lm_head.bias", shape.vocab))
     embedding = _end(f"model.{shape.family.embedding_name}.weight", shape, spec)
-    beside = [_whole(f"model.{name}", *size) for name, size in shape.other_weights.items()]
+    beside = [_beside(f"model.{name}", size, spec) for name, size in shape.other_weights.items()]
     return [embedding, *beside, *_layer_parameters(shape, spec), *last]
 
 
@@ -100,6 +100,12 @@ def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Paramet
 
 def _whole(pattern: str, *shape: int) -> ParameterGroup:
     return ParameterGroup(pattern, shape, shape)
+
+
+def _beside(pattern: str, matrix: tuple[int, ...], spec: ParallelSpec) -> ParameterGroup:
+    """Returns a parameter of the trunk outside the layers; fsdp divides embeddings."""
+    fsdp = _num_kept_parts(matrix[0], spec) if pattern.startswith("model.embed") else 1
+    return ParameterGroup(pattern, matrix, matrix, fsdp=fsdp)
 
 
 def _end(pattern: str, shape: ModelShape, spec: ParallelSpec) -> ParameterGroup:

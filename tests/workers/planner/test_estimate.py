@@ -270,6 +270,7 @@ LAYOUTS = [
     *((kind, spec, {}) for kind in ("cohere2", "gemma2", "gemma3", "gemma4") for spec in ("single", "tp=2")),
     *(("gemma4_moe", spec, {}) for spec in ("single", "tp=2", "ep=2")),
     ("gemma4", "single", {"activations": "recompute"}),
+    ("gemma4", "fsdp=2", {}),
     ("olmo2", "tp=2", {}),
     ("mixtral", "ep=2", {}),
     *((kind, "single", {}) for kind in ("phimoe", "stablelm", "starcoder2")),

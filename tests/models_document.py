@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from ..schemas.vllm_form import FORMS
 from ..server.cli.plan import main
 from ..workers.shapes.families import FAMILIES
 from ..workers.shapes.model_shape import ModelShape, describe_model, refusal_of
@@ -55,10 +56,10 @@ OWN = """
 
 Layers are those of the type's default config. Adapters adapt the linear layers named here: with `train_attn` those of
 the sequence mixer, with `train_mlp` those of the feed-forward part; all linear layers of every expert (`experts.*`),
-but no router.
+but no router. The last column says which of these vLLM 0.32 adapts too ([`--sampler vllm`](samplers.md#vllm)).
 
-| type | layers | adapted linear layers | axes, in addition to `replicas` and `fsdp` |
-|---|---|---|---|
+| type | layers | adapted linear layers | axes, in addition to `replicas` and `fsdp` | adapted in vLLM |
+|---|---|---|---|---|
 """
 OTHERS = """
 ## Types on one rank or replicas
@@ -116,7 +117,17 @@ def own_row(model_type: str) -> str:
     text = f", its text as `{shape.model_type}`" if model_type in TEXT_PARTS else ""
     parts = list(dict.fromkeys(part for layer in shape.layers for part in layer.parts))
     words = ", ".join(dict.fromkeys(WORDS[type(part)] for part in parts))
-    return f"| `{model_type}`{text} | {words} | {names_of(adapted(parts))} | {names_of(axes(shape))} |\n"
+    cells = (words, names_of(adapted(parts)), names_of(axes(shape)), adapted_by_vllm(model_type))
+    return f"| `{model_type}`{text} | {' | '.join(cells)} |\n"
+
+
+def adapted_by_vllm(model_type: str) -> str:
+    architectures = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    form = FORMS.get(architectures.get(model_type, model_type))
+    if form is None:
+        return "not compared"
+    missing = [*([] if form.adapts_head else ["lm_head"]), *(part.strip(".") for part in form.ignored)]
+    return f"all but {names_of(missing)}" if missing else "all"
 
 
 def names_of(names: Iterable[str]) -> str:

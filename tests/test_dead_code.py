@@ -46,6 +46,7 @@ HTTP_SERVER = "do_GET do_POST log_message protocol_version"
 # Attributes and overrides for http.server, uvicorn, tokenizers and torch.
 TESTS_USED_ELSEWHERE = {
     "tests/client/test_retries.py": f"{HTTP_SERVER} close_connection daemon_threads",
+    "tests/workers/engines/vllm_models.py": "forward_cpu _run_in_subprocess",
     "tests/workers/engines/vllm_stand_in.py": HTTP_SERVER,
     **dict.fromkeys(
         ("tests/acceptance/test_sampling_load.py", "tests/fuzz/serving.py", "tests/server/replication/test_standby.py"),

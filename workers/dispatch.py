@@ -19,6 +19,7 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
+from ..schemas.vllm_form import form_of
 from .engines.engine import Engine
 from .engines.groups.adapter_copies import AdapterCopies
 from .engines.groups.sampler_groups import SamplerGroups
@@ -40,6 +41,7 @@ from .scheduler.supervision.pool_factory import (
     sampler_configs,
 )
 from .scheduler.work import MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
+from .shapes.model_shape import read_architecture
 
 _MAX_WEIGHT_RATIO = 1000
 
@@ -320,12 +322,14 @@ class WorkerDispatch:
         """Builds the sampling engine; `number` is the model's position in the config."""
         training, sampling = self._groups[model.model.name], self._config.sampling
         directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
-        if sampling.vllm is not None and sampling.vllm.urls:
-            return VllmEngine(training, VllmServer(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
         if sampling.vllm is not None:
-            return VllmEngine(
-                training, VllmProcess(sampler_configs(model, sampling)[0], sampling.vllm, directory), directory
+            config, form = sampling.vllm, form_of(read_architecture(model.model))
+            server = (
+                VllmServer(config.urls[number], config.api_key)
+                if config.urls
+                else VllmProcess(sampler_configs(model, sampling)[0], config, form, directory)
             )
+            return VllmEngine(training, server, form, directory)
         # A request that killed one sampler may be retried on another one, so they share their suspects.
         suspects = Suspects(SUSPECT_SHRINK_FACTOR)
         groups = [self._new_group(each, name, suspects) for name, each in named_sampler_configs(model, sampling)]

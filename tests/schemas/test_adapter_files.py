@@ -1,8 +1,9 @@
 """The forms of an adapter's file."""
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from trainhouse.schemas.adapter_files import (
     Pair,
     block_diagonal,
     pairs_of,
+    refusal_by_vllm,
     split_experts,
     write_for_cookbook,
     write_for_peft,
     write_for_vllm,
 )
+from trainhouse.schemas.models import GATE_UP_PATTERN
 from trainhouse.schemas.tensor_file import FileTensor, TensorFile, write_tensors
+from trainhouse.schemas.vllm_form import VllmForm
 
 LINEARS = ("up_proj", "down_proj")
 RANDOM = np.random.default_rng(0)
@@ -88,16 +92,16 @@ def test_only_layers_with_all_parts_are_fused_and_other_outputs_stay(tmp_path: P
     assert json.loads((tmp_path / CONFIG).read_text())["target_modules"] == ["gate_proj", "mamba.in_proj"]
 
 
-@pytest.mark.parametrize("write", [write_for_peft, write_for_vllm])
-def test_experts_without_gates_are_joined_for_peft_alone(write: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [None, VllmForm()])
+def test_experts_without_gates_are_joined_for_peft_alone(form: VllmForm | None, tmp_path: Path) -> None:
     experts = f"{LAYER}.mixer.experts"
     up, down = (matrix(1, 2, 6), matrix(3, 4, 2)), (matrix(3, 2, 4), matrix(1, 6, 2))
     description = {"lora": {"rank": 2}, "expert_linears": {"w1": "up_proj", "w2": "down_proj"}}
     description["stacked_experts"] = {"alternates": False, "is_transposed": False, "has_gate": False}
     stored(tmp_path, {f"{experts}.w1": up, f"{experts}.w2": down}, description)
-    write(tmp_path)
+    write_for_peft(tmp_path) if form is None else write_for_vllm(tmp_path, form)
     found = pairs_of(TensorFile(tmp_path / WEIGHTS))
-    if write is write_for_peft:
+    if form is None:
         assert found.keys() == {experts, f"{experts}.base_layer"}
         of_each = [split_experts(found[path], 3) for path in (f"{experts}.base_layer", experts)]
         pairs = {f"{experts}.{i}.{name}": of_each[place][i] for i in range(3) for place, name in enumerate(LINEARS)}
@@ -122,7 +126,7 @@ def test_experts_without_gates_have_other_names_for_the_cookbook(tmp_path: Path)
     write_for_cookbook(tmp_path)
     found = pairs_of(TensorFile(tmp_path / WEIGHTS))
     assert {path: b.shape for path, (_, b) in found.items()} == {f"{experts}.w1": (3, 4, 2), f"{experts}.w2": (3, 6, 2)}
-    write_for_vllm(tmp_path)
+    write_for_vllm(tmp_path, VllmForm())
     back = pairs_of(TensorFile(tmp_path / WEIGHTS))
     assert back.keys() == pairs.keys()
     assert all(np.array_equal(one, other) for path in pairs for one, other in zip(back[path], pairs[path], strict=True))
@@ -172,6 +176,71 @@ def test_matrices_of_stacked_experts_are_joined_for_peft(alternates: bool, tmp_p
         for (a, b), product in ((gate_up[number], wanted), (down[number], of_down)):
             np.testing.assert_allclose(b @ a, product, rtol=1e-5, atol=1e-6)
             assert np.abs(1.001 * (b @ a) - product).max() > 1e-4
+
+
+def patterned(directory: Path) -> None:
+    """Gives the adapter the ranks that our checkpoints of sparse models name."""
+    config = json.loads((directory / CONFIG).read_text())
+    config |= {"rank_pattern": {GATE_UP_PATTERN: 4}, "alpha_pattern": {GATE_UP_PATTERN: 64}}
+    (directory / CONFIG).write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("experts", ["pairs", "joined"])
+def test_vllm_is_told_of_ranks_that_the_file_has(experts: Literal["pairs", "joined"], tmp_path: Path) -> None:
+    """vLLM refuses an adapter if any rank that its config names exceeds --max-lora-rank."""
+    of_experts = f"{LAYER}.mlp.experts"
+    sizes = {"gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6)}
+    pairs = {
+        f"{of_experts}.{number}.{linear}": (matrix(2, inputs), matrix(outputs, 2))
+        for number in range(3)
+        for linear, (inputs, outputs) in sizes.items()
+    }
+    stored(tmp_path, pairs, {})
+    patterned(tmp_path)
+    write_for_vllm(tmp_path, VllmForm(experts=experts))
+    found, config = pairs_of(TensorFile(tmp_path / WEIGHTS)), json.loads((tmp_path / CONFIG).read_text())
+    if experts == "pairs":
+        assert found.keys() == pairs.keys() and config["rank_pattern"] == config["alpha_pattern"] == {}
+    else:
+        assert found.keys() == {of_experts, f"{of_experts}.base_layer"}
+        assert config["rank_pattern"] == {GATE_UP_PATTERN: 4} and config["alpha_pattern"] == {GATE_UP_PATTERN: 64}
+
+
+def test_layers_are_renamed_split_and_repeated_for_vllm(tmp_path: Path) -> None:
+    a, b = matrix(2, 6), matrix(8, 2)
+    keys, values = (matrix(2, 6), matrix(3, 2)), (matrix(2, 6), matrix(3, 2))
+    pairs = {f"{LAYER}.mlp.gate_up_proj": (a, b), f"{LAYER}.attn.k_proj": keys, "lm_head": (matrix(2, 6), matrix(9, 2))}
+    pairs |= {"model.layers.1.attn.k_proj": keys, "model.layers.1.attn.v_proj": values}
+    stored(tmp_path, pairs, {})
+    split, repeated = {"gate_up_proj": ("gate_proj", "up_proj")}, {"k_proj": "v_proj"}
+    write_for_vllm(tmp_path, VllmForm(renamed={".mlp.": ".feed_forward."}, split=split, repeated=repeated))
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    wanted = {
+        f"{LAYER}.feed_forward.gate_proj": (a, b[:4]),
+        f"{LAYER}.feed_forward.up_proj": (a, b[4:]),
+        f"{LAYER}.attn.v_proj": keys,
+        **{path: pair for path, pair in pairs.items() if ".mlp." not in path},
+    }
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(*each) for path in wanted for each in zip(found[path], wanted[path], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("targets", "trains_head", "reason"),
+    [
+        (["mlp.up_proj"], True, "the output head of this model: train adapters with train_unembed=False"),
+        (["mlp.experts.up_proj"], False, "layers of this model such as mlp.experts.up_proj: train .*train_mlp=False"),
+        (["mlp.up_proj"], False, None),
+    ],
+)
+def test_what_vllm_does_not_adapt_is_found_before_it_is_sent(
+    targets: list[str], trains_head: bool, reason: str | None, tmp_path: Path
+) -> None:
+    stored(tmp_path, {}, {"lora": {"train_unembed": trains_head}, "targets": targets})
+    found = refusal_by_vllm(tmp_path, VllmForm(ignored={".experts.": "train_mlp"}))
+    assert found is None if reason is None else re.fullmatch(reason, found or "")
+    if reason is not None:
+        assert refusal_by_vllm(tmp_path, VllmForm(adapts_head=True)) is None
 
 
 def test_matrices_of_experts_are_stacked_for_the_cookbook(tmp_path: Path) -> None:

@@ -174,6 +174,20 @@ def read_model(served: ServedModel) -> ModelDescription:
     Raises:
         ValueError: the file does not exist, or is not the config of a model.
     """
+    return describe_model(served.name, _read_config(served))
+
+
+def read_architecture(served: ServedModel) -> str | None:
+    """Returns the class of transformers that the model's config.json names, None if the file is not here or names
+    none."""
+    try:
+        named = _read_config(served).get("architectures")
+    except ValueError:
+        return None
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
+def _read_config(served: ServedModel) -> dict[str, object]:
     file = _config_file(served)
     try:
         config = json.loads(file.read_text())
@@ -183,7 +197,7 @@ def read_model(served: ServedModel) -> ModelDescription:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not the config of a model: expected an object")
-    return describe_model(served.name, config)
+    return config
 
 
 def _config_file(served: ServedModel) -> Path:

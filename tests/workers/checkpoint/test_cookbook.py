@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from trainhouse.schemas.adapter_files import write_for_cookbook, write_for_vllm
+from trainhouse.schemas.vllm_form import VllmForm
 from trainhouse.workers.lora import Adapter
 from transformers import AutoModelForCausalLM
 
@@ -88,7 +89,7 @@ def test_the_cookbook_converts_adapters_to_ours_for_peft(model_type: str, tmp_pa
     adapter = adapted_tiny(model_type, tmp_path / "model").create("run")
     own = exported(adapter, tmp_path / "ours")
     if model_type in FUSED:
-        write_for_vllm(own)
+        write_for_vllm(own, VllmForm())
     ours = load_file(own / "adapter_model.safetensors")
     options = {"base_model": str(tmp_path / "model"), "output_path": str(tmp_path / "peft")}
     directory = given(adapter, tmp_path / "here")

@@ -22,6 +22,7 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse, SamplingParams
+from trainhouse.schemas.vllm_form import VllmForm
 from trainhouse.tests.workers.engines import vllm_stand_in
 from trainhouse.tests.workers.engines.vllm_stand_in import FATAL
 from trainhouse.tests.workers.recording_worker import RECORDING
@@ -203,7 +204,7 @@ async def dispatch_with_stand_in(directory: Path) -> AsyncIterator[tuple[WorkerD
 async def started(directory: Path, first: float = 0.05, device: str = "cuda:0") -> AsyncIterator[VllmProcess]:
     """Yields a stand-in. first: its first delay before a restart."""
     model = WorkerConfig(ServedModel("tiny", "tiny"), device=device)
-    server = VllmProcess(model, VllmConfig(python=stand_in(directory)), directory / "logs")
+    server = VllmProcess(model, VllmConfig(python=stand_in(directory)), VllmForm(), directory / "logs")
     server.backoff = RestartBackoff(first, steady_after=0.2)
     await server.start(lambda _: None)
     try:

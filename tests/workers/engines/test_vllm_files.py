@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.adapter_files import CONFIG, WEIGHTS, pairs_of, write_for_cookbook
 from trainhouse.schemas.tensor_file import TensorFile
+from trainhouse.schemas.vllm_form import VllmForm
 from trainhouse.workers.engines.vllm.adapters import link_files
 
 from ...schemas.test_adapter_files import matrix, stored
@@ -20,7 +21,7 @@ async def test_matrices_of_experts_are_separate_for_vllm(tmp_path: Path) -> None
     stored(source, {path: (matrix(2, 4), matrix(6, 2)) for path in paths}, {})
     write_for_cookbook(source)
     before = (source / WEIGHTS).read_bytes()
-    await link_files(source, target)
+    await link_files(source, VllmForm(), target)
     assert pairs_of(TensorFile(target / WEIGHTS)).keys() == paths
     assert (source / WEIGHTS).read_bytes() == before
     assert (source / CONFIG).samefile(target / CONFIG)

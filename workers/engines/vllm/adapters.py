@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ....schemas.adapter_files import write_for_vllm
 from ....schemas.errors import OperationError
+from ....schemas.vllm_form import VllmForm
 from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
 from ..in_flight import cancel_and_wait
@@ -151,14 +152,14 @@ class VllmAdapters:
             await self._api.unload_adapter(version.name)
 
 
-async def link_files(source: Path, target: Path) -> None:
+async def link_files(source: Path, form: VllmForm, target: Path) -> None:
     """Links a checkpoint's files into another directory, so that the checkpoint may be deleted.
 
-    Files in a form that vLLM does not read are rewritten there.
+    Files in another form than the one that vLLM reads are rewritten there.
     """
     try:
         await asyncio.to_thread(shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True)
-        await asyncio.to_thread(write_for_vllm, target)
+        await asyncio.to_thread(write_for_vllm, target, form)
     except (OSError, shutil.Error) as error:
         raise OperationError(f"checkpoint {source} cannot be read: {error}", "server") from None
 

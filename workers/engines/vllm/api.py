@@ -75,8 +75,10 @@ class VllmCompletion:
 class VllmApi:
     """Every method may raise VllmUnreachable, UnknownModel, and OperationError if the server refuses the request."""
 
-    def __init__(self, server: VllmServer) -> None:
+    def __init__(self, server: VllmServer, is_mixed: bool = False) -> None:
+        """is_mixed: whether adapters are in the form that vLLM reads with --enable-mixed-moe-lora-format alone."""
         self._server = server
+        self._is_mixed = is_mixed
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_ALIVE_SECONDS)
         self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False)
         self._checked_at = self._healthy_at = -math.inf
@@ -100,7 +102,8 @@ class VllmApi:
     async def load_adapter(self, name: str, directory: Path) -> None:
         """Loads the adapter. Does nothing if vLLM has one of that name."""
         # Not in place: vLLM would read the files again at every step of a request.
-        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": False}
+        body: dict[str, object] = {"lora_name": name, "lora_path": str(directory), "load_inplace": False}
+        body |= {"is_3d_lora_weight": True} if self._is_mixed else {}
         try:
             await self._request_json("POST", "/v1/load_lora_adapter", body)
         except (OperationError, VllmFailed) as error:

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ....schemas.adapter_files import write_for_vllm
+from ....schemas.adapter_files import refusal_by_vllm, write_for_vllm
 from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
+from ....schemas.vllm_form import VllmForm
 from ...protocol.calls import RunSpec, SampleJob
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
@@ -57,10 +58,11 @@ class VllmEngine:
     restarted, for one at a URL for two minutes.
     """
 
-    def __init__(self, training: RankGroup, server: VllmServer, directory: Path | None) -> None:
+    def __init__(self, training: RankGroup, server: VllmServer, form: VllmForm, directory: Path | None) -> None:
         self._training = training
         self._server = server
-        self._api = VllmApi(server)
+        self._form = form
+        self._api = VllmApi(server, is_mixed=form.experts == "mixed")
         self._adapters = VllmAdapters(self._api, training, directory and directory / "adapters")
         self._in_flight = InFlightRequests()
         self._quarantine = Quarantine(server.name)
@@ -95,14 +97,14 @@ class VllmEngine:
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
         async def save(directory: Path) -> None:
             await self._training.submit(MethodWork(run_id, tenant_id, "save_run", (run_id, str(directory), False)))
-            _check_adapter(directory)
-            await asyncio.to_thread(write_for_vllm, directory)
+            self._check_adapter(directory)
+            await asyncio.to_thread(write_for_vllm, directory, self._form)
 
         await self._adapters.put(adapter_id, save)
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
-        _check_adapter(directory)
-        await self._adapters.put(adapter_id, partial(link_files, directory))
+        self._check_adapter(directory)
+        await self._adapters.put(adapter_id, partial(link_files, directory, self._form))
 
     async def drop_adapter(self, adapter_id: str) -> None:
         self._adapters.drop(adapter_id)
@@ -223,6 +225,16 @@ class VllmEngine:
             async for answer in answers:
                 samples.add(request, answer)
 
+    def _check_adapter(self, directory: Path) -> None:
+        """Raises OperationError if the checkpoint has what vLLM does not sample."""
+        if any(directory.glob("model*.safetensors")):
+            raise OperationError(
+                "vLLM samples only LoRA adapters, and this model is fully trained: sample it from a server with"
+                " --sampler native"
+            )
+        if (refused := refusal_by_vllm(directory, self._form)) is not None:
+            raise OperationError(f"vLLM does not adapt {refused}, or sample them from a server with --sampler native")
+
     async def _add_base_adapter(self) -> None:
         """Adds the base model as an adapter that changes nothing.
 
@@ -237,15 +249,6 @@ class VllmEngine:
 
         await self._adapters.put(_BARE, save)
         self._base_adapter_id = _BARE
-
-
-def _check_adapter(directory: Path) -> None:
-    """Raises OperationError if the checkpoint is of a fully trained model."""
-    if any(directory.glob("model*.safetensors")):
-        raise OperationError(
-            "vLLM samples only LoRA adapters, and this model is fully trained: sample it from a server with --sampler "
-            "native"
-        )
 
 
 async def _gather_or_cancel(works: Sequence[Coroutine[None, None, Done]]) -> list[Done]:

@@ -17,10 +17,13 @@ from typing import BinaryIO
 import httpx
 
 from ....schemas.errors import OperationError
+from ....schemas.vllm_form import VllmForm
 from ...planner.footprint import runs_on_cpu
 from ...protocol.timeouts import GRACE_SECONDS, VLLM_SILENCE_SECONDS, VLLM_START_SECONDS
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, VllmConfig, WorkerConfig
 from ...scheduler.supervision.backoff import RestartBackoff
+from ...shapes.model_shape import ModelShape, read_model
+from ...shapes.parts import GatedDelta
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +89,14 @@ class VllmProcess(VllmServer):
 
     retry_seconds = None
 
-    def __init__(self, model: WorkerConfig, config: VllmConfig, directory: Path | None) -> None:
+    def __init__(self, model: WorkerConfig, config: VllmConfig, form: VllmForm, directory: Path | None) -> None:
         """Starts nothing yet. `directory` is for the log; None means the system's directory for temporary files."""
         super().__init__("", secrets.token_hex(16))
         self.name = f"vLLM of {model.model.name}"
         self.is_on_cpu = runs_on_cpu(model)
         self._model = model
         self._config = config
+        self._form = form
         self._log = VllmLog((directory or Path(tempfile.gettempdir()) / f"trainhouse-{os.getpid()}") / "vllm.log")
         self._watchdog: asyncio.subprocess.Process | None = None
         self._pid: int | None = None
@@ -111,7 +115,9 @@ class VllmProcess(VllmServer):
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         on_progress(f"starting {self.name}, which logs to {self._log.file} ...")
-        started = time.monotonic()
+        started, shape = time.monotonic(), _shape(self._model)
+        if self.is_on_cpu and shape is not None and (refused := _refusal_on_cpu(shape, self._dtype)) is not None:
+            raise ValueError(f"{self.name} does not start: on CPUs vLLM {refused}, or use --sampler native")
         try:
             self._log.begin()
             await self._start()
@@ -218,10 +224,10 @@ class VllmProcess(VllmServer):
             "served-model-name": model.model.name,
             "host": "127.0.0.1",
             "port": port,
-            "dtype": _dtype(model, config),
+            "dtype": self._dtype,
             "tensor-parallel-size": config.tensor_parallel,
             "gpu-memory-utilization": config.memory_share,
-            "max-lora-rank": next((rank for rank in _RANKS if rank >= model.max_lora_rank), _RANKS[-1]),
+            "max-lora-rank": next((rank for rank in _RANKS if rank >= self._max_rank), _RANKS[-1]),
             "max-loras": num_on_device,
             "max-cpu-loras": max(num_on_device, model.adapter_slots),
             # Defaults for missing parameters must not be read from the model's directory.
@@ -231,10 +237,25 @@ class VllmProcess(VllmServer):
         if model.max_context_length is not None:
             flags["max-model-len"] = model.max_context_length
         switches = ["--enable-lora", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+        if self._form.experts == "mixed":
+            switches.append("--enable-mixed-moe-lora-format")
         if _lacks_tokenizer(model.model.source):
             switches.append("--skip-tokenizer-init")
         named = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
         return [config.python, "-m", "vllm.entrypoints.cli.main", "serve", model.model.source, *named, *switches]
+
+    @property
+    def _dtype(self) -> str:
+        for dtype in (self._config.dtype, self._model.dtype):
+            if dtype != "auto":
+                return dtype
+        return "float32" if self.is_on_cpu else "bfloat16"
+
+    @property
+    def _max_rank(self) -> int:
+        """The largest rank of a pair of matrices: one pair may adapt several parts of a linear layer."""
+        shape = _shape(self._model)
+        return self._model.max_lora_rank * (1 if shape is None else _pairs_in_one(shape, self._form))
 
     def _environment(self) -> Mapping[str, str]:
         environment = {
@@ -318,11 +339,27 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _dtype(model: WorkerConfig, config: VllmConfig) -> str:
-    for dtype in (config.dtype, model.dtype):
-        if dtype != "auto":
-            return dtype
-    return "float32" if runs_on_cpu(model) else "bfloat16"
+def _shape(model: WorkerConfig) -> ModelShape | None:
+    """Returns the model's shape, None if it is of no known family or its files are not here."""
+    try:
+        shape = read_model(model.model)
+    except ValueError:
+        return None
+    return shape if isinstance(shape, ModelShape) else None
+
+
+def _pairs_in_one(shape: ModelShape, form: VllmForm) -> int:
+    """Returns how many pairs of an adapter's matrices become one pair at most."""
+    of_experts = 2 if shape.experts is not None and form.experts in ("joined", "mixed") else 1
+    return max(of_experts, *(len(weight.adapters) for layer in shape.layers for weight in layer.weights()))
+
+
+def _refusal_on_cpu(shape: ModelShape, dtype: str) -> str | None:
+    if shape.experts is not None:
+        return "has no kernels for experts with adapters: give it a GPU (--sampler-device)"
+    if dtype != "bfloat16" and any(isinstance(mixer, GatedDelta) for mixer in shape.mixers):
+        return "runs the gated delta rule in bfloat16 alone: add --vllm-dtype bfloat16"
+    return None
 
 
 def _lacks_tokenizer(source: str) -> bool:

@@ -1,0 +1,111 @@
+"""The forms in which vLLM 0.32 reads adapters, by the architecture that the config.json of the base model names.
+
+tests/workers/engines/test_vllm_adapters.py loads adapters of these models into vLLM. Of models that also take images,
+...ForConditionalGeneration, it does not: their forms follow from what their classes in vLLM declare.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Experts = Literal["pairs", "joined", "mixed"]
+
+
+@dataclass(frozen=True)
+class VllmForm:
+    """The form of an adapter.
+
+    adapts_head: whether it may adapt the output head.
+    experts: "pairs" of matrices for each linear layer of each expert, "joined" as peft has them for experts that are in
+    one tensor in files, or "mixed", the same where vLLM reads it with --enable-mixed-moe-lora-format alone.
+    ignored: parts of paths of layers that vLLM does not adapt, or adapts wrongly, and the flag without which adapters
+    have none of them.
+    renamed: parts of paths that have another name in vLLM. split: linear layers that vLLM adapts in parts of equal
+    sizes. repeated: linear layers whose weight vLLM has a second time under another name, in layers of the model that
+    have no linear layer of that name.
+    """
+
+    adapts_head: bool = False
+    experts: Experts = "pairs"
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    repeated: Mapping[str, str] = field(default_factory=dict)
+
+
+_WITHOUT_HEAD, _WITH_HEAD = VllmForm(), VllmForm(adapts_head=True)
+_EXPERTS = {".experts.": "train_mlp"}
+_WITHOUT_EXPERTS = VllmForm(ignored=_EXPERTS)
+_UNKNOWN = VllmForm(adapts_head=True, ignored=_EXPERTS)
+# Module names that differ from those in today's transformers.
+_BLOCK_SPARSE = {".mlp.experts.": ".block_sparse_moe.experts."}
+# vLLM reorders the rows of two of its weights, but not those of adapters, and for the others it was not compared.
+_LLAMA4 = VllmForm(ignored={".q_proj": "train_attn", ".k_proj": "train_attn", **_EXPERTS})
+# In Gemma 4, values may be keys, and vLLM projects both.
+_GEMMA4 = VllmForm(repeated={"k_proj": "v_proj"})
+
+FORMS: Mapping[str, VllmForm] = {
+    "AfmoeForCausalLM": _WITHOUT_HEAD,
+    "CohereForCausalLM": _WITHOUT_HEAD,
+    "Cohere2ForCausalLM": _WITHOUT_HEAD,
+    "DeepseekV3ForCausalLM": _WITHOUT_HEAD,
+    "Ernie4_5ForCausalLM": _WITH_HEAD,
+    "Ernie4_5_MoeForCausalLM": _WITHOUT_HEAD,
+    "Exaone4ForCausalLM": _WITH_HEAD,
+    "ExaoneMoeForCausalLM": _WITH_HEAD,
+    "FalconH1ForCausalLM": _WITH_HEAD,
+    "GemmaForCausalLM": _WITHOUT_HEAD,
+    "Gemma2ForCausalLM": _WITHOUT_HEAD,
+    "Gemma3ForCausalLM": _WITHOUT_HEAD,
+    "Gemma3ForConditionalGeneration": _WITHOUT_HEAD,
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Glm4ForCausalLM": VllmForm(split={"gate_up_proj": ("gate_proj", "up_proj")}),
+    "Glm4MoeForCausalLM": _WITHOUT_HEAD,
+    "Glm4MoeLiteForCausalLM": _WITHOUT_HEAD,
+    "GptOssForCausalLM": VllmForm(experts="joined"),
+    "GraniteForCausalLM": _WITH_HEAD,
+    "GraniteMoeForCausalLM": _WITH_HEAD,
+    "GraniteMoeHybridForCausalLM": VllmForm(adapts_head=True, experts="mixed"),
+    "GraniteMoeSharedForCausalLM": VllmForm(adapts_head=True, ignored={".shared_mlp.": "train_mlp"}),
+    "LagunaForCausalLM": _WITHOUT_HEAD,
+    "LlamaForCausalLM": _WITH_HEAD,
+    "Llama4ForCausalLM": _LLAMA4,
+    "Llama4ForConditionalGeneration": _LLAMA4,
+    "MiniMaxM2ForCausalLM": VllmForm(renamed=_BLOCK_SPARSE),
+    "MistralForCausalLM": _WITHOUT_HEAD,
+    "Ministral3ForCausalLM": _WITHOUT_HEAD,
+    "Mistral3ForConditionalGeneration": _WITHOUT_HEAD,
+    "MixtralForCausalLM": VllmForm(adapts_head=True, renamed=_BLOCK_SPARSE),
+    "NemotronHForCausalLM": VllmForm(adapts_head=True, ignored={"latent_proj": "train_mlp"}),
+    "OlmoeForCausalLM": _WITHOUT_HEAD,
+    "Phi3ForCausalLM": _WITH_HEAD,
+    "Qwen2ForCausalLM": _WITHOUT_HEAD,
+    "Qwen2MoeForCausalLM": _WITHOUT_HEAD,
+    "Qwen3ForCausalLM": _WITH_HEAD,
+    "Qwen3MoeForCausalLM": _WITH_HEAD,
+    "Qwen3NextForCausalLM": _WITHOUT_HEAD,
+    "Qwen3_5ForCausalLM": _WITH_HEAD,
+    "Qwen3_5ForConditionalGeneration": _WITHOUT_HEAD,
+    "Qwen3_5MoeForCausalLM": _WITH_HEAD,
+    "Qwen3_5MoeForConditionalGeneration": VllmForm(experts="joined"),
+    # vLLM runs these by the layers of transformers.
+    "ArceeForCausalLM": _WITHOUT_HEAD,
+    "Dots1ForCausalLM": _WITHOUT_EXPERTS,
+    "GlmForCausalLM": _WITHOUT_HEAD,
+    "HeliumForCausalLM": _WITHOUT_HEAD,
+    "HunYuanDenseV1ForCausalLM": _WITHOUT_HEAD,
+    "HunYuanMoEV1ForCausalLM": _WITHOUT_EXPERTS,
+    "MinistralForCausalLM": _WITHOUT_HEAD,
+    "Olmo2ForCausalLM": _WITHOUT_HEAD,
+    "Olmo3ForCausalLM": _WITHOUT_HEAD,
+    "SeedOssForCausalLM": _WITHOUT_HEAD,
+    "SmolLM3ForCausalLM": _WITHOUT_HEAD,
+    "SolarOpenForCausalLM": _WITHOUT_EXPERTS,
+}
+
+
+def form_of(architecture: str | None) -> VllmForm:
+    """Returns the form of adapters of an architecture. Of one that was not compared vLLM itself says what it adapts,
+    but it would ignore adapters of experts whose names it does not know."""
+    return FORMS.get(architecture or "", _UNKNOWN)

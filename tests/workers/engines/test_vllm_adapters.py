@@ -1,0 +1,178 @@
+"""Adapters of every family in a real vLLM: their log-probabilities are ours, and what we refuse to send it refuses.
+
+vLLM runs on a CPU here; vllm_models.py says what it lacks there, and replaces it.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.schemas.adapter_files import refusal_by_vllm, write_for_vllm
+from trainhouse.schemas.vllm_form import FORMS, form_of
+from trainhouse.workers.checkpoint import TrainedState, save
+from trainhouse.workers.lora import Adapter
+from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.protocol.worker_config import ServedModel
+from trainhouse.workers.shapes.model_shape import read_architecture
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...tiny import FAMILY_KINDS, KINDS, PLAIN_KINDS, YARN_ROPE, tiny_config, tiny_model
+from ..adapted import Adapted
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("vllm_models.py")
+PROMPTS, MAX_TOKENS, MAX_RANK = [[5, 9, 13, 17, 21, 25, 29, 33, 37], [100, 3, 7]], 6, 16
+# Of log-probabilities; adapters move them by much more.
+TOLERANCE, BFLOAT16_TOLERANCE = 1e-4, 0.3
+
+Rows = Sequence[Mapping[str, Any]]
+Ask = Callable[..., dict[str, Any]]
+
+# vLLM's attention on CPUs supports heads of 32 features, but not of 16.
+HEADS: dict[str, Any] = {"head_dim": 32}
+TWO_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+# Of its latent attention, 512 and 64 alone.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+# Of its gated delta rule, 128.
+DELTA_RULE = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+TIED = {"tie_word_embeddings": True}
+YARN = YARN_ROPE | {"original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+
+# Settings that vLLM needs: names that releases have in their config.json, and sizes that it supports.
+SETTINGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2", "phi3", "olmo2", "granite4", "granite4_moe"), TWO_HEADS),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "olmo3", "helium"), TWO_HEADS | HEADS),
+    "qwen2_moe": TWO_HEADS | HEADS | {"use_sliding_window": False},
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), HEADS | DELTA_RULE),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3"), HEADS | TIED),
+    **dict.fromkeys(("gemma4", "gemma4_large"), HEADS | TIED | {"global_head_dim": 64}),
+    "cohere": TWO_HEADS | HEADS | TIED,
+    # vLLM's windows have a token more.
+    "cohere2": TWO_HEADS | HEADS | TIED | {"sliding_window": 64},
+    "afmoe": HEADS | {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe_lite": LATENT | {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "gpt_oss": HEADS | {"rope_parameters": YARN},
+    "minimax_m2": HEADS | {"scoring_func": "sigmoid", "use_routing_bias": True},
+    "ministral3": HEADS | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
+    "olmoe": {"num_attention_heads": 2, "num_key_value_heads": 2} | HEADS,
+}
+# Run in bfloat16, because vLLM's gated delta rule runs in nothing else on CPUs.
+IN_BFLOAT16 = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# What vLLM 0.32 says of models that it does not run, or not on CPUs.
+NOT_RUN = {
+    "bamba": "does not dispatch through the Transformers attention interface",
+    "deepseek_v32": "Sparse Attention is not supported on CPU",
+    "glm_moe_dsa": "Sparse Attention is not supported on CPU",
+    "mistral4": "not supported by MLA",
+}
+# vLLM's base model is 0.2 from transformers' here, and its adapters are refused.
+UNLIKE = "llama4"
+COMPARED = [
+    kind
+    for kind in dict.fromkeys((*KINDS, *FAMILY_KINDS, *PLAIN_KINDS))
+    if kind != UNLIKE and MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(tiny_config(kind).model_type) in FORMS
+]
+
+
+@pytest.fixture(scope="module")
+def ask(vllm_python: str) -> Iterator[Ask]:
+    """Yields a function that runs a model in vLLM, see vllm_models.py."""
+    command, pipe = [vllm_python, str(SCRIPT)], subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=os.environ
+    ) as host:
+        assert host.stdin is not None and host.stdout is not None
+        requests, answers = host.stdin, host.stdout
+        assert json.loads(answers.readline()) == "ready"
+
+        def asked(model: Path, adapters: Sequence[Path] = (), dtype: str = "float32", is_mixed: bool = False) -> Any:
+            about = {"model": str(model), "adapters": [str(each) for each in adapters], "dtype": dtype}
+            about |= {"max_rank": MAX_RANK, "is_mixed": is_mixed, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
+            print(json.dumps(about), file=requests, flush=True)
+            return json.loads(answers.readline())
+
+        yield asked
+        requests.close()
+
+
+def tiny(kind: str, directory: Path) -> Path:
+    return tiny_model(kind, directory, **SETTINGS.get(kind, HEADS))
+
+
+def written(adapter: Adapter, directory: Path, form: Any) -> Path:
+    directory.mkdir()
+    save(TrainedState.without_gradients(adapter, Mesh(), optimizer=False), directory, base_name="tiny")
+    write_for_vllm(directory, form)
+    return directory
+
+
+@torch.no_grad()
+def scored(adapted: Adapted, adapter: Adapter | None, rows: Rows) -> np.ndarray:
+    """Returns our log-probabilities of the tokens that vLLM found likeliest."""
+    found = []
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        logits = adapted.logits([torch.tensor(prompt + row["tokens"])], adapter).float()
+        places = torch.arange(len(prompt) - 1, len(prompt) - 1 + MAX_TOKENS)
+        found.append(logits.log_softmax(-1)[places, row["tokens"]].numpy())
+    return np.concatenate(found)
+
+
+def distance(adapted: Adapted, adapter: Adapter | None, rows: Rows) -> float:
+    theirs = np.concatenate([row["logprobs"] for row in rows])
+    return float(np.abs(theirs - scored(adapted, adapter, rows)).max())
+
+
+@pytest.mark.parametrize("kind", COMPARED)
+def test_vllm_computes_our_logprobs(kind: str, ask: Ask, tmp_path: Path) -> None:
+    """Control: none of the adapter's matrices may be left out. What we do not send, vLLM does not take either."""
+    model = tiny(kind, tmp_path / "model")
+    dtype, tolerance = ("bfloat16", BFLOAT16_TOLERANCE) if kind in IN_BFLOAT16 else ("float32", TOLERANCE)
+    adapted, form = Adapted(model), form_of(read_architecture(ServedModel("tiny", str(model))))
+    sparse = adapted.base.is_sparse
+    names = [target.name for target in adapted.lora.all_targets]
+    without = {flag for part, flag in form.ignored.items() if any(part in name for name in names)}
+    without |= set() if form.adapts_head else {"train_unembed"}
+    taken: dict[str, Any] = dict.fromkeys(without, False)
+    taken |= {"expert_factors": "shared"} if sparse and "train_mlp" not in without else {}
+    adapter = adapted.create("taken", **taken)
+    good = written(adapter, tmp_path / "taken", form)
+    assert refusal_by_vllm(good, form) is None
+    refused = {}
+    for flag in without:
+        more = adapted.create(flag, **(taken | {flag: True}))
+        refused[written(more, tmp_path / flag, form)] = more
+        assert f"{flag}=False" in str(refusal_by_vllm(tmp_path / flag, form))
+    answer = ask(model, [good, *refused], dtype, form.experts == "mixed")
+    assert "error" not in answer, answer["error"]
+    rows = answer["rows"]
+    assert distance(adapted, None, rows["base"]) < tolerance
+    assert not isinstance(rows[str(good)], str), rows[str(good)]
+    assert distance(adapted, adapter, rows[str(good)]) < tolerance
+    assert_every_matrix_matters(adapted, adapter, rows[str(good)], tolerance)
+    for directory, more in refused.items():
+        found = rows[str(directory)]
+        assert isinstance(found, str) or distance(adapted, more, found) > tolerance
+
+
+def assert_every_matrix_matters(adapted: Adapted, adapter: Adapter, rows: Rows, tolerance: float) -> None:
+    for kind in {target.path for target in adapter.targets}:
+        pairs = [adapter.pairs[target.name] for target in adapter.targets if target.path == kind]
+        before = [pair.b.clone() for pair in pairs]
+        for pair in pairs:
+            pair.b.zero_()
+        assert distance(adapted, adapter, rows) > tolerance, kind
+        for pair, b in zip(pairs, before, strict=True):
+            pair.b.copy_(b)
+
+
+@pytest.mark.parametrize("kind", NOT_RUN)
+def test_models_that_vllm_does_not_run(kind: str, ask: Ask, tmp_path: Path) -> None:
+    assert NOT_RUN[kind] in ask(tiny(kind, tmp_path))["error"]

@@ -5,6 +5,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from .kernels import kernels_for
+
+# The kernel is faster with at most this many rows per group, or where one side of the matrices is at most so wide.
+_FEW_ROWS, _NARROW = 8, 32
 
 
 class GroupedRows:
@@ -18,17 +24,19 @@ class GroupedRows:
         if _is_native(x):
             y = torch._grouped_mm(x, matrices, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
             return y.masked_fill_(torch.arange(len(x), device=x.device)[:, None] >= self._stops[-1], 0)
-        y, stop = x.new_empty(len(x), matrices.shape[2]), 0
-        for number, rows in self._spans:
-            torch.mm(x[rows], matrices[number], out=y[rows])
-            stop = rows.stop
-        y[stop:] = 0
+        y = x.new_empty(len(x), matrices.shape[2])
+        if not self._runs_kernel(y, x, matrices, adds=False):
+            for number, rows in self._spans:
+                torch.mm(x[rows], matrices[number], out=y[rows])
+            y[self._bounds[-1] :] = 0
         return y
 
     def add_matmul(self, y: Tensor, x: Tensor, matrices: Tensor) -> None:
         """Adds the result of `matmul` to y [rows, q]."""
         if _is_native(x):
             y.add_(self.matmul(x, matrices))
+            return
+        if self._runs_kernel(y, x, matrices, adds=True):
             return
         for number, rows in self._spans:
             y[rows].addmm_(x[rows], matrices[number])
@@ -63,6 +71,14 @@ class GroupedRows:
             total = totals[number % len(totals)][number // len(totals)]
             total.addmm_(left[rows, : len(total)].t().float(), right[rows].float())
 
+    def _runs_kernel(self, y: Tensor, x: Tensor, matrices: Tensor, adds: bool) -> bool:
+        """Multiplies by a kernel, and returns True, if torch's products of the groups one by one would take longer."""
+        kernels = kernels_for(x) if _suits_kernel(len(x), matrices) else None
+        if kernels is None or y.stride(1) != 1 or 1 not in matrices.stride()[1:]:
+            return False
+        kernels.grouped_matmul(y, x, matrices, self._bounds, adds)
+        return True
+
     def _outer(self, left: Tensor, right: Tensor) -> Tensor:
         """Returns the products [groups, p, q], rounded to the factors' dtype at the end."""
         products = torch._grouped_mm(left.t(), right, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
@@ -78,6 +94,11 @@ class GroupedRows:
         return self._counts.cumsum(0).int()
 
     @cached_property
+    def _bounds(self) -> Tensor:
+        """Where the rows of each group begin, and those of the last end: int64 [groups + 1]."""
+        return pad(self._counts.cumsum(0), (1, 0))
+
+    @cached_property
     def _spans(self) -> list[tuple[int, slice]]:
         spans, start = [], 0
         for number, count in enumerate(self._counts.tolist()):
@@ -89,6 +110,11 @@ class GroupedRows:
 
 def _is_native(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _suits_kernel(num_rows: int, matrices: Tensor) -> bool:
+    num_groups, inner, columns = matrices.shape
+    return num_rows <= _FEW_ROWS * num_groups or (min(inner, columns) <= _NARROW and matrices.stride(2) == 1)
 
 
 def _add_to_each(totals: Sequence[Tensor], products: Tensor) -> None:

@@ -124,6 +124,200 @@ void swiglu(float *out, const float *gate, const float *up, int64_t stride, int6
     }
 }
 
+/* The numbers of one vector register. */
+#ifdef __AVX512F__
+#define WIDE 16
+#else
+#define WIDE 8
+#endif
+typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+#define WIDE_AT(pointer) (*(wide *)(pointer))
+
+#if WIDE == 16
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#else
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#endif
+
+/* The sums of adjacent pairs, first of a, then of b. */
+static inline wide neighbours(wide a, wide b) {
+    return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
+}
+
+static inline float sum_of(wide x) {
+    for (int i = WIDE; i > 1; i /= 2) x = neighbours(x, x);
+    return x[0];
+}
+
+/* The sum of each of WIDE vectors, which it overwrites. */
+static inline wide sums_of(wide *vectors) {
+#pragma GCC unroll 8
+    for (int half = WIDE / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < half; i++) vectors[i] = neighbours(vectors[2 * i], vectors[2 * i + 1]);
+    return vectors[0];
+}
+
+/* Products are computed for this many rows, and columns or vectors of columns, at a time, to stay in registers. */
+#define TILE_ROWS 4
+#define TILE_COLUMNS 3
+/* Threads share the columns in parts of this many, a multiple of TILE_COLUMNS * WIDE. */
+#define PART_COLUMNS 48
+
+/* A tile of y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. */
+static inline __attribute__((always_inline)) void tile_of_dots(const int rows, const int columns, float *y,
+                                                               int64_t y_stride, const float *x, int64_t x_stride,
+                                                               const float *w, int64_t w_stride, int64_t inner,
+                                                               int adds) {
+    wide sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};
+    int64_t k = 0;
+    for (; k + WIDE <= inner; k += WIDE) {
+        wide weights[TILE_COLUMNS];
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            weights[c] = WIDE_AT(w + c * w_stride + k);
+            /* The tile after the next. */
+            if (columns == TILE_COLUMNS) __builtin_prefetch(w + (c + 2 * TILE_COLUMNS) * w_stride + k);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            wide numbers = WIDE_AT(x + r * x_stride + k);
+#pragma GCC unroll 4
+            for (int c = 0; c < columns; c++) sums[r][c] += numbers * weights[c];
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            float sum = sum_of(sums[r][c]);
+            for (int64_t i = k; i < inner; i++) sum += x[r * x_stride + i] * w[c * w_stride + i];
+            y[r * y_stride + c] = adds ? y[r * y_stride + c] + sum : sum;
+        }
+}
+
+/* A tile of y [rows, columns * WIDE] = x [rows, inner] w, or is added to; w is [inner, columns * WIDE]. */
+static inline __attribute__((always_inline)) void tile_of_rows(const int rows, const int columns, float *y,
+                                                               int64_t y_stride, const float *x, int64_t x_stride,
+                                                               const float *w, int64_t w_stride, int64_t inner,
+                                                               int adds) {
+    wide sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};
+    for (int64_t k = 0; k < inner; k++)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            wide weights = WIDE_AT(w + k * w_stride + c * WIDE);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) sums[r][c] += x[r * x_stride + k] * weights;
+        }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) {
+            float *to = y + r * y_stride + c * WIDE;
+            if (adds) sums[r][c] += WIDE_AT(to);
+            WIDE_AT(to) = sums[r][c];
+        }
+}
+
+/* Calls a tile function with constant numbers of rows and columns, so that its sums are registers. */
+#define IN_TILES(tile, columns, to, weights)                                                                   \
+    for (int64_t r = 0; r < rows; r += TILE_ROWS) {                                                            \
+        float *out = (to) + r * y_stride;                                                                      \
+        const float *in = x + r * x_stride;                                                                    \
+        if (rows - r >= 4) tile(4, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds);      \
+        else if (rows - r == 3) tile(3, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds); \
+        else if (rows - r == 2) tile(2, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds); \
+        else tile(1, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds);                    \
+    }
+
+/* y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. */
+static void matmul_transposed(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *w,
+                              int64_t w_stride, int64_t rows, int64_t inner, int64_t columns, int adds) {
+    int64_t c = 0;
+    for (; c + TILE_COLUMNS <= columns; c += TILE_COLUMNS) IN_TILES(tile_of_dots, TILE_COLUMNS, y + c, w + c * w_stride)
+    for (; c < columns; c++) IN_TILES(tile_of_dots, 1, y + c, w + c * w_stride)
+}
+
+/* y [rows, columns] = x [rows, inner] w, or is added to; w is [inner, columns]. */
+static void matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *w, int64_t w_stride,
+                   int64_t rows, int64_t inner, int64_t columns, int adds) {
+    int64_t c = 0;
+    for (; c + TILE_COLUMNS * WIDE <= columns; c += TILE_COLUMNS * WIDE)
+        IN_TILES(tile_of_rows, TILE_COLUMNS, y + c, w + c)
+    for (; c + WIDE <= columns; c += WIDE) IN_TILES(tile_of_rows, 1, y + c, w + c)
+    for (; c < columns; c++)
+        for (int64_t r = 0; r < rows; r++) {
+            float sum = 0.0f;
+            for (int64_t k = 0; k < inner; k++) sum += x[r * x_stride + k] * w[k * w_stride + c];
+            y[r * y_stride + c] = adds ? y[r * y_stride + c] + sum : sum;
+        }
+}
+
+/* Multiplies rows of x [rows, inner], sorted by group, with their groups' matrices; the products overwrite y [rows,
+ * columns], with zeros for rows of no group, or are added to it. bounds [groups + 1] has where the rows of each group
+ * begin. The matrices are `group_stride` apart, and their rows `w_stride`: [inner, columns], or [columns, inner] if
+ * transposed. */
+void grouped_matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *matrices,
+                    int64_t group_stride, int64_t w_stride, int transposed, const int64_t *bounds, int64_t rows_in_all,
+                    int64_t groups, int64_t inner, int64_t columns, int adds, int threads) {
+    for (int64_t row = bounds[groups]; row < rows_in_all && !adds; row++)
+        memset(y + row * y_stride, 0, columns * sizeof(float));
+    int64_t parts = (columns + PART_COLUMNS - 1) / PART_COLUMNS;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t part = 0; part < parts; part++) {
+            int64_t start = bounds[group], rows = bounds[group + 1] - start, first = part * PART_COLUMNS;
+            if (rows == 0) continue;
+            int64_t width = columns - first < PART_COLUMNS ? columns - first : PART_COLUMNS;
+            float *to = y + start * y_stride + first;
+            const float *from = x + start * x_stride, *w = matrices + group * group_stride;
+            if (transposed)
+                matmul_transposed(to, y_stride, from, x_stride, w + first * w_stride, w_stride, rows, inner, width,
+                                  adds);
+            else
+                matmul(to, y_stride, from, x_stride, w + first, w_stride, rows, inner, width, adds);
+        }
+}
+
+/* Sorts pairs of token and expert by group, keys[pair] - first; pairs of other groups come last. tokens [pairs] are the
+ * tokens of the sorted pairs, of which each has `per_token`, places [pairs] where each pair went, and counts [groups]
+ * the pairs of each group. Returns 0, or 1 if out of memory. */
+int sort_pairs(int64_t *tokens, int64_t *places, int64_t *counts, const int64_t *keys, int64_t first, int64_t pairs,
+               int64_t per_token, int64_t groups) {
+    int64_t *next = calloc(groups + 2, sizeof(int64_t));
+    if (next == NULL) return 1;
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        int64_t key = keys[pair] - first;
+        next[(key < 0 || key > groups ? groups : key) + 1]++;
+    }
+    memcpy(counts, next + 1, groups * sizeof(int64_t));
+    for (int64_t group = 1; group <= groups; group++) next[group] += next[group - 1];
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        int64_t key = keys[pair] - first, place = next[key < 0 || key > groups ? groups : key]++;
+        tokens[place] = pair / per_token;
+        places[pair] = place;
+    }
+    free(next);
+    return 0;
+}
+
+/* out [tokens, size] = the sums over each token's pairs of x [pairs, size], weighted by weights [tokens, per_token]; a
+ * pair's row is at places [tokens, per_token]. */
+void combine_pairs(float *out, const float *x, const int64_t *places, const float *weights, int64_t tokens,
+                   int64_t per_token, int64_t size) {
+    for (int64_t token = 0; token < tokens; token++) {
+        float *to = out + token * size;
+        memset(to, 0, size * sizeof(float));
+        for (int64_t pair = token * per_token; pair < (token + 1) * per_token; pair++) {
+            const float *from = x + places[pair] * size, weight = weights[pair];
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) to[i] += weight * from[i];
+        }
+    }
+}
+
 /* Attention processes this many keys at a time. */
 #define TILE 64
 
@@ -141,53 +335,43 @@ static inline float dot(const float *a, const float *b, int64_t size) {
     return sum;
 }
 
-/* The sums of adjacent pairs, first of a, then of b. */
-static inline lanes neighbours(lanes a, lanes b) {
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-
-/* The dot products of a query with sixteen keys [16, size]; size is a multiple of sixteen. */
-static inline lanes sixteen_dots(const float *query, const float *keys, int64_t size) {
-    lanes sums[LANES] = {{0}};
-    for (int64_t d = 0; d < size; d += LANES) {
-        lanes q = AT(query + d);
+/* The dot products of a query with keys [WIDE, size]; size is a multiple of WIDE. */
+static inline wide dots_of(const float *query, const float *keys, int64_t size) {
+    wide sums[WIDE] = {{0}};
+    for (int64_t d = 0; d < size; d += WIDE) {
+        wide q = WIDE_AT(query + d);
 #pragma GCC unroll 16
-        for (int t = 0; t < LANES; t++) sums[t] += q * AT(keys + t * size + d);
+        for (int t = 0; t < WIDE; t++) sums[t] += q * WIDE_AT(keys + t * size + d);
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < 8; t++) sums[t] = neighbours(sums[2 * t], sums[2 * t + 1]);
-#pragma GCC unroll 4
-    for (int t = 0; t < 4; t++) sums[t] = neighbours(sums[2 * t], sums[2 * t + 1]);
-    return neighbours(neighbours(sums[0], sums[1]), neighbours(sums[2], sums[3]));
+    return sums_of(sums);
 }
 
 /* Computes the scores of `count` keys [count, size]; the memory after them has `room` for more keys. */
 static inline void score(float *scores, const float *query, const float *keys, int64_t count, int64_t room,
                          int64_t size) {
     int64_t t = 0;
-    if (size % LANES == 0)
-        for (; t < count && count + room - t >= LANES; t += LANES)
-            AT(scores + t) = sixteen_dots(query, keys + t * size, size);
+    if (size % WIDE == 0)
+        for (; t < count && count + room - t >= WIDE; t += WIDE)
+            WIDE_AT(scores + t) = dots_of(query, keys + t * size, size);
     for (; t < count; t++) scores[t] = dot(query, keys + t * size, size);
 }
 
-/* weighed[d] += weights[t] * values[t, d], for `width` lanes of d. */
-static inline __attribute__((always_inline)) void weigh_lanes(const int width, float *weighed, const float *weights,
-                                                              const float *values, int64_t count, int64_t size) {
-    lanes sums[8];
-    for (int i = 0; i < width; i++) sums[i] = AT(weighed + i * LANES);
+/* weighed[d] += weights[t] * values[t, d], for `width` vectors of d. */
+static inline __attribute__((always_inline)) void weigh_wide(const int width, float *weighed, const float *weights,
+                                                             const float *values, int64_t count, int64_t size) {
+    wide sums[8];
+    for (int i = 0; i < width; i++) sums[i] = WIDE_AT(weighed + i * WIDE);
     for (int64_t t = 0; t < count; t++)
-        for (int i = 0; i < width; i++) sums[i] += weights[t] * AT(values + t * size + i * LANES);
-    for (int i = 0; i < width; i++) AT(weighed + i * LANES) = sums[i];
+        for (int i = 0; i < width; i++) sums[i] += weights[t] * WIDE_AT(values + t * size + i * WIDE);
+    for (int i = 0; i < width; i++) WIDE_AT(weighed + i * WIDE) = sums[i];
 }
 
 /* weighed[d] += weights[t] * values[t, d], for all d. */
 static inline void weigh(float *weighed, const float *weights, const float *values, int64_t count, int64_t size) {
     int64_t d = 0;
-    for (; d + 8 * LANES <= size; d += 8 * LANES) weigh_lanes(8, weighed + d, weights, values + d, count, size);
-    for (; d + 4 * LANES <= size; d += 4 * LANES) weigh_lanes(4, weighed + d, weights, values + d, count, size);
-    for (; d + LANES <= size; d += LANES) weigh_lanes(1, weighed + d, weights, values + d, count, size);
+    for (; d + 8 * WIDE <= size; d += 8 * WIDE) weigh_wide(8, weighed + d, weights, values + d, count, size);
+    for (; d + 4 * WIDE <= size; d += 4 * WIDE) weigh_wide(4, weighed + d, weights, values + d, count, size);
+    for (; d + WIDE <= size; d += WIDE) weigh_wide(1, weighed + d, weights, values + d, count, size);
     for (; d < size; d++)
         for (int64_t t = 0; t < count; t++) weighed[d] += weights[t] * values[t * size + d];
 }
@@ -286,6 +470,80 @@ int decode_attention(float *out, const float *query, int64_t query_stride, const
             }
             free(queries), free(weighed);
         }
+    return failed;
+}
+
+/* One token of a causal convolution: out [rows, channels], which may be followed by silu, for x [rows, channels], whose
+ * rows are x_stride apart. states [slots, channels, width - 1] has the last inputs of each slot, weight is [channels,
+ * width], and bias [channels] or NULL. */
+void convolve_step(float *out, const float *x, int64_t x_stride, float *states, const int64_t *slots,
+                   const float *weight, const float *bias, int64_t rows, int64_t channels, int64_t width, int silu,
+                   int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *in = x + row * x_stride;
+        float *to = out + row * channels, *state = states + slots[row] * channels * (width - 1);
+        for (int64_t c = 0; c < channels; c++, state += width - 1) {
+            const float *taps = weight + c * width;
+            float sum = (bias == NULL ? 0.0f : bias[c]) + taps[width - 1] * in[c];
+            for (int64_t i = 0; i < width - 1; i++) {
+                sum += taps[i] * state[i];
+                state[i] = i == width - 2 ? in[c] : state[i + 1];
+            }
+            to[c] = sum;
+        }
+        if (silu) {
+#pragma omp simd
+            for (int64_t c = 0; c < channels; c++) to[c] = to[c] / (1.0f + exponential(-to[c]));
+        }
+    }
+}
+
+/* The head of a key or query, scaled to this length. */
+static inline void normalize(float *out, const float *x, int64_t size, float length) {
+    float factor = length / sqrtf(squares(x, size) + 1e-6f);
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor;
+}
+
+/* One token of the gated delta rule, see recurrences/gated_delta.py: out [rows, value_heads, value_size] for q and k
+ * [rows, key_heads, key_size] and v [rows, value_heads, value_size], each with its stride between rows, and g and beta
+ * [rows, value_heads]. Updates states [slots, value_heads, key_size, value_size]. Returns 0, or 1 if out of memory. */
+int delta_step(float *out, const float *q, int64_t q_stride, const float *k, int64_t k_stride, const float *v,
+               int64_t v_stride, const float *g, const float *beta, float *states, const int64_t *slots, int64_t rows,
+               int64_t key_heads, int64_t value_heads, int64_t key_size, int64_t value_size, int threads) {
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : failed)
+    for (int64_t row = 0; row < rows; row++) {
+        float *query = malloc((2 * key_size + value_size) * sizeof(float));
+        if (query == NULL) {
+            failed = 1;
+            continue;
+        }
+        float *key = query + key_size, *known = key + key_size;
+        for (int64_t head = 0; head < value_heads; head++) {
+            int64_t of_key = head / (value_heads / key_heads) * key_size, place = row * value_heads + head;
+            normalize(query, q + row * q_stride + of_key, key_size, 1.0f / sqrtf((float)key_size));
+            normalize(key, k + row * k_stride + of_key, key_size, 1.0f);
+            const float *value = v + row * v_stride + head * value_size;
+            float *state = states + (slots[row] * value_heads + head) * key_size * value_size;
+            float *to = out + place * value_size, decay = exponential(g[place]);
+            memset(known, 0, value_size * sizeof(float));
+            memset(to, 0, value_size * sizeof(float));
+            weigh(known, key, state, key_size, value_size);
+#pragma omp simd
+            for (int64_t d = 0; d < value_size; d++) known[d] = (value[d] - decay * known[d]) * beta[place];
+            for (int64_t i = 0; i < key_size; i++) {
+                float of_state = key[i], of_out = query[i], *line = state + i * value_size;
+#pragma omp simd
+                for (int64_t d = 0; d < value_size; d++) {
+                    line[d] = decay * line[d] + of_state * known[d];
+                    to[d] += of_out * line[d];
+                }
+            }
+        }
+        free(query);
+    }
     return failed;
 }
 

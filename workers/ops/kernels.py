@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,8 +36,16 @@ _ARGUMENTS = {
     "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 4],
     "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3],
     "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 8, *[_SIZE] * 6, _FLOAT, _FLOAT, _INT],
+    "grouped_matmul": [*[_POINTER, _SIZE] * 2, _POINTER, *[_SIZE] * 2, _INT, _POINTER, *[_SIZE] * 4, _INT, _INT],
+    "sort_pairs": [*[_POINTER] * 4, *[_SIZE] * 4],
+    "combine_pairs": [*[_POINTER] * 4, *[_SIZE] * 3],
+    "convolve_step": [_POINTER, _POINTER, _SIZE, *[_POINTER] * 4, *[_SIZE] * 3, _INT, _INT],
+    "delta_step": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 4, *[_SIZE] * 5, _INT],
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
 }
+
+# A product of more multiplications than this is worth waking up other threads for, in a pass that runs on one.
+_WORTH_THREADS = 4_000_000
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +72,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
-        self._library = library
+        self._library, self._most_threads = library, torch.get_num_threads()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns the norm of x [tokens, size] with weight [size]."""
@@ -140,6 +149,106 @@ class Kernels:
         failed = self._library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, *scales, num_threads)
         if failed:
             raise MemoryError(f"attention of {query.shape[0]} rows: no memory for its sums")
+        return out
+
+    def grouped_matmul(self, y: Tensor, x: Tensor, matrices: Tensor, bounds: Tensor, adds: bool) -> None:
+        """Multiplies rows sorted by group with their groups' matrices.
+
+        Args:
+            y: [rows, q]; overwritten by the products, with zeros for rows of no group, or `adds` them.
+            x: [rows, p].
+            matrices: [groups, p, q]; of their last two dimensions one is contiguous.
+            bounds: where the rows of each group begin, and those of the last end, int64 [groups + 1].
+        """
+        x, (groups, inner, columns) = with_rows(x), matrices.shape
+        transposed = matrices.stride(2) != 1
+        apart = matrices.stride(0), matrices.stride(2 if transposed else 1)
+        threads = self._most_threads if len(x) * inner * columns > _WORTH_THREADS else 1
+        pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), matrices.data_ptr()
+        self._library.grouped_matmul(
+            *pointers,
+            *apart,
+            transposed,
+            bounds.data_ptr(),
+            len(x),
+            groups,
+            inner,
+            columns,
+            adds,
+            threads,
+        )
+
+    def sort_pairs(self, keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorts pairs of token and expert by group.
+
+        Args:
+            keys: `first` plus the group of each pair, int64 [tokens, experts of each]; others belong to no group.
+        Returns:
+            the token of each sorted pair, int64 [pairs], those of no group last; the place of each pair among the
+            sorted ones, int64 [pairs]; and the pairs of each group, int64 [num_groups].
+        """
+        keys, num_pairs = keys.contiguous(), keys.numel()
+        tokens, places, counts = (keys.new_empty(size) for size in (num_pairs, num_pairs, num_groups))
+        pointers = (x.data_ptr() for x in (tokens, places, counts, keys))
+        if self._library.sort_pairs(*pointers, first, num_pairs, keys.shape[1], num_groups):
+            raise MemoryError(f"{num_groups} groups of tokens and experts: no memory to sort by them")
+        return tokens, places, counts
+
+    def combine_pairs(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """Returns the weighted sums [tokens, size] of the rows x [pairs, size] of each token's experts.
+
+        Args:
+            places: the row of each pair, int64 [tokens * experts of each].
+            weights: [tokens, experts of each].
+        """
+        x, weights, (num_tokens, of_each) = x.contiguous(), weights.contiguous(), weights.shape
+        out = x.new_empty(num_tokens, x.shape[1])
+        pointers = (tensor.data_ptr() for tensor in (out, x, places, weights))
+        self._library.combine_pairs(*pointers, num_tokens, of_each, x.shape[1])
+        return out
+
+    def convolve_step(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, is_silu: bool
+    ) -> Tensor:
+        """Returns a causal convolution's output for one more token of each sequence, [rows, channels].
+
+        Args:
+            x: [rows, channels].
+            weight: [channels, width].
+            bias: [channels].
+            states: the last inputs, contiguous [slots, channels, width - 1]; updated.
+            slots: of each row's sequence, int64 [rows].
+        """
+        x, weight, out = with_rows(x), weight.contiguous(), x.new_empty(x.shape)
+        where = states.data_ptr(), slots.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr()
+        self._library.convolve_step(
+            out.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            *where,
+            *x.shape,
+            weight.shape[1],
+            is_silu,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def delta_step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
+        """Returns the gated delta rule's output for one more token of each sequence, [rows, value_heads, value_dim].
+
+        Args:
+            inputs: those of DeltaInputs.
+            states: contiguous [slots, value_heads, key_dim, value_dim]; updated.
+            slots: of each row's sequence, int64 [rows].
+        """
+        q, k, v = (with_rows(x) for x in inputs[:3])
+        g, beta = (x.contiguous() for x in inputs[3:])
+        out = v.new_empty(v.shape)
+        pointers = (part for x in (q, k, v) for part in (x.data_ptr(), x.stride(0)))
+        others = (x.data_ptr() for x in (g, beta, states, slots))
+        sizes = len(q), q.shape[1], v.shape[1], q.shape[2], v.shape[2]
+        if self._library.delta_step(out.data_ptr(), *pointers, *others, *sizes, torch.get_num_threads()):
+            raise MemoryError(f"delta rule of {len(q)} rows: no memory for their keys")
         return out
 
     def sample(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,37 @@ def test_swiglu_of_parts_of_a_wider_row(kernels: Kernels, size: int) -> None:
     assert kernels.swiglu(far, torch.ones(1, 4)).tolist() == [pytest.approx([0, 0, 90, 1e4], abs=1e-30)]
 
 
+@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (5, 3), (16, 50), (64, 24), (37, 131)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_products_of_groups_of_rows(kernels: Kernels, inner: int, columns: int, is_transposed: bool) -> None:
+    counts = torch.tensor([3, 0, 1, 9, 2])
+    bounds, num_rows = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))), int(counts.sum()) + 2
+    matrices = random(5, columns, inner).mT if is_transposed else random(5, inner, columns)
+    x = random(num_rows, inner + 3, seed=1)[:, :inner]
+    groups = torch.arange(5).repeat_interleave(counts)
+    wanted = torch.cat([(x[:-2, None] @ matrices[groups])[:, 0], torch.zeros(2, columns)])
+    wide = random(num_rows, columns + 4, seed=2)
+    before, y = wide.clone(), wide[:, 2:-2]
+    kernels.grouped_matmul(y, x, matrices, bounds, adds=True)
+    assert_near(y, before[:, 2:-2] + wanted)
+    kernels.grouped_matmul(y, x, matrices, bounds, adds=False)
+    assert_near(y, wanted)
+    assert torch.equal(wide[:, :2], before[:, :2]) and torch.equal(wide[:, -2:], before[:, -2:])
+
+
+def test_pairs_are_sorted_in_order_and_those_of_no_group_come_last(kernels: Kernels) -> None:
+    keys = torch.tensor([[7, 5], [9, 4], [5, 8], [7, 6]])
+    tokens, places, counts = kernels.sort_pairs(keys, first=5, num_groups=3)
+    assert tokens.tolist() == [0, 2, 3, 0, 3, 1, 1, 2] and counts.tolist() == [2, 1, 2]
+    assert places.tolist() == [3, 0, 5, 6, 1, 7, 4, 2]
+
+
+def test_weighted_sums_of_pairs(kernels: Kernels) -> None:
+    x, places, weights = random(12, 37), torch.randperm(12), random(4, 3, seed=1)
+    wanted = (x[places].view(4, 3, -1) * weights.unsqueeze(-1)).sum(1)
+    assert_near(kernels.combine_pairs(x, places, weights), wanted)
+
+
 LENGTHS = [0, 1, 15, 16, 63, 64, 100, 130]
 CAPACITY = 140
 SINKS = torch.tensor([0.5, -1.0, 30.0, 0.0, -200.0, 3.0])

@@ -69,6 +69,7 @@ EVERYWHERE = (*HYBRID, *LATENT, "llama4")
 MATRIX += [(kind, spec, "shared") for kind in EVERYWHERE for spec in ("single", "tp=2", "sp=2", "fsdp=2")]
 MATRIX += [(kind, "ep=2", "shared") for kind in ("qwen3_next", "qwen3_5_moe", *LATENT, "llama4")]
 MATRIX += [(kind, spec, "shared") for kind in ("afmoe", "laguna") for spec in ("sp=2", "fsdp=2")]
+MATRIX += [("gemma4_moe", spec, "shared") for spec in ("tp=2", "sp=2", "ep=2", "ep=2,tp=2")]
 MATRIX += [(kind, spec, "shared") for kind in MAMBA for spec in ("single", "tp=2", "sp=2")]
 MATRIX += [(kind, "ep=2", "shared") for kind in ("granite4_moe", *WITHOUT_ATTENTION)]
 MATRIX += [(kind, "single", "each") for kind in WITHOUT_ATTENTION]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.grouped_gemm import GroupedRows
+from ...ops.kernels import kernels_for, load_kernels
 from ...parallel.collectives import all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from .expert_weights import ExpertWeights, activation_of
@@ -213,13 +214,12 @@ class _LocalPairs:
 
     def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
         """Sorts the pairs by `keys`, expert * num_kinds + kind, int64 [tokens, experts of each]."""
-        number, num_groups = keys.flatten() - team.index * num_own * num_kinds, num_own * num_kinds
-        if team.size > 1:
-            number = torch.where((number >= 0) & (number < num_groups), number, num_groups)
-        self._shape, order = keys.shape, number.argsort(stable=True)
-        self._tokens, self._places = order // keys.shape[1], _inverse(order)
-        self.counts = number.bincount(minlength=num_groups)[:num_groups].view(num_own, num_kinds)
-        self.groups = GroupedRows(self.counts.sum(1))
+        first, num_groups = team.index * num_own * num_kinds, num_own * num_kinds
+        kernels = load_kernels() if keys.is_cpu else None
+        sort = _sort_pairs if kernels is None else kernels.sort_pairs
+        self._tokens, self._places, counts = sort(keys, first, num_groups)
+        self._shape, self.counts = keys.shape, counts.view(num_own, num_kinds)
+        self.groups = GroupedRows(counts if num_kinds == 1 else self.counts.sum(1))
 
     def gather(self, of_tokens: Sequence[Tensor]) -> Sequence[Tensor]:
         return [each.index_select(0, self._tokens) for each in of_tokens]
@@ -228,6 +228,9 @@ class _LocalPairs:
         return [_by_token(each, self._places, self._shape).sum(1) for each in of_pairs]
 
     def combine(self, of_pairs: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
+        kernels = None if torch.is_grad_enabled() or weights.dtype != torch.float32 else kernels_for(of_pairs[0])
+        if kernels is not None:
+            return [kernels.combine_pairs(each, self._places, weights) for each in of_pairs]
         return [_weighted(_by_token(each, self._places, self._shape), weights) for each in of_pairs]
 
     def has_unadapted(self, plan: AdapterPlan) -> bool:
@@ -332,6 +335,14 @@ class _ExpertMlp(torch.autograd.Function):
         found = iter(pairs.gather_backward(given) if given else ())
         of_x, of_reduced = (None if each is None else next(found) for each in (grad_rows, grad_reduced))
         return of_x, of_reduced, None, None, None, None
+
+
+def _sort_pairs(keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes Kernels.sort_pairs."""
+    number = keys.flatten() - first
+    number = torch.where((number >= 0) & (number < num_groups), number, num_groups)
+    order = number.argsort(stable=True)
+    return order // keys.shape[1], _inverse(order), number.bincount(minlength=num_groups)[:num_groups]
 
 
 def _regathered(pairs: _RoutedPairs, *of_tokens: Tensor | None) -> list[Tensor | None]:

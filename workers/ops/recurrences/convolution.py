@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..attention import Packing
+from ..kernels import kernels_for
 from ..recurrence import StateKind
 
 
@@ -45,10 +46,14 @@ class CausalConvolution:
 
     def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
         (x,) = inputs
+        weight, bias = self.weight.detach().flatten(1).float(), None if self.bias is None else self.bias.detach()
+        kernels = kernels_for(x)
+        if kernels is not None:
+            return kernels.convolve_step(x, weight, bias, states, slots, self.is_silu)
         window = torch.cat((states.index_select(0, slots), x.unsqueeze(2)), dim=2)
         states.index_copy_(0, slots, window[:, :, 1:])
-        out = (window * self.weight.detach().flatten(1).float()).sum(2)
-        return self.activated(out if self.bias is None else out.add_(self.bias.detach())).to(x.dtype)
+        out = (window * weight).sum(2)
+        return self.activated(out if bias is None else out.add_(bias)).to(x.dtype)
 
     def convolved(self, x: Tensor, ends: "Ends", earlier: Tensor | None) -> Tensor:
         """Returns the convolution before the activation, float32 [tokens, channels]."""

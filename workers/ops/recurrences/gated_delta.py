@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention import Packing
+from ..kernels import kernels_for
 from ..recurrence import StateKind
 from .chunked_delta import DeltaInputs, normalize, scan_chunks
 
@@ -54,8 +55,11 @@ class GatedDeltaRule:
         return out.squeeze(0).to(row.v.dtype), states.detach()
 
     def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
-        row, state = DeltaInputs(*inputs), states.index_select(0, slots)
-        fla = _fla_for(row.v)
+        row = DeltaInputs(*inputs)
+        kernels = kernels_for(row.v)
+        if kernels is not None:
+            return kernels.delta_step(row, states, slots)
+        fla, state = _fla_for(row.v), states.index_select(0, slots)
         out, state = _step(row, state) if fla is None else _step_of_fla(fla, row, state)
         states.index_copy_(0, slots, state)
         return out.to(row.v.dtype)

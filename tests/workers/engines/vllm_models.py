@@ -23,7 +23,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 import torch
 from torch import Tensor
-
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation

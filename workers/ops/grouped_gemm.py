@@ -73,7 +73,7 @@ class GroupedRows:
 
     def _runs_kernel(self, y: Tensor, x: Tensor, matrices: Tensor, adds: bool) -> bool:
         """Multiplies by a kernel, and returns True, if torch's products of the groups one by one would take longer."""
-        kernels = kernels_for(x) if _suits_kernel(len(x), matrices) else None
+        kernels = kernels_for(y, x, matrices) if _suits_kernel(len(x), matrices) else None
         if kernels is None or y.stride(1) != 1 or 1 not in matrices.stride()[1:]:
             return False
         kernels.grouped_matmul(y, x, matrices, self._bounds, adds)

@@ -269,9 +269,9 @@ class Kernels:
         return tokens, logprobs
 
 
-def kernels_for(x: Tensor) -> Kernels | None:
-    """Returns the kernels, or None if x needs torch's own operations."""
-    return load_kernels() if x.dtype == torch.float32 and x.is_cpu else None
+def kernels_for(*tensors: Tensor) -> Kernels | None:
+    """Returns the kernels, or None if one of the tensors needs torch's own operations."""
+    return load_kernels() if all(x.dtype == torch.float32 and x.is_cpu for x in tensors) else None
 
 
 def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from trainhouse.workers.ops import kernels as kernels_module
 from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks
+from trainhouse.workers.ops.grouped_gemm import GroupedRows
 from trainhouse.workers.ops.kernels import Kernels, PrefixGroups, kernels_for, load_kernels
 
 TOLERANCE = 3e-6
@@ -86,6 +87,29 @@ def test_products_of_groups_of_rows(kernels: Kernels, inner: int, columns: int, 
     kernels.grouped_matmul(y, x, matrices, bounds, adds=False)
     assert_near(y, wanted)
     assert torch.equal(wide[:, :2], before[:, :2]) and torch.equal(wide[:, -2:], before[:, -2:])
+
+
+@pytest.mark.parametrize(("counts", "num_rows"), [([0, 0], 0), ([], 0), ([], 3), ([0, 0], 2)])
+def test_products_of_no_rows_are_zeros(counts: list[int], num_rows: int) -> None:
+    groups, x = GroupedRows(torch.tensor(counts, dtype=torch.int64)), random(num_rows, 5)
+    assert torch.equal(groups.matmul(x, random(len(counts), 5, 7)), torch.zeros(num_rows, 7))
+    y = torch.ones(num_rows, 7)
+    groups.add_matmul(y, x, random(len(counts), 5, 7))
+    assert torch.equal(y, torch.ones(num_rows, 7))
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_nonfinite_values_stay_in_their_row_of_a_product(is_transposed: bool) -> None:
+    x = random(4, 40)
+    x[1], x[2, 39] = math.nan, math.inf
+    y = GroupedRows(torch.tensor([2, 0, 2])).matmul(x, random(3, 33, 40).mT if is_transposed else random(3, 40, 33))
+    assert y[[0, 3]].isfinite().all() and y[1].isnan().all() and not y[2].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_matrices_of_another_dtype_than_the_rows_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        GroupedRows(torch.tensor([2, 0, 1])).matmul(random(3, 4), random(3, 4, 5).to(dtype))
 
 
 def test_pairs_are_sorted_in_order_and_those_of_no_group_come_last(kernels: Kernels) -> None:
@@ -267,6 +291,7 @@ def test_kernels_are_only_for_float32_on_the_cpu() -> None:
     assert kernels_for(torch.empty(1)) is not None
     assert kernels_for(torch.empty(1, dtype=torch.bfloat16)) is None
     assert kernels_for(torch.empty(1, device="meta")) is None
+    assert kernels_for(torch.empty(1), torch.empty(1, dtype=torch.bfloat16)) is None
 
 
 @pytest.fixture

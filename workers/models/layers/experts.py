@@ -215,7 +215,7 @@ class _LocalPairs:
     def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
         """Sorts the pairs by `keys`, expert * num_kinds + kind, int64 [tokens, experts of each]."""
         first, num_groups = team.index * num_own * num_kinds, num_own * num_kinds
-        kernels = load_kernels() if keys.is_cpu else None
+        kernels = load_kernels() if keys.is_cpu and keys.dtype == torch.int64 else None
         sort = _sort_pairs if kernels is None else kernels.sort_pairs
         self._tokens, self._places, counts = sort(keys, first, num_groups)
         self._shape, self.counts = keys.shape, counts.view(num_own, num_kinds)
@@ -228,8 +228,9 @@ class _LocalPairs:
         return [_by_token(each, self._places, self._shape).sum(1) for each in of_pairs]
 
     def combine(self, of_pairs: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
-        kernels = None if torch.is_grad_enabled() or weights.dtype != torch.float32 else kernels_for(of_pairs[0])
+        kernels = None if torch.is_grad_enabled() else kernels_for(weights, *of_pairs)
         if kernels is not None:
+            weights = weights.expand(self._shape)
             return [kernels.combine_pairs(each, self._places, weights) for each in of_pairs]
         return [_weighted(_by_token(each, self._places, self._shape), weights) for each in of_pairs]
 

@@ -46,8 +46,9 @@ class CausalConvolution:
 
     def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
         (x,) = inputs
-        weight, bias = self.weight.detach().flatten(1).float(), None if self.bias is None else self.bias.detach()
-        kernels = kernels_for(x)
+        weight = self.weight.detach().flatten(1).float()
+        bias = None if self.bias is None else self.bias.detach().float()
+        kernels = kernels_for(x, states)
         if kernels is not None:
             return kernels.convolve_step(x, weight, bias, states, slots, self.is_silu)
         window = torch.cat((states.index_select(0, slots), x.unsqueeze(2)), dim=2)

@@ -56,7 +56,7 @@ class GatedDeltaRule:
 
     def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
         row = DeltaInputs(*inputs)
-        kernels = kernels_for(row.v)
+        kernels = kernels_for(*row, states)
         if kernels is not None:
             return kernels.delta_step(row, states, slots)
         fla, state = _fla_for(row.v), states.index_select(0, slots)

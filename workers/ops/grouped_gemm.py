@@ -95,7 +95,7 @@ class GroupedRows:
 
     @cached_property
     def _bounds(self) -> Tensor:
-        """Where the rows of each group begin, and those of the last end: int64 [groups + 1]."""
+        """The row at which each group begins, and the end of the last: int64 [groups + 1]."""
         return pad(self._counts.cumsum(0), (1, 0))
 
     @cached_property

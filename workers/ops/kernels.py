@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..resources.threads import WORTH_ALL
 from .attention_kind import AttentionKind
 
 if TYPE_CHECKING:
@@ -43,9 +44,6 @@ _ARGUMENTS = {
     "delta_step": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 4, *[_SIZE] * 5, _INT],
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
 }
-
-# A product of more multiplications than this is worth waking up other threads for, in a pass that runs on one.
-_WORTH_THREADS = 4_000_000
 
 _log = logging.getLogger(__name__)
 
@@ -163,7 +161,7 @@ class Kernels:
         x, (groups, inner, columns) = with_rows(x), matrices.shape
         transposed = matrices.stride(2) != 1
         apart = matrices.stride(0), matrices.stride(2 if transposed else 1)
-        threads = self._most_threads if len(x) * inner * columns > _WORTH_THREADS else 1
+        threads = self._most_threads if len(x) * inner * columns > WORTH_ALL else 1
         pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), matrices.data_ptr()
         self._library.grouped_matmul(
             *pointers,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 # A product of more multiplications than this is worth waking up the other threads for, in a pass that runs on one.
-_WORTH_ALL = 4_000_000
+WORTH_ALL = 4_000_000
 
 # The longest that one thread may work on a layer alone, in microseconds.
 _MAX_ALONE = 2500.0
@@ -42,7 +42,7 @@ class ThreadCount:
 
     def pays_for(self, num_multiplications: int) -> bool:
         """True if a product of this size should run inside `all_threads`."""
-        return self.alone and num_multiplications > _WORTH_ALL
+        return self.alone and num_multiplications > WORTH_ALL
 
     @contextmanager
     def all_threads(self) -> Iterator[None]:

@@ -161,7 +161,9 @@ def _bounds() -> list[tuple[int, int]]:
 
 def _largest_distance(ours: Tensor, theirs: Tensor) -> float:
     """Returns the mean distance over the tokens of the sequence that is farthest off."""
-    by_token = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    # All logits of a first token whose embedding is zero may be equal.
+    spread = theirs.norm(dim=-1).clamp(min=torch.finfo(theirs.dtype).tiny)
+    by_token = (ours - theirs).norm(dim=-1) / spread
     return max(float(by_token[start:stop].mean()) for start, stop in _bounds())
 
 

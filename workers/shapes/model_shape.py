@@ -251,6 +251,10 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         raise ValueError(
             f"the config.json of {name} is not that of a {model_type} model: {type(error).__name__}: {error}"
         ) from error
+    if (number := optional_number(name, text, "num_hidden_layers")) not in (None, len(layers)):
+        raise ValueError(
+            f"the config.json of {name} describes {len(layers)} layers, and has num_hidden_layers {number}"
+        )
     longest, most = longest_context(reader.number("max_position_embeddings"), rope), _most_indexed(layers)
     return ModelShape(
         name=name,
@@ -337,6 +341,8 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
         return f"models with {setting} are not supported"
     if family is None and (reason := _unknown_layers(every)) is not None:
         return reason
+    if family is not None and (found := family.refused(family.reader(model_type, every))) is not None:
+        return f"{model_type} models with {found} are not supported"
     method = quantization_of(config).get("quant_method")
     if method is not None and method not in METHODS:
         return f"weights quantized by {method} are not supported, only by {', '.join(METHODS)}: use another release"

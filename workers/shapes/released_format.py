@@ -1,12 +1,12 @@
 """Says how a release holds its packed weights, for keeping them so in memory. Imports no torch."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+from .name_patterns import NamePatterns
 from .packed_weights import quantization_of
 
 Codes = Literal["float4", "float8", "integer"]
@@ -90,7 +90,11 @@ class ReleasedWeights:
 
     def ignores(self, name: str) -> bool:
         """True if the release does not pack the parameter of this name."""
-        return any(_matches(each, pattern) for each in _names_in_files(name) for pattern in self.ignored)
+        return any(map(self._patterns.match, _names_in_files(name)))
+
+    @cached_property
+    def _patterns(self) -> NamePatterns:
+        return NamePatterns.of([_below_model(each) for each in self.ignored])
 
     def bytes_of(self, shape: Sequence[int]) -> float | None:
         """Returns the most bytes of packed weights of this shape, None if no format suits them."""
@@ -154,15 +158,7 @@ def _names_in_files(parameter: str) -> Iterator[str]:
 _HEADS = ("model.language_model.", "language_model.model.", "language_model.", "backbone.")
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """True if a pattern of a `quantization_config` names this layer or what it is part of."""
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error as error:
-            raise ValueError(f"quantization_config has the pattern {pattern!r}: {error}") from None
-    for head in _HEADS:
-        if pattern.startswith(head):
-            pattern = f"model.{pattern.removeprefix(head)}"
-            break
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") or name.endswith(f".{pattern}")
+def _below_model(pattern: str) -> str:
+    """Returns the pattern with the name of the trunk that modules have."""
+    head = next((each for each in _HEADS if pattern.startswith(each)), "model.")
+    return f"model.{pattern.removeprefix(head)}" if pattern.startswith(head) else pattern

@@ -1,6 +1,7 @@
 """A tiny config for each type of causal language model in transformers, for the survey of them."""
 
 import dataclasses
+from copy import deepcopy
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -151,10 +152,14 @@ def tiny_config_of(model_type: str, **settings: object) -> PreTrainedConfig:
 
     Raises what the type's config raises if such a small one is not possible.
     """
+    return AutoConfig.for_model(model_type, **(tiny_settings_of(model_type) | settings))
+
+
+def tiny_settings_of(model_type: str) -> dict[str, Any]:
+    """Returns the settings of such a model that are not the type's defaults."""
     kind = type(AutoConfig.for_model(model_type))
     names = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-    small = {name: value for name, value in _SMALL.items() if name in names}
-    given = small | _OF_TYPE.get(model_type, {}) | settings
+    given = {name: value for name, value in _SMALL.items() if name in names} | _OF_TYPE.get(model_type, {})
     if "layers_block_type" in given:
         given.pop("num_hidden_layers", None)
-    return AutoConfig.for_model(model_type, **given)
+    return deepcopy(given)  # transformers adds to its dictionaries

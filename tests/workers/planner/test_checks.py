@@ -210,7 +210,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "rotation of Phi-MoE": (
         "--parallel tp=2",
         DENSE | {"model_type": "phimoe", "rope_scaling": {"type": "yarn", "factor": 2.0}},
-        "Phi-MoE models with RoPE scaling yarn are not supported, only with longrope",
+        "M: phimoe models with RoPE scaling yarn instead of longrope are not supported",
     ),
     "other activation": (
         "--parallel tp=2",

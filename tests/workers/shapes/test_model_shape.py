@@ -101,6 +101,8 @@ WINDOWED = (
 NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")
 PER_TOKEN = ("moe_topk", "moe_k", "num_experts_per_tok")
 FEATURES = ("moe_intermediate_size", "intermediate_size")
+# Families whose heads make up the hidden size.
+SQUARE = ("helium", "olmoe", "stablelm")
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", *INDEXED)
 # What families with Mamba-2 need in addition.
@@ -134,7 +136,11 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
             pytest.skip("layers of another family")
         given = given | {"num_experts_per_tok": 1}
     if model_type == "iquestcoder":  # it refuses windows
+        if "sliding_attention" in kinds:
+            pytest.skip("layers of another family")
         given = given | {"use_sliding_window": False}
+    if model_type in SQUARE:
+        given = given | {"head_dim": given["hidden_size"] // given["num_attention_heads"]}
     if model_type == "internlm3" and not {"attention_bias", "mlp_bias"} <= given.keys():
         pytest.skip("transformers refuses one of the biases without the other")
     if model_type == "laguna" and given.get("sliding_window", 0) is None:
@@ -145,6 +151,7 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         pytest.skip("transformers needs the latent queries")
     if model_type in LATENT:  # other names of theirs for the features that rotate, and for experts
         given = {key: value for key, value in given.items() if key not in ("head_dim", "num_experts")}
+        given = given | {"num_key_value_heads": given["num_attention_heads"]}
     if model_type in ("gemma4_text", "cwm", "kolibri1") and given.get("sliding_window", 0) is None:
         pytest.skip("transformers needs a window")
     theirs = AutoConfig.for_model(model_type, **given)
@@ -255,7 +262,7 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
         assert sparse == list(range(6)) and experts is not None
         assert (experts.num, experts.per_token) == (theirs.num_local_experts, theirs.num_experts_per_tok)
     elif model_type in LATENT:
-        num_dense = getattr(theirs, "first_k_dense_replace", 1)
+        num_dense = 1 if model_type == "glm4_moe_lite" else theirs.first_k_dense_replace
         assert sparse == list(range(num_dense, 6)) and experts is not None
         assert (experts.num, experts.per_token) == (theirs.n_routed_experts, theirs.num_experts_per_tok)
     elif model_type == "nemotron_h":

@@ -114,6 +114,11 @@ class ConfigReader:
         return self.number("head_dim", self.hidden // self.heads)
 
     @property
+    def rotary_factor(self) -> float:
+        """The part of a head's features that rotates."""
+        return self.fraction("partial_rotary_factor", 1.0)
+
+    @property
     def window(self) -> int | None:
         """The tokens that a layer with a sliding window sees; None if no layer has one."""
         is_used = self._config.get("sliding_window") is not None and self.is_set("use_sliding_window")

@@ -28,7 +28,7 @@ def _layers_of_deepseek_v32(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _layers_of_glm_moe_dsa(config: ConfigReader) -> Sequence[Layer]:
-    return _indexed_layers(config, [kind in ("shared", "S") for kind in _kinds_of_indexers(config)])
+    return _indexed_layers(config, [kind in _SHARED for kind in _kinds_of_indexers(config)])
 
 
 def _kinds_of_indexers(config: ConfigReader) -> Sequence[str]:
@@ -50,10 +50,17 @@ def _indexed_layers(config: ConfigReader, share: Sequence[bool]) -> Sequence[Lay
     return [Layer(config.hidden, *each) for each in parts]
 
 
-def feed_forwards(config: ConfigReader, experts: RoutedExperts) -> Sequence[FeedForward]:
-    """Returns the feed-forward part of each layer; the first layers are dense."""
-    kinds, of_dense = config.names("mlp_layer_types"), dense(config)
-    num_dense = config.number("first_k_dense_replace", at_least=0)
+def feed_forwards(
+    config: ConfigReader, experts: RoutedExperts, num_dense: int = 1, **settings: bool
+) -> Sequence[FeedForward]:
+    """Returns the feed-forward part of each layer.
+
+    Args:
+        num_dense: how many of the first layers are dense where no field says it.
+        settings: fields of the dense parts.
+    """
+    kinds, of_dense = config.names("mlp_layer_types"), dense(config, **settings)
+    num_dense = config.number("first_k_dense_replace", num_dense, at_least=0)
     is_sparse = [kind == "sparse" for kind in kinds] if kinds else [i >= num_dense for i in range(config.num_layers)]
     return [experts if each else of_dense for each in is_sparse]
 
@@ -86,6 +93,17 @@ def experts_of(config: ConfigReader) -> RoutedExperts:
     )
 
 
+def _unsupported(config: ConfigReader) -> str | None:
+    heads, of_keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    return None if of_keys in (None, heads) else f"{of_keys} num_key_value_heads and {heads} num_attention_heads"
+
+
+def _unsupported_of_glm_moe_dsa(config: ConfigReader) -> str | None:
+    is_first_shared = config.names("indexer_types") and _kinds_of_indexers(config)[0] in _SHARED
+    return "a first layer without an indexer of its own" if is_first_shared else _unsupported(config)
+
+
+_SHARED = ("shared", "S")
 _DEFAULTS: Mapping[str, object] = {
     "vocab_size": 129280,
     "hidden_size": 7168,
@@ -101,12 +119,23 @@ _DEFAULTS: Mapping[str, object] = {
     "v_head_dim": 128,
     "qk_nope_head_dim": 128,
     "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
     "max_position_embeddings": 4096,
+    "partial_rotary_factor": None,
     "rope_interleave": True,
 }
 
-DEEPSEEK_V3 = Family("DeepseekV3", "deepseek_v3", _layers, _DEFAULTS, settings=("kv_lora_rank",))
+# Another name of a field, also in models with the experts of DeepSeek-V3.
+ALIASES = {"num_local_experts": "n_routed_experts"}
+
+DEEPSEEK_V3 = Family(
+    "DeepseekV3",
+    "deepseek_v3",
+    _layers,
+    {**_DEFAULTS, "first_k_dense_replace": 3},
+    ALIASES,
+    _unsupported,
+    settings=("kv_lora_rank",),
+)
 GLM4_MOE_LITE = Family(
     "Glm4MoeLite",
     "glm4_moe_lite",
@@ -124,23 +153,28 @@ GLM4_MOE_LITE = Family(
         "v_head_dim": 256,
         "qk_nope_head_dim": 192,
         "num_experts_per_tok": 4,
-        "first_k_dense_replace": 1,
         "max_position_embeddings": 202752,
         "mlp_layer_types": None,
     },
+    {**ALIASES, "head_dim": "qk_rope_head_dim"},
+    _unsupported,
     settings=("kv_lora_rank",),
 )
 _INDEXED: Mapping[str, object] = {
     "index_n_heads": 64,
     "index_head_dim": 128,
     "index_topk": 2048,
+    "first_k_dense_replace": 3,
     "mlp_layer_types": None,
 }
+_INDEXED_ALIASES = {**ALIASES, "num_experts": "n_routed_experts"}
 DEEPSEEK_V32 = Family(
     "DeepseekV32",
     "deepseek_v32",
     _layers_of_deepseek_v32,
     {**_DEFAULTS, **_INDEXED, "max_position_embeddings": 163840},
+    _INDEXED_ALIASES,
+    _unsupported,
     settings=("kv_lora_rank",),
 )
 GLM_MOE_DSA = Family(
@@ -161,6 +195,8 @@ GLM_MOE_DSA = Family(
         "index_n_heads": 32,
         "max_position_embeddings": 202752,
     },
+    _INDEXED_ALIASES,
+    _unsupported_of_glm_moe_dsa,
     settings=("kv_lora_rank",),
 )
 MISTRAL4 = Family(
@@ -188,5 +224,7 @@ MISTRAL4 = Family(
             "llama_4_scaling_beta": 0.1,
         },
     },
+    ALIASES,
+    _unsupported,
     settings=("kv_lora_rank",),
 )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..parts import Layer
 from .config_reader import ConfigReader
-from .deepseek import experts_of, feed_forwards
+from .deepseek import ALIASES, experts_of, feed_forwards
 from .family import Family, attention
 
 
@@ -33,4 +33,5 @@ DOTS1 = Family(
         "layer_types": None,
         "first_k_dense_replace": 0,
     },
+    ALIASES,
 )

@@ -32,10 +32,7 @@ def _dense(config: ConfigReader) -> Dense:
 
 
 def _experts(config: ConfigReader) -> RoutedExperts:
-    features, num = (
-        config.number("moe_intermediate_size"),
-        config.number("moe_num_experts", config.number("num_experts")),
-    )
+    features, num = config.number("moe_intermediate_size"), config.number("moe_num_experts")
     shared = features * config.number("moe_num_shared_experts", at_least=0)
     of_shared = Dense(
         hidden=config.hidden, features=shared, name="mlp.shared_experts", has_bias=config.is_set("use_bias")
@@ -43,7 +40,7 @@ def _experts(config: ConfigReader) -> RoutedExperts:
     return RoutedExperts(
         hidden=config.hidden,
         num=num,
-        per_token=config.number("moe_k", config.number("num_experts_per_tok")),
+        per_token=config.number("moe_k"),
         features=features,
         router_biases=(Weight("mlp.gate.moe_statics.e_score_correction_bias", (1, num)),),
         shared=of_shared if shared else None,
@@ -73,11 +70,12 @@ ERNIE4_5_MOE = Family(
         "num_key_value_heads": 4,
         "tie_word_embeddings": True,
         "moe_intermediate_size": 1536,
-        "num_experts_per_tok": 6,
-        "num_experts": 64,
+        "moe_k": 6,
+        "moe_num_experts": 64,
         "moe_num_shared_experts": 2,
         "moe_layer_start_index": 1,
         "moe_layer_end_index": -1,
         "moe_layer_interval": 1,
     },
+    {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
 )

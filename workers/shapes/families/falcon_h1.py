@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from ..parts import Layer, Norms
 from .config_reader import ConfigReader
-from .family import Family, attention, dense, mamba
+from .family import Family, any_set, attention, dense, mamba
 
 _NORMS = Norms(before_mlp="pre_ff_layernorm")
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    if biased := [key for key in _BIASES if config.is_set(key)]:
-        raise ValueError(f"Falcon-H1 models with {biased[0]} are not supported")
     expanded = config.number("mamba_expand") * config.hidden
     of_gate, of_output = config.fractions("mlp_multipliers", 2)
     inputs = config.fraction("attention_in_multiplier", 1.0)
@@ -55,4 +53,12 @@ _DEFAULTS: Mapping[str, object] = {
     "mamba_norm_before_gate": True,
 }
 
-FALCON_H1 = Family("FalconH1", "falcon_h1", _layers, _DEFAULTS, last_norm="final_layernorm")
+FALCON_H1 = Family(
+    "FalconH1",
+    "falcon_h1",
+    _layers,
+    _DEFAULTS,
+    unsupported=any_set(*_BIASES),
+    last_norm="final_layernorm",
+    embedding_scale_key="embedding_multiplier",
+)

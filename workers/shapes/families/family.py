@@ -28,6 +28,9 @@ DEFAULTS: Mapping[str, object] = {
     "use_sliding_window": True,
 }
 
+# Fields that only types have whose families list them in `defaults`. transformers ignores them in all others.
+_FIELDS_OF_SOME = frozenset({"first_k_dense_replace", "mlp_layer_types", "use_sliding_window"})
+
 
 @dataclass(frozen=True)
 class Family:
@@ -35,7 +38,10 @@ class Family:
 
     name: the prefix of its classes in transformers. module: the module of transformers that defines them.
     layers: reads the layers off a config.
-    defaults: values of fields that a config.json may leave out, in addition to DEFAULTS.
+    defaults: values of fields that a config.json may leave out, in addition to DEFAULTS. Heads rotate in part, by
+    `partial_rotary_factor`, only if it is listed.
+    aliases: other names of fields.
+    unsupported: names what a model with this config has that the layers do not run, None if nothing.
     trunk, rotary: suffixes of the classes of the model without its head, and of its rotations.
     embedding: the same of its embedding; None = torch's embedding. layer: the same of its layers.
     norm: the suffix of the class of its norms; None = torch's LayerNorm.
@@ -55,6 +61,8 @@ class Family:
     module: str
     layers: Callable[[ConfigReader], Sequence[Layer]]
     defaults: Mapping[str, object] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Callable[[ConfigReader], str | None] = lambda config: None
     trunk: str = "Model"
     rotary: str = "RotaryEmbedding"
     embedding: str | None = None
@@ -63,7 +71,7 @@ class Family:
     head_bias_key: str = ""
     last_norm: str = "norm"
     embedding_name: str = "embed_tokens"
-    embedding_scale_key: str = "embedding_multiplier"
+    embedding_scale_key: str = ""
     embedding_root_key: str = ""
     norm_weight_plus_one: bool = False
     settings: tuple[str, ...] = ()
@@ -101,7 +109,23 @@ class Family:
         return " or ".join((f"another activation than {self.activation}", *self.unknown_settings))
 
     def reader(self, name: str, config: Mapping[str, object]) -> ConfigReader:
-        return ConfigReader(name, config, {**DEFAULTS, **self.defaults})
+        """Raises ValueError if a field has different values under different names."""
+        known = {key: value for key, value in config.items() if key not in _FIELDS_OF_SOME or key in self.defaults}
+        for alias, key in self.aliases.items():
+            value, other = config.get(alias), config.get(key)
+            if None not in (value, other) and value != other:
+                both = f"{alias} {value} and {key} {other}"
+                raise ValueError(f"the config.json of {name} has {both}, which are two names of one field")
+            known |= {} if value is None else {key: value}
+        return ConfigReader(name, known, {**DEFAULTS, **self.defaults})
+
+    def refused(self, config: ConfigReader) -> str | None:
+        """Names what a model with this config has for which it is refused, None if it can be served."""
+        if "sliding_attention" in (config.names("layer_types") or ()) and config.window is None:
+            return "layers of sliding_attention and no sliding_window"
+        if "partial_rotary_factor" not in self.defaults and config.rotary_factor != 1:
+            return f"partial_rotary_factor {config.rotary_factor:g}"
+        return self.unsupported(config)
 
 
 def kinds_by_step(config: ConfigReader, step: int) -> Sequence[str]:
@@ -112,14 +136,26 @@ def kinds_by_step(config: ConfigReader, step: int) -> Sequence[str]:
 def attention(config: ConfigReader, **settings: Setting) -> SoftmaxAttention:
     """Returns attention of the sizes that most configs name alike. Settings are fields of SoftmaxAttention."""
     head_dim = config.head_dim
-    rotary_dim = int(head_dim * config.fraction("partial_rotary_factor", 1.0))
-    sizes: dict[str, Setting] = {"heads": config.heads, "rotary_dim": rotary_dim}
+    sizes: dict[str, Setting] = {"heads": config.heads, "rotary_dim": int(head_dim * config.rotary_factor)}
     return SoftmaxAttention(
         hidden=config.hidden,
         kv_heads=config.number("num_key_value_heads", config.heads),
         head_dim=head_dim,
         **(sizes | settings),  # pyright: ignore[reportArgumentType]
     )
+
+
+def any_set(*keys: str) -> Callable[[ConfigReader], str | None]:
+    """Returns a function that names the first of these fields that a config sets."""
+    return lambda config: next((key for key in keys if config.is_set(key)), None)
+
+
+def heads_unlike_hidden(config: ConfigReader) -> str | None:
+    """Names the sizes of attention whose heads do not make up the hidden size, None if they do."""
+    if None in (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim")):
+        return None
+    is_alike = config.heads * config.head_dim == config.hidden
+    return None if is_alike else f"{config.heads} heads of {config.head_dim} features and hidden_size {config.hidden}"
 
 
 def query_growth(config: ConfigReader) -> QueryGrowth | None:

@@ -24,13 +24,8 @@ _ACTIVATION = "gelu_pytorch_tanh"
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    kinds = [*(config.names("layer_types") or kinds_by_step(config, 6))[:-1], "full_attention"]
-    num_own = config.num_layers - config.number("num_kv_shared_layers", at_least=0)
+    kinds, num_own = _kinds(config), _num_own(config)
     sources = {kind: number for number, kind in enumerate(kinds[:num_own])} if num_own < config.num_layers else {}
-    if num_own < 1:
-        raise ValueError(f"this Gemma 4 model has {num_own} layers with keys and values of their own: expected some")
-    if lacking := {*kinds[num_own:]} - {*sources}:
-        raise ValueError(f"no layer of this Gemma 4 model has keys and values for its layers of {sorted(lacking)[0]}")
     size = config.number("hidden_size_per_layer_input", 0, at_least=0) or None
     is_sparse, layers = config.is_set("enable_moe_block"), []
     for number, kind in enumerate(kinds):
@@ -39,6 +34,23 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         parts = (_experts(config, dense), _SPARSE_NORMS) if is_sparse else (dense, _NORMS)
         layers.append(Layer(config.hidden, mixer, *parts, token_input=size, is_scaled=True))
     return layers
+
+
+def _kinds(config: ConfigReader) -> Sequence[str]:
+    return [*(config.names("layer_types") or kinds_by_step(config, 6))[:-1], "full_attention"]
+
+
+def _num_own(config: ConfigReader) -> int:
+    """Returns how many layers have keys and values of their own, the first ones."""
+    return config.num_layers - config.number("num_kv_shared_layers", at_least=0)
+
+
+def _unsupported(config: ConfigReader) -> str | None:
+    kinds, num_own = _kinds(config), _num_own(config)
+    if num_own < 1:
+        return f"{config.num_layers - num_own} layers that share keys and values of {max(num_own, 0)} others"
+    lacking = sorted({*kinds[num_own:]} - {*kinds[:num_own]})
+    return f"layers of {lacking[0]} that share keys and values of no other layer" if lacking else None
 
 
 def _other_weights(config: ConfigReader) -> Mapping[str, tuple[int, ...]]:
@@ -128,6 +140,7 @@ GEMMA4 = Family(
         "vocab_size_per_layer_input": 262144,
         "tie_word_embeddings": True,
     },
+    unsupported=_unsupported,
     trunk="TextModel",
     rotary="TextRotaryEmbedding",
     embedding="TextScaledWordEmbedding",

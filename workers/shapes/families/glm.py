@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..parts import Layer, Norms
 from .config_reader import ConfigReader
-from .deepseek import experts_of, feed_forwards
+from .deepseek import ALIASES, experts_of, feed_forwards
 from .family import Family, attention, dense
 
 _NORMS = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
@@ -60,4 +60,5 @@ GLM4_MOE = Family(
         "n_routed_experts": 128,
         "first_k_dense_replace": 1,
     },
+    ALIASES,
 )

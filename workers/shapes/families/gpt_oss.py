@@ -12,7 +12,7 @@ from .family import Family, attention
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
     by_turns = ["full_attention" if number % 2 else "sliding_attention" for number in range(config.num_layers)]
-    num = config.number("num_local_experts", config.number("num_experts"))
+    num = config.number("num_local_experts")
     experts = RoutedExperts(
         hidden=config.hidden,
         num=num,
@@ -42,7 +42,7 @@ GPT_OSS = Family(
     _layers,
     {
         "num_hidden_layers": 36,
-        "num_experts": 128,
+        "num_local_experts": 128,
         "vocab_size": 201088,
         "hidden_size": 2880,
         "intermediate_size": 2880,
@@ -55,4 +55,5 @@ GPT_OSS = Family(
         "layer_types": None,
         "attention_bias": True,
     },
+    {"num_experts": "num_local_experts"},
 )

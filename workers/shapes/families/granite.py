@@ -27,6 +27,10 @@ def _layers_of_hyperclovax(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
+    return [_layer(config, _attention(config), _experts(config, None))] * config.num_layers
+
+
+def _layers_with_shared_part(config: ConfigReader) -> Sequence[Layer]:
     experts = _experts(config, _shared(config) if config.is_set("shared_intermediate_size") else None)
     return [_layer(config, _attention(config), experts)] * config.num_layers
 
@@ -82,6 +86,7 @@ _DEFAULTS: Mapping[str, object] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
+_EMBEDDING_SCALE = "embedding_multiplier"
 _SPARSE: Mapping[str, object] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _HYBRID: Mapping[str, object] = {
     "shared_intermediate_size": 1024,
@@ -93,8 +98,29 @@ _HYBRID: Mapping[str, object] = {
     "mamba_conv_bias": True,
 }
 
-GRANITE = Family("Granite", "granite", _dense_layers, _DEFAULTS)
-HYPERCLOVAX = Family("HyperCLOVAX", "hyperclovax", _layers_of_hyperclovax, {**_DEFAULTS, "use_post_norm": True})
-GRANITE_MOE = Family("GraniteMoe", "granitemoe", _sparse_layers, {**_DEFAULTS, **_SPARSE})
-GRANITE_MOE_SHARED = Family("GraniteMoeShared", "granitemoeshared", _sparse_layers, {**_DEFAULTS, **_SPARSE})
-GRANITE4 = Family("GraniteMoeHybrid", "granitemoehybrid", _hybrid_layers, {**_DEFAULTS, **_SPARSE, **_HYBRID})
+GRANITE = Family("Granite", "granite", _dense_layers, _DEFAULTS, embedding_scale_key=_EMBEDDING_SCALE)
+HYPERCLOVAX = Family(
+    "HyperCLOVAX",
+    "hyperclovax",
+    _layers_of_hyperclovax,
+    {**_DEFAULTS, "use_post_norm": True},
+    embedding_scale_key=_EMBEDDING_SCALE,
+)
+GRANITE_MOE = Family(
+    "GraniteMoe", "granitemoe", _sparse_layers, {**_DEFAULTS, **_SPARSE}, embedding_scale_key=_EMBEDDING_SCALE
+)
+GRANITE_MOE_SHARED = Family(
+    "GraniteMoeShared",
+    "granitemoeshared",
+    _layers_with_shared_part,
+    {**_DEFAULTS, **_SPARSE},
+    embedding_scale_key=_EMBEDDING_SCALE,
+)
+GRANITE4 = Family(
+    "GraniteMoeHybrid",
+    "granitemoehybrid",
+    _hybrid_layers,
+    {**_DEFAULTS, **_SPARSE, **_HYBRID},
+    {"layers_block_type": "layer_types"},
+    embedding_scale_key=_EMBEDDING_SCALE,
+)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..parts import Layer
 from .config_reader import ConfigReader
-from .family import Family, attention, dense
+from .family import Family, attention, dense, heads_unlike_hidden
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
@@ -17,4 +17,5 @@ HELIUM = Family(
     "helium",
     _layers,
     {"max_position_embeddings": 4096, "num_key_value_heads": 20, "head_dim": 128},
+    unsupported=heads_unlike_hidden,
 )

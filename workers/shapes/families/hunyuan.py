@@ -16,7 +16,7 @@ def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
     experts = RoutedExperts(
         hidden=config.hidden,
         num=config.number("num_experts"),
-        per_token=config.number("moe_topk", config.number("num_experts_per_tok")),
+        per_token=config.number("moe_topk"),
         features=features,
         shared=Dense(hidden=config.hidden, features=features, name="mlp.shared_mlp"),
         router_weight="wg.weight",
@@ -41,5 +41,9 @@ _DEFAULTS = {"vocab_size": 290943, "max_position_embeddings": 2048}
 
 HUNYUAN_V1_DENSE = Family("HunYuanDenseV1", "hunyuan_v1_dense", _dense_layers, _DEFAULTS)
 HUNYUAN_V1_MOE = Family(
-    "HunYuanMoEV1", "hunyuan_v1_moe", _sparse_layers, {**_DEFAULTS, "num_experts": 1, "num_experts_per_tok": 1}
+    "HunYuanMoEV1",
+    "hunyuan_v1_moe",
+    _sparse_layers,
+    {**_DEFAULTS, "num_experts": 1, "moe_topk": 1},
+    {"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
 )

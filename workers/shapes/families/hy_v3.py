@@ -9,7 +9,8 @@ from .family import Family, attention
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    has_bias, features = config.is_set("attention_bias"), config.number("moe_intermediate_size")
+    has_bias, of_mlp = config.is_set("attention_bias"), config.is_set("mlp_bias")
+    features = config.number("moe_intermediate_size")
     mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each")
     shared = features * config.number("num_shared_experts")
     experts = RoutedExperts(
@@ -18,12 +19,10 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         per_token=config.number("num_experts_per_tok"),
         features=features,
         block_correction="e_score_correction_bias",
-        shared=Dense(
-            hidden=config.hidden, features=shared, name="mlp.shared_experts", has_bias=config.is_set("mlp_bias")
-        ),
+        shared=Dense(hidden=config.hidden, features=shared, name="mlp.shared_experts", has_bias=of_mlp),
         module="MoE",
     )
-    return [Layer(config.hidden, mixer, each) for each in feed_forwards(config, experts)]
+    return [Layer(config.hidden, mixer, each) for each in feed_forwards(config, experts, has_bias=of_mlp)]
 
 
 HY_V3 = Family(
@@ -43,7 +42,7 @@ HY_V3 = Family(
         "num_experts_per_tok": 8,
         "num_shared_experts": 1,
         "moe_intermediate_size": 1536,
-        "first_k_dense_replace": 1,
         "mlp_layer_types": None,
     },
+    {"num_local_experts": "num_experts"},
 )

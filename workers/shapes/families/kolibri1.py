@@ -15,7 +15,7 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     shared = config.number("shared_expert_intermediate_size")
     experts = RoutedExperts(
         hidden=config.hidden,
-        num=config.number("num_local_experts", config.number("num_experts")),
+        num=config.number("num_local_experts"),
         per_token=config.number("num_experts_per_tok"),
         features=config.number("moe_intermediate_size"),
         shared=Dense(hidden=config.hidden, features=shared, name="mlp.shared_experts"),
@@ -40,10 +40,11 @@ KOLIBRI1 = Family(
         "head_dim": 128,
         "max_position_embeddings": 262144,
         "sliding_window": 513,
-        "num_experts": 384,
+        "num_local_experts": 384,
         "num_experts_per_tok": 6,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "layer_types": None,
     },
+    {"num_experts": "num_local_experts"},
 )

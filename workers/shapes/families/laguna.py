@@ -29,7 +29,7 @@ def _attention(config: ConfigReader, kind: str, heads: int) -> SoftmaxAttention:
     return attention(
         config,
         heads=heads,
-        rotary_dim=int(config.head_dim * of_kind.get("partial_rotary_factor", 1.0)),
+        rotary_dim=int(config.head_dim * of_kind.get("partial_rotary_factor", config.rotary_factor)),
         rotation=kind,
         window=config.window if kind == "sliding_attention" else None,
         qkv_bias=has_bias,
@@ -67,6 +67,7 @@ _DEFAULTS: Mapping[str, object] = {
     "num_experts": 256,
     "num_experts_per_tok": 8,
     "gating": True,
+    "partial_rotary_factor": None,
     "layer_types": None,
     "mlp_layer_types": None,
     "rope_parameters": {"full_attention": _HALF, "sliding_attention": _WHOLE},

@@ -6,19 +6,13 @@ from collections.abc import Sequence
 
 from ..parts import Layer
 from .config_reader import ConfigReader
-from .family import Family, attention, dense
+from .family import Family, any_set, attention, dense
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
     has_bias = config.is_set("attention_bias")
     mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias)
     return [Layer(config.hidden, mixer, dense(config, has_bias=config.is_set("mlp_bias")))] * config.num_layers
-
-
-def _layers_of_internlm3(config: ConfigReader) -> Sequence[Layer]:
-    """Reads the names of releases, too."""
-    biases = {"attention_bias": "qkv_bias", "mlp_bias": "bias"}
-    return _layers(config.changed({ours: config.is_set(ours) or config.is_set(name) for ours, name in biases.items()}))
 
 
 def _layers_of_cwm(config: ConfigReader) -> Sequence[Layer]:
@@ -32,7 +26,7 @@ LLAMA = Family("Llama", "llama", _layers, {"max_position_embeddings": 2048})
 INTERNLM3 = Family(
     "Llama",
     "llama",
-    _layers_of_internlm3,
+    _layers,
     {
         "vocab_size": 128512,
         "hidden_size": 4096,
@@ -43,6 +37,7 @@ INTERNLM3 = Family(
         "head_dim": 128,
         "max_position_embeddings": 32768,
     },
+    {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
 )
 IQUESTCODER = Family(
     "Llama",
@@ -57,7 +52,9 @@ IQUESTCODER = Family(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 131072,
+        "use_sliding_window": False,
     },
+    unsupported=any_set("use_sliding_window", "clip_qkv"),
 )
 CWM = Family(
     "Cwm",

@@ -47,8 +47,6 @@ def _attention(config: ConfigReader, kind: str, rotates: bool) -> SoftmaxAttenti
 
 
 def _experts(config: ConfigReader) -> RoutedExperts:
-    if (per_token := config.number("num_experts_per_tok")) != 1:
-        raise ValueError(f"Llama 4 models with {per_token} experts for each token are not supported")
     features = config.number("intermediate_size")
     return RoutedExperts(
         hidden=config.hidden,
@@ -64,6 +62,11 @@ def _experts(config: ConfigReader) -> RoutedExperts:
         name=_NAME,
         module="Moe",
     )
+
+
+def _unsupported(config: ConfigReader) -> str | None:
+    per_token = config.number("num_experts_per_tok")
+    return None if per_token == 1 else f"{per_token} experts for each token"
 
 
 _DEFAULTS: Mapping[str, object] = {
@@ -90,4 +93,4 @@ _DEFAULTS: Mapping[str, object] = {
     "attn_scale": 0.1,
 }
 
-LLAMA4 = Family("Llama4Text", "llama4", _layers, _DEFAULTS)
+LLAMA4 = Family("Llama4Text", "llama4", _layers, _DEFAULTS, unsupported=_unsupported)

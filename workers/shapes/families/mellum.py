@@ -14,7 +14,7 @@ from .family import Family, attention
 def _layers(config: ConfigReader) -> Sequence[Layer]:
     experts = RoutedExperts(
         hidden=config.hidden,
-        num=config.number("num_local_experts", config.number("num_experts")),
+        num=config.number("num_local_experts"),
         per_token=config.number("num_experts_per_tok"),
         features=config.number("moe_intermediate_size"),
     )
@@ -31,7 +31,7 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         )
         for kind in kinds
     ]
-    parts = zip(mixers, feed_forwards(config, experts), strict=True)
+    parts = zip(mixers, feed_forwards(config, experts, num_dense=0), strict=True)
     return [Layer(config.hidden, *each) for each in parts]
 
 
@@ -49,11 +49,11 @@ MELLUM = Family(
         "head_dim": 128,
         "max_position_embeddings": 131072,
         "sliding_window": 1024,
-        "num_experts": 64,
+        "num_local_experts": 64,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 896,
-        "first_k_dense_replace": 0,
         "layer_types": None,
         "mlp_layer_types": None,
     },
+    {"num_experts": "num_local_experts"},
 )

@@ -11,11 +11,10 @@ from .family import Family, attention
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    rotary_dim = int(config.head_dim * config.fraction("partial_rotary_factor", 1.0))
-    mixer = attention(config, rotary_dim=config.number("rotary_dim", rotary_dim), norms_heads="together")
+    mixer = attention(config, rotary_dim=_rotary_dim(config), norms_heads="together")
     experts = RoutedExperts(
         hidden=config.hidden,
-        num=config.number("num_local_experts", config.number("num_experts")),
+        num=config.number("num_local_experts"),
         per_token=config.number("num_experts_per_tok"),
         features=config.number("intermediate_size"),
         block_correction="e_score_correction_bias",
@@ -23,6 +22,12 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         linears=("w1", "w3", "w2"),
     )
     return [Layer(config.hidden, mixer, experts)] * config.num_layers
+
+
+def _rotary_dim(config: ConfigReader) -> int:
+    """Returns the rotated features of a head, as releases or as transformers write them."""
+    rotated = int(config.head_dim * config.rotary_factor)
+    return config.number("rotary_dim", rotated) if config.rotary_factor == 1 else rotated
 
 
 MINIMAX_M2 = Family(
@@ -34,7 +39,9 @@ MINIMAX_M2 = Family(
         "max_position_embeddings": 196608,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "num_experts": 256,
+        "num_local_experts": 256,
         "num_experts_per_tok": 8,
+        "partial_rotary_factor": None,
     },
+    aliases={"num_experts": "num_local_experts"},
 )

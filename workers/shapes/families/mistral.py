@@ -25,7 +25,7 @@ def _layers_of_ministral3(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
-    num = config.number("num_local_experts", config.number("num_experts", at_least=0), at_least=0)
+    num = config.number("num_local_experts", at_least=0)
     if not num:
         return _dense_layers(config)
     experts = RoutedExperts(
@@ -61,4 +61,10 @@ MINISTRAL3 = Family(
         },
     },
 )
-MIXTRAL = Family("Mixtral", "mixtral", _sparse_layers, {**_DEFAULTS, "num_experts": 8, "num_experts_per_tok": 2})
+MIXTRAL = Family(
+    "Mixtral",
+    "mixtral",
+    _sparse_layers,
+    {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
+    {"num_experts": "num_local_experts"},
+)

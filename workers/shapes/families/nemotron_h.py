@@ -33,17 +33,24 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
         "mlp": Layer(config.hidden, None, mlp, after),
         "moe": Layer(config.hidden, None, _experts(config, mlp), after),
     }
+    return [by_kind[kind] for kind in _kinds(config)]
+
+
+def _kinds(config: ConfigReader) -> Sequence[str]:
+    """Returns the kind of each layer as transformers names it now."""
     named = config.names("layers_block_type") or [*str(config.get("hybrid_override_pattern") or "ME*-")]
-    kinds = [_KINDS.get(kind, kind) for kind in named]
-    if others := sorted(set(kinds).difference(by_kind)):
-        raise ValueError(f"Nemotron-H models with {others[0]} layers are not supported")
-    return [by_kind[kind] for kind in kinds]
+    return [_KINDS.get(kind, kind) for kind in named]
+
+
+def _unsupported(config: ConfigReader) -> str | None:
+    if others := sorted(set(_kinds(config)).difference(_KINDS.values())):
+        return f"{others[0]} layers"
+    has_both = config.get("moe_latent_size") is not None and config.is_set("mlp_bias")
+    return "mlp_bias and moe_latent_size" if has_both else None
 
 
 def _experts(config: ConfigReader, mlp: Dense) -> RoutedExperts:
     latent = config.number("moe_latent_size") if config.get("moe_latent_size") is not None else None
-    if latent is not None and config.is_set("mlp_bias"):
-        raise ValueError("Nemotron-H models with mlp_bias and moe_latent_size are not supported")
     features = config.number("moe_shared_expert_intermediate_size")
     return RoutedExperts(
         hidden=config.hidden,
@@ -62,10 +69,10 @@ def _mamba(config: ConfigReader) -> Mamba:
     return Mamba(
         hidden=config.hidden,
         heads=config.number("mamba_num_heads"),
-        groups=config.number("mamba_n_groups", config.number("n_groups")),
+        groups=config.number("n_groups"),
         head_dim=config.number("mamba_head_dim"),
         state_dim=config.number("ssm_state_size"),
-        kernel=config.number("mamba_d_conv", config.number("conv_kernel")),
+        kernel=config.number("conv_kernel"),
         conv_bias=config.is_set("use_conv_bias") and config.get("mamba_conv_bias") is not False,
         bias=config.is_set("use_bias"),
         name="mixer",
@@ -99,6 +106,13 @@ NEMOTRON_H = Family(
     "nemotron_h",
     _layers,
     _DEFAULTS,
+    {
+        "layer_types": "layers_block_type",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_n_groups": "n_groups",
+        "num_local_experts": "n_routed_experts",
+    },
+    _unsupported,
     layer="Block",
     last_norm="norm_f",
     embedding_name="embeddings",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..parts import Layer, Norms, RoutedExperts, SoftmaxAttention
 from .config_reader import ConfigReader
-from .family import Family, attention, dense, kinds_by_step
+from .family import Family, attention, dense, heads_unlike_hidden, kinds_by_step
 
 _NORMS = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
@@ -66,11 +66,14 @@ FLEX_OLMO = Family(
         "num_experts": 7,
         "num_experts_per_tok": 5,
     },
+    {"num_local_experts": "num_experts"},
 )
 OLMOE = Family(
     "Olmoe",
     "olmoe",
     _layers_of_olmoe,
     {"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
+    {"num_local_experts": "num_experts"},
+    heads_unlike_hidden,
     unknown_settings=("clip_qkv",),
 )

@@ -27,11 +27,17 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _rotary_scale(config: ConfigReader) -> float | None:
-    """Returns the scale of rotations up to the original length. Raises ValueError if they depend on the length."""
-    kind = config.rope.get("rope_type", config.rope.get("type", "default"))
-    if kind not in ("default", "longrope"):
-        raise ValueError(f"Phi-MoE models with RoPE scaling {kind} are not supported, only with longrope")
-    return config.fraction("short_mscale", 1.0) if kind == "longrope" else None
+    """Returns the scale of rotations up to the original length."""
+    return config.fraction("short_mscale", 1.0) if _kind_of_rotations(config) == "longrope" else None
+
+
+def _unsupported(config: ConfigReader) -> str | None:
+    kind = _kind_of_rotations(config)
+    return None if kind in ("default", "longrope") else f"RoPE scaling {kind} instead of longrope"
+
+
+def _kind_of_rotations(config: ConfigReader) -> object:
+    return config.rope.get("rope_type", config.rope.get("type", "default"))
 
 
 PHIMOE = Family(
@@ -48,6 +54,7 @@ PHIMOE = Family(
         "max_position_embeddings": 131072,
         "num_local_experts": 16,
     },
+    unsupported=_unsupported,
     norm=None,
     head_bias_key="lm_head_bias",
 )

@@ -45,7 +45,7 @@ def _layers_of_qwen3(config: ConfigReader) -> Sequence[Layer]:
 def _layers_of_qwen3_moe(config: ConfigReader) -> Sequence[Layer]:
     has_bias = config.is_set("attention_bias")
     mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", window=config.window)
-    num = config.number("num_local_experts", config.number("num_experts", at_least=0), at_least=0)
+    num = config.number("num_local_experts", at_least=0)
     of_layers = _are_sparse(config, num)
     sparse = Layer(config.hidden, mixer, _experts(config, num)) if any(of_layers) else None
     plain = Layer(config.hidden, mixer, dense(config))
@@ -103,10 +103,11 @@ QWEN3_MOE = Family(
     {
         **_DEFAULTS,
         "num_key_value_heads": 4,
-        "num_experts": 128,
+        "num_local_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
     },
+    {"num_experts": "num_local_experts"},
 )

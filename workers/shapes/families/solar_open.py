@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from ..parts import Layer
 from .config_reader import ConfigReader
-from .deepseek import experts_of
+from .deepseek import ALIASES, experts_of
 from .family import Family, attention
 
 
@@ -28,4 +28,5 @@ SOLAR_OPEN = Family(
         "n_shared_experts": 1,
         "n_routed_experts": 128,
     },
+    ALIASES,
 )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ..parts import Layer, Norms
 from .config_reader import ConfigReader
-from .family import Family, attention, dense
+from .family import Family, attention, dense, heads_unlike_hidden
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
@@ -38,5 +38,6 @@ STABLELM = Family(
         "max_position_embeddings": 4096,
         "partial_rotary_factor": 0.25,
     },
+    unsupported=heads_unlike_hidden,
     norm=None,
 )

@@ -1,0 +1,203 @@
+"""Patterns of layers' names in a `quantization_config`: names, wildcards, and regular expressions.
+
+A file is not trusted: expressions are matched in time that grows with the square of a name's length, not by `re`, which
+may take exponential time. Lookarounds and references to groups are not supported.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+_LONGEST, _MOST_NESTED, _MOST = 1000, 20, 100_000
+_WILDCARDS, _SPECIAL = "*?[", "|)*+?{"
+_CLASSES = {
+    "d": str.isdigit,
+    "D": lambda character: not character.isdigit(),
+    "w": lambda character: character.isalnum() or character == "_",
+    "W": lambda character: not (character.isalnum() or character == "_"),
+    "s": str.isspace,
+    "S": lambda character: not character.isspace(),
+}
+
+# Maps a name and the positions in it at which a part of an expression may begin to those at which it may end.
+_Step = Callable[[str, frozenset[int]], frozenset[int]]
+
+
+@dataclass(frozen=True)
+class NamePatterns:
+    """Patterns of names. names: those without wildcards. wildcards, expressions: the others."""
+
+    names: frozenset[str] = frozenset()
+    wildcards: tuple[str, ...] = ()
+    expressions: tuple[_Step, ...] = field(default=(), compare=False)
+
+    @staticmethod
+    def of(patterns: Sequence[str]) -> "NamePatterns":
+        """Reads patterns, where "re:" begins a regular expression.
+
+        Raises:
+            ValueError: there are too many, or an expression is too long, wrong, or of an unknown form.
+        """
+        if len(patterns) > _MOST:
+            raise ValueError(f"quantization_config has {len(patterns)} patterns of names: expected at most {_MOST}")
+        expressions = tuple(_Parser(each).step() for each in patterns if each.startswith("re:"))
+        plain = [each for each in patterns if not each.startswith("re:")]
+        wildcards = tuple(each for each in plain if any(sign in each for sign in _WILDCARDS))
+        return NamePatterns(frozenset(plain).difference(wildcards), wildcards, expressions)
+
+    def match(self, name: str) -> bool:
+        """True if a pattern names this layer or what it is part of, or an expression matches the name's beginning."""
+        return (
+            not self.names.isdisjoint(_outer_and_last_parts(name))
+            or any(fnmatchcase(name, each) or fnmatchcase(name, f"{each}.*") for each in self.wildcards)
+            or any(step(name, frozenset((0,))) for step in self.expressions)
+        )
+
+
+def _outer_and_last_parts(name: str) -> Iterator[str]:
+    """Yields the name, the names of the modules around it, and the parts of the name after each dot."""
+    yield name
+    for place, character in enumerate(name):
+        if character == ".":
+            yield name[:place]
+            yield name[place + 1 :]
+
+
+class _Parser:
+    """Reads a regular expression from its beginning to its end, once."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern, self._rest, self._depth = pattern, list(reversed(pattern.removeprefix("re:"))), 0
+        if len(pattern) > _LONGEST:
+            raise self._error(f"it has {len(pattern)} characters, and at most {_LONGEST} are read")
+
+    def step(self) -> _Step:
+        found = self._choice()
+        if self._rest:
+            raise self._error("a group ends that did not begin")
+        return found
+
+    def _choice(self) -> _Step:
+        steps = [self._sequence()]
+        while self._takes("|"):
+            steps.append(self._sequence())
+        return steps[0] if len(steps) == 1 else lambda name, starts: _union(step(name, starts) for step in steps)
+
+    def _sequence(self) -> _Step:
+        steps: list[_Step] = []
+        while self._rest and self._rest[-1] not in "|)":
+            steps.append(self._repeated(self._one()))
+
+        def run(name: str, starts: frozenset[int]) -> frozenset[int]:
+            for step in steps:
+                starts = step(name, starts)
+            return starts
+
+        return run
+
+    def _one(self) -> _Step:
+        character = self._next()
+        if character == "(":
+            return self._group()
+        if character == "[":
+            return _character(self._set())
+        if character == "\\":
+            return _character(self._escaped())
+        if character in _SPECIAL:
+            raise self._error(f"{character!r} has nothing to repeat")
+        if character == "^":
+            return lambda name, starts: starts & {0}
+        if character == "$":
+            return lambda name, starts: starts & {len(name)}
+        return _character(lambda each: True) if character == "." else _character(character.__eq__)
+
+    def _group(self) -> _Step:
+        if self._takes("?") and not self._takes(":"):
+            raise self._error("only plain groups are read")
+        self._depth += 1
+        if self._depth > _MOST_NESTED:
+            raise self._error(f"more than {_MOST_NESTED} groups are in each other")
+        found = self._choice()
+        if self._next() != ")":
+            raise self._error("a group does not end")
+        self._depth -= 1
+        return found
+
+    def _repeated(self, step: _Step) -> _Step:
+        """Returns the step with the repetitions that follow it. Lazy ones match the same names."""
+        while self._rest and self._rest[-1] in "*+?{":
+            sign = self._next()
+            fewest, most = self._counts() if sign == "{" else {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
+            step = _repeat(step, fewest, most)
+            self._takes("?")
+        return step
+
+    def _counts(self) -> tuple[int, int | None]:
+        written = ""
+        while (character := self._next()) != "}":
+            written += character
+        fewest, comma, most = written.partition(",")
+        if not all(each.isdecimal() for each in (fewest or "0", most or "0")):
+            raise self._error(f"{{{written}}} is no number of repetitions")
+        return int(fewest or 0), (int(most) if most else None) if comma else int(fewest)
+
+    def _set(self) -> Callable[[str], bool]:
+        is_negative, members = self._takes("^"), []
+        while not members or self._rest[-1:] != ["]"]:
+            character = self._next()
+            if character == "\\":
+                members.append(self._escaped())
+            elif self._rest[-1:] == ["-"] and self._rest[-2:-1] not in ([], ["]"]):
+                self._next()
+                members.append(_between(character, self._next()))
+            else:
+                members.append(character.__eq__)
+        self._next()
+        return lambda character: any(has(character) for has in members) is not is_negative
+
+    def _escaped(self) -> Callable[[str], bool]:
+        character = self._next()
+        if character.isalnum() and character not in _CLASSES:
+            raise self._error(f"\\{character} is not read")
+        return _CLASSES.get(character, character.__eq__)
+
+    def _next(self) -> str:
+        if not self._rest:
+            raise self._error("it ends too early")
+        return self._rest.pop()
+
+    def _takes(self, sign: str) -> bool:
+        is_next = self._rest[-1:] == [sign]
+        if is_next:
+            self._rest.pop()
+        return is_next
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(f"quantization_config has the pattern {self._pattern[:80]!r}: {reason}")
+
+
+def _character(is_member: Callable[[str], bool]) -> _Step:
+    return lambda name, starts: frozenset(start + 1 for start in starts if start < len(name) and is_member(name[start]))
+
+
+def _between(first: str, last: str) -> Callable[[str], bool]:
+    return lambda character: first <= character <= last
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset[int]().union(*sets)
+
+
+def _repeat(step: _Step, fewest: int, most: int | None) -> _Step:
+    def run(name: str, starts: frozenset[int]) -> frozenset[int]:
+        for _ in range(fewest):
+            before, starts = starts, step(name, starts)
+            if starts == before:
+                break
+        ends, count = starts, fewest
+        while starts and (most is None or count < most):
+            starts = step(name, starts) - ends
+            ends, count = ends | starts, count + 1
+        return ends
+
+    return run

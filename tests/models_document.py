@@ -44,11 +44,11 @@ REFERENCE = "; docs/models.md lists the models that are served"
 INTRODUCTION = """\
 # Models
 
-`make models` writes this file from the code; a test compares them.
+`make models` writes the tables of this file from the code; a test compares them.
 
 Of the {total} types of models for text, and for text and images, that transformers {version} has, {own} run by
 trainhouse's own layers, {others} by transformers' modules, and {refused} are refused. `trainhouse plan` and `serve`
-decide by the same function. [parallel.md](parallel.md#families-of-models) says what was checked, and
+decide by the same function. [Families of models](#families-of-models) says what was checked, and
 [support.md](support.md) what else a model needs.
 """
 OWN = """
@@ -83,10 +83,11 @@ adapter of rank 32 and a base model in bfloat16. A cell has the layout that fill
 | model | memory | {devices} |
 |---|---|{columns}
 """
+BY_HAND = "\n## Families of models\n"
 
 
 def document() -> str:
-    """Returns the text of docs/models.md."""
+    """Returns the text of docs/models.md: what the code says, and then what is written by hand."""
     own, others, refused = by_decision()
     counts = {"own": len(own), "others": len(others), "refused": len(refused)}
     introduction = INTRODUCTION.format(total=sum(counts.values()), version=transformers_version(), **counts)
@@ -94,7 +95,9 @@ def document() -> str:
     planned = PLANNED.format(tokens=TOKENS, devices=devices, columns="---|" * len(DEVICES))
     rows = (own_row(each) for each in own)
     names = ", ".join(f"`{each}`" for each in others) + ".\n"
-    return "".join([introduction, OWN, *rows, OTHERS, names, REFUSED, *refused_rows(refused), planned, *plan_rows()])
+    tables = [introduction, OWN, *rows, OTHERS, names, REFUSED, *refused_rows(refused), planned, *plan_rows()]
+    _, heading, by_hand = DOCUMENT.read_text().partition(BY_HAND)
+    return "".join([*tables, heading, by_hand])
 
 
 def transformers_version() -> str:

@@ -59,6 +59,7 @@ from .devices import no_cuda
 from .fsdp import GatherBuffers, ShardedLayer, ShardedLayers
 from .fused_decoder import EMBEDDING, FusedTrunk, fused_trunk
 from .layers import GroupedExperts, Merge, activation_of
+from .long_rotations import rotate_alike
 from .packed_tensors import dequantizing
 from .packing_checks import check_modules, check_numbers
 from .tensor_parallel import ParameterSharding
@@ -142,6 +143,7 @@ class BaseModel:
         self.num_parameters = sum(self._num_parts(name) * each.numel() for name, each in own.items())
         self.sequence_split = _sequence_split(self.shape, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
+        rotate_alike(self.trunk, config.max_context_length or self.num_positions)
         self._fused = fused_trunk(self.trunk, self.shape, mesh)
         if self._fused is None:
             check_modules(self.source, self.model)

@@ -115,7 +115,7 @@ def _check_family(spec: ParallelSpec, model: ModelDescription) -> None:
     any_model = " and ".join(_OF_ANY_MODEL)
     if not isinstance(model, ModelShape):
         raise ValueError(
-            f"{wanted[0]}: {model.model_type} models such as {model.name} support only {any_model}; docs/parallel.md "
+            f"{wanted[0]}: {model.model_type} models such as {model.name} support only {any_model}; docs/models.md "
             "lists the types of model that support all axes"
         )
     if not _has_fixed_rotations(model):

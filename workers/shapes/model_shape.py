@@ -256,6 +256,8 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
             f"the config.json of {name} describes {len(layers)} layers, and has num_hidden_layers {number}"
         )
     longest, most = longest_context(reader.number("max_position_embeddings"), rope), _most_indexed(layers)
+    if rope.kind == "longrope" and not family.has_long_rotations:
+        longest = rope.original_positions or longest
     return ModelShape(
         name=name,
         model_type=model_type,
@@ -284,11 +286,8 @@ def _most_indexed(layers: Sequence[Layer]) -> int | None:
 def longest_context(max_positions: int | None, rope: Rope) -> int | None:
     """Returns the longest context in tokens.
 
-    Beyond the original length, the rotations of a longrope sequence would depend on the longest one in its batch. yarn
-    supports `factor` times the original length, which a config need not repeat.
+    yarn supports `factor` times the original length, which a config need not repeat.
     """
-    if rope.kind == "longrope":
-        return rope.original_positions or max_positions
     if rope.kind == "yarn" and rope.factor and rope.original_positions:
         return max(max_positions or 0, int(rope.factor * rope.original_positions))
     return max_positions

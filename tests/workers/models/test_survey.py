@@ -187,10 +187,8 @@ def test_served_type_accepts_minimal_and_full_config(model_type: str) -> None:
 
 
 def test_documentation_lists_the_served_types() -> None:
-    text = (ROOT / "docs" / "parallel.md").read_text()
-    section = text.partition("### Models that run by transformers' modules")[2]
-    listed = section.partition("are served:")[2].partition("All others")[0]
-    assert set(re.findall(r"`([a-z0-9_-]+)`", listed)) == BY_TRANSFORMERS
+    section = (ROOT / "docs" / "models.md").read_text().partition("## Types on one rank or replicas")[2]
+    assert set(re.findall(r"`([a-z0-9_-]+)`[,.]", section.partition("## Refused")[0])) == BY_TRANSFORMERS
     assert f"[{len(BY_TRANSFORMERS)} more types]" in (ROOT / "docs" / "support.md").read_text()
 
 

@@ -183,7 +183,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "other family": (
         "--parallel tp=2",
         DENSE | {"model_type": "olmo"},
-        "tp=2: olmo models such as M support only replicas; docs/parallel.md lists the types of model that support all "
+        "tp=2: olmo models such as M support only replicas; docs/models.md lists the types of model that support all "
         "axes",
     ),
     "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "olmo"}, "sp=2: olmo models such"),

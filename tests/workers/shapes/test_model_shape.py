@@ -344,7 +344,7 @@ def test_public_models_have_their_known_parameter_counts(name: str, billions: in
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 800}, 3200),
         ({"rope_type": "yarn", "factor": 2.0}, 1000),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 500}, 1000),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 250}, 250),
+        ({"rope_type": "longrope", "original_max_position_embeddings": 250}, 1000),
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])

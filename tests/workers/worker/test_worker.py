@@ -372,15 +372,6 @@ def plain_logprobs(directory: Path, datum: Datum) -> np.ndarray:
     return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1).numpy()
 
 
-def test_a_context_ends_where_rotations_would_depend_on_the_batch(tmp_path: Path) -> None:
-    factors: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 16.0}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
-    directory = tiny_model("llama", tmp_path, rope_parameters=rope)
-    assert Worker(config(directory)).info().max_context_length == 64
-    with pytest.raises(ValueError, match="max_context_length 65 exceeds the 64 positions"):
-        Worker(config(directory, max_context_length=65))
-
-
 def test_a_context_ends_where_an_indexer_would_leave_tokens_out(tmp_path: Path) -> None:
     directory = tiny_model("deepseek_v32", tmp_path, index_topk=64)
     assert Worker(config(directory)).info().max_context_length == 64

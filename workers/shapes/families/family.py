@@ -12,8 +12,7 @@ from .config_reader import ConfigReader
 # The value of a field of a part.
 Setting = bool | str | float | tuple[str, str] | QueryGrowth | OutputGate | None
 
-# Rotations that do not depend on the lengths in a batch; those of "longrope" up to the original length, to which
-# contexts are limited.
+# Rotations that do not depend on the lengths in a batch; with "longrope" once a model is loaded (long_rotations.py).
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "longrope", "ntk_alpha", "proportional", "yarn"})
 
 # Fields that a config.json may leave out.
@@ -54,6 +53,7 @@ class Family:
     activation, activation_key: the activation of gates, and the config's field for it. activation_aliases: other names
     in config.json that transformers reads as this activation.
     other_weights: reads the shapes of the trunk's parameters outside the layers, the embedding and the last norm.
+    has_long_rotations: whether transformers takes the factors of "longrope" for long sequences.
     unknown_settings: settings whose arithmetic the layers do not have. A model with one runs by transformers' modules.
     """
 
@@ -78,6 +78,7 @@ class Family:
     activation: str = "silu"
     activation_key: str = "hidden_act"
     activation_aliases: tuple[str, ...] = ()
+    has_long_rotations: bool = True
     unknown_settings: tuple[str, ...] = ()
     other_weights: Callable[[ConfigReader], Mapping[str, tuple[int, ...]]] = lambda config: {}
 

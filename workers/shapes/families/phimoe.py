@@ -55,6 +55,7 @@ PHIMOE = Family(
         "num_local_experts": 16,
     },
     unsupported=_unsupported,
+    has_long_rotations=False,
     norm=None,
     head_bias_key="lm_head_bias",
 )

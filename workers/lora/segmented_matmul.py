@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..ops.kernels import kernels_for
+
 # On the CPU, copying so few rows into a padded batch costs less than the calls that it saves.
 _FEW_ROWS = 128
 
@@ -78,7 +80,11 @@ class SingleAdapter:
         return torch.mm(x, matrices) if out is None else torch.mm(x, matrices, out=out)
 
     def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
-        y.addmm_(torch.mm(x, a), b)
+        kernels = kernels_for(y, x, a, b) if len(x) <= _FEW_ROWS and y.stride(1) == 1 else None
+        if kernels is None:
+            y.addmm_(torch.mm(x, a), b)
+        else:
+            kernels.add_low_rank(y, x, a, b)
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         (total,) = totals

@@ -2,7 +2,7 @@
  * kernels.py.
  *
  * Rows of the inputs may have strides (in numbers); the numbers of a row are contiguous. The order of summation does not
- * depend on the other rows. Non-finite numbers stay non-finite, and stay in their row.
+ * depend on what the other rows hold. Non-finite numbers stay non-finite, and stay in their row.
  */
 
 #include <math.h>
@@ -160,35 +160,36 @@ static inline wide sums_of(wide *vectors) {
     return vectors[0];
 }
 
-/* Products are computed for this many rows, and columns or vectors of columns, at a time, to stay in registers. */
-#define TILE_ROWS 4
-#define TILE_COLUMNS 3
+/* Products are computed in tiles whose sums are registers: of up to this many rows, and columns or vectors of them. */
+#define TILE_ROWS 6
+#define TILE_DOTS 2
+#define TILE_COLUMNS 2
 /* Threads share the columns in parts of this many, a multiple of TILE_COLUMNS * WIDE. */
-#define PART_COLUMNS 48
+#define PART_COLUMNS 64
 
 /* A tile of y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. */
 static inline __attribute__((always_inline)) void tile_of_dots(const int rows, const int columns, float *y,
                                                                int64_t y_stride, const float *x, int64_t x_stride,
                                                                const float *w, int64_t w_stride, int64_t inner,
                                                                int adds) {
-    wide sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};
+    wide sums[TILE_ROWS][TILE_DOTS] = {{{0}}};
     int64_t k = 0;
     for (; k + WIDE <= inner; k += WIDE) {
-        wide weights[TILE_COLUMNS];
+        wide weights[TILE_DOTS];
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
             weights[c] = WIDE_AT(w + c * w_stride + k);
             /* The tile after the next. */
-            if (columns == TILE_COLUMNS) __builtin_prefetch(w + (c + 2 * TILE_COLUMNS) * w_stride + k);
+            if (columns == TILE_DOTS) __builtin_prefetch(w + (c + 2 * TILE_DOTS) * w_stride + k);
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             wide numbers = WIDE_AT(x + r * x_stride + k);
 #pragma GCC unroll 4
             for (int c = 0; c < columns; c++) sums[r][c] += numbers * weights[c];
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
@@ -204,16 +205,20 @@ static inline __attribute__((always_inline)) void tile_of_rows(const int rows, c
                                                                const float *w, int64_t w_stride, int64_t inner,
                                                                int adds) {
     wide sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};
-    for (int64_t k = 0; k < inner; k++)
-#pragma GCC unroll 4
-        for (int c = 0; c < columns; c++) {
-            wide weights = WIDE_AT(w + k * w_stride + c * WIDE);
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sums[r][c] += x[r * x_stride + k] * weights;
+    for (int64_t k = 0; k < inner; k++) {
+        wide weights[TILE_COLUMNS];
+#pragma GCC unroll 2
+        for (int c = 0; c < columns; c++) weights[c] = WIDE_AT(w + k * w_stride + c * WIDE);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            float number = x[r * x_stride + k];
+#pragma GCC unroll 2
+            for (int c = 0; c < columns; c++) sums[r][c] += number * weights[c];
         }
-#pragma GCC unroll 4
+    }
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int c = 0; c < columns; c++) {
             float *to = y + r * y_stride + c * WIDE;
             if (adds) sums[r][c] += WIDE_AT(to);
@@ -221,24 +226,26 @@ static inline __attribute__((always_inline)) void tile_of_rows(const int rows, c
         }
 }
 
-/* Calls a tile function with constant numbers of rows and columns, so that its sums are registers. */
-#define IN_TILES(tile, columns, to, weights)                                                                   \
-    for (int64_t r = 0; r < rows; r += TILE_ROWS) {                                                            \
-        float *out = (to) + r * y_stride;                                                                      \
-        const float *in = x + r * x_stride;                                                                    \
-        if (rows - r >= 4) tile(4, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds);      \
-        else if (rows - r == 3) tile(3, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds); \
-        else if (rows - r == 2) tile(2, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds); \
-        else tile(1, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds);                    \
+/* Calls a tile function with constant numbers of rows and columns; the tiles have about as many rows each. */
+#define TILE_OF(tile, n, columns, weights)                                        \
+    case n:                                                                       \
+        tile(n, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds); \
+        break;
+#define IN_TILES(tile, columns, to, weights)                          \
+    for (int64_t r = 0, left = (rows + TILE_ROWS - 1) / TILE_ROWS; left > 0; left--) { \
+        float *out = (to) + r * y_stride;                             \
+        const float *in = x + r * x_stride;                           \
+        int64_t of_tile = (rows - r + left - 1) / left;               \
+        switch (of_tile) {                                            \
+            TILE_OF(tile, 1, columns, weights)                        \
+            TILE_OF(tile, 2, columns, weights)                        \
+            TILE_OF(tile, 3, columns, weights)                        \
+            TILE_OF(tile, 4, columns, weights)                        \
+            TILE_OF(tile, 5, columns, weights)                        \
+            TILE_OF(tile, 6, columns, weights)                        \
+        }                                                             \
+        r += of_tile;                                                 \
     }
-
-/* y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. */
-static void matmul_transposed(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *w,
-                              int64_t w_stride, int64_t rows, int64_t inner, int64_t columns, int adds) {
-    int64_t c = 0;
-    for (; c + TILE_COLUMNS <= columns; c += TILE_COLUMNS) IN_TILES(tile_of_dots, TILE_COLUMNS, y + c, w + c * w_stride)
-    for (; c < columns; c++) IN_TILES(tile_of_dots, 1, y + c, w + c * w_stride)
-}
 
 /* y [rows, columns] = x [rows, inner] w, or is added to; w is [inner, columns]. */
 static void matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *w, int64_t w_stride,
@@ -253,6 +260,75 @@ static void matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride,
             for (int64_t k = 0; k < inner; k++) sum += x[r * x_stride + k] * w[k * w_stride + c];
             y[r * y_stride + c] = adds ? y[r * y_stride + c] + sum : sum;
         }
+}
+
+/* Transposes w [8, 8] into panel. */
+static inline __attribute__((always_inline)) void transpose(float *panel, int64_t panel_stride, const float *w,
+                                                            int64_t w_stride) {
+    typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
+#define EIGHT(pointer, row, stride) (*(eight *)((pointer) + (row) * (stride)))
+#pragma GCC unroll 2
+    for (int half = 0; half < 8; half += 4) {
+        eight by_four[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            eight low = EIGHT(w, i, w_stride), high = EIGHT(w, i + 4, w_stride);
+            by_four[i] = half == 0 ? __builtin_shufflevector(low, high, 0, 1, 2, 3, 8, 9, 10, 11)
+                                   : __builtin_shufflevector(low, high, 4, 5, 6, 7, 12, 13, 14, 15);
+        }
+        eight pairs[4];
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            eight a = by_four[2 * i], b = by_four[2 * i + 1];
+            pairs[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+            pairs[i + 2] = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            eight a = pairs[2 * i], b = pairs[2 * i + 1];
+            EIGHT(panel, half + 2 * i, panel_stride) = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+            EIGHT(panel, half + 2 * i + 1, panel_stride) = __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    }
+}
+
+/* So many numbers of the inner dimension are transposed at a time, to stay in the nearest cache. */
+#define DEPTH 256
+
+/* Transposes w [columns, depth] into panel [depth, columns]; columns is a multiple of 8. */
+static void fill_panel(float *panel, const float *w, int64_t w_stride, int64_t depth, int64_t columns) {
+    int64_t k = 0;
+    for (; k + 8 <= depth; k += 8)
+        for (int64_t c = 0; c < columns; c += 8) {
+            const float *from = w + c * w_stride + k;
+            /* A panel has more streams than processors read ahead: the next one. */
+            if (k % 16 == 0)
+                for (int64_t i = 0; i < 8; i++) __builtin_prefetch(from + (columns + i) * w_stride);
+            transpose(panel + k * columns + c, columns, from, w_stride);
+        }
+    for (; k < depth; k++)
+        for (int64_t c = 0; c < columns; c++) panel[k * columns + c] = w[c * w_stride + k];
+}
+
+/* With fewer rows than this, transposing takes longer than summing across vectors. */
+#define WORTH_TRANSPOSING 4
+
+/* y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. */
+static void matmul_transposed(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *w,
+                              int64_t w_stride, int64_t rows, int64_t inner, int64_t columns, int adds) {
+    int64_t c = 0;
+    while (rows >= WORTH_TRANSPOSING && c + WIDE <= columns) {
+        int64_t width = c + TILE_COLUMNS * WIDE <= columns ? TILE_COLUMNS * WIDE : WIDE;
+        for (int64_t k = 0; k < inner; k += DEPTH) {
+            float panel[DEPTH * TILE_COLUMNS * WIDE] __attribute__((aligned(64)));
+            int64_t depth = inner - k < DEPTH ? inner - k : DEPTH;
+            fill_panel(panel, w + c * w_stride + k, w_stride, depth, width);
+            matmul(y + c, y_stride, x + k, x_stride, panel, width, rows, depth, width, adds || k > 0);
+        }
+        c += width;
+    }
+    for (; c + TILE_DOTS <= columns; c += TILE_DOTS) IN_TILES(tile_of_dots, TILE_DOTS, y + c, w + c * w_stride)
+    for (; c < columns; c++) IN_TILES(tile_of_dots, 1, y + c, w + c * w_stride)
 }
 
 /* Multiplies rows of x [rows, inner], sorted by group, with their groups' matrices; the products overwrite y [rows,
@@ -279,6 +355,18 @@ void grouped_matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride
             else
                 matmul(to, y_stride, from, x_stride, w + first, w_stride, rows, inner, width, adds);
         }
+}
+
+/* Adds x [rows, inner] a b to y [rows, columns], for a [inner, rank] and b [rank, columns]; the rows of each have a
+ * stride. Returns 0, or 1 if out of memory. */
+int add_low_rank(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *a, int64_t a_stride,
+                 const float *b, int64_t b_stride, int64_t rows, int64_t inner, int64_t rank, int64_t columns) {
+    float *reduced = malloc(rows * rank * sizeof(float));
+    if (reduced == NULL) return 1;
+    matmul(reduced, rank, x, x_stride, a, a_stride, rows, inner, rank, 0);
+    matmul(y, y_stride, reduced, rank, b, b_stride, rows, rank, columns, 1);
+    free(reduced);
+    return 0;
 }
 
 /* Sorts pairs of token and expert by group, keys[pair] - first; pairs of other groups come last. tokens [pairs] are the

@@ -38,6 +38,7 @@ _ARGUMENTS = {
     "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3],
     "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 8, *[_SIZE] * 6, _FLOAT, _FLOAT, _INT],
     "grouped_matmul": [*[_POINTER, _SIZE] * 2, _POINTER, *[_SIZE] * 2, _INT, _POINTER, *[_SIZE] * 4, _INT, _INT],
+    "add_low_rank": [*[_POINTER, _SIZE] * 4, *[_SIZE] * 4],
     "sort_pairs": [*[_POINTER] * 4, *[_SIZE] * 4],
     "combine_pairs": [*[_POINTER] * 4, *[_SIZE] * 3],
     "convolve_step": [_POINTER, _POINTER, _SIZE, *[_POINTER] * 4, *[_SIZE] * 3, _INT, _INT],
@@ -149,6 +150,35 @@ class Kernels:
             raise MemoryError(f"attention of {query.shape[0]} rows: no memory for its sums")
         return out
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
+        """Returns x W^T + bias + addend with torch's number of threads.
+
+        Args:
+            x: [rows, in].
+            weight: [out, in]; one of its dimensions is contiguous.
+            addend: [rows, out]; may be overwritten.
+        """
+        x, (columns, inner) = with_rows(x), weight.shape
+        y = x.new_empty(len(x), columns) if addend is None else with_rows(addend)
+        if bias is not None:
+            y = y.copy_(bias.expand_as(y)) if addend is None else y.add_(bias)
+        transposed = weight.stride(1) == 1
+        pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), weight.data_ptr()
+        self._library.grouped_matmul(
+            *pointers,
+            0,
+            weight.stride(0 if transposed else 1),
+            transposed,
+            (_SIZE * 2)(0, len(x)),
+            len(x),
+            1,
+            inner,
+            columns,
+            addend is not None or bias is not None,
+            torch.get_num_threads() if y.numel() * inner > WORTH_ALL else 1,
+        )
+        return y
+
     def grouped_matmul(self, y: Tensor, x: Tensor, matrices: Tensor, bounds: Tensor, adds: bool) -> None:
         """Multiplies rows sorted by group with their groups' matrices.
 
@@ -175,6 +205,13 @@ class Kernels:
             adds,
             threads,
         )
+
+    def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+        """Adds x a b to y [rows, q], for x [rows, p], a [p, rank] and b [rank, q]; the rows of y are contiguous."""
+        x, a, b = with_rows(x), with_rows(a), with_rows(b)
+        pointers = (part for tensor in (y, x, a, b) for part in (tensor.data_ptr(), tensor.stride(0)))
+        if self._library.add_low_rank(*pointers, *x.shape, *b.shape):
+            raise MemoryError(f"an adapter of rank {len(b)} for {len(x)} rows: no memory for their product")
 
     def sort_pairs(self, keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sorts pairs of token and expert by group.

@@ -8,6 +8,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..resources.threads import ThreadCount
+from .kernels import kernels_for
+
+# With more rows than this oneDNN is as fast as the kernel.
+_FEW_ROWS = 256
 
 
 class Product(Protocol):
@@ -35,7 +39,7 @@ class FrozenProduct:
 
 def frozen_product(device: torch.device, dtype: torch.dtype) -> Product:
     """Returns the fastest product for weights of this device and dtype."""
-    return mkldnn_linear if _mkl_is_slow(device, dtype) else torch_linear
+    return compiled_linear if _mkl_is_slow(device, dtype) else torch_linear
 
 
 def to_product_layout(weight: Tensor) -> Tensor:
@@ -77,8 +81,11 @@ def torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: 
     return addend if bias is None else addend.add_(bias)
 
 
-def mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
-    """Multiplies by oneDNN, for float32 on the CPU."""
+def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """Multiplies by a kernel or, if there are many rows, by oneDNN, for float32 on the CPU."""
+    kernels = kernels_for(x, weight) if len(x) <= _FEW_ROWS and 1 in weight.stride() else None
+    if kernels is not None:
+        return kernels.linear(x, weight, bias, addend)
     if addend is None:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")

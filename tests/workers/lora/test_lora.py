@@ -12,7 +12,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import ExpertFactors, LoraConfig
 from trainhouse.workers.lora import Segment
 from trainhouse.workers.ops import linear as linear_module
-from trainhouse.workers.ops.linear import mkldnn_linear, torch_linear
+from trainhouse.workers.ops.linear import compiled_linear, torch_linear
 
 from ...tiny import KINDS, tiny_model
 from ..adapted import (
@@ -50,7 +50,7 @@ def test_forward_and_gradients_equal_peft_with_onednn(
 ) -> None:
     monkeypatch.setattr(linear_module, "Path", lambda _: tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text("vendor_id : AuthenticAMD")
-    assert linear_module.frozen_product(torch.device("cpu"), torch.float32) is mkldnn_linear
+    assert linear_module.frozen_product(torch.device("cpu"), torch.float32) is compiled_linear
     assert_equal_to_peft(Adapted(tiny_models["qwen2"]))
 
 
@@ -302,11 +302,11 @@ def test_segments_must_reach_the_end_of_the_row(tiny_models: dict[str, Path]) ->
 def test_onednn_product_equals_torch_linear(bias: bool) -> None:
     x, weight = torch.randn(33, 24), torch.randn(40, 24)
     shift = torch.randn(40) if bias else None
-    assert relative_error(mkldnn_linear(x, weight, shift), linear(x, weight, shift)) < TOLERANCE
+    assert relative_error(compiled_linear(x, weight, shift), linear(x, weight, shift)) < TOLERANCE
     grad = torch.randn(33, 40)
-    assert relative_error(mkldnn_linear(grad, weight.t()), grad @ weight) < TOLERANCE
-    assert relative_error(mkldnn_linear(x, weight * (1 + 1e-5), shift), linear(x, weight, shift)) > TOLERANCE
+    assert relative_error(compiled_linear(grad, weight.t()), grad @ weight) < TOLERANCE
+    assert relative_error(compiled_linear(x, weight * (1 + 1e-5), shift), linear(x, weight, shift)) > TOLERANCE
     addend = torch.randn(33, 40)
     wanted = linear(x, weight, shift) + addend
-    assert relative_error(mkldnn_linear(x, weight, shift, addend.clone()), wanted) < TOLERANCE
+    assert relative_error(compiled_linear(x, weight, shift, addend.clone()), wanted) < TOLERANCE
     assert relative_error(torch_linear(x, weight, shift, addend.clone()), wanted) < TOLERANCE

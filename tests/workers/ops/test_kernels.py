@@ -71,13 +71,13 @@ def test_swiglu_of_parts_of_a_wider_row(kernels: Kernels, size: int) -> None:
     assert kernels.swiglu(far, torch.ones(1, 4)).tolist() == [pytest.approx([0, 0, 90, 1e4], abs=1e-30)]
 
 
-@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (5, 3), (16, 50), (64, 24), (37, 131)])
+@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (5, 3), (16, 50), (64, 24), (37, 131), (270, 70)])
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_products_of_groups_of_rows(kernels: Kernels, inner: int, columns: int, is_transposed: bool) -> None:
     counts = torch.tensor([3, 0, 1, 9, 2])
     bounds, num_rows = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))), int(counts.sum()) + 2
     matrices = random(5, columns, inner).mT if is_transposed else random(5, inner, columns)
-    x = random(num_rows, inner + 3, seed=1)[:, :inner]
+    x = random(num_rows, inner + 3, seed=1)[:, :inner] / inner**0.5
     groups = torch.arange(5).repeat_interleave(counts)
     wanted = torch.cat([(x[:-2, None] @ matrices[groups])[:, 0], torch.zeros(2, columns)])
     wide = random(num_rows, columns + 4, seed=2)
@@ -86,6 +86,23 @@ def test_products_of_groups_of_rows(kernels: Kernels, inner: int, columns: int, 
     assert_near(y, before[:, 2:-2] + wanted)
     kernels.grouped_matmul(y, x, matrices, bounds, adds=False)
     assert_near(y, wanted)
+    assert torch.equal(wide[:, :2], before[:, :2]) and torch.equal(wide[:, -2:], before[:, -2:])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 4, 13, 32])
+@pytest.mark.parametrize(("inner", "columns"), [(1, 1), (37, 131), (270, 48)])
+@pytest.mark.parametrize("by_input", [False, True])
+def test_products_of_linear_layers(kernels: Kernels, num_rows: int, inner: int, columns: int, by_input: bool) -> None:
+    x = random(num_rows, inner + 3)[:, :inner] / inner**0.5
+    weight, bias = random(columns, inner, seed=1), random(columns, seed=2)
+    weight = weight.t().contiguous().t() if by_input else weight
+    wanted = (x.double() @ weight.double().t()).float()
+    assert_near(kernels.linear(x, weight, None, None), wanted)
+    assert_near(kernels.linear(x, weight, bias, None), wanted + bias)
+    wide = random(num_rows, columns + 4, seed=3)
+    before = wide.clone()
+    found = kernels.linear(x, weight, bias, wide[:, 2:-2])
+    assert_near(found, wanted + bias + before[:, 2:-2])
     assert torch.equal(wide[:, :2], before[:, :2]) and torch.equal(wide[:, -2:], before[:, -2:])
 
 
@@ -110,6 +127,17 @@ def test_nonfinite_values_stay_in_their_row_of_a_product(is_transposed: bool) ->
 def test_matrices_of_another_dtype_than_the_rows_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         GroupedRows(torch.tensor([2, 0, 1])).matmul(random(3, 4), random(3, 4, 5).to(dtype))
+
+
+@pytest.mark.parametrize("rank", [1, 8, 37])
+def test_products_of_low_rank(kernels: Kernels, rank: int) -> None:
+    x, a, b, wide = random(5, 40)[:, :30], random(30, rank, seed=1), random(rank, 50, seed=2), random(5, 60, seed=3)
+    before, y = wide.clone(), wide[:, 4:54]
+    kernels.add_low_rank(y, x, a, b)
+    wanted = before[:, 4:54].double() + x.double() @ a.double() @ b.double()
+    torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-4)
+    assert (wanted - before[:, 4:54]).abs().mean() > 0.1
+    assert torch.equal(wide[:, :4], before[:, :4]) and torch.equal(wide[:, 54:], before[:, 54:])
 
 
 def test_pairs_are_sorted_in_order_and_those_of_no_group_come_last(kernels: Kernels) -> None:

@@ -121,6 +121,20 @@ class ExpertPlan:
         parts = [(group, self._shared[layer, group.adapters]) for group in self._groups]
         return SharedTerms(layer, kinds, parts, self.width)
 
+    def own_factors(self, layer: str, num_experts: int) -> Sequence[Tensor] | None:
+        """Returns B^T of gate, if there is one, and of up, and A of down, of each expert and adapter: [experts *
+        adapters, rank, features] each, and nothing if there are no adapters.
+
+        Returns None unless all tokens have adapters of one bundle, whose experts share the other factors.
+        """
+        if not self.adapters:
+            return ()
+        if len(self.bundles) > 1 or self.has_unadapted or not self.width:
+            return None
+        (bundle,) = self.bundles
+        sides = [*((kind, 1) for kind in feature_kinds(layer, bundle.adapters[0].pairs)), *((kind, 0) for kind in DOWN)]
+        return [self.matrices(f"{layer}.{kind}", side, bundle, num_experts, is_kept=True) for kind, side in sides]
+
     def matrices(self, name: str, side: int, bundle: AdapterBundle, num_experts: int, is_kept: bool) -> Tensor:
         """Returns each expert's A (side=0) [groups, rank, in], or B^T (side=1) [groups, rank, out], of a bundle.
 

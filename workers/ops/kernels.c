@@ -162,34 +162,35 @@ static inline wide sums_of(wide *vectors) {
 
 /* Products are computed in tiles whose sums are registers: of up to this many rows, and columns or vectors of them. */
 #define TILE_ROWS 6
-#define TILE_DOTS 2
 #define TILE_COLUMNS 2
-/* Threads share the columns in parts of this many, a multiple of TILE_COLUMNS * WIDE. */
-#define PART_COLUMNS 64
+#define DOT_ROWS 4
+#define DOT_COLUMNS 3
+/* Threads share the columns in parts of this many, a multiple of DOT_COLUMNS and of WIDE. */
+#define PART_COLUMNS 48
 
 /* A tile of y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. */
 static inline __attribute__((always_inline)) void tile_of_dots(const int rows, const int columns, float *y,
                                                                int64_t y_stride, const float *x, int64_t x_stride,
                                                                const float *w, int64_t w_stride, int64_t inner,
                                                                int adds) {
-    wide sums[TILE_ROWS][TILE_DOTS] = {{{0}}};
+    wide sums[DOT_ROWS][DOT_COLUMNS] = {{{0}}};
     int64_t k = 0;
     for (; k + WIDE <= inner; k += WIDE) {
-        wide weights[TILE_DOTS];
+        wide weights[DOT_COLUMNS];
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
             weights[c] = WIDE_AT(w + c * w_stride + k);
             /* The tile after the next. */
-            if (columns == TILE_DOTS) __builtin_prefetch(w + (c + 2 * TILE_DOTS) * w_stride + k);
+            if (columns == DOT_COLUMNS) __builtin_prefetch(w + (c + 2 * DOT_COLUMNS) * w_stride + k);
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
             wide numbers = WIDE_AT(x + r * x_stride + k);
 #pragma GCC unroll 4
             for (int c = 0; c < columns; c++) sums[r][c] += numbers * weights[c];
         }
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < columns; c++) {
@@ -226,34 +227,56 @@ static inline __attribute__((always_inline)) void tile_of_rows(const int rows, c
         }
 }
 
-/* Calls a tile function with constant numbers of rows and columns; the tiles have about as many rows each. */
-#define TILE_OF(tile, n, columns, weights)                                        \
-    case n:                                                                       \
-        tile(n, columns, out, y_stride, in, x_stride, weights, w_stride, inner, adds); \
-        break;
-#define IN_TILES(tile, columns, to, weights)                          \
-    for (int64_t r = 0, left = (rows + TILE_ROWS - 1) / TILE_ROWS; left > 0; left--) { \
-        float *out = (to) + r * y_stride;                             \
-        const float *in = x + r * x_stride;                           \
-        int64_t of_tile = (rows - r + left - 1) / left;               \
-        switch (of_tile) {                                            \
-            TILE_OF(tile, 1, columns, weights)                        \
-            TILE_OF(tile, 2, columns, weights)                        \
-            TILE_OF(tile, 3, columns, weights)                        \
-            TILE_OF(tile, 4, columns, weights)                        \
-            TILE_OF(tile, 5, columns, weights)                        \
-            TILE_OF(tile, 6, columns, weights)                        \
-        }                                                             \
-        r += of_tile;                                                 \
+typedef void tile_function(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int);
+
+/* Tiles of constant numbers of rows and columns, each compiled by itself: inlined into one function, they would have too
+ * few registers for their addresses. */
+#define OF_SIZE(tile, rows, columns)                                                                               \
+    static __attribute__((noinline)) void tile##_##rows##_##columns(float *y, int64_t y_stride, const float *x, \
+                                                                    int64_t x_stride, const float *w,           \
+                                                                    int64_t w_stride, int64_t inner, int adds) { \
+        tile(rows, columns, y, y_stride, x, x_stride, w, w_stride, inner, adds);                                \
     }
+#define DOTS(columns)             \
+    OF_SIZE(tile_of_dots, 1, columns) \
+    OF_SIZE(tile_of_dots, 2, columns) \
+    OF_SIZE(tile_of_dots, 3, columns) \
+    OF_SIZE(tile_of_dots, 4, columns) \
+    static tile_function *const dots_##columns[DOT_ROWS] = {tile_of_dots_1_##columns, tile_of_dots_2_##columns, \
+                                                            tile_of_dots_3_##columns, tile_of_dots_4_##columns};
+#define ROWS(columns)             \
+    OF_SIZE(tile_of_rows, 1, columns) \
+    OF_SIZE(tile_of_rows, 2, columns) \
+    OF_SIZE(tile_of_rows, 3, columns) \
+    OF_SIZE(tile_of_rows, 4, columns) \
+    OF_SIZE(tile_of_rows, 5, columns) \
+    OF_SIZE(tile_of_rows, 6, columns) \
+    static tile_function *const rows_##columns[TILE_ROWS] = {tile_of_rows_1_##columns, tile_of_rows_2_##columns, \
+                                                             tile_of_rows_3_##columns, tile_of_rows_4_##columns, \
+                                                             tile_of_rows_5_##columns, tile_of_rows_6_##columns};
+DOTS(1)
+DOTS(3)
+ROWS(1)
+ROWS(2)
+
+/* Computes the columns of the tiles for all rows, in tiles of about as many, at most `most`. */
+static void in_tiles(tile_function *const *tiles, int64_t most, float *y, int64_t y_stride, const float *x,
+                     int64_t x_stride, const float *w, int64_t w_stride, int64_t rows, int64_t inner, int adds) {
+    for (int64_t left = (rows + most - 1) / most; left > 0; left--) {
+        int64_t of_tile = (rows + left - 1) / left;
+        tiles[of_tile - 1](y, y_stride, x, x_stride, w, w_stride, inner, adds);
+        y += of_tile * y_stride, x += of_tile * x_stride, rows -= of_tile;
+    }
+}
 
 /* y [rows, columns] = x [rows, inner] w, or is added to; w is [inner, columns]. */
 static void matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *w, int64_t w_stride,
                    int64_t rows, int64_t inner, int64_t columns, int adds) {
     int64_t c = 0;
     for (; c + TILE_COLUMNS * WIDE <= columns; c += TILE_COLUMNS * WIDE)
-        IN_TILES(tile_of_rows, TILE_COLUMNS, y + c, w + c)
-    for (; c + WIDE <= columns; c += WIDE) IN_TILES(tile_of_rows, 1, y + c, w + c)
+        in_tiles(rows_2, TILE_ROWS, y + c, y_stride, x, x_stride, w + c, w_stride, rows, inner, adds);
+    for (; c + WIDE <= columns; c += WIDE)
+        in_tiles(rows_1, TILE_ROWS, y + c, y_stride, x, x_stride, w + c, w_stride, rows, inner, adds);
     for (; c < columns; c++)
         for (int64_t r = 0; r < rows; r++) {
             float sum = 0.0f;
@@ -311,7 +334,7 @@ static void fill_panel(float *panel, const float *w, int64_t w_stride, int64_t d
 }
 
 /* With fewer rows than this, transposing takes longer than summing across vectors. */
-#define WORTH_TRANSPOSING 4
+#define WORTH_TRANSPOSING 12
 
 /* y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. */
 static void matmul_transposed(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *w,
@@ -327,8 +350,10 @@ static void matmul_transposed(float *y, int64_t y_stride, const float *x, int64_
         }
         c += width;
     }
-    for (; c + TILE_DOTS <= columns; c += TILE_DOTS) IN_TILES(tile_of_dots, TILE_DOTS, y + c, w + c * w_stride)
-    for (; c < columns; c++) IN_TILES(tile_of_dots, 1, y + c, w + c * w_stride)
+    for (; c + DOT_COLUMNS <= columns; c += DOT_COLUMNS)
+        in_tiles(dots_3, DOT_ROWS, y + c, y_stride, x, x_stride, w + c * w_stride, w_stride, rows, inner, adds);
+    for (; c < columns; c++)
+        in_tiles(dots_1, DOT_ROWS, y + c, y_stride, x, x_stride, w + c * w_stride, w_stride, rows, inner, adds);
 }
 
 /* Multiplies rows of x [rows, inner], sorted by group, with their groups' matrices; the products overwrite y [rows,
@@ -559,6 +584,77 @@ int decode_attention(float *out, const float *query, int64_t query_stride, const
             free(queries), free(weighed);
         }
     return failed;
+}
+
+/* The matrices of groups, see grouped_matmul. */
+struct matrices {
+    const float *numbers;
+    int64_t group_stride, row_stride;
+    int transposed;
+};
+
+/* What adapters add to experts with gates: for each expert and adapter, B' of gate and of up, and A of down, [rank,
+ * features] each. reduced [tokens, 2 * width] has the tokens' products with A of gate, then of up. */
+struct expert_terms {
+    const float *reduced, *gate, *up, *down;
+    int64_t width, rank, adapters;
+};
+
+/* out [tokens, hidden] = the sums over each token's experts of down silu(gate x) * up x, weighted by weights [tokens,
+ * per_token], for x [tokens, hidden]; between [tokens, width] = the sums of what `terms` (NULL if there are none) make
+ * of the experts' features. keys [tokens, per_token] are as in sort_pairs: expert * kinds + adapter, if there are terms,
+ * with one kind more than adapters. gate_up has the gates' features first. Returns 0, or 1 if out of memory. */
+int run_experts(float *out, float *between, const float *x, const int64_t *keys, const float *weights,
+                const struct matrices *gate_up, const struct matrices *down, const struct expert_terms *terms,
+                int64_t first, int64_t tokens, int64_t per_token, int64_t experts, int64_t hidden, int64_t features,
+                int threads) {
+    int64_t pairs = tokens * per_token, adapters = terms ? terms->adapters : 0, kinds = terms ? adapters + 1 : 1;
+    int64_t width = terms ? terms->width : 0, of_row = hidden + 3 * features + hidden + 3 * width;
+    float *rows = malloc((pairs * of_row + 1) * sizeof(float));
+    int64_t *sorted = malloc((2 * pairs + experts * kinds + experts * (adapters + 1) + 2) * sizeof(int64_t));
+    int failed = rows == NULL || sorted == NULL;
+    int64_t *places = sorted + pairs, *counts = places + pairs, *bounds = counts + experts * kinds;
+    if (failed || sort_pairs(sorted, places, counts, keys, first, pairs, per_token, experts * kinds)) {
+        free(rows), free(sorted);
+        return 1;
+    }
+    float *wide = rows + pairs * hidden, *active = wide + pairs * 2 * features, *y = active + pairs * features;
+    float *reduced = y + pairs * hidden, *z = reduced + pairs * 2 * width;
+    /* Of the experts' rows, and of those of each adapter at an expert. */
+    int64_t *of_adapters = bounds + experts + 1;
+    bounds[0] = of_adapters[0] = 0;
+    for (int64_t expert = 0; expert < experts; expert++) {
+        bounds[expert + 1] = bounds[expert];
+        for (int64_t kind = 0; kind < kinds; kind++) {
+            bounds[expert + 1] += counts[expert * kinds + kind];
+            if (kind < adapters) of_adapters[expert * adapters + kind + 1] = bounds[expert + 1];
+        }
+    }
+    int64_t own = bounds[experts];
+    for (int64_t row = 0; row < own; row++) {
+        memcpy(rows + row * hidden, x + sorted[row] * hidden, hidden * sizeof(float));
+        if (terms) memcpy(reduced + row * 2 * width, terms->reduced + sorted[row] * 2 * width, 2 * width * sizeof(float));
+    }
+    grouped_matmul(wide, 2 * features, rows, hidden, gate_up->numbers, gate_up->group_stride, gate_up->row_stride,
+                   gate_up->transposed, bounds, own, experts, hidden, 2 * features, 0, threads);
+    int64_t of_group = terms ? terms->rank * features : 0, groups = experts * adapters;
+    for (int kind = 0; kind < 2 && terms; kind++)
+        grouped_matmul(wide + kind * features, 2 * features, reduced + kind * width, 2 * width,
+                       kind ? terms->up : terms->gate, of_group, features, 0, of_adapters, own, groups, terms->rank,
+                       features, 1, 1);
+    swiglu(active, wide, wide + features, 2 * features, own, features);
+    memset(y + own * hidden, 0, (pairs - own) * hidden * sizeof(float));
+    grouped_matmul(y, hidden, active, features, down->numbers, down->group_stride, down->row_stride, down->transposed,
+                   bounds, own, experts, features, hidden, 0, threads);
+    combine_pairs(out, y, places, weights, tokens, per_token, hidden);
+    if (terms) {
+        memset(z, 0, pairs * width * sizeof(float));
+        grouped_matmul(z, width, active, features, terms->down, of_group, features, 1, of_adapters, own, groups,
+                       features, terms->rank, 0, 1);
+        combine_pairs(between, z, places, weights, tokens, per_token, width);
+    }
+    free(rows), free(sorted);
+    return 0;
 }
 
 /* One token of a causal convolution: out [rows, channels], which may be followed by silu, for x [rows, channels], whose

@@ -41,12 +41,48 @@ _ARGUMENTS = {
     "add_low_rank": [*[_POINTER, _SIZE] * 4, *[_SIZE] * 4],
     "sort_pairs": [*[_POINTER] * 4, *[_SIZE] * 4],
     "combine_pairs": [*[_POINTER] * 4, *[_SIZE] * 3],
+    "run_experts": [*[_POINTER] * 8, *[_SIZE] * 6, _INT],
     "convolve_step": [_POINTER, _POINTER, _SIZE, *[_POINTER] * 4, *[_SIZE] * 3, _INT, _INT],
     "delta_step": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 4, *[_SIZE] * 5, _INT],
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
 }
 
 _log = logging.getLogger(__name__)
+
+
+class _Matrices(ctypes.Structure):
+    """Is `struct matrices` in kernels.c."""
+
+    _fields_ = [("numbers", _POINTER), ("group_stride", _SIZE), ("row_stride", _SIZE), ("transposed", _INT)]
+
+    @staticmethod
+    def of(matrices: Tensor) -> "_Matrices":
+        """Describes [groups, p, q], of whose last two dimensions one is contiguous."""
+        transposed = matrices.stride(2) != 1
+        return _Matrices(matrices.data_ptr(), matrices.stride(0), matrices.stride(2 if transposed else 1), transposed)
+
+
+class _ExpertTerms(ctypes.Structure):
+    """Is `struct expert_terms` in kernels.c."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("reduced", "gate", "up", "down")),
+        *((name, _SIZE) for name in ("width", "rank", "adapters")),
+    ]
+
+
+@dataclass(frozen=True)
+class ExpertFactors:
+    """What adapters add between the products that all experts of a token share, see ../lora/shared_factors.py.
+
+    reduced: the tokens' products with A of gate, then of up, [tokens, 2 * width]. gate, up, down: B^T of gate and of
+    up, and A of down, of each expert and adapter: contiguous [experts * adapters, rank, features].
+    """
+
+    reduced: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
 
 
 @dataclass(frozen=True)
@@ -241,6 +277,44 @@ class Kernels:
         pointers = (tensor.data_ptr() for tensor in (out, x, places, weights))
         self._library.combine_pairs(*pointers, num_tokens, of_each, x.shape[1])
         return out
+
+    def run_experts(
+        self,
+        x: Tensor,
+        keys: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        first: int,
+        factors: ExpertFactors | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs experts with silu gates.
+
+        Args:
+            x: [tokens, hidden].
+            keys: `first` plus the expert of each pair, int64 [tokens, experts of each], or with factors plus expert *
+                (adapters + 1) + adapter. Pairs of other experts count as zeros.
+            weights: of the experts' outputs, [tokens, experts of each].
+            gate_up: [experts, hidden, 2 * features], gates first.
+            down: [experts, features, hidden]; of both one of the last two dimensions is contiguous.
+        Returns:
+            the weighted sums of the outputs, [tokens, hidden], and of the products with A of down, [tokens, width].
+        """
+        x, keys, weights = x.contiguous(), keys.contiguous(), weights.expand(keys.shape).contiguous()
+        (num_tokens, hidden), (experts, features, _) = x.shape, down.shape
+        out, between, terms = torch.empty_like(x), None, None
+        if factors is not None:
+            width, rank = factors.reduced.shape[1] // 2, factors.gate.shape[1]
+            between = x.new_empty(num_tokens, width)
+            pointers = (each.data_ptr() for each in (factors.reduced, factors.gate, factors.up, factors.down))
+            terms = ctypes.byref(_ExpertTerms(*pointers, width, rank, len(factors.gate) // experts))
+        threads = self._most_threads if keys.numel() * hidden * features > WORTH_ALL else 1
+        pointers = (None if each is None else each.data_ptr() for each in (out, between, x, keys, weights))
+        matrices = (ctypes.byref(_Matrices.of(each)) for each in (gate_up, down))
+        sizes = first, num_tokens, keys.shape[1], experts, hidden, features
+        if self._library.run_experts(*pointers, *matrices, terms, *sizes, threads):
+            raise MemoryError(f"{keys.numel()} pairs of tokens and experts: no memory for their features")
+        return out, between
 
     def convolve_step(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, is_silu: bool

@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 from trainhouse.workers.ops import kernels as kernels_module
 from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks
 from trainhouse.workers.ops.grouped_gemm import GroupedRows
-from trainhouse.workers.ops.kernels import Kernels, PrefixGroups, kernels_for, load_kernels
+from trainhouse.workers.ops.kernels import ExpertFactors, Kernels, PrefixGroups, kernels_for, load_kernels
 
 TOLERANCE = 3e-6
 
@@ -138,6 +138,42 @@ def test_products_of_low_rank(kernels: Kernels, rank: int) -> None:
     torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-4)
     assert (wanted - before[:, 4:54]).abs().mean() > 0.1
     assert torch.equal(wide[:, :4], before[:, :4]) and torch.equal(wide[:, 54:], before[:, 54:])
+
+
+@pytest.mark.parametrize("num_adapters", [0, 1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+def test_experts_of_one_rank_among_two(kernels: Kernels, num_tokens: int, num_adapters: int) -> None:
+    num_own, hidden, features, width, rank = 4, 20, 24, 8, 5
+    x, weights = random(num_tokens, hidden), random(num_tokens, 3, seed=1).softmax(1)
+    gate_up = random(num_own, hidden, 2 * features, seed=2) / hidden**0.5
+    down = random(num_own, hidden, features, seed=3).mT / features**0.5
+    chosen = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i))[:3] for i in range(num_tokens)])
+    adapter, factors = torch.arange(num_tokens) % max(1, num_adapters), None
+    keys = chosen
+    if num_adapters:
+        keys = chosen * (num_adapters + 1) + adapter[:, None]
+        own = (random(num_own * num_adapters, rank, features, seed=4 + side) / rank for side in range(3))
+        factors = ExpertFactors(random(num_tokens, 2 * width, seed=7), *own)
+
+    out, between = torch.zeros(num_tokens, hidden), torch.zeros(num_tokens, width)
+    for token, expert, place in ((t, int(e) - num_own, p) for t in range(num_tokens) for p, e in enumerate(chosen[t])):
+        if expert < 0:
+            continue
+        gate, up = (x[token] @ gate_up[expert]).chunk(2)
+        if factors is not None:
+            group = expert * num_adapters + int(adapter[token])
+            gate = gate + factors.reduced[token, :rank] @ factors.gate[group]
+            up = up + factors.reduced[token, width : width + rank] @ factors.up[group]
+            between[token, :rank] += weights[token, place] * (factors.down[group] @ (silu(gate) * up))
+        out[token] += weights[token, place] * ((silu(gate) * up) @ down[expert])
+    first = num_own * (num_adapters + 1 if num_adapters else 1)
+    found = kernels.run_experts(x, keys, weights, gate_up, down, first, factors)
+    assert_near(found[0], out)
+    if factors is None:
+        assert found[1] is None
+    else:
+        assert found[1] is not None
+        assert_near(found[1], between)
 
 
 def test_pairs_are_sorted_in_order_and_those_of_no_group_come_last(kernels: Kernels) -> None:

@@ -81,6 +81,17 @@ class ExpertWeights:
     def are_learned(self) -> bool:
         return self._parameter(self.names[0]).requires_grad
 
+    @property
+    def plain(self) -> tuple[Tensor, Tensor] | None:
+        """The matrices [experts, in, out], if silu gates are all that is between their products."""
+        if self.activation is not ACTIVATIONS["silu"] or self._alternates:
+            return None
+        gate_up, down = (self._parameter(name) for name in self.names)
+        has_bias = any(self._bias(name) is not None for name in self.names)
+        if has_bias or not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+            return None
+        return (gate_up, down) if self._is_transposed else (gate_up.mT, down.mT)
+
     def features(self, groups: GroupedRows, rows: Tensor) -> Tensor:
         """Returns the features [rows, features] of rows [rows, hidden], sorted by expert."""
         features = self._product(groups, rows, self.names[0])

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from ...ops.grouped_gemm import GroupedRows
-from ...ops.kernels import kernels_for, load_kernels
+from ...ops.kernels import ExpertFactors, kernels_for, load_kernels
 from ...parallel.collectives import all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from .expert_weights import ExpertWeights, activation_of
+
+# With more pairs of each expert than this, products by torch are as fast as the kernel.
+_FEW_ROWS = 256
 
 
 class AdapterTerms(Protocol):
@@ -71,6 +74,10 @@ class AdapterPlan(Protocol):
     def terms(self, layer: str, counts: Tensor, has_bare: bool) -> AdapterTerms | None: ...
 
     def shared_terms(self, layer: str) -> SharedAdapterTerms | None: ...
+
+    def own_factors(self, layer: str, num_experts: int) -> Sequence[Tensor] | None:
+        """Returns the factors of ExpertFactors, or None if the terms of some tokens are others."""
+        ...
 
 
 class ActiveAdapters(Protocol):
@@ -147,6 +154,9 @@ class GroupedExperts:
         """
         keys = self._keys(chosen)
         if are_alike or self._team.size == 1:
+            routed = None if torch.is_grad_enabled() else self._run_fused(x, keys, weights)
+            if routed is not None:
+                return reduce_from_team(routed, self._team)
             pairs = _LocalPairs(keys, self._num_own, self._num_kinds, self._team)
             return reduce_from_team(self._run(x, weights, pairs), self._team)
         return self._run(x, weights, _ExchangedPairs(keys, self._num_own, self._num_kinds, self._team))
@@ -167,6 +177,24 @@ class GroupedExperts:
         if plan is None or not plan.adapters:
             return chosen
         return chosen * self._num_kinds + plan.kinds(len(chosen))[:, None]
+
+    def _run_fused(self, x: Tensor, keys: Tensor, weights: Tensor) -> Tensor | None:
+        """Returns the result of `_run` by one kernel; None if there is none for these experts, adapters or tensors."""
+        matrices = self._weights.plain if keys.numel() <= _FEW_ROWS * self._num_own else None
+        plan, num_own = self._active.experts if self._active is not None else None, self._num_own
+        own = plan.own_factors(self._name, num_own) if matrices is not None and plan is not None else ()
+        kernels = None if matrices is None or own is None else kernels_for(x, weights, *matrices, *own)
+        if kernels is None or matrices is None or own is None:
+            return None
+        first = self._team.index * num_own * self._num_kinds
+        if self._active is None or plan is None or not own:
+            return kernels.run_experts(x, keys, weights, *matrices, first, None)[0]
+        shared = plan.shared_terms(self._name)
+        assert shared is not None
+        factors = ExpertFactors(shared.reduce(x, self._active.anchor), *own)
+        y, z = kernels.run_experts(x, keys, weights, *matrices, first, factors)
+        assert z is not None
+        return shared.add_expanded(y, z)
 
     def _run(self, x: Tensor, weights: Tensor, pairs: "_RoutedPairs") -> Tensor:
         """Returns the weighted sums [tokens, hidden] of the outputs of this rank's pairs, or of all pairs if exchanged,

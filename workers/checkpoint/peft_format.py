@@ -14,8 +14,6 @@ from ..lora import Adapter, Target
 from .description import CheckpointDescription, few, write_json
 
 _KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-# In these types peft adapts no layer of Mamba-2 after its recurrence: kernels for training may read its weight alone.
-_WITHOUT_OUTPUTS_IN_PEFT, _OUTPUTS_OF_MAMBA = frozenset({"falcon_h1", "nemotron_h"}), "out_proj"
 
 
 class PeftFormat:
@@ -49,9 +47,8 @@ class PeftFormat:
             described["fused_projections"] = fused
             whole = {target.part_of: target.whole_features for target in adapter.targets if target.part_of is not None}
             described["fused_outputs"] = whole
-        if adapter.model_type in _WITHOUT_OUTPUTS_IN_PEFT:
-            refused = [target for target in adapter.targets if target.kind == _OUTPUTS_OF_MAMBA]
-            described |= {"refused_by_peft": _OUTPUTS_OF_MAMBA} if refused else {}
+        if adapter.refused_by_peft in {target.kind for target in adapter.targets}:
+            described["refused_by_peft"] = adapter.refused_by_peft
         return described
 
     def check(self, saved: CheckpointDescription) -> None:

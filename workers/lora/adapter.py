@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...schemas.models import LoraConfig
 from ..models.model import BaseModel
 from ..programs.policy import POLICY
+from ..shapes.model_shape import ModelShape
 from ..state.flat_params import FlatLayout, Matrix
 from ..state.program import Program
 from ..state.trainable import SEED_MASK, Trainable
@@ -49,7 +50,7 @@ class Adapter(Trainable):
         embedding = base.saved_name(base.embedding_name.removesuffix(".weight"))
         self.tied_embedding = embedding if base.head_name == base.embedding_name else None
         self.not_adapted, self.base_is_sparse = tuple(unadapted_layers), base.is_sparse
-        self.model_type = base.shape.model_type
+        self.refused_by_peft = base.shape.family.refused_by_peft if isinstance(base.shape, ModelShape) else None
         self.stacked_experts = base.stacked_experts if self.adapts_experts else None
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 

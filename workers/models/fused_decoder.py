@@ -50,7 +50,7 @@ class FusedTrunk:
         self._token_inputs = None if size is None else TokenInputs(trunk, size, mesh.along("tp"))
         self._kv_source = [each.kv_source for each in shape.layers]
         self._kv_sources = shape.kv_sources
-        self._norm = norm_of(getattr(trunk, shape.family.last_norm), shape.family.norm_weight_plus_one)
+        self._norm = norm_of(getattr(trunk, shape.family.last_norm), shape.family)
         self._tables = {each.rotation: _rotary_table(trunk, each) for each in shape.attentions}
 
     def merge(self, merge: Merge) -> None:

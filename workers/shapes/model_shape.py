@@ -335,7 +335,7 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     if (missing := missing_part(model_type := text_type_of(config))) is not None:
         return f"{model_type} models are not supported: trainhouse has no {missing}"
     every, family = _of_text(config), FAMILIES.get(model_type)
-    setting = unsupported_setting(model_type, every, family.settings if family is not None else ())
+    setting = unsupported_setting(model_type, every)
     if setting is not None:
         return f"models with {setting} are not supported"
     if family is None and (reason := _unknown_layers(every)) is not None:

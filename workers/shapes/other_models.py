@@ -6,6 +6,8 @@ Imports no torch.
 from collections.abc import Mapping
 from typing import Any
 
+from .families import FAMILIES
+
 # Further model_types. They run with transformers' modules and give the same numbers packed, alone and sampled.
 # tests/workers/models/test_survey.py checks each of them, and all others of transformers.
 # fmt: off
@@ -58,24 +60,8 @@ _SCALES = frozenset({"logit_scale", "logits_scaling"})
 # A setting that changes nothing for text.
 _OF_IMAGES = "use_bidirectional_attention", "vision"
 
-# The setting by which the logits of a model_type are multiplied, or divided.
-LOGIT_SCALES: Mapping[str, str] = {
-    "cohere": "logit_scale",
-    "cohere2": "logit_scale",
-    "cohere2_moe": "logit_scale",
-    "cohere_compass_text": "logit_scale",
-    "falcon_h1": "lm_head_multiplier",
-    "hyperclovax": "logits_scaling",
-}
-LOGIT_DIVISORS: Mapping[str, str] = {
-    "granite": "logits_scaling",
-    "granitemoe": "logits_scaling",
-    "granitemoehybrid": "logits_scaling",
-    "granitemoeshared": "logits_scaling",
-}
-
-# The setting with the largest absolute value that a model's logits approach.
-LOGIT_CAPS: Mapping[str, str] = dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), "final_logit_softcapping")
+# The setting by which the logits of a type that runs with transformers' modules are multiplied.
+_LOGIT_SCALES: Mapping[str, str] = dict.fromkeys(("cohere2_moe", "cohere_compass_text"), "logit_scale")
 
 # Other kinds of layers carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -93,10 +79,11 @@ def text_type_of(config: Mapping[str, object]) -> str:
     return str(named or TEXT_PARTS.get(whole, whole))
 
 
-def unsupported_setting(model_type: str, config: Mapping[str, object], implemented: tuple[str, ...] = ()) -> str | None:
+def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:
     """Returns the first setting whose arithmetic is not implemented for this model_type, None if there is no such
-    setting. `implemented`: by the family's own layers."""
-    known = [*(settings.get(model_type) for settings in (LOGIT_SCALES, LOGIT_DIVISORS, LOGIT_CAPS)), *implemented]
+    setting."""
+    family = FAMILIES.get(model_type)
+    known = {_LOGIT_SCALES.get(model_type)} if family is None else family.implemented
     for setting in REFUSED_SETTINGS:
         value = config.get(setting)
         if (setting in _SCALES and value == 1) or (setting, value) == _OF_IMAGES:
@@ -108,11 +95,14 @@ def unsupported_setting(model_type: str, config: Mapping[str, object], implement
 
 def logit_scale_of(config: Any) -> float:
     """Returns the factor by which a model with this config of transformers multiplies its logits."""
-    multiplier = getattr(config, LOGIT_SCALES.get(config.model_type, ""), None)
-    divisor = getattr(config, LOGIT_DIVISORS.get(config.model_type, ""), None)
+    family = FAMILIES.get(config.model_type)
+    keys = ("", _LOGIT_SCALES.get(config.model_type, ""))
+    of_divisor, of_scale = keys if family is None else (family.logit_divisor_key, family.logit_scale_key)
+    multiplier, divisor = getattr(config, of_scale, None), getattr(config, of_divisor, None)
     return (1.0 if multiplier is None else float(multiplier)) / (1.0 if divisor is None else float(divisor))
 
 
 def logit_cap_of(config: Any) -> float | None:
     """Returns the cap in cap * tanh(logits / cap) of a model with this config of transformers, None if it has none."""
-    return getattr(config, LOGIT_CAPS.get(config.model_type, ""), None)
+    family = FAMILIES.get(config.model_type)
+    return getattr(config, family.logit_cap_key, None) if family is not None else None

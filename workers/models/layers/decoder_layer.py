@@ -80,7 +80,7 @@ class DecoderLayer:
 
     def __init__(self, module: Any, layer: Layer, number: int, family: Family, mesh: Mesh) -> None:
         self._names = layer.norms
-        self._norms = {name: norm_of(getattr(module, name), family.norm_weight_plus_one) for name in layer.norms.names}
+        self._norms = {name: norm_of(getattr(module, name), family) for name in layer.norms.names}
         self._mixers = [_mixer(part, module, number, family, mesh) for part in layer.mixers]
         feed_forward = layer.feed_forward
         self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, module, family, mesh)

@@ -13,6 +13,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from ...ops.frozen.quantized import dequantized
 from ...ops.grouped_gemm import GroupedRows
+from ...shapes.parts import RoutedExperts
 from .activations import ACTIVATIONS, Activation, clamped_swiglu
 
 _NAMES: Mapping[type[nn.Module], str] = {
@@ -29,9 +30,13 @@ _CLAMPED: Mapping[str, tuple[str, str]] = {
 }
 
 
-def activation_of(experts: Any) -> Activation | None:
-    """Returns the activation of transformers' experts, None if ExpertWeights does not compute what they compute."""
-    if _are_of_llama4(experts):
+def activation_of(experts: Any, part: RoutedExperts | None = None) -> Activation | None:
+    """Returns the activation of transformers' experts, None if ExpertWeights does not compute what they compute.
+
+    Args:
+        part: declares the layout of their matrices; None if their class does.
+    """
+    if part is not None and not part.marks_transposed:
         return _plain_activation(experts)
     if not hasattr(experts, "is_concatenated") or experts.has_post_expert_norm:
         return None
@@ -48,11 +53,6 @@ def _plain_activation(experts: Any) -> Activation | None:
     return ACTIVATIONS[names[0]] if names else None
 
 
-def _are_of_llama4(experts: Any) -> bool:
-    """True for experts whose class does not describe the layout of their matrices: [in, out], gates first."""
-    return type(experts).__name__ == "Llama4TextExperts"
-
-
 class ExpertWeights:
     """The matrices, and biases if there are any, of experts whose activation is known.
 
@@ -60,12 +60,13 @@ class ExpertWeights:
     ups; the second, `down_proj`, are [experts, hidden, features]. Both may be transposed.
     """
 
-    def __init__(self, experts: Any, activation: Activation) -> None:
+    def __init__(self, experts: Any, activation: Activation, part: RoutedExperts | None) -> None:
+        """For `part` see activation_of."""
         self.activation = activation
         self.names = "gate_up_proj" if activation.is_gated else "up_proj", "down_proj"
         self._experts = experts
-        self._is_transposed = _are_of_llama4(experts) or experts.is_transposed
-        self._alternates = activation.is_gated and not (_are_of_llama4(experts) or experts.is_concatenated)
+        self._is_transposed = experts.is_transposed if part is None else part.is_transposed
+        self._alternates = activation.is_gated and not experts.is_concatenated if part is None else part.alternates
 
     @property
     def num_own(self) -> int:

@@ -14,6 +14,7 @@ from ...ops.grouped_gemm import GroupedRows
 from ...ops.kernels import ExpertFactors, kernels_for, load_kernels
 from ...parallel.collectives import all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
+from ...shapes.parts import RoutedExperts
 from .expert_weights import ExpertWeights, activation_of
 
 # With more pairs of each expert than this, products by torch are as fast as the kernel.
@@ -94,14 +95,17 @@ class GroupedExperts:
 
     linears: the names of an expert's gate (if it has one), up and down in files. router: maps tokens to the logits of
     all experts, the weights and the numbers of those that are chosen; None if transformers' own layers choose them.
+    part: their declaration, None if they run in transformers' own layers.
     """
 
-    def __init__(self, experts: Any, team: Team, linears: tuple[str, ...], router: Any = None) -> None:
+    def __init__(
+        self, experts: Any, team: Team, linears: tuple[str, ...], router: Any = None, part: RoutedExperts | None = None
+    ) -> None:
         self.linears = linears
         self._router, self._experts, self._team = router, experts, team
-        activation = activation_of(experts)
+        activation = activation_of(experts, part)
         assert activation is not None, f"{type(experts).__name__} computes something else"
-        self._weights = ExpertWeights(experts, activation)
+        self._weights = ExpertWeights(experts, activation, part)
         self._active: ActiveAdapters | None = None
         self._name = ""
 

@@ -17,7 +17,7 @@ from ...parallel.sequence import ShardedPacking
 from ...shapes.parts import GatedDelta
 from ...shapes.split import Split
 from .merge import Merge, MergedProjection
-from .norms import norm_of
+from .norms import rms_norm_of
 
 
 class GatedDeltaMixer:
@@ -30,7 +30,7 @@ class GatedDeltaMixer:
         tp = mesh.spec.tp_size_of("linear_attn")
         self._key_heads, self._value_heads = part.key_heads // tp, part.value_heads // tp
         self._rule = gated_delta.GatedDeltaRule(number, self._value_heads, part.key_dim, part.value_dim)
-        self._norm = norm_of(module.norm, adds_one=False)
+        self._norm = rms_norm_of(module.norm)
         self._merged, self._merged_by_head = MergedProjection(), MergedProjection()
 
     def refresh(self, are_original: bool) -> None:

@@ -14,7 +14,7 @@ from ...parallel.mesh import Mesh
 from ...parallel.sequence import ShardedPacking
 from ...shapes.parts import LatentAttention
 from .merge import Merge
-from .norms import norm_of
+from .norms import rms_norm_of
 
 
 class LatentMixer:
@@ -30,8 +30,8 @@ class LatentMixer:
         self.is_replicated = "self_attn" in mesh.spec.replicated
         self._kind = AttentionKind(number, module.scaling)
         self._latent_kind = AttentionKind(number, module.scaling, values_are_keys=True)
-        self._query_norm = norm_of(module.q_a_layernorm, adds_one=False) if part.query_rank is not None else None
-        self._latent_norm = norm_of(module.kv_a_layernorm, adds_one=False)
+        self._query_norm = rms_norm_of(module.q_a_layernorm) if part.query_rank is not None else None
+        self._latent_norm = rms_norm_of(module.kv_a_layernorm)
 
     def refresh(self, are_original: bool) -> None:
         self._latent_norm.refresh()

@@ -19,7 +19,7 @@ from ...shapes.families import Family
 from ...shapes.parts import Mamba
 from ...shapes.split import Split
 from .merge import Merge
-from .norms import norm_of
+from .norms import rms_norm_of
 
 
 class MambaMixer:
@@ -31,7 +31,7 @@ class MambaMixer:
         self.is_replicated = "mamba" in mesh.spec.replicated
         tp = mesh.spec.tp_size_of("mamba")
         self._groups, self._sizes = part.groups // tp, [size // tp for size in part.sections]
-        self._norm = norm_of(module.norm, adds_one=False) if part.has_norm else None
+        self._norm = rms_norm_of(module.norm) if part.has_norm else None
         self._limits: tuple[float, float] = module.time_step_limit
         self._scales: Tensor | None = None
         if set(part.scales) != {1.0}:

@@ -25,9 +25,9 @@ class NormedSparseFeedForward:
         self._is_replicated = "experts" in mesh.spec.replicated
         self._router = NormedRouter(getattr(layer, part.router), part.per_token)
         experts = layer.get_submodule(part.below("experts"))
-        self.experts = GroupedExperts(experts, mesh.expert_team("experts"), part.linears, self._router)
+        self.experts = GroupedExperts(experts, mesh.expert_team("experts"), part.linears, self._router, part)
         self._shared = DenseFeedForward(part.shared, layer.get_submodule(part.shared.name), mesh)
-        self._norms = [norm_of(getattr(layer, name), family.norm_weight_plus_one) for name in part.norms.names]
+        self._norms = [norm_of(getattr(layer, name), family) for name in part.norms.names]
 
     def refresh(self, are_original: bool) -> None:
         for norm in (*self._norms, self._router.norm):

@@ -7,15 +7,25 @@ from torch import Tensor
 
 from ...ops.fused import RmsNorm, add_rms_norm, rms_norm
 from ...ops.layer_norm import LayerNorm, layer_norm
+from ...shapes.families import Family
 
 
-def norm_of(module: Any, adds_one: bool) -> RmsNorm:
+def norm_of(module: Any, family: Family) -> RmsNorm:
+    """Returns a norm of the family's kind for transformers' module."""
+    adds_one = family.norm_weight_plus_one
+    if not family.centers_norms:
+        return rms_norm_of(module, adds_one)
+    return LayerNorm(module.weight, _eps(module), adds_one, getattr(module, "bias", None))
+
+
+def rms_norm_of(module: Any, adds_one: bool = False) -> RmsNorm:
     """Returns the norm of transformers' module. `adds_one`: whether 1 is added to its weight."""
+    return RmsNorm(module.weight, _eps(module), adds_one)
+
+
+def _eps(module: Any) -> Tensor:
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    weight, eps = module.weight, torch.tensor(eps, device=module.weight.device)
-    if "LayerNorm" in type(module).__name__:
-        return LayerNorm(weight, eps, adds_one, getattr(module, "bias", None))
-    return RmsNorm(weight, eps, adds_one)
+    return torch.tensor(eps, device=module.weight.device)
 
 
 def add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:

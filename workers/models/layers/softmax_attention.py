@@ -38,7 +38,7 @@ def _head_norm(part: SoftmaxAttention, norm: Any, module: Any, family: Family, t
         weights = [each.weight for each in norm.norms[own * team.index : own * (team.index + 1)]]
         return HeadLayerNorms(weights, torch.tensor(norm.norms[0].eps, device=weights[0].device))
     if part.learns_norms:
-        return norm_of(norm, family.norm_weight_plus_one)
+        return norm_of(norm, family)
     weight = module.q_proj.weight.new_ones(part.head_dim)
     return RmsNorm(weight, torch.tensor(norm.eps, device=weight.device))
 
@@ -66,7 +66,7 @@ class SoftmaxMixer:
             weight = torch.ones(part.head_dim, device=module.q_proj.weight.device)
             self._value_norm = RmsNorm(weight, torch.tensor(module.v_norm.eps, device=weight.device))
         if part.kv_source is not None:
-            self._query_norm = norm_of(getattr(module, part.head_norms[0]), family.norm_weight_plus_one)
+            self._query_norm = norm_of(getattr(module, part.head_norms[0]), family)
         elif part.norms_heads is not None:
             team = mesh.tensor_team("self_attn")
             query, key = (_head_norm(part, getattr(module, name), module, family, team) for name in part.head_norms)

@@ -22,7 +22,7 @@ class SparseFeedForward:
         self._is_replicated = "experts" in mesh.spec.replicated
         module, shared = getattr(layer, part.name), part.shared
         self._router = _router(part, module)
-        self.experts = GroupedExperts(module.experts, mesh.expert_team("experts"), part.linears, self._router)
+        self.experts = GroupedExperts(module.experts, mesh.expert_team("experts"), part.linears, self._router, part)
         self._shared: DenseFeedForward | None = None
         if shared is not None:
             self._shared = DenseFeedForward(shared, layer.get_submodule(shared.name), mesh)

@@ -10,7 +10,7 @@ from torch.nn.functional import gelu
 from ...ops.fused import rms_norm
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Team
-from .norms import norm_of
+from .norms import rms_norm_of
 
 
 class TokenInputs:
@@ -28,7 +28,7 @@ class TokenInputs:
             None if team.size == 1 or num_rows % team.size else _OwnRows(trunk.embed_tokens_per_layer, num_rows, team)
         )
         self.embed: Callable[[Tensor], Tensor] = trunk.embed_tokens_per_layer
-        self._norm = norm_of(trunk.per_layer_projection_norm, adds_one=False)
+        self._norm = rms_norm_of(trunk.per_layer_projection_norm)
 
     def refresh(self) -> None:
         """Updates the norm, after its parameter was replaced."""
@@ -87,7 +87,7 @@ class LayerEnd:
 
     def __init__(self, module: Any, has_input: bool) -> None:
         self._module = module
-        self._norm = norm_of(module.post_per_layer_input_norm, adds_one=False) if has_input else None
+        self._norm = rms_norm_of(module.post_per_layer_input_norm) if has_input else None
 
     def refresh(self) -> None:
         if self._norm is not None:

@@ -44,11 +44,15 @@ _DEFAULTS: Mapping[str, object] = {
     "tie_word_embeddings": True,
 }
 
-COHERE = Family("Cohere", "cohere", _layers, _DEFAULTS, norm="LayerNorm")
+COHERE = Family(
+    "Cohere", "cohere", _layers, _DEFAULTS, norm="LayerNorm", centers_norms=True, logit_scale_key="logit_scale"
+)
 COHERE2 = Family(
     "Cohere2",
     "cohere2",
     _layers_of_cohere2,
     {**_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
     norm="LayerNorm",
+    centers_norms=True,
+    logit_scale_key="logit_scale",
 )

@@ -59,6 +59,8 @@ FALCON_H1 = Family(
     _layers,
     _DEFAULTS,
     unsupported=any_set(*_BIASES),
+    refused_by_peft="out_proj",  # kernels for training may read its weight alone
+    logit_scale_key="lm_head_multiplier",
     last_norm="final_layernorm",
     embedding_scale_key="embedding_multiplier",
 )

@@ -48,11 +48,15 @@ class Family:
     last_norm, embedding_name: the names of the norm after all layers, and of the embedding.
     embedding_scale_key: the config's field for a factor of the embedding's output. embedding_root_key: the one by which
     the root of the hidden size is such a factor.
+    centers_norms: whether norms subtract the mean, as layer norms do.
     norm_weight_plus_one: whether 1 is added to the weights of norms.
     settings: those of REFUSED_SETTINGS that the layers implement.
     activation, activation_key: the activation of gates, and the config's field for it. activation_aliases: other names
     in config.json that transformers reads as this activation.
     other_weights: reads the shapes of the trunk's parameters outside the layers, the embedding and the last norm.
+    logit_scale_key, logit_divisor_key, logit_cap_key: the config's fields by which logits are multiplied, or divided,
+    and for the largest absolute value that they approach. "" for none.
+    refused_by_peft: the kind of linear layer that peft does not adapt in this type, None if it adapts all.
     has_long_rotations: whether transformers takes the factors of "longrope" for long sequences.
     unknown_settings: settings whose arithmetic the layers do not have. A model with one runs by transformers' modules.
     """
@@ -73,14 +77,24 @@ class Family:
     embedding_name: str = "embed_tokens"
     embedding_scale_key: str = ""
     embedding_root_key: str = ""
+    centers_norms: bool = False
     norm_weight_plus_one: bool = False
     settings: tuple[str, ...] = ()
     activation: str = "silu"
     activation_key: str = "hidden_act"
     activation_aliases: tuple[str, ...] = ()
+    logit_scale_key: str = ""
+    logit_divisor_key: str = ""
+    logit_cap_key: str = ""
+    refused_by_peft: str | None = None
     has_long_rotations: bool = True
     unknown_settings: tuple[str, ...] = ()
     other_weights: Callable[[ConfigReader], Mapping[str, tuple[int, ...]]] = lambda config: {}
+
+    @property
+    def implemented(self) -> frozenset[str]:
+        """Those of REFUSED_SETTINGS that a model of this family may have."""
+        return frozenset((*self.settings, self.logit_scale_key, self.logit_divisor_key, self.logit_cap_key))
 
     def defines(self, module: object, role: str) -> bool:
         """True if the module is of the family's class for this role, such as "Attention"."""

@@ -89,6 +89,7 @@ GEMMA2 = Family(
     settings=("attn_logit_softcapping",),
     activation=_ACTIVATION,
     activation_key="hidden_activation",
+    logit_cap_key="final_logit_softcapping",
 )
 GEMMA3 = Family(
     "Gemma3",
@@ -111,4 +112,5 @@ GEMMA3 = Family(
     norm_weight_plus_one=True,
     activation=_ACTIVATION,
     activation_key="hidden_activation",
+    logit_cap_key="final_logit_softcapping",
 )

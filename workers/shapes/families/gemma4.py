@@ -147,5 +147,6 @@ GEMMA4 = Family(
     layer="TextDecoderLayer",
     activation=_ACTIVATION,
     activation_key="hidden_activation",
+    logit_cap_key="final_logit_softcapping",
     other_weights=_other_weights,
 )

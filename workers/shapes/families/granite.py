@@ -86,7 +86,7 @@ _DEFAULTS: Mapping[str, object] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
-_EMBEDDING_SCALE = "embedding_multiplier"
+_EMBEDDING_SCALE, _LOGITS = "embedding_multiplier", "logits_scaling"
 _SPARSE: Mapping[str, object] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _HYBRID: Mapping[str, object] = {
     "shared_intermediate_size": 1024,
@@ -98,16 +98,24 @@ _HYBRID: Mapping[str, object] = {
     "mamba_conv_bias": True,
 }
 
-GRANITE = Family("Granite", "granite", _dense_layers, _DEFAULTS, embedding_scale_key=_EMBEDDING_SCALE)
+GRANITE = Family(
+    "Granite", "granite", _dense_layers, _DEFAULTS, embedding_scale_key=_EMBEDDING_SCALE, logit_divisor_key=_LOGITS
+)
 HYPERCLOVAX = Family(
     "HyperCLOVAX",
     "hyperclovax",
     _layers_of_hyperclovax,
     {**_DEFAULTS, "use_post_norm": True},
     embedding_scale_key=_EMBEDDING_SCALE,
+    logit_scale_key=_LOGITS,
 )
 GRANITE_MOE = Family(
-    "GraniteMoe", "granitemoe", _sparse_layers, {**_DEFAULTS, **_SPARSE}, embedding_scale_key=_EMBEDDING_SCALE
+    "GraniteMoe",
+    "granitemoe",
+    _sparse_layers,
+    {**_DEFAULTS, **_SPARSE},
+    embedding_scale_key=_EMBEDDING_SCALE,
+    logit_divisor_key=_LOGITS,
 )
 GRANITE_MOE_SHARED = Family(
     "GraniteMoeShared",
@@ -115,6 +123,7 @@ GRANITE_MOE_SHARED = Family(
     _layers_with_shared_part,
     {**_DEFAULTS, **_SPARSE},
     embedding_scale_key=_EMBEDDING_SCALE,
+    logit_divisor_key=_LOGITS,
 )
 GRANITE4 = Family(
     "GraniteMoeHybrid",
@@ -123,4 +132,5 @@ GRANITE4 = Family(
     {**_DEFAULTS, **_SPARSE, **_HYBRID},
     {"layers_block_type": "layer_types"},
     embedding_scale_key=_EMBEDDING_SCALE,
+    logit_divisor_key=_LOGITS,
 )

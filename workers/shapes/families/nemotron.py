@@ -34,6 +34,7 @@ NEMOTRON = Family(
         "partial_rotary_factor": 0.5,
     },
     norm="LayerNorm1P",
+    centers_norms=True,
     norm_weight_plus_one=True,
     activation=_ACTIVATION,
 )
@@ -53,5 +54,6 @@ JAIS2 = Family(
         "mlp_bias": True,
     },
     norm=None,
+    centers_norms=True,
     activation=_ACTIVATION,
 )

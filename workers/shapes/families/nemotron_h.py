@@ -118,4 +118,5 @@ NEMOTRON_H = Family(
     embedding_name="embeddings",
     activation=_ACTIVATION,
     activation_key="mlp_hidden_act",
+    refused_by_peft="out_proj",  # kernels for training may read its weight alone
 )

@@ -57,5 +57,6 @@ PHIMOE = Family(
     unsupported=_unsupported,
     has_long_rotations=False,
     norm=None,
+    centers_norms=True,
     head_bias_key="lm_head_bias",
 )

@@ -40,4 +40,5 @@ STABLELM = Family(
     },
     unsupported=heads_unlike_hidden,
     norm=None,
+    centers_norms=True,
 )

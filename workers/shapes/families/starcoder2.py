@@ -33,5 +33,6 @@ STARCODER2 = Family(
         "tie_word_embeddings": True,
     },
     norm=None,
+    centers_norms=True,
     activation=_ACTIVATION,
 )

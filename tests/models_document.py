@@ -119,9 +119,14 @@ def own_row(model_type: str) -> str:
     assert isinstance(shape, ModelShape), shape.refusal
     text = f", its text as `{shape.model_type}`" if model_type in TEXT_PARTS else ""
     parts = list(dict.fromkeys(part for layer in shape.layers for part in layer.parts))
-    words = ", ".join(dict.fromkeys(WORDS[type(part)] for part in parts))
+    words = ", ".join(dict.fromkeys(map(words_of, parts)))
     cells = (words, names_of(adapted(parts)), names_of(axes(shape)), adapted_by_vllm(model_type))
     return f"| `{model_type}`{text} | {' | '.join(cells)} |\n"
+
+
+def words_of(part: Part) -> str:
+    has_indexer = isinstance(part, LatentAttention) and part.indexer is not None
+    return WORDS[type(part)] + (" with an indexer" if has_indexer else "")
 
 
 def adapted_by_vllm(model_type: str) -> str:

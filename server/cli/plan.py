@@ -340,7 +340,7 @@ def _head(plan: MemoryPlan) -> Iterator[str]:
         f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters in {load.dtype}; "
         f"{shape.num_layers} layers, {of_mixers}{of_experts}"
     )
-    yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.context_reason})"
+    yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
     yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}"
     if load.activations != "keep":
         yield f"layers are recomputed in the backward pass: --activations {load.activations}"

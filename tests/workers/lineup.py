@@ -28,6 +28,8 @@ LINEUP: Mapping[str, Mapping[str, Any]] = {
     "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": {"model_type": "gpt_oss"},
     "DeepSeek-V3.1": {"model_type": "deepseek_v3", "max_position_embeddings": 163840, **YARN_OF_DEEPSEEK},
+    "DeepSeek-V3.2": {"model_type": "deepseek_v32", **YARN_OF_DEEPSEEK},
+    "GLM-5": {"model_type": "glm_moe_dsa"},
     "Kimi-K2.6": {
         "model_type": "kimi_k25",
         "text_config": {

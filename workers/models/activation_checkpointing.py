@@ -119,6 +119,8 @@ class _Checkpointed(torch.autograd.Function):
             for each, need in zip(ctx.saved_tensors, needs, strict=False)
         ]
         with torch.enable_grad(), ctx.inputs.again():
-            torch.autograd.backward(ctx.layer(leaf, nothing, *others), grads)
+            outs = zip(ctx.layer(leaf, nothing, *others), grads, strict=True)
+            # Numbers of tokens, which later layers use, have no gradient.
+            torch.autograd.backward(*zip(*((out, grad) for out, grad in outs if out.requires_grad), strict=True))
         of_others = (None if each is None else each.grad for each in others)
         return leaf.grad, None if ctx.is_first else leaf.grad, None, None, None, *of_others

@@ -48,8 +48,8 @@ class FusedTrunk:
         ]
         size = shape.layers[0].token_input
         self._token_inputs = None if size is None else TokenInputs(trunk, size, mesh.along("tp"))
-        self._kv_source = [each.kv_source for each in shape.layers]
-        self._kv_sources = shape.kv_sources
+        self._sources = shape.sources
+        self._shares = any(source is not None for source in shape.sources)
         self._norm = norm_of(getattr(trunk, shape.family.last_norm), shape.family)
         self._tables = {each.rotation: _rotary_table(trunk, each) for each in shape.attentions}
 
@@ -137,7 +137,7 @@ class FusedTrunk:
         hidden, update = self._embedded(tokens, own), None
         made = self._token_inputs
         of_layers = None if made is None else made.of_layers(tokens, own, hidden, stream)
-        packing = SharingRow(packing, self._kv_sources) if self._kv_sources else packing
+        packing = SharingRow(packing, self._sources) if self._shares else packing
         captured = captured if captured is not None else {}
         if EMBEDDING in captured:
             captured[EMBEDDING] = hidden
@@ -166,11 +166,11 @@ class FusedTrunk:
         update: Tensor | None,
         token_input: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Runs a layer and keeps only its inputs, among them keys and values that it takes from an earlier layer."""
+        """Runs a layer and keeps only its inputs, among them what it takes from an earlier layer."""
         if not isinstance(packing, SharingRow):
             hidden, update = inputs.run(number, forward, hidden, update, token_input)
             return hidden, update
-        source = self._kv_source[number]
+        source = self._sources[number]
 
         def run(
             hidden: Tensor, update: Tensor | None, token_input: Tensor | None, *taken: Tensor

@@ -7,7 +7,7 @@ numbers of transformers' own passes over each sequence.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any, TypeGuard
 
 import torch
@@ -18,14 +18,17 @@ from transformers.pytorch_utils import Conv1D
 from ..batch.micro_batch import MicroBatch, select_examples
 from ..ops.attention import AttendingPacking, AttentionKind, Packing, attend, pack_lengths
 from ..ops.recurrence import Recurrence, recur
+from ..ops.token_index import IndexKind, IndexQueries, choose
 from ..resources.memory import is_out_of_memory
 
 Logits = Callable[[Tensor, Tensor, AttendingPacking], Tensor]
 """Maps tokens and positions, int64 [tokens], in a packing to logits [tokens, vocab]."""
 
-# Lengths of the sequences that are compared; each is longer than the window that layers get for the check.
+# Lengths of the sequences that are compared; each is longer than the window that layers get for the check, and than
+# what indexers choose then.
 LENGTHS = [5, 11, 8]
 _WINDOW = 4
+_WINDOWS = ("sliding_window", "index_topk")
 
 # The largest distance allowed between log-probabilities, relative to their spread around the mean. Measured over the
 # models of tests/workers/models/test_survey.py and SmolLM2-135M: rounding causes at most 4e-6 in float32, and 0.12 in
@@ -98,6 +101,9 @@ class RecordingPacking:
 
     def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         return recur(op, inputs, self._packing)
+
+    def choose(self, queries: IndexQueries | None, key: Tensor, kind: IndexKind) -> Tensor | None:
+        return choose(queries, key, self._packing, kind)
 
     def check(self, layers: Sequence[int]) -> None:
         """Raises ValueError if a cache could not store the keys and values of these layers, those with attention."""
@@ -184,17 +190,20 @@ def _attention_of_transformers(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel, longest: int | None) -> Iterator[None]:
-    """Gives layers with a window that some sequence may cross one that the short sequences cross, while inside."""
+    """Gives layers with a window that some sequence may cross one that the short sequences cross, while inside.
+
+    The tokens that an indexer chooses are such a window, too.
+    """
     with ExitStack() as held:
-        for owner in _owners(model):
-            if _is_crossed(window := getattr(owner, "sliding_window", None), longest):
-                held.callback(setattr, owner, "sliding_window", window)
-                owner.sliding_window = _WINDOW
+        for owner, name in product(_owners(model), _WINDOWS):
+            if _is_crossed(window := getattr(owner, name, None), longest):
+                held.callback(setattr, owner, name, window)
+                setattr(owner, name, _WINDOW)
         yield
 
 
 def _windows(model: PreTrainedModel, longest: int | None) -> set[int]:
-    windows = (getattr(owner, "sliding_window", None) for owner in _owners(model))
+    windows = (getattr(owner, name, None) for owner, name in product(_owners(model), _WINDOWS))
     return {window for window in windows if _is_crossed(window, longest)}
 
 

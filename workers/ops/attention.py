@@ -15,10 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from .attention_kind import AttentionKind, Sinks
+from .chosen_attention import attend_to_chosen
 from .chunked_attention import attend_in_chunks, gradients_in_chunks
 
 if TYPE_CHECKING:
     from .recurrence import Recurrence
+    from .token_index import IndexKind, IndexQueries
 
 ATTENTION = "trainhouse_packed"
 
@@ -97,6 +99,10 @@ class AttendingPacking(Protocol):
         """Computes the function `recur`, and stores the states."""
         ...
 
+    def choose(self, queries: "IndexQueries | None", key: Tensor, kind: "IndexKind") -> Tensor | None:
+        """Computes the function `choose`, and stores the keys."""
+        ...
+
 
 def pack_lengths(lengths: list[int]) -> tuple[SequenceGroup, ...]:
     """Groups consecutive sequences of equal length, which are attended as one batch."""
@@ -156,6 +162,8 @@ def attend(
     """
     if not isinstance(packing, Packing):
         return packing.attend(query, key, value, kind)
+    if kind.chosen is not None:
+        return attend_to_chosen(query, key, value, packing, kind)
     if kind.part is not None:
         packing, kind = packing.in_parts(kind.part), replace(kind, part=None)
     if fits_flash_on_gpu(query, kind):

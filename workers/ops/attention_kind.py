@@ -66,6 +66,7 @@ class AttentionKind:
     part: the tokens of the parts of a sequence that do not see each other; None for no parts.
     cap: the absolute value that scaled scores approach, as cap * tanh(score / cap); None for no limit. Fused kernels
     for whole sequences cannot compute it.
+    chosen: the tokens that each token of a row sees (see token_index.choose), int32 [tokens, most]; None for all.
     """
 
     layer: int
@@ -76,10 +77,22 @@ class AttentionKind:
     cap: float | None = None
     part: int | None = None
     is_stored: bool = False
+    chosen: Tensor | None = field(default=None, compare=False)
 
     def within(self, length: int) -> "AttentionKind":
         """Returns the kind for sequences of at most `length` tokens, without parts if they have only one."""
         return replace(self, part=None) if self.part is not None and length <= self.part else self
+
+    def choosing(self, chosen: Tensor | None) -> "AttentionKind":
+        """Returns the kind for a row with these chosen tokens."""
+        return self if chosen is None else replace(self, chosen=chosen)
+
+    def of_rows(self, rows: slice | Tensor, longest: int) -> "AttentionKind":
+        """Returns the kind for some tokens of the row, whose sequences have at most `longest` tokens."""
+        if self.chosen is None:
+            return self
+        sees_all = longest <= self.chosen.shape[1]
+        return replace(self, chosen=None if sees_all else self.chosen[rows])
 
     def of_heads(self, first: int, number: int) -> "AttentionKind":
         """Returns the kind for `number` of its heads, from the head `first` on."""

@@ -4,7 +4,7 @@ Slots are contiguous, so that a decode step reads them in place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import TypeVar
@@ -22,9 +22,11 @@ from .attention import (
     flash_of_last_queries,
     pack_lengths,
 )
+from .chosen_attention import attend_to_copies
 from .kernels import PrefixGroups, kernels_for, triton_kernels_for
 from .linear import soft_capped
 from .recurrence import Recurrence, StateKind
+from .token_index import IndexKind, IndexQueries, choose_for_each, choose_for_last, choose_in_row
 
 # The span of views is rounded up to a multiple of this, so that not every step needs new views.
 _READ_TOKENS = 16
@@ -200,6 +202,10 @@ class DecodeStep:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Returns the attention output [n, heads, head_dim] for query, key and value of the packed row."""
+        if kind.chosen is not None and self.span > kind.chosen.shape[1]:
+            cached = self._store_keys(key[self.rows], kind)
+            own = replace(kind, chosen=kind.chosen[self.rows])
+            return attend_to_copies(query[self.rows], cached, self.slots, self.lengths, own)
         if not isinstance(self.rows, slice) or self.rows.stop - self.rows.start < query.shape[0]:
             query, key, value = query[self.rows], key[self.rows], value[self.rows]
         kind = kind.within(self.span)
@@ -226,6 +232,20 @@ class DecodeStep:
         hidden = self._mask(kind, reading.first_keys.shape[-1], key.shape[1], query.dtype)
         out = _attend_once(query, reading, hidden, kind)
         return out if self.in_order else out[self.slots]
+
+    def choose(self, queries: IndexQueries | None, key: Tensor, kind: IndexKind) -> Tensor | None:
+        """Computes `token_index.choose` for queries and keys of the packed row: int32 [n, most]."""
+        cached = self._store_keys(key[self.rows], kind.keys)
+        if queries is None or self.span <= kind.most:
+            return None
+        own = queries.rows(self.rows)
+        return choose_for_each(own, cached[:, : self.span], self.slots, self.lengths, kind.most)
+
+    def _store_keys(self, key: Tensor, kind: AttentionKind) -> Tensor:
+        """Stores keys [n, 1, head_dim], which are values too. Returns those of all slots [slots, tokens, head_dim]."""
+        keys, _ = self.tensors.of_layer(kind.layer, key, values_are_keys=True)
+        keys[self.slots, :, self.lengths] = key
+        return keys[:, 0]
 
     def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         """Returns the output of a recurrence [n, ...] for inputs of the packed row, and updates its states."""
@@ -272,6 +292,11 @@ class ContinuationChunk:
         keys, values = self.store(key, value, kind)
         length = self.cached + self.stop - self.start
         kind = kind.within(length)
+        if kind.chosen is not None and length > kind.chosen.shape[1]:
+            own = replace(kind, chosen=kind.chosen[self.start : self.stop])
+            positions = torch.arange(self.cached, length, device=query.device)
+            slots = torch.full_like(positions, self.slot)
+            return attend_to_copies(query[self.start : self.stop], keys[:, 0], slots, positions, own)
         if kind.part is None and fits_flash_on_gpu(query, kind):
             own = keys[self.slot, :, :length].transpose(0, 1), values[self.slot, :, :length].transpose(0, 1)
             longest = self.stop - self.start, length
@@ -284,6 +309,14 @@ class ContinuationChunk:
         if (hiding := (kind.window, kind.part)) not in self._masks:
             self._masks[hiding] = self._mask(length, kind, q) if self.is_causal else None
         return attend_last_tokens(q, k, v, self._masks[hiding], kind)[0].transpose(0, 1)
+
+    def choose(self, queries: IndexQueries | None, key: Tensor, kind: IndexKind) -> Tensor | None:
+        """Computes `token_index.choose` for queries and keys of the packed row: int32 [stop - start, most]."""
+        keys, _ = self.store(key, key, kind.keys)
+        length = self.cached + self.stop - self.start
+        if queries is None or length <= kind.most:
+            return None
+        return choose_for_last(queries.rows(slice(self.start, self.stop)), keys[self.slot, 0, :length], kind.most)
 
     def _bounds_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the bounds of queries and of keys for flash attention, computed once for all layers."""
@@ -383,8 +416,26 @@ class CachedRow:
             storing.store(key, value, kind)
         if self.fresh is not None:
             new = slice(self.fresh_start, None)
-            out[new] = attend(query[new], key[new], value[new], self.fresh, kind)
+            own = kind.of_rows(new, self.fresh.longest)
+            out[new] = attend(query[new], key[new], value[new], self.fresh, own)
         return out
+
+    def choose(self, queries: IndexQueries | None, key: Tensor, kind: IndexKind) -> Tensor | None:
+        """Computes `token_index.choose`, and stores the keys."""
+        parts = [(step.rows, step.choose(queries, key, kind)) for step in self.steps]
+        parts += [(slice(each.start, each.stop), each.choose(queries, key, kind)) for each in self.chunks]
+        for storing in self.storing:
+            storing.store(key, key, kind.keys)
+        if self.fresh is not None and queries is not None and self.fresh.longest > kind.most:
+            new = slice(self.fresh_start, len(key))
+            parts.append((new, choose_in_row(queries.rows(new), key[new], self.fresh, 0, kind.most)))
+        found = [(rows, part) for rows, part in parts if part is not None]
+        if not found:
+            return None
+        chosen = torch.zeros(len(key), kind.most, dtype=torch.int32, device=key.device)
+        for rows, part in found:
+            chosen[rows] = part
+        return chosen
 
     def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         """Returns the output of a recurrence [tokens, ...] for inputs of the row, each [tokens, ...].

@@ -1,53 +1,62 @@
-"""A packed row in which layers attend to the keys and values of an earlier layer."""
+"""A packed row in which layers use what an earlier layer computed: its keys and values, or its choice of tokens."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from .attention import AttendingPacking, AttentionKind, Packing, attend
 from .recurrence import Recurrence, recur
+from .token_index import IndexKind, IndexQueries, choose
 
 
 class SharingRow:
-    """Implements AttendingPacking for one pass, and keeps the keys and values of some layers for later ones.
+    """Implements AttendingPacking for one pass, and keeps what some layers compute for later ones.
 
-    A cache has them in the place of the layer that computed them.
+    A cache has shared keys and values in the place of the layer that computed them. packing: the row itself.
     """
 
-    def __init__(self, packing: Packing | AttendingPacking, sources: Collection[int]) -> None:
-        """Keeps those of the layers with the numbers `sources`."""
-        self._packing, self._sources = packing, sources
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, packing: Packing | AttendingPacking, sources: Sequence[int | None]) -> None:
+        """Keeps it of the layers `sources`, see ModelShape.sources."""
+        self.packing, self._sources = packing, sources
+        self._kept: dict[int, tuple[Tensor, ...]] = {}
 
     @property
     def longest(self) -> int:
-        return self._packing.longest
+        return self.packing.longest
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        if kind.layer in self._sources:
-            self._kept[kind.layer] = key, value
-        return attend(query, key, value, self._packing, kind)
+        self.keep(kind.layer, (key, value))
+        return attend(query, key, value, self.packing, kind)
 
     def attend_again(self, query: Tensor, kind: AttentionKind) -> Tensor:
         """Attends to the keys and values of the layer `kind.layer`, which has run in this pass."""
-        return attend(query, *self._kept[kind.layer], self._packing, kind)
+        key, value = self._kept[kind.layer]
+        return attend(query, key, value, self.packing, kind)
+
+    def choose(self, queries: IndexQueries | None, key: Tensor, kind: IndexKind) -> Tensor | None:
+        chosen = choose(queries, key, self.packing, kind)
+        self.keep(kind.layer, () if chosen is None else (chosen,))
+        return chosen
+
+    def chosen_before(self, layer: int) -> Tensor | None:
+        """Returns what the indexer has chosen whose choice this layer uses, see `choose`."""
+        return next(iter(self.kept(self._sources[layer])), None)
 
     def kept(self, layer: int | None) -> tuple[Tensor, ...]:
-        """Returns the keys and values of a layer, nothing if they are not kept."""
+        """Returns what is kept of a layer."""
         return () if layer is None else self._kept.get(layer, ())
 
     def keep(self, layer: int, kept: Sequence[Tensor]) -> None:
-        """Keeps the keys and values of a layer, if there are any."""
-        if kept:
-            key, value = kept
-            self._kept[layer] = key, value
+        """Keeps this of a layer, if later ones use it."""
+        if kept and layer in self._sources:
+            self._kept[layer] = tuple(kept)
 
     def of_layer(self, source: int | None, kept: Sequence[Tensor]) -> "SharingRow":
-        """Returns the row for a single layer, with the keys and values that it takes from the layer `source`."""
-        row = SharingRow(self._packing, self._sources)
+        """Returns the row for a single layer, with what it takes from the layer `source`."""
+        row = SharingRow(self.packing, self._sources)
         if source is not None:
             row.keep(source, kept)
         return row
 
     def recur(self, op: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        return recur(op, inputs, self._packing)
+        return recur(op, inputs, self.packing)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..ops.attention import AttentionKind, Packing, SequenceGroup, attend
 from ..ops.recurrence import Recurrence
+from ..ops.token_index import IndexKind, IndexQueries, choose_in_row
 from ..shapes.sequence_split import SequenceSplit
 from .collectives import all_to_all_rows
 from .mesh import Team
@@ -56,6 +57,13 @@ class ShardedPacking:
         assert self.team.size == 1
         return op.scan(inputs, self.whole)[0]
 
+    def choose(self, queries: IndexQueries | None, key: Tensor, kind: IndexKind) -> Tensor | None:
+        """Computes the function `token_index.choose` for the whole row, each rank for its own tokens. No ring."""
+        if queries is None:
+            return None
+        whole, first = self.team.all_gather(key), self.team.index * len(key)
+        return self.team.all_gather(choose_in_row(queries, whole, self.whole, first, kind.most))
+
     def by_heads(self, inputs: Sequence[Tensor], run: Callable[[Sequence[Tensor], Packing, Team], Tensor]) -> Tensor:
         """Runs a function of whole sequences, head by head, with this rank's share of the heads.
 
@@ -86,6 +94,7 @@ class ShardedPacking:
         """Computes attention for all tokens of the stripe. Without a ring these are all tokens."""
         if self.split.ring == 1:
             return attend(query, key, value, self.whole, kind)
+        assert kind.chosen is None
         return self._ring.attend(query, key, value, kind)
 
     @cached_property

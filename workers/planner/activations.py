@@ -10,9 +10,16 @@ from dataclasses import dataclass
 
 from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
-from ..shapes.parts import Layer, Share, SoftmaxAttention
+from ..shapes.parts import LatentAttention, Layer, Share, SoftmaxAttention
 from ..shapes.sequence_split import SequenceSplit
-from ..shapes.windows import MAX_SCORES, queries_of_mask, queries_of_scores
+from ..shapes.windows import (
+    MAX_INDEX_SCORES,
+    MAX_SCORES,
+    queries_of_choice,
+    queries_of_index,
+    queries_of_mask,
+    queries_of_scores,
+)
 from .workload import Workload
 
 _FLOAT32 = 4
@@ -42,7 +49,7 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Activa
     """Returns the bytes for the largest micro-batch."""
     tokens = -(-load.tokens // spec.sp)
     of_pass = _BytesPerToken(shape, spec, load)
-    at_work = _window_scores(shape, spec, load) + _expert_gradients(shape, spec, load)
+    at_work = _window_scores(shape, spec, load) + _index_scores(shape, load) + _expert_gradients(shape, spec, load)
     return Activations(
         kept=int(tokens * of_pass.kept()),
         # Attention runs backward after the feed-forward part, whose memory is then free.
@@ -68,6 +75,7 @@ class _BytesPerToken:
             lora_rank=load.effective_lora_rank,
             is_full=self._is_full,
             gathers_stream=self._stream_parts > 1,
+            longest=load.longest,
             ulysses=_split(shape, spec).ulysses,
         )
 
@@ -115,9 +123,17 @@ class _BytesPerToken:
     def _kept_beside(self) -> float:
         """Returns the bytes that recomputed layers keep in addition to their inputs from the residual stream."""
         inputs = sum(each.token_input or 0 for each in self._shape.layers) / self._stream_parts
-        sources = (self._shape.layers[number].mixer for number in self._shape.kv_sources)
-        shared = sum(each.cache_entries(self._spec).numbers_per_token for each in sources if each is not None)
-        return self._number * (inputs + 2 * shared)  # also the gradients of shared keys and values
+        sources = {source for source in self._shape.sources if source is not None}
+        return self._number * inputs + sum(map(self._shared_by, sources))
+
+    def _shared_by(self, source: int) -> float:
+        """Returns the bytes of what other layers use of this one: keys and values, and their gradients, or the choice
+        of tokens."""
+        mixer = self._shape.layers[source].mixer
+        if isinstance(mixer, LatentAttention):
+            return mixer.choice_bytes(self._share)
+        assert mixer is not None
+        return self._number * 2 * mixer.cache_entries(self._spec).numbers_per_token
 
     def _kept_by(self, layer: Layer) -> float:
         of_parts = sum(part.kept_bytes(self._share) for part in layer.parts)
@@ -204,3 +220,17 @@ def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int
         return 3 * _FLOAT32 * MAX_SCORES
     queries = queries_of_mask(max(windows))
     return queries * (queries + max(windows)) * (_FLOAT32 + 1)
+
+
+def _index_scores(shape: ModelShape, load: Workload) -> int:
+    """Returns the bytes for choosing and attending to tokens by an indexer: its heads' scores and their sum, sorted,
+    for some queries, or their mask; 0 for sequences that it does not reduce."""
+    mixers = [each for each in shape.attentions if isinstance(each, LatentAttention)]
+    indexers = [each.indexer for each in mixers if each.indexer is not None and each.indexer.most < load.longest]
+    if not indexers:
+        return 0
+    heads, length = indexers[0].heads, load.longest
+    rows = min(queries_of_index(heads, length), length)
+    of_index = _FLOAT32 * min(rows * heads * length, MAX_INDEX_SCORES) + (2 * _FLOAT32 + _INT64) * rows * length
+    of_mask = (load.number_bytes + _FLOAT32) * queries_of_choice(mixers[0].heads, length) * length
+    return max(of_index, of_mask)

@@ -50,8 +50,7 @@ class ModelDescription:
     """Properties of a model of any type.
 
     name: what clients call it. max_positions: its longest context in tokens, None if the config does not say.
-    refusal: why it cannot be served, None if it can. released: what its files hold packed. most_indexed: the tokens
-    that an indexer chooses for each; None if each attends to all.
+    refusal: why it cannot be served, None if it can. released: what its files hold packed.
     """
 
     name: str
@@ -60,28 +59,15 @@ class ModelDescription:
     max_positions: int | None = None
     refusal: str | None = None
     released: ReleasedWeights = field(default_factory=ReleasedWeights)
-    most_indexed: int | None = None
-
-    @property
-    def context_reason(self) -> str:
-        """Says what the longest context follows from."""
-        if self._is_context_of_indexer:
-            return f"its indexer chooses {self.most_indexed} tokens for each, and only attention to all is supported"
-        return str(self.rope)
 
     def check_context(self, length: int) -> None:
         """Raises ValueError if the model cannot run sequences of so many tokens."""
         longest = self.max_positions
         if longest is not None and length > longest:
-            remedy = ", unless its config.json names a RoPE scaling that reaches further"
             raise ValueError(
-                f"max_context_length {length} exceeds the {longest} positions of {self.name} ({self.context_reason}): "
-                f"at most {longest}{'' if self._is_context_of_indexer else remedy}"
+                f"max_context_length {length} exceeds the {longest} positions of {self.name} ({self.rope}): at most"
+                f" {longest}, unless its config.json names a RoPE scaling that reaches further"
             )
-
-    @property
-    def _is_context_of_indexer(self) -> bool:
-        return self.most_indexed is not None and self.most_indexed == self.max_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +119,16 @@ class ModelShape(ModelDescription):
         ]
 
     @cached_property
-    def kv_sources(self) -> frozenset[int]:
-        """The numbers of the layers whose keys and values other layers use."""
-        return frozenset(layer.kv_source for layer in self.layers if layer.kv_source is not None)
+    def sources(self) -> Sequence[int | None]:
+        """For each layer the number of the earlier one whose keys and values, or choice of tokens, it uses; None if it
+        has its own."""
+        found: list[int | None] = []
+        chooser = None
+        for number, layer in enumerate(self.layers):
+            indexer = layer.mixer.indexer if isinstance(layer.mixer, LatentAttention) else None
+            chooser = number if indexer is not None and not indexer.is_shared else chooser
+            found.append(chooser if indexer is not None and indexer.is_shared else layer.kv_source)
+        return found
 
     @cached_property
     def experts(self) -> RoutedExperts | None:
@@ -255,16 +248,15 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         raise ValueError(
             f"the config.json of {name} describes {len(layers)} layers, and has num_hidden_layers {number}"
         )
-    longest, most = longest_context(reader.number("max_position_embeddings"), rope), _most_indexed(layers)
+    longest = longest_context(reader.number("max_position_embeddings"), rope)
     if rope.kind == "longrope" and not family.has_long_rotations:
         longest = rope.original_positions or longest
     return ModelShape(
         name=name,
         model_type=model_type,
         rope=rope,
-        max_positions=min(filter(None, (longest, most)), default=None),
+        max_positions=longest,
         released=released,
-        most_indexed=most,
         family=family,
         hidden=reader.hidden,
         vocab=reader.number("vocab_size"),
@@ -275,12 +267,6 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         other_weights=family.other_weights(reader),
         has_head_bias=reader.is_set(family.head_bias_key),
     )
-
-
-def _most_indexed(layers: Sequence[Layer]) -> int | None:
-    """Returns how many tokens indexers choose, None if there are none."""
-    mixers = [mixer for layer in layers for mixer in layer.mixers if isinstance(mixer, LatentAttention)]
-    return min((each.indexer.most for each in mixers if each.indexer is not None), default=None)
 
 
 def longest_context(max_positions: int | None, rope: Rope) -> int | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from trainhouse.workers.lora import Adapter, Segment
 from trainhouse.workers.models.fused_decoder import fused_trunk
+from trainhouse.workers.models.layers import token_indexer
 from trainhouse.workers.ops.attention import ATTENTION, Packing, pack_lengths
 from trainhouse.workers.shapes.model_shape import describe_model
 from trainhouse.workers.shapes.other_models import logit_scale_of
@@ -82,10 +83,10 @@ def random_model(config: PreTrainedConfig, directory: Path, dtype: Dtype = "floa
     return Adapted(directory, dtype)
 
 
-def packed() -> tuple[Tensor, Tensor, Packing]:
-    """Returns the tokens, positions and packing of three sequences."""
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    return torch.cat(sequences()), positions, Packing(pack_lengths(LENGTHS))
+def packed(lengths: list[int] = LENGTHS) -> tuple[Tensor, Tensor, Packing]:
+    """Returns the tokens, positions and packing of sequences."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return torch.cat(sequences(lengths)), positions, Packing(pack_lengths(lengths))
 
 
 def transformers_forward(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
@@ -99,22 +100,24 @@ def fused_forward(bench: Adapted, tokens: Tensor, positions: Tensor, packing: Pa
     return bench.base.hidden_states(tokens, positions, packing)
 
 
-def run(forward: Callable[..., Tensor], bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
+def run(
+    forward: Callable[..., Tensor], bench: Adapted, adapter: Adapter, lengths: list[int] = LENGTHS
+) -> tuple[Tensor, Tensor]:
     """Returns the hidden states, and the gradient that backward leaves in the adapter's scratch."""
     adapter.gradients.begin_operation()
-    tokens, positions, packing = packed()
+    tokens, positions, packing = packed(lengths)
     with bench.lora.applied([Segment(0, len(tokens), adapter)]):
         hidden = forward(bench, tokens, positions, packing)
         hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5)).to(hidden.dtype))
     return hidden.detach().float(), adapter.gradients.scratch.clone()
 
 
-def run_alone(bench: Adapted, adapter: Adapter) -> tuple[Tensor, Tensor]:
+def run_alone(bench: Adapted, adapter: Adapter, lengths: list[int] = LENGTHS) -> tuple[Tensor, Tensor]:
     """Returns the same of transformers' modules with their own attention, which run each sequence by itself."""
     adapter.gradients.begin_operation()
     bench.base.model.set_attn_implementation("eager")
     found = []
-    for tokens in sequences():
+    for tokens in sequences(lengths):
         with bench.lora.applied([Segment(0, len(tokens), adapter)]):
             trunk: Any = bench.base.trunk
             found.append(trunk(input_ids=tokens[None], use_cache=False).last_hidden_state[0])
@@ -153,10 +156,28 @@ def test_sequences_run_as_each_alone_in_transformers(kind: str, changes: dict[st
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
-def test_tokens_that_an_indexer_leaves_out_change_the_numbers(kind: str, tmp_path: Path) -> None:
-    """Contexts end before that; the check at load has longer sequences here."""
+def test_tokens_that_an_indexer_leaves_out_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    lengths, layers = [37, 60, 3, 8, 20], {"num_hidden_layers": 3}
+    layers |= {"indexer_types": ["full", "shared", "full"]} if kind == "glm_moe_dsa" else {}
+    bench = random_model(tiny_config(kind, index_topk=8, **layers), tmp_path / "few")
+    adapter = bench.create("a", train_mlp=False)
+    found, wanted = run(fused_forward, bench, adapter, lengths), run_alone(bench, adapter, lengths)
+    for one, other in zip(found, wanted, strict=True):
+        assert relative_error(one, other) < 5e-6
+        assert relative_error(one * (1 + 1e-5), other) > 5e-6
+    # The control: the same weights, with attention to all tokens.
+    bench = random_model(tiny_config(kind, index_topk=64, **layers), tmp_path / "all")
+    plain = run(fused_forward, bench, bench.create("a", train_mlp=False), lengths)
+    assert all(relative_error(one, other) > 0.05 for one, other in zip(plain, wanted, strict=True))
+
+
+def test_the_check_at_load_finds_a_wrong_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("deepseek_v32", index_topk=256)
+    random_model(config, tmp_path)
+    right = token_indexer.choose
+    monkeypatch.setattr(token_indexer, "choose", lambda queries, key, *rest: right(queries, -key, *rest))
     with pytest.raises(ValueError, match=r"sequences that share a pass are 0\.\d+ of their spread"):
-        random_model(tiny_config(kind, index_topk=6), tmp_path)
+        random_model(config, tmp_path)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -57,6 +57,7 @@ CORE: tuple[tuple[str, str, ExpertFactors], ...] = (
     *(("qwen3_moe", spec, "shared") for spec in ("ep=2", "tp=2", "fsdp=2")),
     *(("qwen3_5", spec, "shared") for spec in ("single", "tp=2", "sp=2")),
     ("deepseek_v3", "tp=2", "shared"),
+    ("glm_moe_dsa", "sp=2", "shared"),
     ("nemotron_h_latent", "ep=2", "shared"),
 )
 MATRIX = [(kind, spec, "each") for kind in (*DENSE, *SPARSE, *PLAIN_KINDS) for spec in ("single", "tp=2")]

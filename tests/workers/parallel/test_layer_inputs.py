@@ -33,12 +33,13 @@ class Case:
         return f"{self.spec}-{self.kind}-{self.dtype}" + ("-ring" if self.ring else "")
 
 
-CORE = (Case("single"), Case("tp=2", dtype="bfloat16"))
+CORE = (Case("single"), Case("tp=2", dtype="bfloat16"), Case("single", "glm_moe_dsa"))
 MORE = (
     *(Case("single", kind, dtype) for kind in ("llama", "qwen3_moe") for dtype in ("float32", "bfloat16")),
     *(Case("sp=2"), Case("sp=2", ring=True), Case("fsdp=2"), Case("fsdp=2,tp=2")),
     *(Case(spec, "qwen3_moe") for spec in ("ep=2", "ep=2,sp=2")),
     *(Case(spec, "gemma4") for spec in ("single", "tp=2", "sp=2", "fsdp=2")),
+    *(Case(spec, "glm_moe_dsa") for spec in ("tp=2", "sp=2", "fsdp=2")),
     Case("single", "gemma4", "bfloat16"),
 )
 CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)]
@@ -61,6 +62,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.fixture(scope="module")
 def by_way(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
     settings: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3} if case.ring else {}
+    if case.kind == "glm_moe_dsa":
+        settings = {"indexer_types": ["full", "shared", "full"]}
     if case.kind == "gemma4":
         # The last layer uses the keys and values of the one before it.
         settings = {"layer_types": ["sliding_attention", *["full_attention"] * 2], "num_kv_shared_layers": 1}
@@ -127,6 +130,8 @@ def test_recomputed_layers_repeat_their_exchanges(case: Case, by_way: dict[str, 
         more["ring_shift"] += spec.sp - 1
     elif spec.sp > 1:
         more["all_to_all"] += 4
+    if case.kind == "glm_moe_dsa" and spec.sp > 1:
+        more["all_gather"] += 2 * 2 / NUM_LAYERS  # the keys of the two layers with an indexer, and their choice
     if spec.ep > 1:
         more["all_to_all"] += 3  # token counts; the tokens, and their outputs
     # With fsdp a layer's weights are gathered for the backward in any case.

@@ -144,10 +144,9 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "sp=4 does not divide 2 key/value heads of M; valid sp: 1, 2",
     ),
     "indexer": (
-        "--max-context-length 4096",
-        DENSE | {"model_type": "deepseek_v32", "max_position_embeddings": 163840},
-        "max_context_length 4096 exceeds the 2048 positions of M (its indexer chooses 2048 tokens for each, and only "
-        "attention to all is supported): at most 2048",
+        "--parallel sp=12",
+        DENSE | {"model_type": "deepseek_v32", "num_attention_heads": 32},
+        "sp=12 does not divide 32 heads of M; valid sp: 1, 2, 4, 8, 16, 32",
     ),
     "dtype": ("--dtype float16", LLAMA, "dtype float16 is not supported: choose one of auto, float32, bfloat16"),
     "latent attention": (

@@ -8,8 +8,9 @@ from ..adapted import Adapted
 from .test_prefixes import BLOCK, assert_resumes_after_preemption, assert_same, core_first
 from .test_sampler import answer, job, new_sampler, prompt, reference_of_sample
 
-# Caps on scores, shared keys and values, heads of several sizes, latent attention, parts of sequences, sinks.
-CORE = ("gemma2", "gemma4", "gemma4_large", "gemma4_moe", "deepseek_v3", "llama4", "gpt_oss")
+# Caps on scores, shared keys and values, heads of several sizes, latent attention, an indexer, parts of sequences,
+# sinks.
+CORE = ("gemma2", "gemma4", "gemma4_large", "gemma4_moe", "deepseek_v3", "glm_moe_dsa", "llama4", "gpt_oss")
 KINDS = [kind for kind in (*FAMILY_KINDS, *PLAIN_KINDS) if kind not in RECURRENT_KINDS]
 
 

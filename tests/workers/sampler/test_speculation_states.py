@@ -32,12 +32,17 @@ NUM_DRAFT_TOKENS = 3
 
 @pytest.fixture(params=["llama", "qwen3_5"])
 def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
-    """Returns a worker with a draft, which is used whether or not it pays. Llama has moving sums as states."""
+    """Returns a worker with a draft. Llama has moving sums as states."""
     if request.param == "llama":
         request.getfixturevalue("pass_sizes")
-    tiny_model(request.param, tmp_path / "model", initializer_range=0.2)
-    worker = Worker(WorkerConfig(ServedModel("tiny", str(tmp_path / "model")), threads=1))
-    make_draft(worker, "draft", tmp_path / "draft")
+    return drafting_worker(request.param, tmp_path, monkeypatch)
+
+
+def drafting_worker(kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """Returns a worker with a draft, which is used whether or not it pays."""
+    tiny_model(kind, directory / "model", initializer_range=0.2)
+    worker = Worker(WorkerConfig(ServedModel("tiny", str(directory / "model")), threads=1))
+    make_draft(worker, "draft", directory / "draft")
     monkeypatch.setattr(DraftPayoff, "pays", lambda *_: True)
     return worker
 
@@ -98,6 +103,19 @@ def test_samples_are_the_same_however_many_draft_tokens_are_accepted(
         guesses = found[one.job_id].guesses
         assert guesses is not None and len(guesses.by_accepted) == NUM_DRAFT_TOKENS + 1 and min(guesses.by_accepted) > 0
     assert not worker._sampler._of_base._scheduler.slots.pending._inputs
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_chooses_no_rejected_draft_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = drafting_worker(kind, tmp_path, monkeypatch)
+    jobs = [greedy(str(length), length, num_samples=2) for length in (1, 5, 12, 40)]
+    wanted = run(worker, *jobs)
+    propose_right_tokens(monkeypatch, wanted)
+    found = run(worker, *drafting(jobs))
+    assert_same_samples(found, wanted)
+    for one in jobs:
+        guesses = found[one.job_id].guesses
+        assert guesses is not None and min(guesses.by_accepted) > 0
 
 
 def test_the_turn_after_a_stop_among_draft_tokens_reuses_the_state_before_the_stop(

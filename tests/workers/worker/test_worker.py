@@ -372,13 +372,6 @@ def plain_logprobs(directory: Path, datum: Datum) -> np.ndarray:
     return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1).numpy()
 
 
-def test_a_context_ends_where_an_indexer_would_leave_tokens_out(tmp_path: Path) -> None:
-    directory = tiny_model("deepseek_v32", tmp_path, index_topk=64)
-    assert Worker(config(directory)).info().max_context_length == 64
-    with pytest.raises(ValueError, match=r"max_context_length 65 exceeds the 64 positions .* \(its indexer chooses 64"):
-        Worker(config(directory, max_context_length=65))
-
-
 def test_yarn_extends_the_context(tmp_path: Path) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 1024, "factor": 4.0}
     assert Worker(config(tiny_model("qwen3", tmp_path, rope_parameters=rope))).info().max_context_length == 4096

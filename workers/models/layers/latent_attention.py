@@ -10,11 +10,13 @@ from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind
 from ...ops.frozen.quantized import dequantized
 from ...ops.fused import Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
+from ...ops.shared_keys import SharingRow
 from ...parallel.mesh import Mesh
 from ...parallel.sequence import ShardedPacking
 from ...shapes.parts import LatentAttention
 from .merge import Merge
 from .norms import rms_norm_of
+from .token_indexer import TokenIndexer
 
 
 class LatentMixer:
@@ -26,12 +28,14 @@ class LatentMixer:
 
     def __init__(self, part: LatentAttention, module: Any, number: int, mesh: Mesh) -> None:
         """Takes the layer's number, and transformers' module of its attention."""
-        self._part, self._module = part, module
+        self._part, self._module, self._number = part, module, number
         self.is_replicated = "self_attn" in mesh.spec.replicated
         self._kind = AttentionKind(number, module.scaling)
         self._latent_kind = AttentionKind(number, module.scaling, values_are_keys=True)
         self._query_norm = rms_norm_of(module.q_a_layernorm) if part.query_rank is not None else None
         self._latent_norm = rms_norm_of(module.kv_a_layernorm)
+        indexer = part.own_indexer
+        self._indexer = None if indexer is None else TokenIndexer(indexer, module.indexer, number, part.rotary_dim)
 
     def refresh(self, are_original: bool) -> None:
         self._latent_norm.refresh()
@@ -43,21 +47,35 @@ class LatentMixer:
 
     def forward(self, x: Tensor, rotations: Rotations, packing: Packing | AttendingPacking) -> Tensor:
         rotation, part = rotations[self._part.rotation], self._part
-        query = rotation.scaled(self._queries(x).unflatten(-1, (-1, part.key_dim)))
+        latent_query = self._latent_query(x)
+        chosen = self._chosen(x, latent_query, rotation, packing)
+        projection = self._module.q_proj if part.query_rank is None else self._module.q_b_proj
+        query = rotation.scaled(projection(latent_query).unflatten(-1, (-1, part.key_dim)))
         plain, rotated = query.split([part.plain_dim, part.rotary_dim], -1)
         latent, shared = self._module.kv_a_proj_with_mqa(x).split([part.kv_rank, part.rotary_dim], -1)
         latent = rms_norm(latent.contiguous(), self._latent_norm)
         rotated, shared = (self._rotated(each, rotation) for each in (rotated, shared.unsqueeze(1)))
-        if isinstance(packing, Packing | ShardedPacking):
-            attended = self._expanded(plain, rotated, latent, shared, packing)
+        row = packing.packing if isinstance(packing, SharingRow) else packing
+        if isinstance(row, Packing | ShardedPacking):
+            attended = self._expanded(plain, rotated, latent, shared, row, self._kind.choosing(chosen))
         else:
-            attended = self._absorbed(plain, rotated, latent, shared, packing)
+            attended = self._absorbed(plain, rotated, latent, shared, row, self._latent_kind.choosing(chosen))
         return self._module.o_proj(attended.flatten(-2))
 
-    def _queries(self, x: Tensor) -> Tensor:
-        if self._query_norm is None:
-            return self._module.q_proj(x)
-        return self._module.q_b_proj(rms_norm(self._module.q_a_proj(x), self._query_norm))
+    def _latent_query(self, x: Tensor) -> Tensor:
+        """Returns the latent vectors of queries; x itself if there are none."""
+        return x if self._query_norm is None else rms_norm(self._module.q_a_proj(x), self._query_norm)
+
+    def _chosen(
+        self, x: Tensor, latent_query: Tensor, rotation: Rotation, packing: Packing | AttendingPacking
+    ) -> Tensor | None:
+        """Returns the tokens that each token sees, None for all."""
+        if self._indexer is not None:
+            return self._indexer.choose(x, latent_query, rotation, packing)
+        if self._part.indexer is None:
+            return None
+        assert isinstance(packing, SharingRow)
+        return packing.chosen_before(self._number)
 
     def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotates [tokens, heads, rotary_dim]; interleaved pairs are moved apart, for queries and keys alike."""
@@ -66,7 +84,13 @@ class LatentMixer:
         return rotate_heads(x.contiguous(), rotation, None)
 
     def _expanded(
-        self, plain: Tensor, rotated: Tensor, latent: Tensor, shared: Tensor, packing: Packing | AttendingPacking
+        self,
+        plain: Tensor,
+        rotated: Tensor,
+        latent: Tensor,
+        shared: Tensor,
+        packing: Packing | AttendingPacking,
+        kind: AttentionKind,
     ) -> Tensor:
         """Returns the heads' outputs [tokens, heads, value_dim]. Values are padded to the keys' size: kernels need
         both to be equal."""
@@ -77,10 +101,16 @@ class LatentMixer:
         key = torch.cat((key, shared.expand(-1, key.shape[1], -1)), -1)
         size = max(part.key_dim, part.value_dim)
         query, key, value = (pad(each, (0, size - each.shape[-1])) for each in (query, key, value))
-        return attend(query, key, value, packing, self._kind)[..., : part.value_dim]
+        return attend(query, key, value, packing, kind)[..., : part.value_dim]
 
     def _absorbed(
-        self, plain: Tensor, rotated: Tensor, latent: Tensor, shared: Tensor, packing: AttendingPacking
+        self,
+        plain: Tensor,
+        rotated: Tensor,
+        latent: Tensor,
+        shared: Tensor,
+        packing: AttendingPacking,
+        kind: AttentionKind,
     ) -> Tensor:
         part, weight = self._part, dequantized(self._module.kv_b_proj.weight)
         to_key, to_value = weight.unflatten(0, (-1, part.plain_dim + part.value_dim)).split(
@@ -88,5 +118,5 @@ class LatentMixer:
         )
         query = torch.cat((torch.bmm(plain.transpose(0, 1), to_key).transpose(0, 1), rotated), -1)
         key = torch.cat((latent.unsqueeze(1), shared), -1)
-        attended = attend(query, key, key, packing, self._latent_kind)[..., : part.kv_rank]
+        attended = attend(query, key, key, packing, kind)[..., : part.kv_rank]
         return torch.bmm(attended.transpose(0, 1), to_value.mT).transpose(0, 1)

@@ -24,11 +24,12 @@ def _layers_of_mistral4(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _layers_of_deepseek_v32(config: ConfigReader) -> Sequence[Layer]:
-    return _indexed_layers(config, [False] * config.num_layers)
+    return _indexed_layers(config, is_interleaved=False, share=[False] * config.num_layers)
 
 
 def _layers_of_glm_moe_dsa(config: ConfigReader) -> Sequence[Layer]:
-    return _indexed_layers(config, [kind in _SHARED for kind in _kinds_of_indexers(config)])
+    share = [kind in _SHARED for kind in _kinds_of_indexers(config)]
+    return _indexed_layers(config, is_interleaved=True, share=share)
 
 
 def _kinds_of_indexers(config: ConfigReader) -> Sequence[str]:
@@ -42,10 +43,16 @@ def _kinds_of_indexers(config: ConfigReader) -> Sequence[str]:
     return ["shared" if number % step else "full" for number in counted]
 
 
-def _indexed_layers(config: ConfigReader, share: Sequence[bool]) -> Sequence[Layer]:
-    """Returns layers with indexers. share: whether each layer takes what the last indexer has chosen."""
+def _indexed_layers(config: ConfigReader, is_interleaved: bool, share: Sequence[bool]) -> Sequence[Layer]:
+    """Returns layers with indexers.
+
+    Args:
+        is_interleaved: whether the rotated pairs of the indexers' features are neighbours.
+        share: whether each layer takes what the last indexer has chosen.
+    """
     plain, sizes = _attention(config), [config.number(f"index_{name}") for name in ("n_heads", "head_dim", "topk")]
-    mixers = [replace(plain, indexer=Indexer(*sizes, is_shared=each), is_interleaved=True) for each in share]
+    indexers = [Indexer(*sizes, is_interleaved, is_shared=each) for each in share]
+    mixers = [replace(plain, indexer=each, is_interleaved=True) for each in indexers]
     parts = zip(mixers, feed_forwards(config, experts_of(config)), strict=True)
     return [Layer(config.hidden, *each) for each in parts]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import ParallelSpec
-from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
+from .part import FLOAT32, INT32, CacheEntries, Divisible, Placement, Share, Weight
 from .query_growth import QueryGrowth
 
 _NAME, _INDEXER = "self_attn", "self_attn.indexer"
@@ -19,14 +19,15 @@ _ROWS, _COLUMNS, _WHOLE = Placement("self_attn", 0), Placement("self_attn", 1), 
 class Indexer:
     """Chooses the tokens that a token attends to: https://arxiv.org/abs/2512.02556.
 
-    heads, head_dim: of its queries. most: how many tokens it chooses; in sequences of no more it chooses all, so that
-    its weights have no effect. is_shared: whether the layer has no weights of its own, and takes what the last layer
-    with some has chosen.
+    heads, head_dim: of its queries; all heads have the same keys. most: how many tokens it chooses for each; in
+    sequences of no more it chooses all. is_interleaved: whether the rotated pairs of its features are neighbours.
+    is_shared: whether the layer has no weights of its own, and takes what the last layer with some has chosen.
     """
 
     heads: int
     head_dim: int
     most: int
+    is_interleaved: bool = False
     is_shared: bool = False
 
     def weights(self, hidden: int, query_rank: int) -> Iterator[Weight]:
@@ -48,8 +49,7 @@ class LatentAttention:
     is_interleaved: whether the rotated pairs of features are neighbours.
     bias: whether the projections to latent vectors and the one after attention have biases.
     growth: how queries grow with their positions, None if they do not. It is the same in all layers.
-    indexer: chooses the tokens that a token attends to; None for all. Sequences in which it does not choose all are not
-    supported.
+    indexer: chooses the tokens that a token attends to; None for all.
     """
 
     hidden: int
@@ -78,7 +78,8 @@ class LatentAttention:
     }
 
     def __str__(self) -> str:
-        return f"{self.heads} heads with latent keys and values of {self.kv_rank}"
+        seen = "" if self.indexer is None else f" for {self.indexer.most} tokens that an indexer chooses"
+        return f"{self.heads} heads with latent keys and values of {self.kv_rank}{seen}"
 
     @property
     def kv_heads(self) -> int:
@@ -93,6 +94,11 @@ class LatentAttention:
     def latent_dim(self) -> int:
         """Numbers of a token from which the keys and values of all heads follow."""
         return self.kv_rank + self.rotary_dim
+
+    @property
+    def own_indexer(self) -> Indexer | None:
+        """The indexer whose weights the layer has, None if it has none."""
+        return None if self.indexer is None or self.indexer.is_shared else self.indexer
 
     def weights(self) -> Iterator[Weight]:
         queries = self.heads * self.key_dim
@@ -126,11 +132,14 @@ class LatentAttention:
             yield from weight.adapter_pairs(spec)
 
     def divisible(self) -> Iterator[Divisible]:
-        yield Divisible("self_attn", self.heads, "heads")
+        # In a ring of ranks along sp, no rank has the keys of a whole sequence.
+        yield Divisible("self_attn", self.heads, "heads", by_sp=self.indexer is not None)
 
     def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
-        """Counts the latent vector of a token, which all ranks keep whole: each head reads all of it."""
-        return CacheEntries(numbers_per_token=self.latent_dim)
+        """Counts the latent vector of a token, and its key for the indexer. All ranks keep both whole: each head reads
+        all of them."""
+        indexer = self.own_indexer
+        return CacheEntries(numbers_per_token=self.latent_dim + (0 if indexer is None else indexer.head_dim))
 
     def kept_bytes(self, share: Share) -> float:
         """Counts the latent vectors and their norms, queries and keys, values as wide as keys, and the output."""
@@ -139,7 +148,20 @@ class LatentAttention:
         per_head = 2 * self.key_dim + 2 * widest + self.plain_dim + 2 * self.value_dim
         latents = 2 * (self.query_rank or 0) + 2 * self.latent_dim
         numbers = heads * per_head + latents + (heads * widest if share.ulysses > 1 else 0)
-        return share.inputs(self.hidden, 3) + share.number_bytes * numbers + FLOAT32 * (heads + 2)
+        of_latents = share.inputs(self.hidden, 3) + share.number_bytes * numbers + FLOAT32 * (heads + 2)
+        return of_latents + self.choice_bytes(share)
+
+    def choice_bytes(self, share: Share) -> float:
+        """Counts the tokens that the layer's own indexer chooses for each token of the row; ranks along sp gather them
+        for all tokens."""
+        indexer = self.own_indexer
+        if indexer is None or share.longest <= indexer.most:
+            return 0.0
+        return INT32 * indexer.most * share.spec.sp
 
     def working_bytes(self, share: Share) -> float:
-        return 0.0
+        """Counts the gradients of keys and values, summed in float32 over blocks of queries with chosen tokens."""
+        if self.indexer is None or share.longest <= self.indexer.most:
+            return 0.0
+        heads = self.heads // share.spec.tp_size_of("self_attn")
+        return 2 * (FLOAT32 + share.number_bytes) * heads * max(self.key_dim, self.value_dim)

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Protocol
 from ...protocol.parallel_spec import ParallelSpec, ShardedUnit
 
 FLOAT32 = 4
+INT32 = 4
 INT64 = 8
 
 Style = Literal["colwise", "rowwise", "grouped", "replicate"]
@@ -110,6 +111,7 @@ class Share:
 
     ulysses: ranks that share out heads in attention. number_bytes: of a number in the base model's dtype.
     lora_rank: 0 if no adapters are trained. gathers_stream: whether ranks along tp shard the residual stream.
+    longest: tokens of the longest sequence.
     """
 
     spec: ParallelSpec
@@ -117,6 +119,7 @@ class Share:
     lora_rank: int
     is_full: bool
     gathers_stream: bool
+    longest: int
     ulysses: int = 1
 
     def stream(self, hidden: int) -> float:

@@ -119,8 +119,9 @@ class _Checkpointed(torch.autograd.Function):
             for each, need in zip(ctx.saved_tensors, needs, strict=False)
         ]
         with torch.enable_grad(), ctx.inputs.again():
-            outs = zip(ctx.layer(leaf, nothing, *others), grads, strict=True)
-            # Numbers of tokens, which later layers use, have no gradient.
-            torch.autograd.backward(*zip(*((out, grad) for out, grad in outs if out.requires_grad), strict=True))
+            outs = ctx.layer(leaf, nothing, *others)
+            # A choice of tokens, which later layers use, has no gradient.
+            learned = [number for number, out in enumerate(outs) if out.requires_grad]
+            torch.autograd.backward([outs[number] for number in learned], [grads[number] for number in learned])
         of_others = (None if each is None else each.grad for each in others)
         return leaf.grad, None if ctx.is_first else leaf.grad, None, None, None, *of_others

@@ -28,7 +28,6 @@ Logits = Callable[[Tensor, Tensor, AttendingPacking], Tensor]
 # what indexers choose then.
 LENGTHS = [5, 11, 8]
 _WINDOW = 4
-_WINDOWS = ("sliding_window", "index_topk")
 
 # The largest distance allowed between log-probabilities, relative to their spread around the mean. Measured over the
 # models of tests/workers/models/test_survey.py and SmolLM2-135M: rounding causes at most 4e-6 in float32, and 0.12 in
@@ -190,12 +189,9 @@ def _attention_of_transformers(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel, longest: int | None) -> Iterator[None]:
-    """Gives layers with a window that some sequence may cross one that the short sequences cross, while inside.
-
-    The tokens that an indexer chooses are such a window, too.
-    """
+    """Gives layers with a window that some sequence may cross one that the short sequences cross, while inside."""
     with ExitStack() as held:
-        for owner, name in product(_owners(model), _WINDOWS):
+        for owner, name in _settings(model):
             if _is_crossed(window := getattr(owner, name, None), longest):
                 held.callback(setattr, owner, name, window)
                 setattr(owner, name, _WINDOW)
@@ -203,8 +199,18 @@ def _short_windows(model: PreTrainedModel, longest: int | None) -> Iterator[None
 
 
 def _windows(model: PreTrainedModel, longest: int | None) -> set[int]:
-    windows = (getattr(owner, name, None) for owner, name in product(_owners(model), _WINDOWS))
+    windows = (getattr(owner, name, None) for owner, name in _settings(model))
     return {window for window in windows if _is_crossed(window, longest)}
+
+
+def _settings(model: PreTrainedModel) -> Iterator[tuple[Any, str]]:
+    """Yields the objects that may have a window, with the name of its length.
+
+    The tokens that an indexer chooses are such a window too. In 16 bits rounding changes which they are, and it leaves
+    them to `twin`.
+    """
+    names = ["sliding_window", "index_topk"] if model.dtype == torch.float32 else ["sliding_window"]
+    yield from product(_owners(model), names)
 
 
 def _is_crossed(window: object, longest: int | None) -> TypeGuard[int]:

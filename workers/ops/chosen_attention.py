@@ -115,10 +115,10 @@ class _AttendToChosen(torch.autograd.Function):
         for block in _blocks(ctx.packing, query.shape[1], ctx.kind):
             own = [query[block.queries], key[block.keys], value[block.keys]]
             with torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in own]
-                out = block.attend(*leaves, ctx.kind)
-            parts = torch.autograd.grad(out, leaves, grads[0][block.queries])
-            of_query[block.queries] = parts[0]
-            of_key[block.keys] += parts[1]
-            of_value[block.keys] += parts[2]
+                q, k, v = (x.detach().requires_grad_() for x in own)
+                out = block.attend(q, k, v, ctx.kind)
+            of_q, of_k, of_v = torch.autograd.grad(out, (q, k, v), grads[0][block.queries])
+            of_query[block.queries] = of_q
+            of_key[block.keys] += of_k
+            of_value[block.keys] += of_v
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None

@@ -21,7 +21,7 @@ from ..lora import Adapter, LoraLayers
 from ..models.model import resolve_device, unique_name
 from ..models.model_cache import with_local_model
 from ..models.packing_checks import check_ranks
-from ..models.twin import check_twin
+from ..models.twin import check_twin, needs_twin
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
 from ..protocol.calls import (
     AdapterWeights,
@@ -126,8 +126,8 @@ class Worker:
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         if mesh.has_forward_collectives:
             check_ranks(self._base.source, self._base.model, self._passes.scoring.bare_hidden_states)
-            if mesh.rank == 0:
-                check_twin(self._base.source, self._base.config, self._base.shape)
+        if mesh.rank == 0 and needs_twin(self._base.shape, self._base.dtype, mesh.has_forward_collectives):
+            check_twin(self._base.source, self._base.config, self._base.shape)
         self._steps = StepRunner(self._models, mesh, config.adapter_slots)
         self._sampler = MultiModelSampler(self._base, self._models, self._limits, config, mesh)
         agreement = self._agreement = RankAgreement(mesh)

@@ -130,8 +130,13 @@ def test_recomputed_layers_repeat_their_exchanges(case: Case, by_way: dict[str, 
         more["ring_shift"] += spec.sp - 1
     elif spec.sp > 1:
         more["all_to_all"] += 4
-    if case.kind == "glm_moe_dsa" and spec.sp > 1:
-        more["all_gather"] += 2 * 2 / NUM_LAYERS  # the keys of the two layers with an indexer, and their choice
+    if case.kind == "glm_moe_dsa":
+        of_two_layers = 2 / NUM_LAYERS
+        if spec.sp > 1:
+            more["all_gather"] += 2 * of_two_layers  # the keys of layers with an indexer, and their choice
+        if spec.tp > 1:  # shared experts
+            more["all_gather"] += of_two_layers
+            more["reduce_scatter"] += of_two_layers
     if spec.ep > 1:
         more["all_to_all"] += 3  # token counts; the tokens, and their outputs
     # With fsdp a layer's weights are gathered for the backward in any case.

@@ -50,9 +50,9 @@ def _indexed_layers(config: ConfigReader, is_interleaved: bool, share: Sequence[
         is_interleaved: whether the rotated pairs of the indexers' features are neighbours.
         share: whether each layer takes what the last indexer has chosen.
     """
-    plain, sizes = _attention(config), [config.number(f"index_{name}") for name in ("n_heads", "head_dim", "topk")]
-    indexers = [Indexer(*sizes, is_interleaved, is_shared=each) for each in share]
-    mixers = [replace(plain, indexer=each, is_interleaved=True) for each in indexers]
+    heads, head_dim, most = (config.number(f"index_{name}") for name in ("n_heads", "head_dim", "topk"))
+    indexers = [Indexer(heads, head_dim, most, is_interleaved, each) for each in share]
+    mixers = [replace(_attention(config), indexer=each, is_interleaved=True) for each in indexers]
     parts = zip(mixers, feed_forwards(config, experts_of(config)), strict=True)
     return [Layer(config.hidden, *each) for each in parts]
 

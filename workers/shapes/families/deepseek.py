@@ -50,9 +50,10 @@ def _indexed_layers(config: ConfigReader, is_interleaved: bool, share: Sequence[
         is_interleaved: whether the rotated pairs of the indexers' features are neighbours.
         share: whether each layer takes what the last indexer has chosen.
     """
-    heads, head_dim, most = (config.number(f"index_{name}") for name in ("n_heads", "head_dim", "topk"))
+    plain, heads, most = _attention(config), config.number("index_n_heads"), config.number("index_topk")
+    head_dim = config.number("index_head_dim", at_least=plain.rotary_dim)
     indexers = [Indexer(heads, head_dim, most, is_interleaved, each) for each in share]
-    mixers = [replace(_attention(config), indexer=each, is_interleaved=True) for each in indexers]
+    mixers = [replace(plain, indexer=each, is_interleaved=True) for each in indexers]
     parts = zip(mixers, feed_forwards(config, experts_of(config)), strict=True)
     return [Layer(config.hidden, *each) for each in parts]
 

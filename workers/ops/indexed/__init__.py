@@ -1,0 +1,1 @@
+"""Attention to the tokens that an indexer chooses."""

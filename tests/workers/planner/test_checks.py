@@ -144,9 +144,9 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "sp=4 does not divide 2 key/value heads of M; valid sp: 1, 2",
     ),
     "indexer": (
-        "--parallel sp=12",
-        DENSE | {"model_type": "deepseek_v32", "num_attention_heads": 32},
-        "sp=12 does not divide 32 heads of M; valid sp: 1, 2, 4, 8, 16, 32",
+        "--parallel sp=3",
+        DENSE | {"model_type": "deepseek_v32"},
+        "sp=3 does not divide 8 heads of M; valid sp: 1, 2, 4, 8",
     ),
     "dtype": ("--dtype float16", LLAMA, "dtype float16 is not supported: choose one of auto, float32, bfloat16"),
     "latent attention": (

@@ -120,8 +120,8 @@ class ModelShape(ModelDescription):
 
     @cached_property
     def sources(self) -> Sequence[int | None]:
-        """For each layer the number of the earlier one whose keys and values, or choice of tokens, it uses; None if it
-        has its own."""
+        """The number of the earlier layer whose keys and values, or choice of tokens, each layer uses; None for its
+        own."""
         found: list[int | None] = []
         chooser = None
         for number, layer in enumerate(self.layers):

@@ -26,12 +26,12 @@ class IndexKind:
 
     @cached_property
     def keys(self) -> AttentionKind:
-        """Where a cache stores its keys: under a number that no layer has."""
+        """The place of its keys in a cache: under a number that no layer has."""
         return AttentionKind(~self.layer, 1.0, values_are_keys=True)
 
 
 class IndexQueries(NamedTuple):
-    """What an indexer looks for. query: [tokens, heads, head_dim]. weights: of heads, float32 [tokens, heads]."""
+    """The search of an indexer. query: [tokens, heads, head_dim]. weights: of heads, float32 [tokens, heads]."""
 
     query: Tensor
     weights: Tensor

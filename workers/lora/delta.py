@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
+from ..ops.frozen.quantized import FrozenWeight
 from .segment import SegmentGroup
 from .segmented_matmul import SegmentedMatmul
 from .stacked_factors import LinearSite, StackedFactors
@@ -29,6 +31,21 @@ class LoraDelta:
             return y, [reduced]
         y = self._empty(x, self._num_columns)
         return y, [terms.forward(x[rows], y[rows])[1] for rows, terms in self._groups]
+
+    def merged(self, weight: FrozenWeight) -> Tensor | None:
+        """Returns the weight [out, in] with the terms' matrices added, if one product with it takes less time than two.
+
+        That needs one adapter with all rows, and more of them than the weight has on either side. It is a copy, of
+        float32: a rounded sum would lose what is small in the terms.
+        """
+        if not self._is_one or not isinstance(weight, Tensor) or self.num_rows < max(weight.shape):
+            return None
+        return self._groups[0][1].merged(weight) if weight.is_cpu and weight.dtype == torch.float32 else None
+
+    def reduce(self, x: Tensor) -> list[Tensor]:
+        """Returns what `backward` needs, for x [rows, in], if one adapter has all rows."""
+        ((_, terms),) = self._groups
+        return [terms.reduce(x)]
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
         """Adds the terms of x [rows, in] to y [rows, out]: like `forward` in fewer calls, but without backward."""
@@ -76,9 +93,22 @@ class _GroupTerms:
         folded = self._factors.folded
         self._rows.add_product(y, x, folded.a, folded.b)
 
+    def merged(self, weight: Tensor) -> Tensor | None:
+        """See LoraDelta.merged."""
+        if len(self._adapters) > 1:
+            return None
+        sum_of_both, scale = weight.clone(memory_format=torch.contiguous_format), self._adapters[0].scale
+        for ranks, columns, b in self._parts():
+            sum_of_both[columns].addmm_(b.t(), self._factors.a[ranks], alpha=scale)
+        return sum_of_both
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Returns the scaled x A^T [rows, rank] of x [rows, in], which `backward` needs."""
+        return self._rows.scale(self._rows.times(x, self._factors.a.mT))
+
     def forward(self, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the terms [rows, out] of x [rows, in], in `out` if given, and what `backward` needs."""
-        reduced = self._rows.scale(self._rows.times(x, self._factors.a.mT))
+        reduced = self.reduce(x)
         if len(self._factors.bs) == 1:
             return self._rows.times(reduced, self._factors.bs[0], out), reduced
         out = x.new_empty(len(x), self._site.num_columns) if out is None else out

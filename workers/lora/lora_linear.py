@@ -149,6 +149,9 @@ class _LoraProduct(torch.autograd.Function):
         ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
         if terms is None:
             return product(x, dequantized(weight), bias)
+        if (merged := terms.merged(weight)) is not None:
+            ctx.reduced = terms.reduce(x)
+            return product(x, merged, bias)
         addend, ctx.reduced = terms.forward(x)
         return product(x, dequantized(weight), bias, addend)
 
@@ -160,10 +163,12 @@ class _LoraProduct(torch.autograd.Function):
             add_product(ctx.weight.grad, grad, x)
         if ctx.bias is not None and ctx.bias.requires_grad:
             ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
-        wants_x, addend = ctx.needs_input_grad[0], None
+        wants_x, merged, addend = ctx.needs_input_grad[0], None, None
         if ctx.terms is not None:
-            addend = ctx.terms.backward(grad, x, ctx.reduced, wants_x)
-        grad_x = ctx.product(grad, dequantized(ctx.weight).t(), None, addend) if wants_x else None
+            merged = ctx.terms.merged(ctx.weight) if wants_x else None
+            addend = ctx.terms.backward(grad, x, ctx.reduced, wants_x and merged is None)
+        weight = dequantized(ctx.weight) if merged is None else merged
+        grad_x = ctx.product(grad, weight.t(), None, addend) if wants_x else None
         return grad_x, None, None, None, None, None
 
 

@@ -150,6 +150,22 @@ def test_adapters_that_cover_the_row_equal_the_formula(lengths: Sequence[int], t
     assert_equal_to_naive(module, [module], adapted, segments_of(adapters, lengths))
 
 
+@pytest.mark.parametrize(("num_tokens", "adds_to_weight"), [(300, True), (100, False)])
+def test_a_single_adapter_is_added_to_the_weight_in_long_rows(
+    num_tokens: int, adds_to_weight: bool, tiny_models: dict[str, Path]
+) -> None:
+    adapted = Adapted(tiny_models["qwen2"])
+    linears = [*layers(adapted, "mlp.gate_proj"), *layers(adapted, "mlp.up_proj")]
+    segments = segments_of([adapted.create("a", rank=5)], [num_tokens])
+    for module, parts in ((linears[0], linears[:1]), (MergedLoraLinear(linears), linears)):
+        terms = adapted.lora.plan(segments).terms(module.site)
+        assert terms is not None
+        assert (terms.merged(torch.zeros(module.site.num_columns, 64)) is not None) == adds_to_weight
+        assert_equal_to_naive(module, parts, adapted, segments)
+        with pytest.raises(AssertionError):
+            assert_equal_to_naive(module, parts, adapted, segments, tolerance=1e-9)
+
+
 @pytest.mark.usefixtures("way")
 def test_a_bfloat16_layer_is_within_its_rounding(tiny_models: dict[str, Path]) -> None:
     dtype: Dtype = "bfloat16"

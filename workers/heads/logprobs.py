@@ -14,6 +14,7 @@ from torch import Tensor
 from ..lora import LoraPair, Segment
 from ..lora.segment import clip_segments
 from ..models.model import BaseModel
+from ..ops.fused import log_softmax, scaled_exponentials
 from ..ops.linear import add_product, soft_cap_derivatives, soft_capped
 
 
@@ -85,21 +86,21 @@ class _LogprobPass:
 
         Tokens whose scores have no gradient are skipped: theirs is exactly 0, even if their logits are not finite.
         """
-        log_softmax, hidden, targets = self._logits, self._hidden[self._chunk], self._targets[self._chunk]
+        logprobs, hidden, targets = self._logits, self._hidden[self._chunk], self._targets[self._chunk]
         derivatives = None if self._derivatives is None else self._derivatives[: len(hidden)]
         segments = clip_segments(self._segments, self._chunk)
         has_gradient = gradient != 0 if gradient.ndim == 1 else (gradient != 0).any(dim=1)
         if bool(has_gradient.all()):
-            found = self._gradient_of(log_softmax, derivatives, targets, gradient, hidden, segments)
+            found = self._gradient_of(logprobs, derivatives, targets, gradient, hidden, segments)
             hidden_gradient.copy_(found)
             return
         hidden_gradient.zero_()
         some = has_gradient.nonzero().squeeze(1)
         if len(some):
             derivatives = None if derivatives is None else derivatives[some]
-            log_softmax, segments = self._select(log_softmax, some), _among(segments, some)
+            logprobs, segments = self._select(logprobs, some), _among(segments, some)
             hidden_gradient[some] = self._gradient_of(
-                log_softmax, derivatives, targets[some], gradient[some], hidden[some], segments
+                logprobs, derivatives, targets[some], gradient[some], hidden[some], segments
             )
 
     @property
@@ -108,8 +109,8 @@ class _LogprobPass:
         return self._buffer[: self._chunk.stop - self._chunk.start]
 
     def _log_softmax(self) -> Tensor:
-        head, hidden, logits = self._head, self._hidden[self._chunk], self._logits
-        segments = clip_segments(self._segments, self._chunk)
+        head, hidden, out = self._head, self._hidden[self._chunk], self._logits
+        segments, logits = clip_segments(self._segments, self._chunk), out
         if head.product.is_torch and hidden.dtype == logits.dtype:
             torch.mm(hidden, head.unembedding.t(), out=logits)
             if head.bias is not None:
@@ -117,14 +118,14 @@ class _LogprobPass:
             _add_pairs(logits, hidden, segments)
             soft_capped(logits, head.cap)
         else:
-            logits.copy_(head.logits_of_segments(hidden, segments))
+            logits = head.logits_of_segments(hidden, segments)
         if head.cap is not None and self._derivatives is not None:
             soft_cap_derivatives(logits, head.cap, out=self._derivatives[: len(logits)])
-        return torch.log_softmax(logits, dim=-1, out=logits)
+        return log_softmax(logits, out)
 
     def _gradient_of(
         self,
-        log_softmax: Tensor,
+        logprobs: Tensor,
         derivatives: Tensor | None,
         targets: Tensor,
         d_logprobs: Tensor,
@@ -133,7 +134,7 @@ class _LogprobPass:
     ) -> Tensor:
         """Applies d l_y / d logits = onehot(y) - softmax, and the derivatives of the cap if there is one."""
         d_targets = d_logprobs if d_logprobs.ndim == 2 else d_logprobs[:, None]
-        d_logits = log_softmax.exp_().mul_(-d_targets.sum(dim=1, keepdim=True))
+        d_logits = scaled_exponentials(logprobs, -d_targets.sum(dim=1))
         d_logits.scatter_add_(1, targets if targets.ndim == 2 else targets[:, None], d_targets)
         if derivatives is not None:
             d_logits.mul_(derivatives)
@@ -148,11 +149,11 @@ class _LogprobPass:
             pair.backward(d_logits[tokens], hidden[tokens], pair.project_down(hidden[tokens]), d_hidden[tokens])
         return d_hidden
 
-    def _select(self, log_softmax: Tensor, tokens: Tensor) -> Tensor:
+    def _select(self, logprobs: Tensor, tokens: Tensor) -> Tensor:
         """Returns a copy of the rows of these tokens, int64, valid until the next call."""
         if self._selection is None:
             self._selection = torch.empty_like(self._buffer)
-        return torch.index_select(log_softmax, 0, tokens, out=self._selection[: len(tokens)])
+        return torch.index_select(logprobs, 0, tokens, out=self._selection[: len(tokens)])
 
 
 def _among(segments: Sequence[Segment], tokens: Tensor) -> list[Segment]:
@@ -181,7 +182,7 @@ def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]
             yield segment, pair
 
 
-def _gather(log_softmax: Tensor, targets: Tensor) -> Tensor:
+def _gather(logprobs: Tensor, targets: Tensor) -> Tensor:
     if targets.ndim == 2:
-        return log_softmax.gather(1, targets)
-    return log_softmax.gather(1, targets[:, None]).squeeze(1)
+        return logprobs.gather(1, targets)
+    return logprobs.gather(1, targets[:, None]).squeeze(1)

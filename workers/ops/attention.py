@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from .attention_kind import AttentionKind, Sinks
 from .chunked_attention import attend_in_chunks, gradients_in_chunks
 from .indexed.chosen_attention import attend_to_chosen
+from .training_kernels import TrainingKernels, training_kernels_for
 
 if TYPE_CHECKING:
     from .indexed.token_index import IndexKind, IndexQueries
@@ -158,7 +159,8 @@ def attend(
 
     Args:
         query: [tokens, heads, head_dim].
-        key: [tokens, kv_heads, head_dim], like `value`.
+        key: [tokens, kv_heads, head_dim], like `value`, which may have another size if there are row_kernels_for these:
+            that of the output then.
     """
     if not isinstance(packing, Packing):
         return packing.attend(query, key, value, kind)
@@ -170,6 +172,10 @@ def attend(
         if torch.is_grad_enabled():
             return _FlashOnGpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
         return flash_on_gpu(query, key, value, packing, kind)[0]
+    if (kernels := row_kernels_for(query, key, value, kind)) is not None:
+        if torch.is_grad_enabled():
+            return _ByRow.apply(query, key, value, packing, kind, kernels)  # pyright: ignore[reportReturnType]
+        return _by_row(query, key, value, packing, kind, kernels)[0]
     if query.is_cpu or kind.sinks is not None or kind.cap is not None:
         if torch.is_grad_enabled():
             return _ByGroup.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
@@ -306,6 +312,20 @@ class _FlashOnGpu(torch.autograd.Function):
         return *gradients, None, None
 
 
+def row_kernels_for(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> TrainingKernels | None:
+    """Returns kernels that attend a whole packed row of these, whose values may differ from keys in size; or None."""
+    is_plain = kind.cap is None and kind.chosen is None
+    return training_kernels_for(query, key, value) if is_plain else None
+
+
+def _by_row(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, kernels: TrainingKernels
+) -> tuple[Tensor, Tensor]:
+    """Returns the attention output, and the log-sum-exp of the scores and sinks, [heads, tokens]."""
+    out, log_sums = kernels.attention(query, key, value, packing.bounds(query.device), kind)
+    return out, log_sums if kind.sinks is None else kind.sinks.join(out.transpose(0, 1), log_sums)
+
+
 def _by_group(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind
 ) -> tuple[Tensor, list[Tensor]]:
@@ -420,6 +440,34 @@ class _ByGroup(torch.autograd.Function):
                 ctx.kind.sinks.add_gradient(g, o, log_sum)
         gradients = [join_groups(list(of_groups)) for of_groups in zip(*parts, strict=True)]
         return (*gradients, None, None)
+
+
+class _ByRow(torch.autograd.Function):
+    """Runs kernels for whole rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packing: Packing,
+        kind: AttentionKind,
+        kernels: TrainingKernels,
+    ) -> Tensor:
+        out, log_sums = _by_row(query, key, value, packing, kind, kernels)
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        ctx.bounds, ctx.kind, ctx.kernels = packing.bounds(query.device), kind, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, log_sums = ctx.saved_tensors
+        (grad,) = grads
+        if ctx.kind.sinks is not None:
+            ctx.kind.sinks.add_gradient(grad.transpose(0, 1), out.transpose(0, 1), log_sums)
+        gradients = ctx.kernels.attention_gradient(grad, query, key, value, out, log_sums, ctx.bounds, ctx.kind)
+        return *gradients, None, None, None
 
 
 # Registered without a mask function, so that transformers builds no mask: `Packing` defines what tokens see.

@@ -2,7 +2,7 @@
 
 Every function treats each token separately and has a hand-written gradient. The gradients of norm weights are added to
 their `grad`, if they have one. Norms and rotation compute in float32 for inputs of any dtype. On a GPU they run as
-Triton kernels, on the CPU without gradients as kernels.c; else, and for gradients of norm weights, by torch.
+Triton kernels, float32 on the CPU as kernels.c and training.c; else, and for gradients of norm weights, by torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from .kernels import Kernels, kernels_for, triton_kernels_for
+from .training_kernels import TrainingKernels, training_kernels_for
 
 if TYPE_CHECKING:
     from .triton_kernels import TritonKernels
@@ -181,6 +182,20 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return gelu(gate, approximate="tanh").mul_(up)
 
 
+def log_softmax(logits: Tensor, out: Tensor) -> Tensor:
+    """Returns, in `out`, which may be the logits, the logarithms of the softmax over each row; both [rows, n]."""
+    if logits.is_contiguous() and (kernels := training_kernels_for(logits, out)) is not None:
+        return kernels.log_softmax(logits, out)
+    return torch.log_softmax(logits, dim=-1, out=out)
+
+
+def scaled_exponentials(x: Tensor, factors: Tensor) -> Tensor:
+    """Replaces x [rows, n] by exp(x) times the factor of each row, [rows]."""
+    if x.is_contiguous() and (kernels := training_kernels_for(x, factors)) is not None:
+        return kernels.scaled_exponentials(x, factors)
+    return x.exp_().mul_(factors[:, None])
+
+
 # Keyed by transformers' name of the activation.
 GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
@@ -189,9 +204,9 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: RmsNorm) -> Tensor:
         ctx.norm = norm
-        if (triton := triton_kernels_for(x)) is not None:
+        if (kernels := _kernels_for(x)) is not None:
             ctx.save_for_backward(x, None)
-            return triton.rms_norm(x, norm.weight, norm.eps_number)
+            return kernels.rms_norm(x, norm.weight, norm.eps_number)
         inverse = inverse_rms(x, norm.eps)
         ctx.save_for_backward(x, inverse)
         return _normalized(x, inverse, norm).to(x.dtype)
@@ -207,8 +222,8 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
         ctx.norm = norm
         ctx.set_materialize_grads(False)
-        if (triton := triton_kernels_for(x)) is not None:
-            total, normalized = triton.add_rms_norm(x, update, norm.weight, norm.eps_number)
+        if (kernels := _kernels_for(x)) is not None:
+            total, normalized = kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
             ctx.save_for_backward(total, None)
             return total, normalized
         total = x + update
@@ -228,9 +243,9 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
         ctx.rotation, ctx.norm = rotation, norm
-        if (triton := _triton_rotating(x, rotation)) is not None:
+        if (kernels := kernels_for(x) or _triton_rotating(x, rotation)) is not None:
             ctx.save_for_backward(x if norm is not None else None, None)
-            return triton.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
+            return kernels.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
         out, inverse = _rotated(x, rotation, norm)
         ctx.save_for_backward(x if norm is not None else None, inverse)
         return out
@@ -239,10 +254,10 @@ class _RotateHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, inverse = ctx.saved_tensors
         (grad,), rotation, norm = grads, ctx.rotation, ctx.norm
-        triton = _triton_rotating(grad, rotation)
-        if triton is not None and (norm is None or not norm.has_gradient):
+        kernels = training_kernels_for(grad) or _triton_rotating(grad, rotation)
+        if kernels is not None and (norm is None or not norm.has_gradient):
             weight, eps = _weight_and_eps(norm)
-            return triton.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
+            return kernels.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
         gradient = rotation.apply(grad.float(), sign=-1.0)
         if norm is not None:
             inverse = inverse_rms(x, norm.eps) if inverse is None else inverse
@@ -254,10 +269,10 @@ class _RotateHeads(torch.autograd.Function):
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.triton = triton_kernels_for(gate)
-        if ctx.triton is not None:
+        ctx.kernels = gradient_kernels_for(gate)
+        if (kernels := _kernels_for(gate)) is not None:
             ctx.save_for_backward(gate, up, None)
-            return ctx.triton.swiglu(gate, up)
+            return kernels.swiglu(gate, up)
         active = silu(gate)
         ctx.save_for_backward(gate, up, active)
         return active * up
@@ -267,8 +282,8 @@ class _SwiGlu(torch.autograd.Function):
         """Overwrites the saved tensors, which nothing else reads, since backward runs once."""
         gate, up, active = ctx.saved_tensors
         (grad,) = grads
-        if ctx.triton is not None:
-            return ctx.triton.swiglu_gradient(grad, gate, up)
+        if ctx.kernels is not None:
+            return ctx.kernels.swiglu_gradient(grad, gate, up)
         grad_active = up.mul_(grad)
         grad_gate = torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=grad_active)
         return grad_gate, active.mul_(grad)
@@ -298,9 +313,9 @@ class _GeGlu(torch.autograd.Function):
 
 def _backward_of_norm(grad: Tensor, addend: Tensor | None, x: Tensor, inverse: Tensor | None, norm: RmsNorm) -> Tensor:
     """Returns the gradient of a norm's input x, plus the addend, and adds the gradient of the norm's weight."""
-    triton = triton_kernels_for(x)
-    if triton is not None and not norm.has_gradient:
-        return triton.rms_norm_gradient(grad, x, norm.weight, norm.eps_number, addend)
+    kernels = gradient_kernels_for(x)
+    if kernels is not None and not norm.has_gradient:
+        return kernels.rms_norm_gradient(grad, x, norm.weight, norm.eps_number, addend)
     wide, inverse = grad.float(), inverse_rms(x, norm.eps) if inverse is None else inverse
     norm.add_gradient(wide, x, inverse)
     gradient = norm_gradient(wide * norm.weight, x, inverse)
@@ -310,8 +325,13 @@ def _backward_of_norm(grad: Tensor, addend: Tensor | None, x: Tensor, inverse: T
 
 
 def _kernels_for(x: Tensor) -> "Kernels | TritonKernels | None":
-    """Returns kernels without gradients, or None if x needs torch's own operations."""
+    """Returns kernels, or None if x needs torch's own operations."""
     return kernels_for(x) if x.is_cpu else triton_kernels_for(x)
+
+
+def gradient_kernels_for(x: Tensor) -> "TrainingKernels | TritonKernels | None":
+    """Returns kernels for gradients, or None if x needs torch's own operations."""
+    return training_kernels_for(x) if x.is_cpu else triton_kernels_for(x)
 
 
 def _triton_rotating(x: Tensor, rotation: Rotation) -> "TritonKernels | None":

@@ -5,67 +5,14 @@
  * depend on what the other rows hold. Non-finite numbers stay non-finite, and stay in their row.
  */
 
-#include <math.h>
-#include <stdint.h>
+#include "vectors.h"
+
 #include <stdlib.h>
-#include <string.h>
-
-/* With fewer numbers than this, waking up other threads does not pay. */
-#define WORTH_THREADS 65536
-
-/* Sixteen numbers at any address; compilers map them to the processor's vectors. */
-#define LANES 16
-typedef float lanes __attribute__((vector_size(64), aligned(4), may_alias));
-#define AT(pointer) (*(lanes *)(pointer))
-
-/* exp to 2 units in the last place, in a form that compilers can vectorize; 0 below the least normal number. */
-static inline float exponential(float x) {
-    float clamped = x > 88.0f ? 88.0f : x;
-    clamped = clamped < -87.0f ? -87.0f : clamped;
-    /* x = n ln 2 + r: adding and subtracting 1.5 * 2^23 rounds to a whole number. */
-    float shifted = clamped * 1.44269504088896341f + 12582912.0f;
-    float n = shifted - 12582912.0f;
-    float r = clamped - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t bits;
-    memcpy(&bits, &shifted, sizeof bits);
-    /* The low bits of the shifted number are n; a NaN is kept by p. */
-    bits = (bits + 127) << 23;
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return x < -87.0f ? 0.0f : p * power;
-}
-
-/* tanh to about 3e-7 of its value, also where that is small. */
-static inline float hyperbolic_tangent(float x) {
-    float size = fabsf(x), square = x * x;
-    float p = -5.70498872745e-3f;
-    p = p * square + 2.06390887954e-2f;
-    p = p * square - 5.37397155531e-2f;
-    p = p * square + 1.33314422036e-1f;
-    p = p * square - 3.33332819422e-1f;
-    float near = x + x * square * p, far = copysignf(1.0f - 2.0f / (exponential(2.0f * size) + 1.0f), x);
-    return size < 0.625f ? near : far;
-}
-
-static inline float squares(const float *x, int64_t size) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
-    return sum;
-}
 
 /* total = x + update (total and update may be NULL), out = its norm; all [rows, size]. */
 void add_rms_norm(float *out, float *total, const float *x, const float *update, const float *weight, float eps,
-                  int64_t rows, int64_t size) {
-#pragma omp parallel for if (rows * size > WORTH_THREADS)
+                  int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) {
         const float *summed = x + row * size;
         if (update != NULL) {
@@ -84,9 +31,9 @@ void add_rms_norm(float *out, float *total, const float *x, const float *update,
  * [heads, size]: `weight_stride` is then size, else 0), and rotated by cos [rows, size] and sin [rows, size / 2]. */
 void rotate_heads(float *out, const float *x, int64_t stride, const float *weight, int64_t weight_stride, float eps,
                   const float *cosines, const float *sines, int64_t rows, int64_t heads, int64_t size,
-                  int64_t rotated) {
+                  int64_t rotated, int threads) {
     int64_t half = rotated / 2;
-#pragma omp parallel for if (rows * heads * size > WORTH_THREADS)
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) {
         const float *cosine = cosines + row * rotated, *sine = sines + row * half;
         for (int64_t head = 0; head < heads; head++) {
@@ -115,49 +62,14 @@ void rotate_heads(float *out, const float *x, int64_t stride, const float *weigh
 }
 
 /* out [rows, size] = silu(gate) * up; the rows of gate and up are `stride` apart. */
-void swiglu(float *out, const float *gate, const float *up, int64_t stride, int64_t rows, int64_t size) {
-#pragma omp parallel for if (rows * size > WORTH_THREADS)
+void swiglu(float *out, const float *gate, const float *up, int64_t stride, int64_t rows, int64_t size,
+            int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) {
         const float *g = gate + row * stride, *u = up + row * stride;
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) out[row * size + i] = g[i] / (1.0f + exponential(-g[i])) * u[i];
     }
-}
-
-/* The numbers of one vector register. */
-#ifdef __AVX512F__
-#define WIDE 16
-#else
-#define WIDE 8
-#endif
-typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
-#define WIDE_AT(pointer) (*(wide *)(pointer))
-
-#if WIDE == 16
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#else
-#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD 1, 3, 5, 7, 9, 11, 13, 15
-#endif
-
-/* The sums of adjacent pairs, first of a, then of b. */
-static inline wide neighbours(wide a, wide b) {
-    return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
-}
-
-static inline float sum_of(wide x) {
-    for (int i = WIDE; i > 1; i /= 2) x = neighbours(x, x);
-    return x[0];
-}
-
-/* The sum of each of WIDE vectors, which it overwrites. */
-static inline wide sums_of(wide *vectors) {
-#pragma GCC unroll 8
-    for (int half = WIDE / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < half; i++) vectors[i] = neighbours(vectors[2 * i], vectors[2 * i + 1]);
-    return vectors[0];
 }
 
 /* Products are computed in tiles whose sums are registers: of up to this many rows, and columns or vectors of them. */
@@ -441,13 +353,6 @@ struct query {
     float *weighed, largest, sum;
 };
 
-static inline float dot(const float *a, const float *b, int64_t size) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += a[i] * b[i];
-    return sum;
-}
-
 /* The dot products of a query with keys [WIDE, size]; size is a multiple of WIDE. */
 static inline wide dots_of(const float *query, const float *keys, int64_t size) {
     wide sums[WIDE] = {{0}};
@@ -642,7 +547,7 @@ int run_experts(float *out, float *between, const float *x, const int64_t *keys,
         grouped_matmul(wide + kind * features, 2 * features, reduced + kind * width, 2 * width,
                        kind ? terms->up : terms->gate, of_group, features, 0, of_adapters, own, groups, terms->rank,
                        features, 1, 1);
-    swiglu(active, wide, wide + features, 2 * features, own, features);
+    swiglu(active, wide, wide + features, 2 * features, own, features, own * features > WORTH_THREADS ? threads : 1);
     memset(y + own * hidden, 0, (pairs - own) * hidden * sizeof(float));
     grouped_matmul(y, hidden, active, features, down->numbers, down->group_stride, down->row_stride, down->transposed,
                    bounds, own, experts, features, hidden, 0, threads);

@@ -1,7 +1,8 @@
-"""Compiles kernels.c for this machine at first use, if it has a C compiler, and calls it on tensors; loads Triton's.
+"""Compiles kernels.c and training.c for this machine at first use, if it has a C compiler, and calls the first on
+tensors (training_kernels.py the second); loads Triton's.
 
-A decode step is hundreds of short operations; a kernel does in one pass what torch does in two to ten. kernels.c is for
-float32 on the CPU, Triton's kernels for a GPU. Where there are none, torch's own operations compute the same.
+A decode step is hundreds of short operations; a kernel does in one pass what torch does in two to ten. Those in C are
+for float32 on the CPU, Triton's for a GPU. Where there are none, torch's own operations compute the same.
 """
 
 import ctypes
@@ -21,21 +22,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..resources.lanes import lane_threads
 from ..resources.threads import WORTH_ALL
 from .attention_kind import AttentionKind
 
 if TYPE_CHECKING:
     from .triton_kernels import TritonKernels
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "training.c"))
+_HEADER = Path(__file__).with_name("vectors.h")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
+# With fewer numbers than this, waking up other threads does not pay.
+_WORTH_THREADS = 65536
 
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
-    "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2],
-    "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 4],
-    "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3],
+    "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2, _INT],
+    "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 4, _INT],
+    "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3, _INT],
     "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 8, *[_SIZE] * 6, _FLOAT, _FLOAT, _INT],
     "grouped_matmul": [*[_POINTER, _SIZE] * 2, _POINTER, *[_SIZE] * 2, _INT, _POINTER, *[_SIZE] * 4, _INT, _INT],
     "add_low_rank": [*[_POINTER, _SIZE] * 4, *[_SIZE] * 4],
@@ -107,13 +112,13 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
-        self._library, self._most_threads = library, torch.get_num_threads()
+        self.library, self._most_threads = library, torch.get_num_threads()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns the norm of x [tokens, size] with weight [size]."""
         x, out = x.contiguous(), x.new_empty(x.shape)
-        self._library.add_rms_norm(
-            out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), eps, x.shape[0], x.shape[1]
+        self.library.add_rms_norm(
+            out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), eps, *x.shape, threads_for(x)
         )
         return out
 
@@ -122,7 +127,7 @@ class Kernels:
         x, update = x.contiguous(), update.contiguous()
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
         pointers = (tensor.data_ptr() for tensor in (out, total, x, update, weight))
-        self._library.add_rms_norm(*pointers, eps, x.shape[0], x.shape[1])
+        self.library.add_rms_norm(*pointers, eps, *x.shape, threads_for(x))
         return total, out
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -138,8 +143,19 @@ class Kernels:
         x, out = with_rows(x), x.new_empty(x.shape)
         pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
         angles = cos.data_ptr(), sin.data_ptr()
-        self._library.rotate_heads(
-            out.data_ptr(), x.data_ptr(), x.stride(0), pointer, stride, eps, *angles, tokens, heads, size, cos.shape[-1]
+        self.library.rotate_heads(
+            out.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            pointer,
+            stride,
+            eps,
+            *angles,
+            tokens,
+            heads,
+            size,
+            cos.shape[-1],
+            threads_for(x),
         )
         return out
 
@@ -149,7 +165,9 @@ class Kernels:
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
         out = gate.new_empty(gate.shape)
-        self._library.swiglu(out.data_ptr(), gate.data_ptr(), up.data_ptr(), gate.stride(0), *gate.shape)
+        self.library.swiglu(
+            out.data_ptr(), gate.data_ptr(), up.data_ptr(), gate.stride(0), *gate.shape, threads_for(gate)
+        )
         return out
 
     def decode_attention(
@@ -181,7 +199,7 @@ class Kernels:
         sinks = None if kind.sinks is None else kind.sinks.scores
         cache = keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()
         scales = kind.scaling, kind.cap or 0.0
-        failed = self._library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, *scales, num_threads)
+        failed = self.library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, *scales, num_threads)
         if failed:
             raise MemoryError(f"attention of {query.shape[0]} rows: no memory for its sums")
         return out
@@ -200,7 +218,7 @@ class Kernels:
             y = y.copy_(bias.expand_as(y)) if addend is None else y.add_(bias)
         transposed = weight.stride(1) == 1
         pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), weight.data_ptr()
-        self._library.grouped_matmul(
+        self.library.grouped_matmul(
             *pointers,
             0,
             weight.stride(0 if transposed else 1),
@@ -227,9 +245,9 @@ class Kernels:
         x, (groups, inner, columns) = with_rows(x), matrices.shape
         transposed = matrices.stride(2) != 1
         apart = matrices.stride(0), matrices.stride(2 if transposed else 1)
-        threads = self._most_threads if len(x) * inner * columns > WORTH_ALL else 1
+        threads = (lane_threads() or self._most_threads) if len(x) * inner * columns > WORTH_ALL else 1
         pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), matrices.data_ptr()
-        self._library.grouped_matmul(
+        self.library.grouped_matmul(
             *pointers,
             *apart,
             transposed,
@@ -246,7 +264,7 @@ class Kernels:
         """Adds x a b to y [rows, q], for x [rows, p], a [p, rank] and b [rank, q]; the rows of y are contiguous."""
         x, a, b = with_rows(x), with_rows(a), with_rows(b)
         pointers = (part for tensor in (y, x, a, b) for part in (tensor.data_ptr(), tensor.stride(0)))
-        if self._library.add_low_rank(*pointers, *x.shape, *b.shape):
+        if self.library.add_low_rank(*pointers, *x.shape, *b.shape):
             raise MemoryError(f"an adapter of rank {len(b)} for {len(x)} rows: no memory for their product")
 
     def sort_pairs(self, keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,7 +279,7 @@ class Kernels:
         keys, num_pairs = keys.contiguous(), keys.numel()
         tokens, places, counts = (keys.new_empty(size) for size in (num_pairs, num_pairs, num_groups))
         pointers = (x.data_ptr() for x in (tokens, places, counts, keys))
-        if self._library.sort_pairs(*pointers, first, num_pairs, keys.shape[1], num_groups):
+        if self.library.sort_pairs(*pointers, first, num_pairs, keys.shape[1], num_groups):
             raise MemoryError(f"{num_groups} groups of tokens and experts: no memory to sort by them")
         return tokens, places, counts
 
@@ -275,7 +293,7 @@ class Kernels:
         x, weights, (num_tokens, of_each) = x.contiguous(), weights.contiguous(), weights.shape
         out = x.new_empty(num_tokens, x.shape[1])
         pointers = (tensor.data_ptr() for tensor in (out, x, places, weights))
-        self._library.combine_pairs(*pointers, num_tokens, of_each, x.shape[1])
+        self.library.combine_pairs(*pointers, num_tokens, of_each, x.shape[1])
         return out
 
     def run_experts(
@@ -312,7 +330,7 @@ class Kernels:
         pointers = (None if each is None else each.data_ptr() for each in (out, between, x, keys, weights))
         matrices = (ctypes.byref(_Matrices.of(each)) for each in (gate_up, down))
         sizes = first, num_tokens, keys.shape[1], experts, hidden, features
-        if self._library.run_experts(*pointers, *matrices, terms, *sizes, threads):
+        if self.library.run_experts(*pointers, *matrices, terms, *sizes, threads):
             raise MemoryError(f"{keys.numel()} pairs of tokens and experts: no memory for their features")
         return out, between
 
@@ -330,7 +348,7 @@ class Kernels:
         """
         x, weight, out = with_rows(x), weight.contiguous(), x.new_empty(x.shape)
         where = states.data_ptr(), slots.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr()
-        self._library.convolve_step(
+        self.library.convolve_step(
             out.data_ptr(),
             x.data_ptr(),
             x.stride(0),
@@ -356,7 +374,7 @@ class Kernels:
         pointers = (part for x in (q, k, v) for part in (x.data_ptr(), x.stride(0)))
         others = (x.data_ptr() for x in (g, beta, states, slots))
         sizes = len(q), q.shape[1], v.shape[1], q.shape[2], v.shape[2]
-        if self._library.delta_step(out.data_ptr(), *pointers, *others, *sizes, torch.get_num_threads()):
+        if self.library.delta_step(out.data_ptr(), *pointers, *others, *sizes, torch.get_num_threads()):
             raise MemoryError(f"delta rule of {len(q)} rows: no memory for their keys")
         return out
 
@@ -374,7 +392,7 @@ class Kernels:
         logits = logits.contiguous()
         tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
         pointers = (tensor.data_ptr() for tensor in (tokens, logprobs, logits, temperature, uniform))
-        self._library.choose(*pointers, rows, vocab)
+        self.library.choose(*pointers, rows, vocab)
         return tokens, logprobs
 
 
@@ -401,13 +419,17 @@ def load_kernels() -> Kernels | None:
     """Compiles the kernels, which takes a second or two, unless an earlier process already has."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        _log.warning("no C compiler found: sampling on the CPU takes up to twice as long. Install gcc or clang")
+        _log.warning(
+            "no C compiler found: sampling and training on the CPU take up to twice as long. Install gcc or clang"
+        )
         return None
     try:
         return Kernels(ctypes.CDLL(str(_compiled(compiler))))
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
-        _log.warning("%s cannot compile kernels.c: sampling on the CPU takes up to twice as long: %s", compiler, said)
+        _log.warning(
+            "%s cannot compile kernels.c: sampling and training on the CPU take up to twice as long: %s", compiler, said
+        )
         return None
 
 
@@ -436,7 +458,7 @@ def _compiled(compiler: str) -> Path:
         # Compiled under another name first, because other processes may compile it at the same time.
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             made = Path(scratch) / library.name
-            command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
+            command = [compiler, *_FLAGS, "-o", str(made), *map(str, _SOURCES), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
             made.replace(library)
     return library
@@ -459,8 +481,13 @@ def _digest(compiler: str) -> str:
     processors = Path("/proc/cpuinfo")
     lines = processors.read_text().splitlines() if processors.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    parts = (_SOURCE.read_text(), compiler, *_FLAGS, platform.machine(), features)
+    parts = (*(path.read_text() for path in (*_SOURCES, _HEADER)), compiler, *_FLAGS, platform.machine(), features)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def threads_for(x: Tensor) -> int:
+    """Returns the number of threads that should share an operation on x: at most those of torch on this thread."""
+    return torch.get_num_threads() if x.numel() > _WORTH_THREADS else 1
 
 
 def with_rows(x: Tensor) -> Tensor:

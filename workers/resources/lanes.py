@@ -24,6 +24,11 @@ def current_lane() -> int:
     return getattr(_own, "lane", 0)
 
 
+def lane_threads() -> int | None:
+    """Returns the threads that the lane on this thread may use; None outside of several lanes."""
+    return getattr(_own, "num_threads", None)
+
+
 class Lanes:
     """Runs a function over lanes of items in parallel, at most `num_lanes` of them; 1 on devices other than the CPU."""
 
@@ -46,9 +51,7 @@ class Lanes:
         try:
             for lane in range(1, len(lanes)):
                 others.append(self._others.submit(_run_in, lane, shares[lane], function, lanes[lane]))
-            torch.set_num_threads(shares[0])
-            for item in lanes[0]:
-                function(item)
+            _run_in(0, shares[0], function, lanes[0])
         finally:
             wait(others)
             torch.set_num_threads(self._num_threads)
@@ -70,10 +73,13 @@ def _started_executor(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _run_in(lane: int, num_threads: int, function: Callable[[Item], None], items: Iterable[Item]) -> None:
-    _own.lane = lane
+    _own.lane, _own.num_threads = lane, num_threads
     torch.set_num_threads(num_threads)
-    for item in items:
-        function(item)
+    try:
+        for item in items:
+            function(item)
+    finally:
+        _own.num_threads = None
 
 
 def _raise_first(others: list[Future[None]]) -> None:

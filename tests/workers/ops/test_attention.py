@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from trainhouse.workers.ops.attention import ATTENTION, AttendingPacking, Packing, pack_lengths, packed_attention
+from trainhouse.workers.ops import kernels
+from trainhouse.workers.ops.attention import (
+    ATTENTION,
+    AttendingPacking,
+    Packing,
+    pack_lengths,
+    packed_attention,
+    row_kernels_for,
+)
+from trainhouse.workers.ops.attention import attend as attend_row
+from trainhouse.workers.ops.attention_kind import AttentionKind
 from trainhouse.workers.shapes import windows
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +25,8 @@ from ..parallel.live_bytes import LiveBytes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = [5, 5, 3, 9]
+# With more tokens than a kernel processes at a time.
+LONG = [1, 300, 36, 129]
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 CAP = 0.8
 WITH_CAP = pytest.mark.parametrize("cap", [None, CAP], ids=["no cap", "cap"])
@@ -69,6 +81,7 @@ def split(qkv: tuple[Tensor, Tensor, Tensor], lengths: list[int]) -> list[tuple[
     return list(zip(*(x.split(lengths, dim=2) for x in qkv), strict=True))
 
 
+@pytest.mark.usefixtures("either_way")
 @WITH_CAP
 @WITH_SINKS
 @pytest.mark.parametrize("window", [None, 4])
@@ -85,6 +98,57 @@ def test_packed_sequences_attend_as_each_alone(window: int | None, sinks: Tensor
             torch.testing.assert_close(other, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 2, 20, 150])
+@pytest.mark.parametrize(("size", "value_size"), [(8, 8), (20, 12), (48, 32)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_attend_in_kernels_whatever_their_sizes(
+    threads: int, size: int, value_size: int, window: int | None
+) -> None:
+    """Heads of queries and keys may be wider than those of values; all are parts of wider rows."""
+    before, num_tokens = torch.get_num_threads(), sum(LONG)
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((HEADS, size), (KV_HEADS, size), (KV_HEADS, value_size))
+    wider = [torch.randn(num_tokens, heads + 1, each, generator=generator) for heads, each in shapes]
+    weight = torch.randn(num_tokens, HEADS, value_size, generator=generator)
+    query, key, value = leaves = [x[:, :-1].requires_grad_() for x in wider]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    kind, packing = AttentionKind(0, HEAD_DIM**-0.5, window), Packing(pack_lengths(LONG))
+    assert row_kernels_for(query, key, value, kind) is not None
+
+    def exactly(window: int | None) -> tuple[Tensor, ...]:
+        q, k, v = (x.transpose(0, 1)[None] for x in exact)
+        parts = split((q, k, v), LONG)
+        out = torch.cat([naive(q, k, v, window) for q, k, v in parts])
+        return out, *torch.autograd.grad((out * weight).sum(), exact)
+
+    try:
+        torch.set_num_threads(threads)
+        out = attend_row(query, key, value, packing, kind)
+        found = out, *torch.autograd.grad((out * weight).sum(), leaves)
+        with torch.no_grad():
+            assert torch.equal(attend_row(query, key, value, packing, kind), out)
+    finally:
+        torch.set_num_threads(before)
+    for mine, wanted, other in zip(found, exactly(window), exactly((window or 290) + 1), strict=True):
+        assert relative_error(mine.double(), wanted) < 1e-6 < relative_error(mine.double(), other)
+
+
+def test_nonfinite_values_stay_in_their_sequence() -> None:
+    def evaluated(qkv: tuple[Tensor, ...]) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        out = attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(LENGTHS)))
+        return [out, *(x[0].transpose(0, 1) for x in torch.autograd.grad(out.sum(), leaves))]
+
+    clean = rows(sum(LENGTHS), seed=0)
+    dirty = [x.clone() for x in clean]
+    for x in dirty:
+        x[:, :, 5] = math.nan
+    for before, after in zip(evaluated(clean), evaluated((dirty[0], dirty[1], dirty[2])), strict=True):
+        assert torch.equal(before[:5], after[:5]) and torch.equal(before[10:], after[10:])
+        assert after[5:10].isnan().any()
+
+
+@pytest.mark.usefixtures("either_way")
 @WITH_CAP
 @WITH_SINKS
 @pytest.mark.parametrize("window", [None, 4])
@@ -148,6 +212,7 @@ def test_windowed_attention_in_chunks_of_queries_is_exact(
     window: int, most_masked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk has sixteen queries or more."""
+    monkeypatch.setattr(kernels, "load_kernels", lambda: None)
     monkeypatch.setattr(windows, "_MAX_MASKED", most_masked)
     lengths = [70, 70, 9]
     exact = [x.double().requires_grad_() for x in rows(sum(lengths), seed=3)]
@@ -173,7 +238,9 @@ def test_windowed_attention_in_chunks_of_queries_is_exact(
 def test_windowed_attention_allocates_no_square_mask(
     most_masked: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a mask of 16k tokens would take a gigabyte. Control: one of 4k tokens, 67 MB, is detected."""
+    """Such a mask of 16k tokens would take a gigabyte. Control: one of 4k tokens, 67 MB, is detected. Kernels need no
+    mask."""
+    monkeypatch.setattr(kernels, "load_kernels", lambda: None)
     monkeypatch.setattr(windows, "_MAX_MASKED", most_masked)
     if not fits:
         monkeypatch.setattr(windows, "_FEWEST_QUERIES", 4096)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from ...ops.fused import geglu, swiglu
+from ...ops.fused import geglu, gradient_kernels_for, swiglu
 from ...ops.kernels import triton_kernels_for
 
 
@@ -77,8 +77,8 @@ def _overwrite_relu2(grad: Tensor, up: Tensor) -> None:
 
 
 def _overwrite_swiglu(grad: Tensor, gate: Tensor, up: Tensor) -> None:
-    if (triton := triton_kernels_for(gate)) is not None:
-        triton.swiglu_gradient(grad, gate, up)
+    if (kernels := gradient_kernels_for(gate)) is not None:
+        kernels.swiglu_gradient(grad, gate, up)
         return
     of_active = grad * up
     torch.mul(silu(gate), grad, out=up)

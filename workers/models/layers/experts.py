@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...ops.grouped_gemm import GroupedRows
 from ...ops.kernels import ExpertFactors, kernels_for, load_kernels
+from ...ops.training_kernels import training_kernels_for
 from ...parallel.collectives import all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from ...shapes.parts import RoutedExperts
@@ -257,12 +258,16 @@ class _LocalPairs:
         return [each.index_select(0, self._tokens) for each in of_tokens]
 
     def gather_backward(self, of_pairs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if (kernels := kernels_for(*of_pairs)) is not None:
+            ones = of_pairs[0].new_ones(self._shape)
+            return [kernels.combine_pairs(each, self._places, ones) for each in of_pairs]
         return [_by_token(each, self._places, self._shape).sum(1) for each in of_pairs]
 
     def combine(self, of_pairs: Sequence[Tensor], weights: Tensor) -> Sequence[Tensor]:
-        kernels = None if torch.is_grad_enabled() else kernels_for(weights, *of_pairs)
-        if kernels is not None:
+        if (kernels := kernels_for(weights, *of_pairs)) is not None:
             weights = weights.expand(self._shape)
+            if torch.is_grad_enabled():
+                return [_Combined.apply(each, self._places, weights) for each in of_pairs]  # pyright: ignore[reportReturnType]
             return [kernels.combine_pairs(each, self._places, weights) for each in of_pairs]
         return [_weighted(_by_token(each, self._places, self._shape), weights) for each in of_pairs]
 
@@ -368,6 +373,25 @@ class _ExpertMlp(torch.autograd.Function):
         found = iter(pairs.gather_backward(given) if given else ())
         of_x, of_reduced = (None if each is None else next(found) for each in (grad_rows, grad_reduced))
         return of_x, of_reduced, None, None, None, None
+
+
+class _Combined(torch.autograd.Function):
+    """Runs Kernels.combine_pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, of_pairs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        kernels = kernels_for(of_pairs)
+        assert kernels is not None
+        ctx.save_for_backward(of_pairs, places, weights)
+        return kernels.combine_pairs(of_pairs, places, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
+        of_pairs, places, weights = ctx.saved_tensors
+        kernels = training_kernels_for(of_pairs)
+        assert kernels is not None
+        of_x, of_weights = kernels.combine_pairs_gradient(grads[0], of_pairs, places, weights)
+        return of_x, None, of_weights
 
 
 def _sort_pairs(keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...ops.attention import AttendingPacking, Packing, attend
+from ...ops.attention import AttendingPacking, Packing, attend, row_kernels_for
 from ...ops.attention_kind import AttentionKind
 from ...ops.frozen.quantized import dequantized
 from ...ops.fused import Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
@@ -92,13 +92,15 @@ class LatentMixer:
         packing: Packing | AttendingPacking,
         kind: AttentionKind,
     ) -> Tensor:
-        """Returns the heads' outputs [tokens, heads, value_dim]. Values are padded to the keys' size: kernels need
+        """Returns the heads' outputs [tokens, heads, value_dim]. Values are padded to the keys' size where kernels need
         both to be equal."""
         part = self._part
         expanded = self._module.kv_b_proj(latent).unflatten(-1, (-1, part.plain_dim + part.value_dim))
         key, value = expanded.split([part.plain_dim, part.value_dim], -1)
         query = torch.cat((plain, rotated), -1)
         key = torch.cat((key, shared.expand(-1, key.shape[1], -1)), -1)
+        if isinstance(packing, Packing) and row_kernels_for(query, key, value, kind) is not None:
+            return attend(query, key, value, packing, kind)
         size = max(part.key_dim, part.value_dim)
         query, key, value = (pad(each, (0, size - each.shape[-1])) for each in (query, key, value))
         return attend(query, key, value, packing, kind)[..., : part.value_dim]

@@ -1,0 +1,160 @@
+"""Calls the kernels of training.c, which compute what is between the matrix products of a training pass on the CPU."""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .attention_kind import AttentionKind
+from .kernels import kernels_for, threads_for, with_rows
+
+_POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_ARGUMENTS = {
+    "rms_norm_gradient": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2, _INT],
+    "rotate_heads_gradient": [
+        *[_POINTER, *[_POINTER, _SIZE] * 3, _FLOAT],
+        *[_POINTER] * 2,
+        *[_SIZE] * 4,
+        _INT,
+    ],
+    "swiglu_gradient": [_POINTER, _SIZE, *[_POINTER] * 2, *[_SIZE] * 3, _INT],
+    "log_softmax": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
+    "scaled_exponentials": [*[_POINTER] * 2, *[_SIZE] * 2, _INT],
+    "combine_pairs_gradient": [*[_POINTER] * 6, *[_SIZE] * 3, _INT],
+    "attention": [*[_POINTER] * 6, _SIZE, _POINTER, _INT],
+    "attention_gradient": [*[_POINTER] * 10, _SIZE, _POINTER, _INT],
+}
+
+
+class _Attention(ctypes.Structure):
+    """The struct attention of training.c."""
+
+    _names = ("q_stride", "k_stride", "v_stride", "grad_stride", "heads", "kv_heads", "size", "value_size", "window")
+    _fields_ = (*((name, _SIZE) for name in _names), ("scaling", _FLOAT))
+
+
+class TrainingKernels:
+    """Calls the kernels on float32 tensors on the CPU, on as many threads as torch's operations on this thread.
+
+    The numbers of a row must be contiguous; a copy is made if they are not.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _ARGUMENTS.items():
+            getattr(library, name).argtypes = arguments
+        self._library = library
+
+    def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
+        """Returns the gradient of the input x of a norm with weight [size], plus the addend; all [tokens, size]."""
+        grad, x, out = grad.contiguous(), x.contiguous(), x.new_empty(x.shape)
+        pointer = None if addend is None else (addend := addend.contiguous()).data_ptr()
+        self._library.rms_norm_gradient(
+            out.data_ptr(), grad.data_ptr(), pointer, x.data_ptr(), weight.data_ptr(), eps, *x.shape, threads_for(x)
+        )
+        return out
+
+    def rotate_heads_gradient(
+        self, grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
+    ) -> Tensor:
+        """Returns the gradient of the input x of Kernels.rotate_heads, which is needed if there is a weight."""
+        tokens, heads, size = grad.shape
+        grad, out = with_rows(grad), grad.new_empty(grad.shape)
+        x = grad if x is None else with_rows(x)
+        pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
+        inputs = grad.data_ptr(), grad.stride(0), x.data_ptr(), x.stride(0), pointer, stride, eps
+        angles = cos.data_ptr(), sin.data_ptr()
+        self._library.rotate_heads_gradient(
+            out.data_ptr(), *inputs, *angles, tokens, heads, size, cos.shape[-1], threads_for(grad)
+        )
+        return out
+
+    def swiglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of gate and up; all [tokens, size]. They overwrite gate and up if the rows of both are
+        equally far apart."""
+        grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
+        if gate.stride(0) != up.stride(0):
+            gate, up = gate.contiguous(), up.contiguous()
+        inputs = grad.data_ptr(), grad.stride(0), gate.data_ptr(), up.data_ptr(), gate.stride(0)
+        self._library.swiglu_gradient(*inputs, *gate.shape, threads_for(gate))
+        return gate, up
+
+    def log_softmax(self, x: Tensor, out: Tensor) -> Tensor:
+        """Returns, in `out`, the logarithms of the softmax over each row of x; both contiguous [rows, n]."""
+        self._library.log_softmax(out.data_ptr(), x.data_ptr(), *x.shape, threads_for(x))
+        return out
+
+    def scaled_exponentials(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Replaces contiguous x [rows, n] by exp(x) times the factor of each row, [rows]."""
+        factors = factors.contiguous()
+        self._library.scaled_exponentials(x.data_ptr(), factors.data_ptr(), *x.shape, threads_for(x))
+        return x
+
+    def combine_pairs_gradient(self, grad: Tensor, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of x [pairs, size] and weights [tokens, experts of each] of Kernels.combine_pairs,
+        given that of its result [tokens, size]."""
+        grad, x, weights, (num_tokens, of_each) = grad.contiguous(), x.contiguous(), weights.contiguous(), weights.shape
+        grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
+        pointers = (each.data_ptr() for each in (grad_x, grad_weights, grad, x, places, weights))
+        self._library.combine_pairs_gradient(*pointers, num_tokens, of_each, x.shape[1], threads_for(x))
+        return grad_x, grad_weights
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, kind: AttentionKind
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the causal attention of the sequences of a packed row, without sinks.
+
+        Args:
+            query: [tokens, heads, size].
+            key: [tokens, kv_heads, size].
+            value: [tokens, kv_heads, value_size].
+            bounds: the start of each sequence, and the end, int32 [sequences + 1].
+        Returns:
+            the output [tokens, heads, value_size], and the log-sum-exp of the scores, [heads, tokens].
+        """
+        (tokens, heads, _), value_size = query.shape, value.shape[2]
+        query, key, value = (with_rows(x) for x in (query, key, value))
+        out, log_sums = query.new_empty(tokens, heads, value_size), query.new_empty(heads, tokens)
+        pointers = (x.data_ptr() for x in (out, log_sums, query, key, value, bounds))
+        of = _described(query, key, value, out, kind)
+        if self._library.attention(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads()):
+            raise MemoryError(f"attention of {tokens} tokens: no memory for the keys and scores of a head")
+        return out, log_sums
+
+    def attention_gradient(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sums: Tensor,
+        bounds: Tensor,
+        kind: AttentionKind,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of query, key and value, given that of the output and the results of `attention`."""
+        grad, query, key, value = (with_rows(x) for x in (grad, query, key, value))
+        found = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+        tensors = (*found, grad, query, key, value, out.contiguous(), log_sums.contiguous(), bounds)
+        pointers = (x.data_ptr() for x in tensors)
+        of = _described(query, key, value, grad, kind)
+        if self._library.attention_gradient(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads()):
+            raise MemoryError(f"attention of {len(query)} tokens: no memory for the gradients of a head")
+        return found
+
+
+def training_kernels_for(*tensors: Tensor) -> TrainingKernels | None:
+    """Returns the kernels, or None if one of the tensors needs torch's own operations."""
+    kernels = kernels_for(*tensors)
+    return None if kernels is None else _of(kernels.library)
+
+
+@cache
+def _of(library: ctypes.CDLL) -> TrainingKernels:
+    return TrainingKernels(library)
+
+
+def _described(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, kind: AttentionKind) -> _Attention:
+    strides = (x.stride(0) for x in (query, key, value, grad))
+    sizes = query.shape[1], key.shape[1], query.shape[2], value.shape[2], kind.window or 0
+    return _Attention(*strides, *sizes, kind.scaling)

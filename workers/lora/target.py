@@ -26,7 +26,7 @@ _MLP = frozenset(
 )
 _ATTENTION_BLOCKS = frozenset({"self_attn", "self_attention", "attention", "attn", "linear_attn", "mamba"})
 _WITHIN_ATTENTION = _ATTENTION | {
-    *("out_proj", "dense", "c_proj", "gate_proj"),
+    *("out_proj", "dense", "c_proj", "gate_proj", "q_a_proj", "kv_a_proj_with_mqa"),
     *("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_qkvz", "x_proj"),
 }
 # In models whose layers have one part of any kind, all of the same name.

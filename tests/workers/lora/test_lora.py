@@ -13,6 +13,7 @@ from trainhouse.schemas.models import ExpertFactors, LoraConfig
 from trainhouse.workers.lora import Segment
 from trainhouse.workers.ops import linear as linear_module
 from trainhouse.workers.ops.linear import compiled_linear, torch_linear
+from trainhouse.workers.shapes.model_shape import ModelShape
 
 from ...tiny import KINDS, tiny_model
 from ..adapted import (
@@ -194,6 +195,16 @@ def test_the_flags_choose_the_targets(tiny_models: dict[str, Path]) -> None:
     assert kinds(False, False, True) == {"lm_head"}
     with pytest.raises(OperationError, match="selects no linear layer"):
         kinds(False, False, False)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_5", "granite4"])
+def test_every_linear_layer_that_a_family_declares_is_adapted(kind: str, tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models[kind])
+    shape = adapted.base.shape
+    assert isinstance(shape, ModelShape)
+    declared = {name for layer in shape.layers for part in layer.mixers for w in part.weights() for name in w.adapters}
+    targets = {target.name.rpartition(".")[2] for target in adapted.lora.all_targets}
+    assert declared and {name.rpartition(".")[2] for name in declared} <= targets
 
 
 def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: Path) -> None:

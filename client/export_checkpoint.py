@@ -7,9 +7,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from ..schemas.adapter_files import CONFIG, DESCRIPTION
+from ..schemas.adapter_files import CONFIG, DESCRIPTION, Reader, max_rank, vllm_form_of
+from ..schemas.vllm_form import room_for
 from .errors import TrainhouseError
 from .merged_model import merge_into_base
 from .service import ServiceClient
@@ -30,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _export_merged(service, options.path, options.merge_into, directory)
                 print(f"load {directory} with: {_with_transformers(directory.resolve())}")
                 return 0
-            files = service.create_rest_client().export_checkpoint(options.path, directory).result()
+            exporting = service.create_rest_client().export_checkpoint(options.path, directory, options.reader)
+            files = exporting.result()
         if all(file.suffix == ".age" for file in files):
             print(f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`")
             return 0
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("trainhouse export: interrupted", file=sys.stderr)
         return INTERRUPTED
-    print(f"load {directory} with: {loaded_by(description, directory)}")
+    print(f"load {directory} with: {loaded_by(description, directory, options.reader)}")
     return 0
 
 
@@ -51,7 +53,15 @@ def _parser() -> argparse.ArgumentParser:
         "path", metavar="CHECKPOINT", help="tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
     )
     parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="new or empty directory to write")
-    parser.add_argument(
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--for",
+        dest="reader",
+        choices=get_args(Reader),
+        default="peft",
+        help="the program that is to load an adapter (default: %(default)s)",
+    )
+    form.add_argument(
         "--merge-into",
         metavar="BASE_DIRECTORY",
         type=Path,
@@ -72,20 +82,35 @@ def _export_merged(service: ServiceClient, path: str, base: Path, directory: Pat
         merge_into_base(adapter, base, directory)
 
 
-def loaded_by(description: dict[str, Any], directory: Path) -> str:
+def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "peft") -> str:
     """Returns how to load the exported checkpoint. description: content of its trainhouse.json."""
     base, place = description["base_model"], directory.resolve()
     if description.get("training") == "draft":
         return _with_draft(base, place, description["algorithm"], description.get("block_size"))
     if description.get("training") == "full":
         return _with_transformers(place)
+    if reader == "vllm":
+        return _with_vllm(base, place)
     if (refused := description.get("refused_by_peft")) is not None:
-        return f"vLLM, or export it with --merge-into BASE_DIRECTORY: peft refuses adapters of {refused} in {base}"
+        return (
+            "vLLM if you export it with --for vllm, or export it with --merge-into BASE_DIRECTORY: peft refuses"
+            f" adapters of {refused} in {base}"
+        )
     return f'PeftModel.from_pretrained(base, "{place}") of peft, with {base}'
 
 
 def _with_transformers(place: Path) -> str:
     return f'AutoModel.from_pretrained("{place}") of transformers, or the class that config.json names'
+
+
+def _with_vllm(base: str, place: Path) -> str:
+    adapter: dict[str, object] = {"name": place.name, "path": str(place)}
+    options = ["--enable-lora", "--max-lora-rank", str(room_for(max_rank(place)))]
+    if vllm_form_of(place).experts == "mixed":
+        options.append("--enable-mixed-moe-lora-format")
+        adapter["is_3d_lora_weight"] = True
+    options += ["--lora-modules", json.dumps(adapter)]
+    return f"vllm serve MODEL {shlex.join(options)}, where MODEL is the path or hub id of {base}"
 
 
 def _with_draft(base: str, place: Path, algorithm: str, block_size: int | None) -> str:

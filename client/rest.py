@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..schemas import checkpoints
-from ..schemas.adapter_files import write_for_peft
+from ..schemas.adapter_files import Reader, write_for
 from ..schemas.checkpoints import (
     CopyWeightsResponse,
     ExternalWeightsUrls,
@@ -124,17 +124,27 @@ class RestClient:
         """Downloads the files of a checkpoint as they are; returns their paths."""
         return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True))
 
-    def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
-        """Downloads a checkpoint for other programs: an adapter as PEFT reads it, or a full model.
+    def export_checkpoint(
+        self, tinker_path: str, directory: str | Path, reader: Reader = "peft"
+    ) -> APIFuture[list[Path]]:
+        """Downloads a checkpoint for other programs: an adapter as the reader reads it, or a full model.
 
         The optimizer state is left out, since such programs load every tensor file they find. Files that are encrypted
         stay as they are.
-        """
-        return self._connection.run(self._export(tinker_path, Path(directory)))
 
-    async def _export(self, tinker_path: str, directory: Path) -> list[Path]:
+        Raises:
+            ValueError: vLLM does not read the adapter (raised by the future).
+        """
+        return self._connection.run(self._export(tinker_path, Path(directory), reader))
+
+    async def _export(self, tinker_path: str, directory: Path, reader: Reader) -> list[Path]:
         paths = await self._download(tinker_path, directory, _is_not_optimizer)
-        await asyncio.to_thread(write_for_peft, directory)
+        try:
+            await asyncio.to_thread(write_for, reader, directory)
+        except ValueError:
+            for path in paths:
+                path.unlink()
+            raise
         return paths
 
     async def _download(self, tinker_path: str, directory: Path, wanted: Callable[[str], bool]) -> list[Path]:

@@ -10,12 +10,12 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from .tensor_file import FileTensor, TensorFile, write_tensors
-from .vllm_form import VllmForm
+from .vllm_form import VllmForm, form_of
 
 WEIGHTS, CONFIG, DESCRIPTION = "adapter_model.safetensors", "adapter_config.json", "trainhouse.json"
 PREFIX = "base_model.model."
@@ -25,6 +25,8 @@ _STACKED_NAMES_WITHOUT_GATES = {"up_proj": "w1", "down_proj": "w2"}
 _MATRIX = re.compile(r"(?P<path>.+)\.(?P<side>lora_[AB])\.weight")
 _OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<linear>\w+)")
 _OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)\.(?P<linear>w[123])")
+
+Reader = Literal["peft", "vllm"]
 
 Pair = tuple[np.ndarray, np.ndarray]
 """A [rank, in] and B [out, rank], or of all experts of a layer with another first dimension, which is 1 for a matrix
@@ -43,6 +45,22 @@ def write_for_cookbook(directory: Path) -> None:
     """
     if (directory / WEIGHTS).exists():
         _rewrite(directory, _for_cookbook(TensorFile(directory / WEIGHTS)))
+
+
+def write_for(reader: Reader, directory: Path) -> None:
+    """Rewrites the adapter in a checkpoint's directory as the reader reads it. Other models stay as they are.
+
+    Raises ValueError if vLLM does not read it, or its form there is not known.
+    """
+    if reader == "peft":
+        write_for_peft(directory)
+    elif any(directory.glob("*.age")):
+        raise ValueError("encrypted files cannot be rewritten for vLLM: export them for peft")
+    elif (directory / WEIGHTS).exists():
+        form = vllm_form_of(directory)
+        if (refused := refusal_by_vllm(directory, form)) is not None:
+            raise ValueError(f"vLLM {refused}")
+        write_for_vllm(directory, form)
 
 
 def write_for_peft(directory: Path) -> None:
@@ -67,18 +85,42 @@ def write_for_vllm(directory: Path, form: VllmForm) -> None:
 
 
 def refusal_by_vllm(directory: Path, form: VllmForm) -> str | None:
-    """Returns what vLLM does not adapt of what a checkpoint's adapter adapts, and how to train without it; None if
-    nothing."""
+    """Returns what vLLM lacks for a checkpoint's adapter, such as "does not adapt ...", and how to train without that;
+    None if it takes the adapter, or the checkpoint is another model's."""
     if not (directory / WEIGHTS).exists():
         return None
     description = _description(directory)
+    if description.get("role") == "critic":
+        return "samples no critics"
+    if form.refusal is not None:
+        return form.refusal
     if description["lora"]["train_unembed"] and not form.adapts_head:
-        return "the output head of this model: train adapters with train_unembed=False"
+        return "does not adapt the output head of this model: train adapters with train_unembed=False"
     ignored = ((name, flag) for name in description["targets"] for part, flag in form.ignored.items() if part in name)
     if (found := next(ignored, None)) is not None:
         name, flag = found
-        return f"layers of this model such as {name}: train adapters with {flag}=False"
+        return f"does not adapt layers of this model such as {name}: train adapters with {flag}=False"
+    if form.halved and "head_features" not in description:
+        return "needs the size of the heads, which this version saves: load the checkpoint and save it again"
     return None
+
+
+def vllm_form_of(directory: Path) -> VllmForm:
+    """Returns the form of a checkpoint's adapter in vLLM. Raises ValueError if the checkpoint does not say of which
+    model it is."""
+    description = _description(directory)
+    if "architecture" not in description:
+        raise ValueError(
+            f"the checkpoint does not name the class of {description['base_model']}: load it into a model and save it"
+            " again with this version"
+        )
+    return form_of(description["architecture"])
+
+
+def max_rank(directory: Path) -> int:
+    """Returns the largest rank of the adapter's pairs, in any form."""
+    config = json.loads((directory / CONFIG).read_text())
+    return max([config["r"], *(config.get("rank_pattern") or {}).values()])
 
 
 def _write_apart(
@@ -92,7 +134,9 @@ def _write_apart(
     """
     file = TensorFile(directory / WEIGHTS)
     pairs = _apart(file, description, stacked)
-    _rewrite(directory, _tensors(file, pairs if form is None else _in_form(pairs, form)))
+    if form is not None:
+        pairs = _in_form(pairs, form, description.get("head_features"))
+    _rewrite(directory, _tensors(file, pairs), has_other_rows=form is not None and bool(form.halved))
     if fused := description.get("fused_projections"):
         _replace_json(directory / CONFIG, _with_fused(json.loads((directory / CONFIG).read_text()), fused))
     if description.pop("expert_linears", None) is not None:
@@ -204,16 +248,24 @@ def _tensors(file: TensorFile, pairs: Mapping[str, Pair]) -> dict[str, FileTenso
     return matrices | {name: file.copied(name) for name in file if not _MATRIX.fullmatch(name)}
 
 
-def _in_form(pairs: Mapping[str, Pair], form: VllmForm) -> dict[str, Pair]:
+def _in_form(pairs: Mapping[str, Pair], form: VllmForm, head_features: int | None) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     for path, (a, b) in pairs.items():
         linear = path.rpartition(".")[2]
         parts, layer = form.split.get(linear, (linear,)), path.removesuffix(linear)
+        if linear in form.halved:
+            assert head_features is not None, "refusal_by_vllm was asked before"
+            b = _halved(b, head_features)
         found |= {f"{layer}{part}": (a, own) for part, own in zip(parts, np.split(b, len(parts)), strict=True)}
     for linear, second in form.repeated.items():
         for path in [path for path in found if path.endswith(f".{linear}")]:
             found.setdefault(f"{path.removesuffix(linear)}{second}", found[path])
     return {_renamed(path, form.renamed): pair for path, pair in found.items()}
+
+
+def _halved(b: np.ndarray, head_features: int) -> np.ndarray:
+    """Returns the rows of each head with those of even numbers first."""
+    return b.reshape(-1, head_features // 2, 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
 
 
 def _renamed(path: str, names: Mapping[str, str]) -> str:
@@ -274,9 +326,9 @@ def _names(path: str) -> tuple[str, str]:
     return f"{PREFIX}{path}.lora_A.weight", f"{PREFIX}{path}.lora_B.weight"
 
 
-def _rewrite(directory: Path, tensors: Mapping[str, FileTensor]) -> None:
+def _rewrite(directory: Path, tensors: Mapping[str, FileTensor], has_other_rows: bool = False) -> None:
     file = TensorFile(directory / WEIGHTS)
-    if tensors.keys() != file.keys():
+    if has_other_rows or tensors.keys() != file.keys():
         write_tensors(directory / WEIGHTS, tensors, file.metadata)
 
 

@@ -1,7 +1,7 @@
 """The forms in which vLLM 0.32 reads adapters, by the architecture that the config.json of the base model names.
 
-tests/workers/engines/test_vllm_adapters.py loads adapters of these models into vLLM. Of models that also take images,
-...ForConditionalGeneration, it does not: their forms follow from what their classes in vLLM declare.
+tests/workers/engines/test_vllm_adapters.py loads adapters of these models into vLLM, but of Kimi: its form follows from
+what its class in vLLM declares.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,15 @@ from typing import Literal
 
 Experts = Literal["pairs", "joined", "mixed"]
 
+# The values of --max-lora-rank that vLLM accepts.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
 
 @dataclass(frozen=True)
 class VllmForm:
     """The form of an adapter.
 
+    refusal: what vLLM lacks for adapters of such models, None if it takes them.
     adapts_head: whether it may adapt the output head.
     experts: "pairs" of matrices for each linear layer of each expert, "joined" as peft has them for experts that are in
     one tensor in files, or "mixed", the same where vLLM reads it with --enable-mixed-moe-lora-format alone.
@@ -22,15 +26,17 @@ class VllmForm:
     have none of them.
     renamed: parts of paths that have another name in vLLM. split: linear layers that vLLM adapts in parts of equal
     sizes. repeated: linear layers whose weight vLLM has a second time under another name, in layers of the model that
-    have no linear layer of that name.
+    have no linear layer of that name. halved: linear layers of whose heads vLLM has the rows with even numbers first.
     """
 
+    refusal: str | None = None
     adapts_head: bool = False
     experts: Experts = "pairs"
     ignored: Mapping[str, str] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)
+    halved: frozenset[str] = frozenset()
 
 
 _WITHOUT_HEAD, _WITH_HEAD = VllmForm(), VllmForm(adapts_head=True)
@@ -39,13 +45,17 @@ _WITHOUT_EXPERTS = VllmForm(ignored=_EXPERTS)
 _UNKNOWN = VllmForm(adapts_head=True, ignored=_EXPERTS)
 # Module names that differ from those in today's transformers.
 _BLOCK_SPARSE = {".mlp.experts.": ".block_sparse_moe.experts."}
-# vLLM reorders the rows of two of its weights, but not those of adapters, and for the others it was not compared.
-_LLAMA4 = VllmForm(ignored={".q_proj": "train_attn", ".k_proj": "train_attn", **_EXPERTS})
+# Llama 4 multiplies the input of an expert by the router's weight. vLLM's kernels leave that weight out before an
+# adapter's gate and up, and multiply the output of its down by it.
+_LLAMA4 = VllmForm(adapts_head=True, ignored=_EXPERTS, halved=frozenset({"q_proj", "k_proj"}))
 # In Gemma 4, values may be keys, and vLLM projects both.
 _GEMMA4 = VllmForm(repeated={"k_proj": "v_proj"})
+_UNKNOWN_TO_VLLM = VllmForm(refusal="does not know this model")
+_WITHOUT_ADAPTERS = VllmForm(refusal="takes no adapters of this model")
 
 FORMS: Mapping[str, VllmForm] = {
     "AfmoeForCausalLM": _WITHOUT_HEAD,
+    "BambaForCausalLM": VllmForm(refusal="does not run this model"),
     "CohereForCausalLM": _WITHOUT_HEAD,
     "Cohere2ForCausalLM": _WITHOUT_HEAD,
     "DeepseekV3ForCausalLM": _WITHOUT_HEAD,
@@ -68,6 +78,12 @@ FORMS: Mapping[str, VllmForm] = {
     "GraniteMoeForCausalLM": _WITH_HEAD,
     "GraniteMoeHybridForCausalLM": VllmForm(adapts_head=True, experts="mixed"),
     "GraniteMoeSharedForCausalLM": VllmForm(adapts_head=True, ignored={".shared_mlp.": "train_mlp"}),
+    "HYV3ForCausalLM": VllmForm(renamed={".shared_experts.": ".shared_mlp."}),
+    "HyperCLOVAXForCausalLM": _WITH_HEAD,
+    "InternLM3ForCausalLM": _WITH_HEAD,
+    "IQuestCoderForCausalLM": _WITH_HEAD,
+    "KimiK25ForConditionalGeneration": _WITHOUT_ADAPTERS,
+    "Kolibri1ForCausalLM": _UNKNOWN_TO_VLLM,
     "LagunaForCausalLM": _WITHOUT_HEAD,
     "LlamaForCausalLM": _WITH_HEAD,
     "Llama4ForCausalLM": _LLAMA4,
@@ -77,31 +93,41 @@ FORMS: Mapping[str, VllmForm] = {
     "Ministral3ForCausalLM": _WITHOUT_HEAD,
     "Mistral3ForConditionalGeneration": _WITHOUT_HEAD,
     "MixtralForCausalLM": VllmForm(adapts_head=True, renamed=_BLOCK_SPARSE),
+    "NemotronForCausalLM": _WITH_HEAD,
     "NemotronHForCausalLM": VllmForm(adapts_head=True, ignored={"latent_proj": "train_mlp"}),
     "OlmoeForCausalLM": _WITHOUT_HEAD,
     "Phi3ForCausalLM": _WITH_HEAD,
+    # The name in releases, and the one that transformers writes.
+    "PhiMoEForCausalLM": VllmForm(adapts_head=True, renamed=_BLOCK_SPARSE),
+    "PhimoeForCausalLM": VllmForm(refusal="takes this model only if its config.json names PhiMoEForCausalLM"),
     "Qwen2ForCausalLM": _WITHOUT_HEAD,
     "Qwen2MoeForCausalLM": _WITHOUT_HEAD,
     "Qwen3ForCausalLM": _WITH_HEAD,
     "Qwen3MoeForCausalLM": _WITH_HEAD,
     "Qwen3NextForCausalLM": _WITHOUT_HEAD,
     "Qwen3_5ForCausalLM": _WITH_HEAD,
-    "Qwen3_5ForConditionalGeneration": _WITHOUT_HEAD,
+    "Qwen3_5ForConditionalGeneration": _WITH_HEAD,
     "Qwen3_5MoeForCausalLM": _WITH_HEAD,
-    "Qwen3_5MoeForConditionalGeneration": VllmForm(experts="joined"),
+    "Qwen3_5MoeForConditionalGeneration": VllmForm(adapts_head=True, experts="joined"),
+    "StableLmForCausalLM": _WITHOUT_ADAPTERS,
     # vLLM runs these by the layers of transformers.
     "ArceeForCausalLM": _WITHOUT_HEAD,
+    "CwmForCausalLM": _WITHOUT_HEAD,
     "Dots1ForCausalLM": _WITHOUT_EXPERTS,
+    "FlexOlmoForCausalLM": _WITHOUT_EXPERTS,
     "GlmForCausalLM": _WITHOUT_HEAD,
     "HeliumForCausalLM": _WITHOUT_HEAD,
     "HunYuanDenseV1ForCausalLM": _WITHOUT_HEAD,
     "HunYuanMoEV1ForCausalLM": _WITHOUT_EXPERTS,
+    "Jais2ForCausalLM": _WITHOUT_HEAD,
+    "MellumForCausalLM": _WITHOUT_EXPERTS,
     "MinistralForCausalLM": _WITHOUT_HEAD,
     "Olmo2ForCausalLM": _WITHOUT_HEAD,
     "Olmo3ForCausalLM": _WITHOUT_HEAD,
     "SeedOssForCausalLM": _WITHOUT_HEAD,
     "SmolLM3ForCausalLM": _WITHOUT_HEAD,
     "SolarOpenForCausalLM": _WITHOUT_EXPERTS,
+    "Starcoder2ForCausalLM": _WITHOUT_HEAD,
 }
 
 
@@ -109,3 +135,8 @@ def form_of(architecture: str | None) -> VllmForm:
     """Returns the form of adapters of an architecture. Of one that was not compared vLLM itself says what it adapts,
     but it would ignore adapters of experts whose names it does not know."""
     return FORMS.get(architecture or "", _UNKNOWN)
+
+
+def room_for(rank: int) -> int:
+    """Returns the value of vLLM's --max-lora-rank for adapters of this rank."""
+    return next((each for each in _RANKS if each >= rank), _RANKS[-1])

@@ -30,6 +30,11 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 CONFIGS = Path(__file__).parent / "workers" / "configs"
 DEVICES, MEMORIES = (1, 8, 16, 64), ("80GB", "141GB")
 TOKENS = 32768
+# Of classes that have another name in transformers.
+NAMES_IN_RELEASES = {
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
+    "PhimoeForCausalLM": "PhiMoEForCausalLM",
+}
 WORDS: Mapping[type[Part], str] = {
     SoftmaxAttention: "attention",
     LatentAttention: "latent attention",
@@ -131,9 +136,12 @@ def words_of(part: Part) -> str:
 
 def adapted_by_vllm(model_type: str) -> str:
     architectures = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    form = FORMS.get(architectures.get(model_type, model_type))
+    named = architectures.get(model_type, model_type)
+    form = FORMS.get(NAMES_IN_RELEASES.get(named, named))
     if form is None:
         return "not compared"
+    if form.refusal is not None:
+        return f"none: it {form.refusal}"
     missing = [*([] if form.adapts_head else ["lm_head"]), *(part.strip(".") for part in form.ignored)]
     return f"all but {names_of(missing)}" if missing else "all"
 

@@ -1,5 +1,6 @@
 """Checkpoints exported as directories that other programs load."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import torch
 from safetensors.numpy import load_file
 from trainhouse import Datum, ServiceClient, TrainingClient
 from trainhouse.client.export_checkpoint import loaded_by
+from trainhouse.schemas.vllm_form import form_of
+from trainhouse.workers.engines.vllm.adapters import link_files
 from transformers import AutoModelForCausalLM
 
-from ..live import LiveServer
+from ..live import LiveServer, live_server
+from ..tiny import tiny_model
 
 KEY = "tml-export"
 MODEL = "tiny/chat"
@@ -82,6 +86,31 @@ def test_an_adapter_is_exported_merged(
 
 
 @pytest.mark.slow
+def test_an_adapter_is_exported_as_vllm_samplers_get_it(tmp_path: Path) -> None:
+    """The adapter is one of gpt-oss, of which vLLM adapts the experts as one, and not the head."""
+    model = tiny_model("gpt_oss", tmp_path / "model")
+    with live_server({MODEL: model}, tmp_path / "state") as server, ServiceClient(server.url, KEY) as service:
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1, train_unembed=False)
+        path, directory = train_and_save(client, "cross_entropy"), tmp_path / "adapter"
+        output = export(server, path, directory, "--for=vllm")
+        assert "vllm serve MODEL --enable-lora --max-lora-rank 8 --lora-modules" in output
+        assert f'"path": "{directory}"' in output
+        service.create_rest_client().download_checkpoint(path, tmp_path / "stored").result(60)
+        (sent := tmp_path / "sent").mkdir()
+        asyncio.run(link_files(tmp_path / "stored", form_of("GptOssForCausalLM"), sent))
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            assert (directory / name).read_bytes() == (sent / name).read_bytes()
+        stored = (tmp_path / "stored" / "adapter_model.safetensors").read_bytes()
+        assert stored != (directory / "adapter_model.safetensors").read_bytes()
+        whole = train_and_save(service.create_lora_training_client(MODEL, rank=4, seed=1), "cross_entropy")
+        refused = export(server, whole, tmp_path / "refused", "--for=vllm")
+        assert "vLLM does not adapt the output head of this model: train adapters with train_unembed=False" in refused
+        assert not [*(tmp_path / "refused").iterdir()]
+        both = export(server, path, tmp_path / "both", "--for=vllm", "--merge-into=.")
+        assert "not allowed with argument --for" in both
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [None, 40])
 def test_a_draft_is_exported_in_the_format_of_inference_engines(
     service: ServiceClient, shared_server: LiveServer, tmp_path: Path, vocabulary: int | None
@@ -120,3 +149,12 @@ def test_the_loading_hint_depends_on_the_kind_of_model() -> None:
     draft = {"base_model": "a/b", "training": "draft", "algorithm": "dflash", "block_size": 8}
     assert '"num_speculative_tokens": 7' in loaded_by(draft, Path("d"))
     assert "transformers" in loaded_by({"base_model": "a/b", "training": "full"}, Path("d"))
+
+
+def test_vllm_is_told_of_adapters_in_the_mixed_form(tmp_path: Path) -> None:
+    about = {"base_model": "a/b", "architecture": "GraniteMoeHybridForCausalLM"}
+    (tmp_path / "trainhouse.json").write_text(json.dumps(about))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 20, "rank_pattern": {"gate_up_proj": 40}}))
+    hint = loaded_by(about, tmp_path, "vllm")
+    assert "--max-lora-rank 64 --enable-mixed-moe-lora-format --lora-modules" in hint
+    assert '"is_3d_lora_weight": true' in hint and hint.endswith("hub id of a/b")

@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -12,10 +12,12 @@ from trainhouse.schemas.adapter_files import (
     DESCRIPTION,
     WEIGHTS,
     Pair,
+    Reader,
     block_diagonal,
     pairs_of,
     refusal_by_vllm,
     split_experts,
+    write_for,
     write_for_cookbook,
     write_for_peft,
     write_for_vllm,
@@ -228,8 +230,8 @@ def test_layers_are_renamed_split_and_repeated_for_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("targets", "trains_head", "reason"),
     [
-        (["mlp.up_proj"], True, "the output head of this model: train adapters with train_unembed=False"),
-        (["mlp.experts.up_proj"], False, "layers of this model such as mlp.experts.up_proj: train .*train_mlp=False"),
+        (["mlp.up_proj"], True, "does not adapt the output head of this model: train .*train_unembed=False"),
+        (["mlp.experts.up_proj"], False, "does not adapt layers .*such as mlp.experts.up_proj: .*train_mlp=False"),
         (["mlp.up_proj"], False, None),
     ],
 )
@@ -241,6 +243,63 @@ def test_what_vllm_does_not_adapt_is_found_before_it_is_sent(
     assert found is None if reason is None else re.fullmatch(reason, found or "")
     if reason is not None:
         assert refusal_by_vllm(tmp_path, VllmForm(adapts_head=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("form", "description", "reason"),
+    [
+        (VllmForm(refusal="does not know this model"), {}, "does not know this model"),
+        (VllmForm(adapts_head=True), {"role": "critic"}, "samples no critics"),
+        (VllmForm(adapts_head=True, halved=frozenset({"q_proj"})), {}, "needs the size of the heads, .*save it again"),
+    ],
+)
+def test_vllm_takes_no_adapters_of_some_models(
+    form: VllmForm, description: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    stored(tmp_path, {}, {"lora": {"train_unembed": True}, "targets": []} | description)
+    assert re.fullmatch(reason, refusal_by_vllm(tmp_path, form) or "")
+    assert refusal_by_vllm(tmp_path, VllmForm(adapts_head=True)) is None or "role" in description
+
+
+def test_rows_of_heads_are_reordered_for_vllm(tmp_path: Path) -> None:
+    """A rotation of neighbouring features becomes one of the halves of each head."""
+    a, b = matrix(2, 6), matrix(12, 2)
+    stored(tmp_path, {f"{LAYER}.attn.q_proj": (a, b), f"{LAYER}.attn.v_proj": (a, b)}, {"head_features": 6})
+    write_for_vllm(tmp_path, VllmForm(halved=frozenset({"q_proj"})))
+    found = pairs_of(TensorFile(tmp_path / WEIGHTS))
+    assert np.array_equal(found[f"{LAYER}.attn.q_proj"][1], b[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]])
+    assert np.array_equal(found[f"{LAYER}.attn.v_proj"][1], b)
+
+
+def described(directory: Path, architecture: str | None, trains_head: bool = True) -> Path:
+    """Stores an adapter of a Mixtral, whose form in vLLM has other names."""
+    of_model: dict[str, object] = {} if architecture is None else {"architecture": architecture}
+    lora = {"lora": {"train_unembed": trains_head}, "targets": ["experts.up_proj"], "base_model": "a/b"}
+    return stored(directory, {f"{LAYER}.mlp.experts.0.w1": (matrix(2, 6), matrix(4, 2))}, of_model | lora)
+
+
+def test_the_form_in_vllm_follows_from_the_checkpoint(tmp_path: Path) -> None:
+    paths = {}
+    for reader in get_args(Reader):
+        (directory := tmp_path / reader).mkdir()
+        write_for(reader, described(directory, "MixtralForCausalLM"))
+        paths[reader] = list(pairs_of(TensorFile(directory / WEIGHTS)))
+    assert paths == {
+        "peft": [f"{LAYER}.mlp.experts.0.w1"],
+        "vllm": [f"{LAYER}.block_sparse_moe.experts.0.w1"],
+    }
+
+
+def test_what_vllm_does_not_read_is_not_written_for_it(tmp_path: Path) -> None:
+    before = (described(tmp_path, "OlmoeForCausalLM") / WEIGHTS).read_bytes()
+    with pytest.raises(ValueError, match="vLLM does not adapt the output head of this model: train"):
+        write_for("vllm", tmp_path)
+    with pytest.raises(ValueError, match="does not name the class of a/b: load it into a model and save it again"):
+        write_for("vllm", described(tmp_path, None))
+    assert len((tmp_path / WEIGHTS).read_bytes()) == len(before)
+    (tmp_path / f"{WEIGHTS}.age").touch()
+    with pytest.raises(ValueError, match="encrypted files cannot be rewritten for vLLM: export them for peft"):
+        write_for("vllm", tmp_path)
 
 
 def test_matrices_of_experts_are_stacked_for_the_cookbook(tmp_path: Path) -> None:

@@ -26,11 +26,14 @@ class PeftFormat:
         self._renamed = [target for target in adapter.targets if target.saved_path is not None]
 
     def describe(self) -> dict[str, Any]:
-        """Returns the adapted layers; the names of a tied head; if experts share matrices, the names of an expert's
-        layers in PEFT's files by those in ours; the layout of experts that PEFT adapts together; and layers whose rows
-        are adapted in parts, and the numbers of their rows; and the kind of layer that peft refuses."""
+        """Returns the adapted layers; the class that the base model's config.json names and the size of its heads, for
+        the form in vLLM; the names of a tied head; if experts share matrices, the names of an expert's layers in PEFT's
+        files by those in ours; the layout of experts that PEFT adapts together; and layers whose rows are adapted in
+        parts, and the numbers of their rows; and the kind of layer that peft refuses."""
         adapter = self._adapter
         described: dict[str, Any] = {"targets": [target.name for target in adapter.targets]}
+        of_base = {"architecture": adapter.architecture, "head_features": adapter.head_features}
+        described |= {name: value for name, value in of_base.items() if value is not None}
         if adapter.unembed is not None and adapter.tied_embedding is not None:
             described["tied_head"] = {"head": adapter.unembed_name, "embedding": adapter.tied_embedding}
         if adapter.shares_factors:

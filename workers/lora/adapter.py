@@ -22,6 +22,7 @@ class Adapter(Trainable):
     """A trainable LoRA adapter on a frozen base. The views of its vectors are A and B^T by target.
 
     tied_embedding: name of the embedding if the output head has the same weights, None if it has its own.
+    architecture, head_features: of the base model, see BaseModel and ModelShape; None if it has none.
     stacked_experts: adapted experts whose matrices are in one tensor in files, None if each has its own.
     """
 
@@ -50,7 +51,9 @@ class Adapter(Trainable):
         embedding = base.saved_name(base.embedding_name.removesuffix(".weight"))
         self.tied_embedding = embedding if base.head_name == base.embedding_name else None
         self.not_adapted, self.base_is_sparse = tuple(unadapted_layers), base.is_sparse
-        self.refused_by_peft = base.shape.family.refused_by_peft if isinstance(base.shape, ModelShape) else None
+        shape = base.shape if isinstance(base.shape, ModelShape) else None
+        self.refused_by_peft = None if shape is None else shape.family.refused_by_peft
+        self.architecture, self.head_features = base.architecture, None if shape is None else shape.head_features
         self.stacked_experts = base.stacked_experts if self.adapts_experts else None
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 

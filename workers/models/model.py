@@ -46,6 +46,7 @@ from ..shapes.model_shape import (
     ModelShape,
     describe_model,
     longest_context,
+    read_architecture,
     refusal_of,
     refuse_missing_weights,
     rope_of,
@@ -98,15 +99,15 @@ class BaseModel:
     modules, and whether they are whole, sharded or quantized.
 
     trunk: everything below the unembedding; `lora` wraps its linear layers. product: multiplies with the frozen
-    weights. shape: what its config describes. weights_per_product: weights of a linear layer, on average. experts: by
-    name, those of sparse layers that run by our own forward. is_sparse: whether some layers have experts, run by us or
-    by transformers. num_parameters: of all ranks together. precision: dtype and quantization. source: where it was
-    loaded from. spec: layout of the ranks that share it. sequence_split: how ranks along sp split sequences.
-    shards_activations: whether ranks along tp shard the activations between linear layers in training. activations: as
-    in WorkerConfig. unembedding: [vocab, hidden], possibly tied to the embedding; this rank's rows if ranks keep it in
-    parts, except inside `whole_unembedding` and `gathered`. head_name, embedding_name: names of these parameters.
-    head_bias: added to the logits, [vocab], whole on every rank; None if there is none. head_names: of the unembedding
-    and of this bias.
+    weights. shape: what its config describes. architecture: the class that config.json names, None if none.
+    weights_per_product: weights of a linear layer, on average. experts: by name, those of sparse layers that run by our
+    own forward. is_sparse: whether some layers have experts, run by us or by transformers. num_parameters: of all ranks
+    together. precision: dtype and quantization. source: where it was loaded from. spec: layout of the ranks that share
+    it. sequence_split: how ranks along sp split sequences. shards_activations: whether ranks along tp shard the
+    activations between linear layers in training. activations: as in WorkerConfig. unembedding: [vocab, hidden],
+    possibly tied to the embedding; this rank's rows if ranks keep it in parts, except inside `whole_unembedding` and
+    `gathered`. head_name, embedding_name: names of these parameters. head_bias: added to the logits, [vocab], whole on
+    every rank; None if there is none. head_names: of the unembedding and of this bias.
     """
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
@@ -131,6 +132,7 @@ class BaseModel:
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
         loaded_config, self._text_part_of = _config_of(config.model.source)
         self.shape = describe_model(config.model.name, loaded_config.to_dict())
+        self.architecture = read_architecture(config.model)
         check_quantization(config.base_quantization, mesh.spec, self.shape)
         self._weights = self.shape.placed_weights() if isinstance(self.shape, ModelShape) else {}
         placed = ParameterSharding(mesh, self._weights)

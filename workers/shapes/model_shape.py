@@ -109,6 +109,12 @@ class ModelShape(ModelDescription):
         """The largest numbers of query and of key/value heads that divide those of all layers with attention."""
         return gcd(*(each.heads for each in self.attentions)), gcd(*(each.kv_heads for each in self.attentions))
 
+    @property
+    def head_features(self) -> int | None:
+        """The features of each head of softmax attention, None if layers differ in that."""
+        sizes = {each.head_dim for each in self.attentions if isinstance(each, SoftmaxAttention)}
+        return sizes.pop() if len(sizes) == 1 else None
+
     @cached_property
     def attending_layers(self) -> Sequence[int]:
         """The number of the layer to whose keys and values each layer with softmax attention attends."""

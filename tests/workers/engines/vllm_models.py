@@ -76,6 +76,10 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             max_num_batched_tokens=128,
             enforce_eager=True,
             skip_tokenizer_init=True,
+            language_model_only=True,
+            trust_remote_code=True,
+            # As the server gives it to vLLM for Llama 4.
+            override_generation_config={"attn_temperature_tuning": True},
             disable_log_stats=True,
             enable_prefix_caching=False,
         )
@@ -145,20 +149,26 @@ def run_experts(
     apply_router_weight_on_input: bool,
     **_: Any,
 ) -> None:
-    """Has the parameters of TritonExperts.apply. Sums the weighted outputs of each token's experts."""
-    slots = self._lora_context.punica_wrapper.token_lora_indices.tolist()
+    """Has the parameters of TritonExperts.apply. Sums the weighted outputs of each token's experts.
+
+    Weights on inputs are in hidden_states already. As in vLLM's kernels, adapters take inputs without them, and have
+    weights on outputs all the same.
+    """
+    lora = self._lora_context
+    slots, plain = lora.punica_wrapper.token_lora_indices.tolist(), lora.original_hidden_states
     for token, (experts, weights) in enumerate(zip(topk_ids.tolist(), topk_weights, strict=True)):
         # vLLM's first passes, which measure memory, have tokens of no request.
         total, slot = torch.zeros_like(output[token]), slots[token] if token < len(slots) else -1
         for expert, weight in zip(experts, weights, strict=True):
-            before, after = (weight, 1.0) if apply_router_weight_on_input else (1.0, weight)
-            inner = gate_and_up(self, hidden_states[token] * before, w1, expert, slot, activation)
-            total += after * down(self, activated(self, inner, activation), w2, expert, slot)
+            inner = gate_and_up(self, hidden_states[token], plain[token], w1, expert, slot, activation)
+            outer = activated(self, inner, activation)
+            total += (1.0 if apply_router_weight_on_input else weight) * down(self, outer, w2, expert)
+            total += weight * down_of_adapter(self, outer, expert, slot)
         output[token] = total
 
 
 def gate_and_up(
-    experts: TritonExperts, x: Tensor, w1: Tensor, expert: int, slot: int, activation: MoEActivation
+    experts: TritonExperts, x: Tensor, plain: Tensor, w1: Tensor, expert: int, slot: int, activation: MoEActivation
 ) -> Tensor:
     y, lora = w1[expert] @ x, experts._lora_context
     if experts.w1_bias is not None:
@@ -166,7 +176,7 @@ def gate_and_up(
     if slot < 0:
         return y
     pairs = zip(lora.w13_lora_a_stacked, lora.w13_lora_b_stacked, strict=True)
-    terms = [b[slot, expert] @ (a[slot, expert] @ x) for a, b in pairs]
+    terms = [b[slot, expert] @ (a[slot, expert] @ plain) for a, b in pairs]
     alternate = len(terms) == 2 and activation == MoEActivation.SWIGLUOAI
     return y + (torch.stack(terms, -1).flatten() if alternate else torch.cat(terms))
 
@@ -180,14 +190,16 @@ def activated(experts: TritonExperts, y: Tensor, activation: MoEActivation) -> T
     return result[0]
 
 
-def down(experts: TritonExperts, x: Tensor, w2: Tensor, expert: int, slot: int) -> Tensor:
-    y, lora = w2[expert] @ x, experts._lora_context
-    if experts.w2_bias is not None:
-        y = y + experts.w2_bias[expert]
+def down(experts: TritonExperts, x: Tensor, w2: Tensor, expert: int) -> Tensor:
+    y = w2[expert] @ x
+    return y if experts.w2_bias is None else y + experts.w2_bias[expert]
+
+
+def down_of_adapter(experts: TritonExperts, x: Tensor, expert: int, slot: int) -> Tensor | float:
     if slot < 0:
-        return y
-    (a,), (b,) = lora.w2_lora_a_stacked, lora.w2_lora_b_stacked
-    return y + b[slot, expert] @ (a[slot, expert] @ x)
+        return 0.0
+    (a,), (b,) = experts._lora_context.w2_lora_a_stacked, experts._lora_context.w2_lora_b_stacked
+    return b[slot, expert] @ (a[slot, expert] @ x)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,9 @@ class VllmEngine:
         self._base_adapter_id: str | None = None
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
+        """Raises ValueError with the reason if vLLM does not start, or takes no adapters of this model."""
+        if self._form.refusal is not None:
+            raise ValueError(f"{self._server.name} is not used: vLLM {self._form.refusal}: use --sampler native")
         await self._server.start(on_progress)
         if self._server.is_on_cpu:
             await self._add_base_adapter()
@@ -233,7 +236,7 @@ class VllmEngine:
                 " --sampler native"
             )
         if (refused := refusal_by_vllm(directory, self._form)) is not None:
-            raise OperationError(f"vLLM does not adapt {refused}, or sample them from a server with --sampler native")
+            raise OperationError(f"vLLM {refused}, or sample them from a server with --sampler native")
 
     async def _add_base_adapter(self) -> None:
         """Adds the base model as an adapter that changes nothing.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -17,21 +18,24 @@ from typing import BinaryIO
 import httpx
 
 from ....schemas.errors import OperationError
-from ....schemas.vllm_form import VllmForm
+from ....schemas.vllm_form import VllmForm, room_for
 from ...planner.footprint import runs_on_cpu
 from ...protocol.timeouts import GRACE_SECONDS, VLLM_SILENCE_SECONDS, VLLM_START_SECONDS
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, VllmConfig, WorkerConfig
 from ...scheduler.supervision.backoff import RestartBackoff
-from ...shapes.model_shape import ModelShape, read_model
-from ...shapes.parts import GatedDelta
+from ...shapes.model_shape import ModelShape, read_architecture, read_model
+from ...shapes.parts import GatedDelta, SoftmaxAttention
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
-# The values of --max-lora-rank that vLLM accepts.
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # vLLM keeps further adapters in its cache in host memory.
 _MAX_ADAPTERS_ON_DEVICE = 8
+# Of these models vLLM 0.32 reads from the generation config, not from config.json, whether queries grow with their
+# positions; where that does not say so either, they grow if the longest context exceeds 32768 tokens.
+_TUNED_BY_GENERATION_CONFIG = "llama4_text"
+# The end of the names of classes that have parts for images.
+_WITH_IMAGES = "ForConditionalGeneration"
 # How much of the end of the log is searched for the last error.
 _TAIL_BYTES = 64 << 10
 
@@ -227,7 +231,7 @@ class VllmProcess(VllmServer):
             "dtype": self._dtype,
             "tensor-parallel-size": config.tensor_parallel,
             "gpu-memory-utilization": config.memory_share,
-            "max-lora-rank": next((rank for rank in _RANKS if rank >= self._max_rank), _RANKS[-1]),
+            "max-lora-rank": room_for(self._max_rank),
             "max-loras": num_on_device,
             "max-cpu-loras": max(num_on_device, model.adapter_slots),
             # Defaults for missing parameters must not be read from the model's directory.
@@ -236,9 +240,15 @@ class VllmProcess(VllmServer):
         }
         if model.max_context_length is not None:
             flags["max-model-len"] = model.max_context_length
+        shape = _shape(model)
+        if shape is not None and shape.model_type == _TUNED_BY_GENERATION_CONFIG:
+            tuned = any(isinstance(each, SoftmaxAttention) and each.growth is not None for each in shape.mixers)
+            flags["override-generation-config"] = json.dumps({"attn_temperature_tuning": tuned})
         switches = ["--enable-lora", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
         if self._form.experts == "mixed":
             switches.append("--enable-mixed-moe-lora-format")
+        if (read_architecture(model.model) or "").endswith(_WITH_IMAGES):
+            switches.append("--language-model-only")
         if _lacks_tokenizer(model.model.source):
             switches.append("--skip-tokenizer-init")
         named = [text for name, value in flags.items() for text in (f"--{name}", str(value))]

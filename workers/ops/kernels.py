@@ -78,7 +78,7 @@ class _ExpertTerms(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ExpertFactors:
-    """What adapters add between the products that all experts of a token share, see ../lora/shared_factors.py.
+    """The terms of adapters between the products that all experts of a token share, see ../lora/shared_factors.py.
 
     reduced: the tokens' products with A of gate, then of up, [tokens, 2 * width]. gate, up, down: B^T of gate and of
     up, and A of down, of each expert and adapter: contiguous [experts * adapters, rank, features].

@@ -44,7 +44,7 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
 def changed_settings(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the name of each field that the family reads, or of an alias, and settings in which it has another value.
 
-    Settings come once with lists for all layers, and once without the lists that transformers derives from other
+    Settings are given once with lists for all layers, and once without the lists that transformers derives from other
     fields.
     """
     whole = tiny_settings_of(model_type)

@@ -67,7 +67,7 @@ def test_training_and_samples_use_one_set_of_frequencies(
 
 
 def test_the_check_at_load_compares_the_same_frequencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has sequences of 5 to 11 tokens, and transformers alone would take the short factors for them."""
+    """The check has sequences of 5 to 11 tokens; transformers alone would take the short factors for them."""
     served, _ = models("phi3", tmp_path)
     config = WorkerConfig(ServedModel("m", str(served)), device="cpu")
     model_module.BaseModel(config)

@@ -61,7 +61,7 @@ class ExpertWeights:
     """
 
     def __init__(self, experts: Any, activation: Activation, part: RoutedExperts | None) -> None:
-        """For `part` see activation_of."""
+        """Takes the part as activation_of does."""
         self.activation = activation
         self.names = "gate_up_proj" if activation.is_gated else "up_proj", "down_proj"
         self._experts = experts

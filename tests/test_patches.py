@@ -14,6 +14,7 @@ ALLOWED = {
     "monkeypatch.setattr(SequenceScheduler, '_preempt_youngest', preempt)",
     "CPURouter._compute_routing",
     "registry._run_in_subprocess",
+    "reader._config",
 }
 
 

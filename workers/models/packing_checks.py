@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..batch.micro_batch import MicroBatch, select_examples
 from ..ops.attention import AttendingPacking, AttentionKind, Packing, attend, pack_lengths
-from ..ops.indexed.token_index import IndexKind, IndexQueries, choose
 from ..ops.recurrence import Recurrence, recur
+from ..ops.token_index import IndexKind, IndexQueries, choose
 from ..resources.memory import is_out_of_memory
 
 Logits = Callable[[Tensor, Tensor, AttendingPacking], Tensor]

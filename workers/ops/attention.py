@@ -15,13 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from .attention_kind import AttentionKind, Sinks
+from .chosen_attention import attend_to_chosen
 from .chunked_attention import attend_in_chunks, gradients_in_chunks
-from .indexed.chosen_attention import attend_to_chosen
 from .training_kernels import TrainingKernels, training_kernels_for
 
 if TYPE_CHECKING:
-    from .indexed.token_index import IndexKind, IndexQueries
     from .recurrence import Recurrence
+    from .token_index import IndexKind, IndexQueries
 
 ATTENTION = "trainhouse_packed"
 

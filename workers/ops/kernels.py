@@ -106,7 +106,8 @@ class PrefixGroups:
 class Kernels:
     """Calls the kernels on float32 tensors on the CPU, without gradients.
 
-    The numbers of a row must be contiguous; a copy is made if they are not.
+    The numbers of a row must be contiguous; a copy is made if they are not. The class is long because it has a method
+    for each kernel.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

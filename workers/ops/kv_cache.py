@@ -22,11 +22,11 @@ from .attention import (
     flash_of_last_queries,
     pack_lengths,
 )
-from .indexed.chosen_attention import attend_to_copies
-from .indexed.token_index import IndexKind, IndexQueries, choose_for_each, choose_for_last, choose_in_row
+from .chosen_attention import attend_to_copies
 from .kernels import PrefixGroups, kernels_for, triton_kernels_for
 from .linear import soft_capped
 from .recurrence import Recurrence, StateKind
+from .token_index import IndexKind, IndexQueries, choose_for_each, choose_for_last, choose_in_row
 
 # The span of views is rounded up to a multiple of this, so that not every step needs new views.
 _READ_TOKENS = 16

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .attention import AttendingPacking, AttentionKind, Packing, attend
-from .indexed.token_index import IndexKind, IndexQueries, choose
 from .recurrence import Recurrence, recur
+from .token_index import IndexKind, IndexQueries, choose
 
 
 class SharingRow:

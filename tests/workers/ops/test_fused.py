@@ -17,7 +17,7 @@ from trainhouse.workers.ops.fused import (
     rotate_heads,
     swiglu,
 )
-from trainhouse.workers.ops.layer_norm import LayerNorm, layer_norm
+from trainhouse.workers.ops.norms.layer_norm import LayerNorm, layer_norm
 
 from ..adapted import relative_error
 

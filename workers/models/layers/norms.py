@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...ops.fused import RmsNorm, add_rms_norm, rms_norm
-from ...ops.layer_norm import LayerNorm, layer_norm
+from ...ops.norms.layer_norm import LayerNorm, layer_norm
 from ...shapes.families import Family
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
 from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
-from ...ops.layer_norm import HeadLayerNorms, LayerNorm, layer_norm
+from ...ops.norms.layer_norm import HeadLayerNorms, LayerNorm, layer_norm
 from ...ops.shared_keys import SharingRow
 from ...parallel.mesh import Mesh, Team
 from ...parallel.norms import ShardedHeadNorms

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...ops.attention import AttendingPacking, Packing
 from ...ops.fused import Rotation, pairs_apart, rotate_heads
-from ...ops.indexed.token_index import IndexKind, IndexQueries, choose
 from ...ops.shared_keys import SharingRow
+from ...ops.token_index import IndexKind, IndexQueries, choose
 from ...parallel.sequence import ShardedPacking
 from ...shapes.parts import Indexer
 

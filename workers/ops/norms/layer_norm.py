@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import RmsNorm
+from ..fused import RmsNorm
 
 
 class LayerNorm(RmsNorm):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import AttentionKind, Packing, attend, pack_lengths
-from trainhouse.workers.ops.indexed.chosen_attention import attend_to_copies
-from trainhouse.workers.ops.indexed.token_index import (
+from trainhouse.workers.ops.chosen_attention import attend_to_copies
+from trainhouse.workers.ops.token_index import (
     IndexKind,
     IndexQueries,
     choose,
@@ -16,8 +16,8 @@ from trainhouse.workers.ops.indexed.token_index import (
 )
 from trainhouse.workers.shapes import windows
 
-from ...adapted import relative_error
-from ...parallel.live_bytes import LiveBytes
+from ..adapted import relative_error
+from ..parallel.live_bytes import LiveBytes
 
 HEADS, HEAD_DIM, MOST = 3, 8, 6
 LENGTHS = [5, 40, 6, 7, 40, 1, 55]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...shapes.windows import queries_of_choice, queries_of_copies
-from ..attention_kind import AttentionKind
+from ..shapes.windows import queries_of_choice, queries_of_copies
+from .attention_kind import AttentionKind
 
 if TYPE_CHECKING:
-    from ..attention import Packing
+    from .attention import Packing
 
 
 def attend_to_chosen(query: Tensor, key: Tensor, value: Tensor, packing: "Packing", kind: AttentionKind) -> Tensor:

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...shapes.windows import queries_of_index
-from ..attention import AttendingPacking, Packing
-from ..attention_kind import AttentionKind
+from ..shapes.windows import queries_of_index
+from .attention import AttendingPacking, Packing
+from .attention_kind import AttentionKind
 
 
 @dataclass(frozen=True)

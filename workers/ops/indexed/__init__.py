@@ -1,1 +1,0 @@
-"""Attention to the tokens that an indexer chooses."""

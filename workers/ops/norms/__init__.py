@@ -1,0 +1,1 @@
+"""Norms other than those of ../fused.py."""

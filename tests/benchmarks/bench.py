@@ -34,9 +34,9 @@ DEFAULT: dict[str, Callable[[Setup], Section]] = {
     "overlap": overlap,
     "roles": roles_apart,
     "durability": durability,
+    "families": families,
 }
 ON_REQUEST: dict[str, Callable[[Setup], Section]] = {
-    "families": families,
     "vllm": against_vllm,
     "drafts": drafts,
     "speculation": speculation,

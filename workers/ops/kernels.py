@@ -246,7 +246,7 @@ class Kernels:
         x, (groups, inner, columns) = with_rows(x), matrices.shape
         transposed = matrices.stride(2) != 1
         apart = matrices.stride(0), matrices.stride(2 if transposed else 1)
-        threads = (lane_threads() or self._most_threads) if len(x) * inner * columns > WORTH_ALL else 1
+        threads = self._threads_for_product(len(x) * inner * columns)
         pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), matrices.data_ptr()
         self.library.grouped_matmul(
             *pointers,
@@ -267,6 +267,9 @@ class Kernels:
         pointers = (part for tensor in (y, x, a, b) for part in (tensor.data_ptr(), tensor.stride(0)))
         if self.library.add_low_rank(*pointers, *x.shape, *b.shape):
             raise MemoryError(f"an adapter of rank {len(b)} for {len(x)} rows: no memory for their product")
+
+    def _threads_for_product(self, num_multiplications: int) -> int:
+        return (lane_threads() or self._most_threads) if num_multiplications > WORTH_ALL else 1
 
     def sort_pairs(self, keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sorts pairs of token and expert by group.
@@ -327,7 +330,7 @@ class Kernels:
             between = x.new_empty(num_tokens, width)
             pointers = (each.data_ptr() for each in (factors.reduced, factors.gate, factors.up, factors.down))
             terms = ctypes.byref(_ExpertTerms(*pointers, width, rank, len(factors.gate) // experts))
-        threads = self._most_threads if keys.numel() * hidden * features > WORTH_ALL else 1
+        threads = self._threads_for_product(keys.numel() * hidden * features)
         pointers = (None if each is None else each.data_ptr() for each in (out, between, x, keys, weights))
         matrices = (ctypes.byref(_Matrices.of(each)) for each in (gate_up, down))
         sizes = first, num_tokens, keys.shape[1], experts, hidden, features

@@ -128,8 +128,8 @@ def test_data_captured_in_other_batches_mix_in_any_order_with_others(
     with target_tokens() as runs:
         output, found_gradient = learn(worker, stored(request(referring, loss_fn=algorithm), tmp_path / "features"))
         assert sum(runs) == 30 + 11, "only data without a reference run the target"
-    torch.testing.assert_close(found_gradient, gradient, rtol=1e-5, atol=1e-6)
-    assert (found_gradient - 1.001 * gradient).abs().max() > 1e-5
+    # The target's products of few rows sum in another order than those of many.
+    assert relative_error(found_gradient, gradient) < 5e-6 < relative_error(1.0001 * found_gradient, gradient)
     assert output.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-6)
     for mine, other in zip(output.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(mine["losses"], other["losses"], atol=1e-5)

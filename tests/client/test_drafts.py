@@ -151,7 +151,8 @@ def test_captured_features_train_like_the_target_until_they_are_released(real_se
     assert [each.tokens.tolist() for each in captured] == [each.tokens.tolist() for each in data]
     assert len({each.feature_ref for each in captured}) == 5
     offline = draft.forward(captured, "eagle3").result(60)
-    assert offline.metrics == online.metrics
+    # The target's products of few rows, as in one of these passes, sum in another order than those of many.
+    assert offline.metrics == pytest.approx(online.metrics, rel=1e-6)
     draft.forward_backward(captured[:2], "eagle3")
     draft.optim_step().result(60)
     features = real_service.get_workers().features

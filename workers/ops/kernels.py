@@ -330,7 +330,7 @@ class Kernels:
             between = x.new_empty(num_tokens, width)
             pointers = (each.data_ptr() for each in (factors.reduced, factors.gate, factors.up, factors.down))
             terms = ctypes.byref(_ExpertTerms(*pointers, width, rank, len(factors.gate) // experts))
-        threads = self._threads_for_product(keys.numel() * hidden * features)
+        threads = self._threads_for_product(keys.numel() * hidden * 3 * features)
         pointers = (None if each is None else each.data_ptr() for each in (out, between, x, keys, weights))
         matrices = (ctypes.byref(_Matrices.of(each)) for each in (gate_up, down))
         sizes = first, num_tokens, keys.shape[1], experts, hidden, features

@@ -5,7 +5,7 @@
  * depend on what the other rows hold. Non-finite numbers stay non-finite, and stay in their row.
  */
 
-#include "vectors.h"
+#include "products.h"
 
 #include <stdlib.h>
 
@@ -72,19 +72,17 @@ void swiglu(float *out, const float *gate, const float *up, int64_t stride, int6
     }
 }
 
-/* Products are computed in tiles whose sums are registers: of up to this many rows, and columns or vectors of them. */
-#define TILE_ROWS 6
-#define TILE_COLUMNS 2
+/* Tiles of dot products have up to this many rows and columns. */
 #define DOT_ROWS 4
 #define DOT_COLUMNS 3
 /* Threads share the columns in parts of this many, a multiple of DOT_COLUMNS and of WIDE. */
 #define PART_COLUMNS 48
 
-/* A tile of y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. */
+/* A tile of y [rows, columns] = x [rows, inner] w', or is added to; w is [columns, inner]. x_step is 1. */
 static inline __attribute__((always_inline)) void tile_of_dots(const int rows, const int columns, float *y,
                                                                int64_t y_stride, const float *x, int64_t x_stride,
-                                                               const float *w, int64_t w_stride, int64_t inner,
-                                                               int adds) {
+                                                               int64_t x_step, const float *w, int64_t w_stride,
+                                                               int64_t inner, int adds) {
     wide sums[DOT_ROWS][DOT_COLUMNS] = {{{0}}};
     int64_t k = 0;
     for (; k + WIDE <= inner; k += WIDE) {
@@ -112,90 +110,15 @@ static inline __attribute__((always_inline)) void tile_of_dots(const int rows, c
         }
 }
 
-/* A tile of y [rows, columns * WIDE] = x [rows, inner] w, or is added to; w is [inner, columns * WIDE]. */
-static inline __attribute__((always_inline)) void tile_of_rows(const int rows, const int columns, float *y,
-                                                               int64_t y_stride, const float *x, int64_t x_stride,
-                                                               const float *w, int64_t w_stride, int64_t inner,
-                                                               int adds) {
-    wide sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};
-    for (int64_t k = 0; k < inner; k++) {
-        wide weights[TILE_COLUMNS];
-#pragma GCC unroll 2
-        for (int c = 0; c < columns; c++) weights[c] = WIDE_AT(w + k * w_stride + c * WIDE);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            float number = x[r * x_stride + k];
-#pragma GCC unroll 2
-            for (int c = 0; c < columns; c++) sums[r][c] += number * weights[c];
-        }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int c = 0; c < columns; c++) {
-            float *to = y + r * y_stride + c * WIDE;
-            if (adds) sums[r][c] += WIDE_AT(to);
-            WIDE_AT(to) = sums[r][c];
-        }
-}
-
-typedef void tile_function(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int);
-
-/* Tiles of constant numbers of rows and columns, each compiled by itself: inlined into one function, they would have too
- * few registers for their addresses. */
-#define OF_SIZE(tile, rows, columns)                                                                               \
-    static __attribute__((noinline)) void tile##_##rows##_##columns(float *y, int64_t y_stride, const float *x, \
-                                                                    int64_t x_stride, const float *w,           \
-                                                                    int64_t w_stride, int64_t inner, int adds) { \
-        tile(rows, columns, y, y_stride, x, x_stride, w, w_stride, inner, adds);                                \
-    }
-#define DOTS(columns)             \
-    OF_SIZE(tile_of_dots, 1, columns) \
-    OF_SIZE(tile_of_dots, 2, columns) \
-    OF_SIZE(tile_of_dots, 3, columns) \
-    OF_SIZE(tile_of_dots, 4, columns) \
-    static tile_function *const dots_##columns[DOT_ROWS] = {tile_of_dots_1_##columns, tile_of_dots_2_##columns, \
+#define DOTS(columns)                                                                                             \
+    OF_SIZE(tile_of_dots, 1, columns)                                                                             \
+    OF_SIZE(tile_of_dots, 2, columns)                                                                             \
+    OF_SIZE(tile_of_dots, 3, columns)                                                                             \
+    OF_SIZE(tile_of_dots, 4, columns)                                                                             \
+    static tile_function *const dots_##columns[DOT_ROWS] = {tile_of_dots_1_##columns, tile_of_dots_2_##columns,   \
                                                             tile_of_dots_3_##columns, tile_of_dots_4_##columns};
-#define ROWS(columns)             \
-    OF_SIZE(tile_of_rows, 1, columns) \
-    OF_SIZE(tile_of_rows, 2, columns) \
-    OF_SIZE(tile_of_rows, 3, columns) \
-    OF_SIZE(tile_of_rows, 4, columns) \
-    OF_SIZE(tile_of_rows, 5, columns) \
-    OF_SIZE(tile_of_rows, 6, columns) \
-    static tile_function *const rows_##columns[TILE_ROWS] = {tile_of_rows_1_##columns, tile_of_rows_2_##columns, \
-                                                             tile_of_rows_3_##columns, tile_of_rows_4_##columns, \
-                                                             tile_of_rows_5_##columns, tile_of_rows_6_##columns};
 DOTS(1)
 DOTS(3)
-ROWS(1)
-ROWS(2)
-
-/* Computes the columns of the tiles for all rows, in tiles of about as many, at most `most`. */
-static void in_tiles(tile_function *const *tiles, int64_t most, float *y, int64_t y_stride, const float *x,
-                     int64_t x_stride, const float *w, int64_t w_stride, int64_t rows, int64_t inner, int adds) {
-    for (int64_t left = (rows + most - 1) / most; left > 0; left--) {
-        int64_t of_tile = (rows + left - 1) / left;
-        tiles[of_tile - 1](y, y_stride, x, x_stride, w, w_stride, inner, adds);
-        y += of_tile * y_stride, x += of_tile * x_stride, rows -= of_tile;
-    }
-}
-
-/* y [rows, columns] = x [rows, inner] w, or is added to; w is [inner, columns]. */
-static void matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride, const float *w, int64_t w_stride,
-                   int64_t rows, int64_t inner, int64_t columns, int adds) {
-    int64_t c = 0;
-    for (; c + TILE_COLUMNS * WIDE <= columns; c += TILE_COLUMNS * WIDE)
-        in_tiles(rows_2, TILE_ROWS, y + c, y_stride, x, x_stride, w + c, w_stride, rows, inner, adds);
-    for (; c + WIDE <= columns; c += WIDE)
-        in_tiles(rows_1, TILE_ROWS, y + c, y_stride, x, x_stride, w + c, w_stride, rows, inner, adds);
-    for (; c < columns; c++)
-        for (int64_t r = 0; r < rows; r++) {
-            float sum = 0.0f;
-            for (int64_t k = 0; k < inner; k++) sum += x[r * x_stride + k] * w[k * w_stride + c];
-            y[r * y_stride + c] = adds ? y[r * y_stride + c] + sum : sum;
-        }
-}
 
 /* Transposes w [8, 8] into panel. */
 static inline __attribute__((always_inline)) void transpose(float *panel, int64_t panel_stride, const float *w,
@@ -258,14 +181,14 @@ static void matmul_transposed(float *y, int64_t y_stride, const float *x, int64_
             float panel[DEPTH * TILE_COLUMNS * WIDE] __attribute__((aligned(64)));
             int64_t depth = inner - k < DEPTH ? inner - k : DEPTH;
             fill_panel(panel, w + c * w_stride + k, w_stride, depth, width);
-            matmul(y + c, y_stride, x + k, x_stride, panel, width, rows, depth, width, adds || k > 0);
+            matmul(y + c, y_stride, x + k, x_stride, 1, panel, width, rows, depth, width, adds || k > 0);
         }
         c += width;
     }
     for (; c + DOT_COLUMNS <= columns; c += DOT_COLUMNS)
-        in_tiles(dots_3, DOT_ROWS, y + c, y_stride, x, x_stride, w + c * w_stride, w_stride, rows, inner, adds);
+        in_tiles(dots_3, DOT_ROWS, y + c, y_stride, x, x_stride, 1, w + c * w_stride, w_stride, rows, inner, adds);
     for (; c < columns; c++)
-        in_tiles(dots_1, DOT_ROWS, y + c, y_stride, x, x_stride, w + c * w_stride, w_stride, rows, inner, adds);
+        in_tiles(dots_1, DOT_ROWS, y + c, y_stride, x, x_stride, 1, w + c * w_stride, w_stride, rows, inner, adds);
 }
 
 /* Multiplies rows of x [rows, inner], sorted by group, with their groups' matrices; the products overwrite y [rows,
@@ -290,7 +213,7 @@ void grouped_matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride
                 matmul_transposed(to, y_stride, from, x_stride, w + first * w_stride, w_stride, rows, inner, width,
                                   adds);
             else
-                matmul(to, y_stride, from, x_stride, w + first, w_stride, rows, inner, width, adds);
+                matmul(to, y_stride, from, x_stride, 1, w + first, w_stride, rows, inner, width, adds);
         }
 }
 
@@ -300,8 +223,8 @@ int add_low_rank(float *y, int64_t y_stride, const float *x, int64_t x_stride, c
                  const float *b, int64_t b_stride, int64_t rows, int64_t inner, int64_t rank, int64_t columns) {
     float *reduced = malloc(rows * rank * sizeof(float));
     if (reduced == NULL) return 1;
-    matmul(reduced, rank, x, x_stride, a, a_stride, rows, inner, rank, 0);
-    matmul(y, y_stride, reduced, rank, b, b_stride, rows, rank, columns, 1);
+    matmul(reduced, rank, x, x_stride, 1, a, a_stride, rows, inner, rank, 0);
+    matmul(y, y_stride, reduced, rank, 1, b, b_stride, rows, rank, columns, 1);
     free(reduced);
     return 0;
 }
@@ -547,7 +470,7 @@ int run_experts(float *out, float *between, const float *x, const int64_t *keys,
         grouped_matmul(wide + kind * features, 2 * features, reduced + kind * width, 2 * width,
                        kind ? terms->up : terms->gate, of_group, features, 0, of_adapters, own, groups, terms->rank,
                        features, 1, 1);
-    swiglu(active, wide, wide + features, 2 * features, own, features, own * features > WORTH_THREADS ? threads : 1);
+    swiglu(active, wide, wide + features, 2 * features, own, features, threads);
     memset(y + own * hidden, 0, (pairs - own) * hidden * sizeof(float));
     grouped_matmul(y, hidden, active, features, down->numbers, down->group_stride, down->row_stride, down->transposed,
                    bounds, own, experts, features, hidden, 0, threads);
@@ -679,10 +602,10 @@ static inline int64_t token_at(double target, const float *sums, const float *lo
 /* Samples one token for each row of logits [rows, vocab]: the most likely one at temperature 0, otherwise the first at
  * which the cumulative probability exceeds uniform[row]. logprobs are those at temperature 1, NaN if any logit is. */
 void choose(int64_t *tokens, float *logprobs, const float *logits, const float *temperatures, const float *uniform,
-            int64_t rows, int64_t vocab) {
+            int64_t rows, int64_t vocab, int threads) {
     int64_t block = (vocab + BLOCKS - 1) / BLOCKS;
     block = block < LANES ? LANES : (block + LANES - 1) / LANES * LANES;
-#pragma omp parallel for if (rows * vocab > WORTH_THREADS)
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < rows; row++) {
         const float *own = logits + row * vocab;
         float sums[BLOCKS], largest = -INFINITY, temperature = temperatures[row];

@@ -30,11 +30,14 @@ if TYPE_CHECKING:
     from .triton_kernels import TritonKernels
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "training.c"))
-_HEADER = Path(__file__).with_name("vectors.h")
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
 # With fewer numbers than this, waking up other threads does not pay.
 _WORTH_THREADS = 65536
+
+# With more rows for each matrix than this, torch's products are as fast as a kernel.
+FEW_ROWS = 256
 
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -49,14 +52,14 @@ _ARGUMENTS = {
     "run_experts": [*[_POINTER] * 8, *[_SIZE] * 6, _INT],
     "convolve_step": [_POINTER, _POINTER, _SIZE, *[_POINTER] * 4, *[_SIZE] * 3, _INT, _INT],
     "delta_step": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 4, *[_SIZE] * 5, _INT],
-    "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
+    "choose": [*[_POINTER] * 5, *[_SIZE] * 2, _INT],
 }
 
 _log = logging.getLogger(__name__)
 
 
 class _Matrices(ctypes.Structure):
-    """Is `struct matrices` in kernels.c."""
+    """The struct matrices of kernels.c."""
 
     _fields_ = [("numbers", _POINTER), ("group_stride", _SIZE), ("row_stride", _SIZE), ("transposed", _INT)]
 
@@ -68,7 +71,7 @@ class _Matrices(ctypes.Structure):
 
 
 class _ExpertTerms(ctypes.Structure):
-    """Is `struct expert_terms` in kernels.c."""
+    """The struct expert_terms of kernels.c."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("reduced", "gate", "up", "down")),
@@ -396,7 +399,7 @@ class Kernels:
         logits = logits.contiguous()
         tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
         pointers = (tensor.data_ptr() for tensor in (tokens, logprobs, logits, temperature, uniform))
-        self.library.choose(*pointers, rows, vocab)
+        self.library.choose(*pointers, rows, vocab, threads_for(logits))
         return tokens, logprobs
 
 
@@ -485,7 +488,7 @@ def _digest(compiler: str) -> str:
     processors = Path("/proc/cpuinfo")
     lines = processors.read_text().splitlines() if processors.exists() else []
     features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    parts = (*(path.read_text() for path in (*_SOURCES, _HEADER)), compiler, *_FLAGS, platform.machine(), features)
+    parts = (*(path.read_text() for path in (*_SOURCES, *_HEADERS)), compiler, *_FLAGS, platform.machine(), features)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

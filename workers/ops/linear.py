@@ -8,10 +8,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..resources.threads import ThreadCount
-from .kernels import kernels_for
-
-# With more rows than this oneDNN is as fast as the kernel.
-_FEW_ROWS = 256
+from .kernels import FEW_ROWS, kernels_for
 
 
 class Product(Protocol):
@@ -83,7 +80,7 @@ def torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: 
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
     """Multiplies by a kernel or, if there are many rows, by oneDNN, for float32 on the CPU."""
-    kernels = kernels_for(x, weight) if len(x) <= _FEW_ROWS and 1 in weight.stride() else None
+    kernels = kernels_for(x, weight) if len(x) <= FEW_ROWS and 1 in weight.stride() else None
     if kernels is not None:
         return kernels.linear(x, weight, bias, addend)
     if addend is None:

@@ -4,7 +4,7 @@
  * depend on the other rows, or sequences of attention. Non-finite numbers stay non-finite, and stay in their row.
  */
 
-#include "vectors.h"
+#include "products.h"
 
 #include <stdlib.h>
 
@@ -130,74 +130,6 @@ void combine_pairs_gradient(float *grad_x, float *grad_weights, const float *gra
     }
 }
 
-/* Products are computed for this many rows, and vectors of columns, at a time, to stay in registers. */
-#define TILE_ROWS 6
-#define TILE_COLUMNS 2
-
-/* A tile of y [rows, columns * WIDE] = x [rows, inner] w, or is added to; w is [inner, columns * WIDE]. */
-static inline __attribute__((always_inline)) void tile(const int rows, const int columns, float *y, int64_t y_stride,
-                                                       const float *x, int64_t x_stride, int64_t x_step,
-                                                       const float *w, int64_t w_stride, int64_t inner, int adds) {
-    wide sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};
-    for (int64_t k = 0; k < inner; k++) {
-        wide weights[TILE_COLUMNS];
-#pragma GCC unroll 2
-        for (int c = 0; c < columns; c++) weights[c] = WIDE_AT(w + k * w_stride + c * WIDE);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            float number = x[r * x_stride + k * x_step];
-#pragma GCC unroll 2
-            for (int c = 0; c < columns; c++) sums[r][c] += number * weights[c];
-        }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int c = 0; c < columns; c++) {
-            float *to = y + r * y_stride + c * WIDE;
-            if (adds) sums[r][c] += WIDE_AT(to);
-            WIDE_AT(to) = sums[r][c];
-        }
-}
-
-#define ROWS_OF_TILE(number, columns)                                                                        \
-    case number: tile(number, columns, y, y_stride, x, x_stride, x_step, w, w_stride, inner, adds); break;
-
-/* A column of tiles, each with constant numbers of rows and columns, so that its sums are registers. */
-#define COLUMN_OF_TILES(name, columns)                                                                       \
-    static void name(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t x_step, const float *w, \
-                     int64_t w_stride, int64_t rows, int64_t inner, int adds) {                              \
-        for (; rows > 0; rows -= TILE_ROWS, y += TILE_ROWS * y_stride, x += TILE_ROWS * x_stride)            \
-            switch (rows < TILE_ROWS ? rows : TILE_ROWS) {                                                   \
-                ROWS_OF_TILE(6, columns)                                                                     \
-                ROWS_OF_TILE(5, columns)                                                                     \
-                ROWS_OF_TILE(4, columns)                                                                     \
-                ROWS_OF_TILE(3, columns)                                                                     \
-                ROWS_OF_TILE(2, columns)                                                                     \
-                ROWS_OF_TILE(1, columns)                                                                     \
-            }                                                                                                \
-    }
-
-COLUMN_OF_TILES(tiles_of_two, 2)
-COLUMN_OF_TILES(tiles_of_one, 1)
-
-/* y [rows, columns] = x w, or is added to, for x [rows, inner], whose rows are x_stride and numbers x_step apart, and w
- * [inner, columns]. */
-static void product(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t x_step, const float *w,
-                    int64_t w_stride, int64_t rows, int64_t inner, int64_t columns, int adds) {
-    int64_t c = 0;
-    for (; c + 2 * WIDE <= columns; c += 2 * WIDE)
-        tiles_of_two(y + c, y_stride, x, x_stride, x_step, w + c, w_stride, rows, inner, adds);
-    for (; c + WIDE <= columns; c += WIDE)
-        tiles_of_one(y + c, y_stride, x, x_stride, x_step, w + c, w_stride, rows, inner, adds);
-    for (; c < columns; c++)
-        for (int64_t r = 0; r < rows; r++) {
-            float sum = adds ? y[r * y_stride + c] : 0.0f;
-            for (int64_t k = 0; k < inner; k++) sum += x[r * x_stride + k * x_step] * w[k * w_stride + c];
-            y[r * y_stride + c] = sum;
-        }
-}
-
 /* Attention processes this many queries and keys at a time. */
 #define QUERIES 36
 #define KEYS 128
@@ -292,8 +224,8 @@ static void see(struct progress *queries, float *scores, const float *values, in
         clear_outside(own, span, count);
         queries->sums[r] += sum;
     }
-    product(queries->weighed, APART(of->value_size), scores, APART(KEYS), 1, values, APART(of->value_size), rows, count,
-            of->value_size, 1);
+    matmul(queries->weighed, APART(of->value_size), scores, APART(KEYS), 1, values, APART(of->value_size), rows, count,
+           of->value_size, 1);
 }
 
 /* Causal attention of sequences, whose first tokens are bounds [sequences + 1]: out [tokens, heads, value_size] and the
@@ -326,8 +258,8 @@ int attention(float *out, float *log_sums, const float *q, const float *k, const
                     copy_rows(queries, q + token * of->q_stride + head * of->size, of->q_stride, rows, of->size);
                     for (int64_t t = first_key(first, of->window); t < first + rows; t += KEYS) {
                         int64_t count = first + rows - t < KEYS ? first + rows - t : KEYS;
-                        product(scores, APART(KEYS), queries, APART(of->size), 1, keys + t, apart, rows, of->size,
-                                ROUND_UP(count), 0);
+                        matmul(scores, APART(KEYS), queries, APART(of->size), 1, keys + t, apart, rows, of->size,
+                               ROUND_UP(count), 0);
                         see(&progress, scores, values + t * APART(of->value_size), rows, first - t, count, of);
                     }
                     for (int64_t r = 0; r < rows; r++) {
@@ -402,16 +334,16 @@ int attention_gradient(float *grad_q, float *grad_k, float *grad_v, const float 
                         along[r] = dot(of_out + r * value_row, out + (place + r * of->heads) * value_size, value_size);
                     for (int64_t t = begin; t < first + rows; t += KEYS) {
                         int64_t count = first + rows - t < KEYS ? first + rows - t : KEYS, wider = ROUND_UP(count);
-                        product(scores, APART(KEYS), queries, row, 1, keys + t, apart, rows, size, wider, 0);
-                        product(gradients, APART(KEYS), of_out, value_row, 1, values + t, apart, rows, value_size,
-                                wider, 0);
+                        matmul(scores, APART(KEYS), queries, row, 1, keys + t, apart, rows, size, wider, 0);
+                        matmul(gradients, APART(KEYS), of_out, value_row, 1, values + t, apart, rows, value_size,
+                               wider, 0);
                         weigh_gradients(scores, gradients, log_sums + head * tokens + token, along, rows, first - t,
                                         count, of);
-                        product(of_v + t * value_row, value_row, scores, 1, APART(KEYS), of_out, value_row, count,
-                                rows, value_size, 1);
-                        product(of_k + t * row, row, gradients, 1, APART(KEYS), queries, row, count, rows, size, 1);
-                        product(of_q, of->heads * size, gradients, APART(KEYS), 1, in_rows + t * row, row, rows, count,
-                                size, t > begin);
+                        matmul(of_v + t * value_row, value_row, scores, 1, APART(KEYS), of_out, value_row, count,
+                               rows, value_size, 1);
+                        matmul(of_k + t * row, row, gradients, 1, APART(KEYS), queries, row, count, rows, size, 1);
+                        matmul(of_q, of->heads * size, gradients, APART(KEYS), 1, in_rows + t * row, row, rows, count,
+                               size, t > begin);
                     }
                 }
             for (int64_t t = 0; t < length; t++) {

@@ -4,9 +4,6 @@
 #include <stdint.h>
 #include <string.h>
 
-/* With fewer numbers than this, waking up other threads does not pay. */
-#define WORTH_THREADS 65536
-
 /* Sixteen numbers at any address; compilers map them to the processor's vectors. */
 #define LANES 16
 typedef float lanes __attribute__((vector_size(64), aligned(4), may_alias));

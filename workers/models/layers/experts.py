@@ -11,15 +11,12 @@ import torch
 from torch import Tensor
 
 from ...ops.grouped_gemm import GroupedRows
-from ...ops.kernels import ExpertFactors, kernels_for, load_kernels
+from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels
 from ...ops.training_kernels import training_kernels_for
 from ...parallel.collectives import all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from ...shapes.parts import RoutedExperts
 from .expert_weights import ExpertWeights, activation_of
-
-# With more pairs of each expert than this, products by torch are as fast as the kernel.
-_FEW_ROWS = 256
 
 
 class AdapterTerms(Protocol):
@@ -185,7 +182,7 @@ class GroupedExperts:
 
     def _run_fused(self, x: Tensor, keys: Tensor, weights: Tensor) -> Tensor | None:
         """Returns the result of `_run` by one kernel; None if there is none for these experts, adapters or tensors."""
-        matrices = self._weights.plain if keys.numel() <= _FEW_ROWS * self._num_own else None
+        matrices = self._weights.plain if keys.numel() <= FEW_ROWS * self._num_own else None
         plan, num_own = self._active.experts if self._active is not None else None, self._num_own
         own = plan.own_factors(self._name, num_own) if matrices is not None and plan is not None else ()
         kernels = None if matrices is None or own is None else kernels_for(x, weights, *matrices, *own)

@@ -1,0 +1,86 @@
+/* Products with matrices whose rows are contiguous, in float32, for all kernels. */
+
+#include "vectors.h"
+
+/* Products are computed in tiles whose sums are registers: of up to this many rows, and vectors of columns. */
+#define TILE_ROWS 6
+#define TILE_COLUMNS 2
+
+/* A tile of y [rows, columns * WIDE] = x w, or is added to; x and w are those of matmul. */
+static inline __attribute__((always_inline)) void tile_of_rows(const int rows, const int columns, float *y,
+                                                               int64_t y_stride, const float *x, int64_t x_stride,
+                                                               int64_t x_step, const float *w, int64_t w_stride,
+                                                               int64_t inner, int adds) {
+    wide sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};
+    for (int64_t k = 0; k < inner; k++) {
+        wide weights[TILE_COLUMNS];
+#pragma GCC unroll 2
+        for (int c = 0; c < columns; c++) weights[c] = WIDE_AT(w + k * w_stride + c * WIDE);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            float number = x[r * x_stride + k * x_step];
+#pragma GCC unroll 2
+            for (int c = 0; c < columns; c++) sums[r][c] += number * weights[c];
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int c = 0; c < columns; c++) {
+            float *to = y + r * y_stride + c * WIDE;
+            if (adds) sums[r][c] += WIDE_AT(to);
+            WIDE_AT(to) = sums[r][c];
+        }
+}
+
+typedef void tile_function(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int);
+
+/* Tiles of constant numbers of rows and columns, each compiled by itself: inlined into one function, they would have
+ * too few registers for their addresses. */
+#define OF_SIZE(tile, rows, columns)                                                                              \
+    static __attribute__((noinline)) void tile##_##rows##_##columns(float *y, int64_t y_stride, const float *x,   \
+                                                                    int64_t x_stride, int64_t x_step,             \
+                                                                    const float *w, int64_t w_stride,             \
+                                                                    int64_t inner, int adds) {                    \
+        tile(rows, columns, y, y_stride, x, x_stride, x_step, w, w_stride, inner, adds);                          \
+    }
+#define ROWS(columns)                                                                                             \
+    OF_SIZE(tile_of_rows, 1, columns)                                                                             \
+    OF_SIZE(tile_of_rows, 2, columns)                                                                             \
+    OF_SIZE(tile_of_rows, 3, columns)                                                                             \
+    OF_SIZE(tile_of_rows, 4, columns)                                                                             \
+    OF_SIZE(tile_of_rows, 5, columns)                                                                             \
+    OF_SIZE(tile_of_rows, 6, columns)                                                                             \
+    static tile_function *const rows_##columns[TILE_ROWS] = {tile_of_rows_1_##columns, tile_of_rows_2_##columns,  \
+                                                             tile_of_rows_3_##columns, tile_of_rows_4_##columns,  \
+                                                             tile_of_rows_5_##columns, tile_of_rows_6_##columns};
+ROWS(1)
+ROWS(2)
+
+/* Computes the columns of the tiles for all rows, in tiles of about as many, at most `most`. */
+static void in_tiles(tile_function *const *tiles, int64_t most, float *y, int64_t y_stride, const float *x,
+                     int64_t x_stride, int64_t x_step, const float *w, int64_t w_stride, int64_t rows, int64_t inner,
+                     int adds) {
+    for (int64_t left = (rows + most - 1) / most; left > 0; left--) {
+        int64_t of_tile = (rows + left - 1) / left;
+        tiles[of_tile - 1](y, y_stride, x, x_stride, x_step, w, w_stride, inner, adds);
+        y += of_tile * y_stride, x += of_tile * x_stride, rows -= of_tile;
+    }
+}
+
+/* y [rows, columns] = x w, or is added to, for x [rows, inner], whose rows are x_stride and numbers x_step apart, and w
+ * [inner, columns]. */
+static void matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride, int64_t x_step, const float *w,
+                   int64_t w_stride, int64_t rows, int64_t inner, int64_t columns, int adds) {
+    int64_t c = 0;
+    for (; c + TILE_COLUMNS * WIDE <= columns; c += TILE_COLUMNS * WIDE)
+        in_tiles(rows_2, TILE_ROWS, y + c, y_stride, x, x_stride, x_step, w + c, w_stride, rows, inner, adds);
+    for (; c + WIDE <= columns; c += WIDE)
+        in_tiles(rows_1, TILE_ROWS, y + c, y_stride, x, x_stride, x_step, w + c, w_stride, rows, inner, adds);
+    for (; c < columns; c++)
+        for (int64_t r = 0; r < rows; r++) {
+            float sum = 0.0f;
+            for (int64_t k = 0; k < inner; k++) sum += x[r * x_stride + k * x_step] * w[k * w_stride + c];
+            y[r * y_stride + c] = adds ? y[r * y_stride + c] + sum : sum;
+        }
+}

@@ -50,7 +50,13 @@ def _unsupported(config: ConfigReader) -> str | None:
     if num_own < 1:
         return f"{config.num_layers - num_own} layers that share keys and values of {max(num_own, 0)} others"
     lacking = sorted({*kinds[num_own:]} - {*kinds[:num_own]})
-    return f"layers of {lacking[0]} that share keys and values of no other layer" if lacking else None
+    if lacking:
+        return f"layers of {lacking[0]} that share keys and values of no other layer"
+    of_layers, vocab = config.number("vocab_size_per_layer_input"), config.number("vocab_size")
+    has_inputs = config.number("hidden_size_per_layer_input", 0, at_least=0) > 0
+    return (
+        f"vocab_size {vocab} and vocab_size_per_layer_input {of_layers}" if has_inputs and of_layers < vocab else None
+    )
 
 
 def _other_weights(config: ConfigReader) -> Mapping[str, tuple[int, ...]]:

@@ -23,6 +23,12 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, *each) for each in zip(mixers, parts, strict=True)]
 
 
+def _unsupported(config: ConfigReader) -> str | None:
+    kv_heads = config.number("num_key_value_heads")
+    uneven = [each for each in config.numbers("num_attention_heads_per_layer") or () if each % kv_heads]
+    return f"{uneven[0]} num_attention_heads_per_layer and {kv_heads} num_key_value_heads" if uneven else None
+
+
 def _attention(config: ConfigReader, kind: str, heads: int) -> SoftmaxAttention:
     has_bias, gating, rope = config.is_set("attention_bias"), config.get("gating"), config.get("rope_parameters")
     of_kind = rope.get(kind, {}) if isinstance(rope, dict) else {}
@@ -73,4 +79,4 @@ _DEFAULTS: Mapping[str, object] = {
     "rope_parameters": {"full_attention": _HALF, "sliding_attention": _WHOLE},
 }
 
-LAGUNA = Family("Laguna", "laguna", _layers, _DEFAULTS)
+LAGUNA = Family("Laguna", "laguna", _layers, _DEFAULTS, unsupported=_unsupported)

@@ -43,7 +43,11 @@ _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
 MISTRAL = Family("Mistral", "mistral", _dense_layers, {**_DEFAULTS, "sliding_window": 4096})
 MINISTRAL = Family(
-    "Ministral", "ministral", _layers_of_ministral, {**_DEFAULTS, "sliding_window": 4096, "layer_types": None}
+    "Ministral",
+    "ministral",
+    _layers_of_ministral,
+    {**_DEFAULTS, "sliding_window": 4096, "layer_types": None},
+    unsupported=lambda config: None if config.is_set("sliding_window") else "no sliding_window",
 )
 MINISTRAL3 = Family(
     "Ministral3",

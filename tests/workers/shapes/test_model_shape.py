@@ -152,7 +152,7 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
     if model_type in LATENT:  # other names of theirs for the features that rotate, and for experts
         given = {key: value for key, value in given.items() if key not in ("head_dim", "num_experts")}
         given = given | {"num_key_value_heads": given["num_attention_heads"]}
-    if model_type in ("gemma4_text", "cwm", "kolibri1") and given.get("sliding_window", 0) is None:
+    if model_type in ("gemma4_text", "ministral", "cwm", "kolibri1") and given.get("sliding_window", 0) is None:
         pytest.skip("transformers needs a window")
     theirs = AutoConfig.for_model(model_type, **given)
     ours = shape_of({"model_type": model_type, **given})

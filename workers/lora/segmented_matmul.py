@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ops.kernels import kernels_for
 
 # On the CPU, copying so few rows into a padded batch costs less than the calls that it saves.
-_FEW_ROWS = 128
+_FEW_ROWS, _LOW_RANK = 128, 8
 
 
 class SegmentedMatmul(Protocol):
@@ -81,10 +81,10 @@ class SingleAdapter:
 
     def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
         kernels = kernels_for(y, x, a, b) if len(x) <= _FEW_ROWS and y.stride(1) == 1 else None
-        if kernels is None:
-            y.addmm_(torch.mm(x, a), b)
-        else:
+        if kernels is not None and (kernels.outdo_torch or len(b) <= _LOW_RANK):
             kernels.add_low_rank(y, x, a, b)
+        else:
+            y.addmm_(torch.mm(x, a), b)
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         (total,) = totals

@@ -123,7 +123,6 @@ DOTS(3)
 /* Transposes w [8, 8] into panel. */
 static inline __attribute__((always_inline)) void transpose(float *panel, int64_t panel_stride, const float *w,
                                                             int64_t w_stride) {
-    typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 #define EIGHT(pointer, row, stride) (*(eight *)((pointer) + (row) * (stride)))
 #pragma GCC unroll 2
     for (int half = 0; half < 8; half += 4) {
@@ -216,6 +215,9 @@ void grouped_matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride
                 matmul(to, y_stride, from, x_stride, 1, w + first, w_stride, rows, inner, width, adds);
         }
 }
+
+/* The float32 numbers that a vector register holds. */
+int register_size(void) { return WIDE; }
 
 /* Adds x [rows, inner] a b to y [rows, columns], for a [inner, rank] and b [rank, columns]; the rows of each have a
  * stride. Returns 0, or 1 if out of memory. */
@@ -312,6 +314,7 @@ static inline void weigh(float *weighed, const float *weights, const float *valu
     int64_t d = 0;
     for (; d + 8 * WIDE <= size; d += 8 * WIDE) weigh_wide(8, weighed + d, weights, values + d, count, size);
     for (; d + 4 * WIDE <= size; d += 4 * WIDE) weigh_wide(4, weighed + d, weights, values + d, count, size);
+    for (; d + 2 * WIDE <= size; d += 2 * WIDE) weigh_wide(2, weighed + d, weights, values + d, count, size);
     for (; d + WIDE <= size; d += WIDE) weigh_wide(1, weighed + d, weights, values + d, count, size);
     for (; d < size; d++)
         for (int64_t t = 0; t < count; t++) weighed[d] += weights[t] * values[t * size + d];

@@ -39,6 +39,8 @@ _WORTH_THREADS = 65536
 # With more rows for each matrix than this, torch's products are as fast as a kernel.
 FEW_ROWS = 256
 
+_WIDE_REGISTER = 16
+
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2, _INT],
@@ -46,6 +48,7 @@ _ARGUMENTS = {
     "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3, _INT],
     "decode_attention": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 8, *[_SIZE] * 6, _FLOAT, _FLOAT, _INT],
     "grouped_matmul": [*[_POINTER, _SIZE] * 2, _POINTER, *[_SIZE] * 2, _INT, _POINTER, *[_SIZE] * 4, _INT, _INT],
+    "register_size": [],
     "add_low_rank": [*[_POINTER, _SIZE] * 4, *[_SIZE] * 4],
     "sort_pairs": [*[_POINTER] * 4, *[_SIZE] * 4],
     "combine_pairs": [*[_POINTER] * 4, *[_SIZE] * 3],
@@ -117,6 +120,8 @@ class Kernels:
         for name, arguments in _ARGUMENTS.items():
             getattr(library, name).argtypes = arguments
         self.library, self._most_threads = library, torch.get_num_threads()
+        # On registers of 16 numbers (AVX-512) torch's products are as fast, and faster if all dimensions are large.
+        self.outdo_torch = library.register_size() < _WIDE_REGISTER
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns the norm of x [tokens, size] with weight [size]."""

@@ -81,7 +81,7 @@ def torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
     """Multiplies by a kernel or, if there are many rows, by oneDNN, for float32 on the CPU."""
     kernels = kernels_for(x, weight) if len(x) <= FEW_ROWS and 1 in weight.stride() else None
-    if kernels is not None:
+    if kernels is not None and kernels.outdo_torch:
         return kernels.linear(x, weight, bias, addend)
     if addend is None:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -6,32 +6,35 @@
 #define TILE_ROWS 6
 #define TILE_COLUMNS 2
 
-/* A tile of y [rows, columns * WIDE] = x w, or is added to; x and w are those of matmul. */
-static inline __attribute__((always_inline)) void tile_of_rows(const int rows, const int columns, float *y,
-                                                               int64_t y_stride, const float *x, int64_t x_stride,
-                                                               int64_t x_step, const float *w, int64_t w_stride,
-                                                               int64_t inner, int adds) {
-    wide sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};
-    for (int64_t k = 0; k < inner; k++) {
-        wide weights[TILE_COLUMNS];
-#pragma GCC unroll 2
-        for (int c = 0; c < columns; c++) weights[c] = WIDE_AT(w + k * w_stride + c * WIDE);
-#pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            float number = x[r * x_stride + k * x_step];
-#pragma GCC unroll 2
-            for (int c = 0; c < columns; c++) sums[r][c] += number * weights[c];
-        }
+/* Defines a tile of y [rows, columns * size] = x w, or is added to, in vectors of `size` numbers; x and w are those of
+ * matmul. */
+#define TILE_OF_ROWS(tile, vector, size)                                                                            \
+    static inline __attribute__((always_inline)) void tile(const int rows, const int columns, float *y,             \
+                                                           int64_t y_stride, const float *x, int64_t x_stride,      \
+                                                           int64_t x_step, const float *w, int64_t w_stride,        \
+                                                           int64_t inner, int adds) {                               \
+        vector sums[TILE_ROWS][TILE_COLUMNS] = {{{0}}};                                                             \
+        for (int64_t k = 0; k < inner; k++) {                                                                       \
+            vector weights[TILE_COLUMNS];                                                                           \
+            UNROLL(2) for (int c = 0; c < columns; c++) weights[c] = *(vector *)(w + k * w_stride + c * size);      \
+            UNROLL(6) for (int r = 0; r < rows; r++) {                                                              \
+                float number = x[r * x_stride + k * x_step];                                                        \
+                UNROLL(2) for (int c = 0; c < columns; c++) sums[r][c] += number * weights[c];                      \
+            }                                                                                                       \
+        }                                                                                                           \
+        UNROLL(6) for (int r = 0; r < rows; r++) UNROLL(2) for (int c = 0; c < columns; c++) {                      \
+            vector *to = (vector *)(y + r * y_stride + c * size);                                                   \
+            if (adds) sums[r][c] += *to;                                                                            \
+            *to = sums[r][c];                                                                                       \
+        }                                                                                                           \
     }
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int c = 0; c < columns; c++) {
-            float *to = y + r * y_stride + c * WIDE;
-            if (adds) sums[r][c] += WIDE_AT(to);
-            WIDE_AT(to) = sums[r][c];
-        }
-}
+#define UNROLL(times) DO_PRAGMA(GCC unroll times)
+#define DO_PRAGMA(text) _Pragma(#text)
+TILE_OF_ROWS(tile_of_rows, wide, WIDE)
+TILE_OF_ROWS(tile_of_four, four, 4)
+#if WIDE > 8
+TILE_OF_ROWS(tile_of_eight, eight, 8)
+#endif
 
 typedef void tile_function(float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t, int);
 
@@ -44,18 +47,21 @@ typedef void tile_function(float *, int64_t, const float *, int64_t, int64_t, co
                                                                     int64_t inner, int adds) {                    \
         tile(rows, columns, y, y_stride, x, x_stride, x_step, w, w_stride, inner, adds);                          \
     }
-#define ROWS(columns)                                                                                             \
-    OF_SIZE(tile_of_rows, 1, columns)                                                                             \
-    OF_SIZE(tile_of_rows, 2, columns)                                                                             \
-    OF_SIZE(tile_of_rows, 3, columns)                                                                             \
-    OF_SIZE(tile_of_rows, 4, columns)                                                                             \
-    OF_SIZE(tile_of_rows, 5, columns)                                                                             \
-    OF_SIZE(tile_of_rows, 6, columns)                                                                             \
-    static tile_function *const rows_##columns[TILE_ROWS] = {tile_of_rows_1_##columns, tile_of_rows_2_##columns,  \
-                                                             tile_of_rows_3_##columns, tile_of_rows_4_##columns,  \
-                                                             tile_of_rows_5_##columns, tile_of_rows_6_##columns};
-ROWS(1)
-ROWS(2)
+#define ROWS(tiles, tile, columns)                                                                                \
+    OF_SIZE(tile, 1, columns)                                                                                     \
+    OF_SIZE(tile, 2, columns)                                                                                     \
+    OF_SIZE(tile, 3, columns)                                                                                     \
+    OF_SIZE(tile, 4, columns)                                                                                     \
+    OF_SIZE(tile, 5, columns)                                                                                     \
+    OF_SIZE(tile, 6, columns)                                                                                     \
+    static tile_function *const tiles[TILE_ROWS] = {tile##_1_##columns, tile##_2_##columns, tile##_3_##columns,   \
+                                                    tile##_4_##columns, tile##_5_##columns, tile##_6_##columns};
+ROWS(rows_2, tile_of_rows, 2)
+ROWS(rows_1, tile_of_rows, 1)
+ROWS(rows_of_four, tile_of_four, 1)
+#if WIDE > 8
+ROWS(rows_of_eight, tile_of_eight, 1)
+#endif
 
 /* Computes the columns of the tiles for all rows, in tiles of about as many, at most `most`. */
 static void in_tiles(tile_function *const *tiles, int64_t most, float *y, int64_t y_stride, const float *x,
@@ -77,6 +83,12 @@ static void matmul(float *y, int64_t y_stride, const float *x, int64_t x_stride,
         in_tiles(rows_2, TILE_ROWS, y + c, y_stride, x, x_stride, x_step, w + c, w_stride, rows, inner, adds);
     for (; c + WIDE <= columns; c += WIDE)
         in_tiles(rows_1, TILE_ROWS, y + c, y_stride, x, x_stride, x_step, w + c, w_stride, rows, inner, adds);
+#if WIDE > 8
+    for (; c + 8 <= columns; c += 8)
+        in_tiles(rows_of_eight, TILE_ROWS, y + c, y_stride, x, x_stride, x_step, w + c, w_stride, rows, inner, adds);
+#endif
+    for (; c + 4 <= columns; c += 4)
+        in_tiles(rows_of_four, TILE_ROWS, y + c, y_stride, x, x_stride, x_step, w + c, w_stride, rows, inner, adds);
     for (; c < columns; c++)
         for (int64_t r = 0; r < rows; r++) {
             float sum = 0.0f;

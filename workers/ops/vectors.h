@@ -68,6 +68,8 @@ static inline float dot(const float *a, const float *b, int64_t size) {
 #endif
 typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 #define WIDE_AT(pointer) (*(wide *)(pointer))
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
 #if WIDE == 16
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
@@ -89,9 +91,12 @@ static inline float sum_of(wide x) {
 
 /* The sum of each of WIDE vectors, which it overwrites. */
 static inline wide sums_of(wide *vectors) {
+    /* With constant bounds, since the vectors would be in memory otherwise. */
+#if WIDE > 8
 #pragma GCC unroll 8
-    for (int half = WIDE / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < half; i++) vectors[i] = neighbours(vectors[2 * i], vectors[2 * i + 1]);
-    return vectors[0];
+    for (int i = 0; i < 8; i++) vectors[i] = neighbours(vectors[2 * i], vectors[2 * i + 1]);
+#endif
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) vectors[i] = neighbours(vectors[2 * i], vectors[2 * i + 1]);
+    return neighbours(neighbours(vectors[0], vectors[1]), neighbours(vectors[2], vectors[3]));
 }

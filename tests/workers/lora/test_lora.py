@@ -137,7 +137,7 @@ def test_nothing_requires_a_gradient_under_no_grad(tiny_models: dict[str, Path])
         hidden = adapted.hidden(sequences(), segments)
     assert not hidden.requires_grad
     with_gradient = adapted.hidden(sequences(), segments)
-    assert with_gradient.requires_grad and relative_error(hidden, with_gradient) < 1e-6
+    assert with_gradient.requires_grad and relative_error(hidden, with_gradient) < 5e-6
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

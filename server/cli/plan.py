@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Protocol
 
 from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
@@ -37,6 +38,7 @@ from ..config.knob_values import (
     parse_layout,
     parse_served_model,
 )
+from .columns import aligned
 
 DOES_NOT_FIT = 1
 WRONGLY_USED = 2
@@ -50,6 +52,19 @@ _OF_OTHERS = {
     "lora": (("full_slots", "optimizer_states"), "full models"),
     "full": (("lora_rank", "adapter_slots", "base_quantization"), "adapters"),
 }
+
+
+# Flags that plan several rank groups: name, metavar, help.
+_OF_GROUPS = (
+    ("role-group", "ROLES=LAYOUT[@DEVICE]", "as for serve; repeatable"),
+    ("sampler-workers", "N", "as for serve (0)"),
+    ("sampler-parallel", "LAYOUT", "as for serve (single)"),
+    ("sampler-device", "DEVICE", "as for serve (--device)"),
+    ("shared-devices", "together|turns", "as for serve (together)"),
+    ("device", "DEVICE", "of the first rank of the policies: cpu or cuda:N (cuda:0)"),
+    ("prefill-chunk-tokens", "N", "as for serve"),
+    ("host-adapter-bytes", "BYTES", "as for serve (4GiB)"),
+)
 
 
 class NoEstimate(Exception):
@@ -102,12 +117,18 @@ class MemoryPlan:
             return []
         return remedies(self.shape, self.spec, self.load, self.device_bytes, self.num_devices)
 
+    def as_json(self) -> dict[str, object]:
+        return _as_json(self)
+
+    def text(self) -> Iterator[str]:
+        return _text(self)
+
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, 1 if the layout is impossible or does not fit, 2 if the command was used wrongly."""
     options = _parser().parse_args(arguments)
     try:
-        plan = plan_of(options)
+        planned = plan_of_groups(options) if _names_groups(options) else plan_of(options)
     except NoEstimate as served:
         print(json.dumps({"fits": None, "note": str(served)}, indent=2) if options.json else served)
         return 0
@@ -116,8 +137,22 @@ def main(arguments: Sequence[str]) -> int:
         if options.json:
             print(json.dumps({"fits": False, "error": str(error)}, indent=2))
         return WRONGLY_USED if isinstance(error, ConfigError) else DOES_NOT_FIT
-    print(json.dumps(as_json(plan), indent=2) if options.json else "\n".join(_text(plan)))
-    return DOES_NOT_FIT if plan.fits is False else 0
+    print(json.dumps(planned.as_json(), indent=2) if options.json else "\n".join(planned.text()))
+    return DOES_NOT_FIT if planned.fits is False else 0
+
+
+class Planned(Protocol):
+    """A plan for one group of ranks or for several.
+
+    fits: None if it is not compared with a device.
+    """
+
+    @property
+    def fits(self) -> bool | None: ...
+
+    def as_json(self) -> dict[str, object]: ...
+
+    def text(self) -> Iterator[str]: ...
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,9 +183,11 @@ def _parser() -> argparse.ArgumentParser:
         ("zero-stage", "3|2", f"as for serve ({Workload.zero_stage})"),
         ("activations", "keep|recompute|offload", f"as for serve ({Workload.activations})"),
     )
-    for name, metavar, words in knobs:
-        action = "append" if name in ("base-model", "shard") else "store"
-        parser.add_argument(f"--{name}", metavar=metavar, help=words, action=action)
+    groups = parser.add_argument_group("several rank groups (docs/roles.md, docs/samplers.md)")
+    for where, rows in ((parser, knobs), (groups, _OF_GROUPS)):
+        for name, metavar, words in rows:
+            action = "append" if name in ("base-model", "shard", "role-group") else "store"
+            where.add_argument(f"--{name}", metavar=metavar, help=words, action=action)
     parser.add_argument("--train-only", action="store_true", help="sampling happens elsewhere (docs/samplers.md)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with sizes in bytes")
     return parser
@@ -164,29 +201,20 @@ def plan_of(options: argparse.Namespace) -> MemoryPlan:
         ValueError: the layout is impossible.
         NoEstimate: the model's memory cannot be estimated.
     """
-    if options.base_model is None:
-        raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
-    if len(options.base_model) > 1:
-        raise ConfigError("--base-model is given twice: one model is planned at a time")
-    device_bytes, num_devices = _bytes(options, "device_memory"), _number(options, "num_devices")
-    if device_bytes is not None and device_bytes < _LEAST_DEVICE_BYTES:
-        raise ConfigError(f"--device-memory {options.device_memory} is {device_bytes} bytes: give a unit, such as 80GB")
+    served, device_bytes, num_devices = _served(options), _device_bytes(options), _number(options, "num_devices")
     is_auto = options.parallel == AUTO
     shard = options.shard or ()
     if is_auto and shard:
         raise ConfigError(NO_SHARD_OF_AUTO)
     spec = SINGLE if is_auto else parse_layout(options.parallel or str(SINGLE), shard)
-    model = _model(parse_served_model(options.base_model[0]))
+    model = _model(served)
     dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
     quantization = options.base_quantization or Workload.base_quantization
     check_layout(spec, model, num_devices, longest, dtype, options.activations or Workload.activations, quantization)
     if not isinstance(model, ModelShape):
         if is_auto:
             raise ValueError(auto_refusal(model))
-        raise NoEstimate(
-            f"{model.name} ({model.model_type}) is served by transformers' own forward, with replicas only; memory is "
-            f"planned for models of type {', '.join(FAMILIES)}"
-        )
+        raise _no_estimate(model)
     load = _load(options, model, longest, dtype)
     if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
         raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
@@ -196,6 +224,52 @@ def plan_of(options: argparse.Namespace) -> MemoryPlan:
         choice = _choice(model, loads, device_bytes, num_devices)
         spec, load = choice.spec, choice.load
     return MemoryPlan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice)
+
+
+def plan_of_groups(options: argparse.Namespace) -> Planned:
+    """Returns the plan of several rank groups. Raises as `plan_of`."""
+    try:  # imported late: it needs the server's packages, and takes seconds
+        from .plan_groups import planned_groups
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"groups are planned with the server's configuration, which needs the package {error.name}: pip install "
+            "'trainhouse[server]'"
+        ) from None
+    model = _model(_served(options))
+    if not isinstance(model, ModelShape):
+        raise _no_estimate(model)
+    if options.train_only and options.sampler_workers is not None:
+        raise ConfigError("--train-only says that sampling happens elsewhere: leave it or --sampler-workers out")
+    load = _load(options, model, _number(options, "max_context_length"), options.dtype or "auto")
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    given |= {"base_models": given["base_model"], "role_groups": given.get("role_group", [])}
+    return planned_groups(given, model, load, _device_bytes(options), _number(options, "num_devices"))
+
+
+def _names_groups(options: argparse.Namespace) -> bool:
+    return any(getattr(options, name.replace("-", "_")) is not None for name, *_ in _OF_GROUPS)
+
+
+def _served(options: argparse.Namespace) -> ServedModel:
+    if options.base_model is None:
+        raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
+    if len(options.base_model) > 1:
+        raise ConfigError("--base-model is given twice: one model is planned at a time")
+    return parse_served_model(options.base_model[0])
+
+
+def _device_bytes(options: argparse.Namespace) -> int | None:
+    found = _bytes(options, "device_memory")
+    if found is not None and found < _LEAST_DEVICE_BYTES:
+        raise ConfigError(f"--device-memory {options.device_memory} is {found} bytes: give a unit, such as 80GB")
+    return found
+
+
+def _no_estimate(model: ModelDescription) -> NoEstimate:
+    return NoEstimate(
+        f"{model.name} ({model.model_type}) is served by transformers' own forward, with replicas only; memory is "
+        f"planned for models of type {', '.join(FAMILIES)}"
+    )
 
 
 def _model(served: ServedModel) -> ModelDescription:
@@ -208,7 +282,7 @@ def _model(served: ServedModel) -> ModelDescription:
     return describe_model(served.name, read_config(served.source))
 
 
-def as_json(plan: MemoryPlan) -> dict[str, object]:
+def _as_json(plan: MemoryPlan) -> dict[str, object]:
     shape, spec, memory = plan.shape, plan.spec, plan.memory
     return {
         "model": {"name": shape.name, "type": shape.model_type, "parameters": num_parameters(shape)},
@@ -321,12 +395,12 @@ def _flag(name: str) -> str:
 def _text(plan: MemoryPlan) -> Iterator[str]:
     yield from _head(plan)
     yield ""
-    yield from _aligned(
+    yield from aligned(
         ("parameters", "count", "whole", "style", "on a rank", "kept of it", "bytes"),
         [_row(each, plan.load.number_bytes) for each in _table(plan)],
     )
     yield ""
-    yield from _aligned(("memory of each rank", "bytes", ""), list(_memory_rows(plan)))
+    yield from aligned(("memory of each rank", "bytes", ""), list(_memory_rows(plan)))
     yield ""
     yield from _verdict(plan)
 
@@ -455,9 +529,3 @@ def _reason(plan: MemoryPlan) -> Iterator[str]:
     if smaller is not None:
         yield f"fewer ranks do not fit: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
     yield "with this many ranks it communicates least: tp within a node, then ep, sp; fsdp gathers weights every pass"
-
-
-def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

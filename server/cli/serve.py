@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import replace
 
+from ...workers.planner.checks import cuda_devices
 from ...workers.scheduler.supervision.pool_factory import check_layouts
 from ...workers.shapes.model_shape import refuse_missing_weights
 from ..config.load import load_config
@@ -61,6 +62,6 @@ def _refuse_impossible_models(config: ServerConfig) -> None:
     ranks = config.dispatch_config()
     if config.ranks.parallel is None:  # chosen later, and drafts depend on it
         ranks = replace(ranks, models=tuple(replace(model, draft_parallel=None) for model in ranks.models))
-    check_layouts(ranks)
+    check_layouts(ranks, cuda_devices())
     for model in config.models.base_models:
         refuse_missing_weights(model.source)

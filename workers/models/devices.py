@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from ..planner.checks import cuda_devices
 from ..planner.footprint import runs_on_cpu
 from ..protocol.worker_config import WorkerConfig
 
@@ -45,6 +44,7 @@ def no_cuda(device: str, torch_version: str) -> ValueError:
 
 
 def check_devices(
+    num_devices: int | None,
     others: Mapping[str, WorkerConfig],
     groups: Mapping[str, WorkerConfig],
     layout_flag: str,
@@ -53,13 +53,14 @@ def check_devices(
     """Checks the devices of groups, given by name.
 
     Args:
+        num_devices: CUDA devices of the machine; None = unknown.
         others: groups that were checked before.
         device_flag: None for the flag of their layouts.
     Raises:
         ValueError: a group takes devices that do not exist, or shares only some of its devices with another group,
             which is surely an oversight.
     """
-    num_devices, others, device_flag = cuda_devices(), dict(others), device_flag or layout_flag
+    others, device_flag = dict(others), device_flag or layout_flag
     for name, group in groups.items():
         own = _devices_of(group)
         if num_devices is not None and own.stop > num_devices:

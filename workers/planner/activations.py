@@ -59,6 +59,18 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Activa
     )
 
 
+def forward_activations(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Activations:
+    """Returns the bytes for the largest micro-batch without a backward pass: of the layer that runs, and of the logits
+    of a chunk."""
+    tokens = -(-load.tokens // spec.sp)
+    of_pass = _BytesPerToken(shape, spec, load)
+    return Activations(
+        kept=int(tokens * of_pass.kept_forward()),
+        working=int(tokens * of_pass.running()) + _window_scores(shape, spec, load) + _index_scores(shape, load),
+        head=_logits(shape, spec, load, has_gradient=False),
+    )
+
+
 class _BytesPerToken:
     """Bytes per token of a rank along sp."""
 
@@ -85,11 +97,27 @@ class _BytesPerToken:
         The first sum of the residual stream is the embedding, which only its own gradient needs. The last norm keeps
         one more state, and its result. Cosines and sines, tokens and positions are added.
         """
+        embedding = self._stream if self._is_full and self._load.activations == "keep" else 0
+        return self._kept_of_layers() + embedding + self._stream + self._positions()
+
+    def kept_forward(self) -> float:
+        """Returns the bytes that are there through a pass without a backward pass: the residual stream, with the last
+        part's output, which the next norm adds to it."""
+        return 2 * self._stream + self._positions()
+
+    def running(self) -> float:
+        """Returns the bytes of the part of a layer that needs most in such a pass, with its input and its output."""
+        experts = self._shape.experts
+        # In the order of experts, each token is there once for each of its experts.
+        in_order = 0 if experts is None else self._number * experts.per_token * self._shape.hidden
+        parts = {part for layer in self._layers for part in layer.parts}
+        return 2 * self._stream + max(part.kept_bytes(self._share) for part in parts) + in_order
+
+    def _positions(self) -> int:
+        """Returns the bytes of cosines and sines, tokens and positions."""
         attentions = self._shape.attentions
         rotated = {each.rotation: each.rotary_dim for each in attentions if each.rotation is not None}.values()
-        rotation = sum(_FLOAT32 * (size + size // 2) for size in rotated) + 4 * _INT64
-        embedding = self._stream if self._is_full and self._load.activations == "keep" else 0
-        return self._kept_of_layers() + embedding + self._stream + rotation
+        return sum(_FLOAT32 * (size + size // 2) for size in rotated) + 4 * _INT64
 
     def host(self) -> float:
         return self._shape.num_layers * self._input if self._load.activations == "offload" else 0.0
@@ -175,13 +203,13 @@ def _split(shape: ModelShape, spec: ParallelSpec) -> SequenceSplit:
     return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)
 
 
-def _logits(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
+def _logits(shape: ModelShape, spec: ParallelSpec, load: Workload, has_gradient: bool = True) -> int:
     """Returns the bytes of a chunk: log-probabilities, a copy of the rows that have a gradient and, if the base model
     is not float32, that gradient, or before it the logits in its dtype and their cast."""
     rows = min(load.head_chunk_tokens, -(-load.tokens // (spec.sp * spec.tp)))
     numbers = rows * shape.vocab
     casting = 0 if load.dtype == "float32" else load.number_bytes + _FLOAT32
-    return numbers * (2 * _FLOAT32 + casting)
+    return numbers * ((1 + has_gradient) * _FLOAT32 + casting)
 
 
 def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:

@@ -50,7 +50,7 @@ def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Workload, fr
         of_pass = activations(shape, spec, replace(load, longest=tokens, micro_batch_tokens=tokens))
         return of_pass.total <= free_bytes // _SHARES
 
-    return _STEP * max(1, _most(DEFAULT_MICRO_BATCH_TOKENS // _STEP, fits))
+    return _STEP * max(1, largest_that_fits(DEFAULT_MICRO_BATCH_TOKENS // _STEP, fits))
 
 
 def usable_bytes(device_bytes: int) -> int:
@@ -155,7 +155,7 @@ def _single_changes(
     shape: ModelShape, spec: ParallelSpec, load: Workload, device_bytes: int, num_devices: int | None
 ) -> Iterator[Remedy]:
     def largest(limit: int, changed: Callable[[int], Workload]) -> Workload | None:
-        most = _most(limit, lambda number: _fits(shape, spec, changed(number), device_bytes))
+        most = largest_that_fits(limit, lambda number: _fits(shape, spec, changed(number), device_bytes))
         return changed(most) if most else None
 
     if fewer := largest(load.slots - 1, load.with_slots):
@@ -179,7 +179,7 @@ def _fits(shape: ModelShape, spec: ParallelSpec, load: Workload, device_bytes: i
     return estimate(shape, spec, load).total <= usable_bytes(device_bytes)
 
 
-def _most(limit: int, fits: Callable[[int], bool]) -> int:
+def largest_that_fits(limit: int, fits: Callable[[int], bool]) -> int:
     """Returns the largest number up to `limit` that fits, found by bisection; 0 if none does."""
     low, high = 0, limit
     while low < high:

@@ -138,5 +138,10 @@ def full_size(shape: ModelShape, spec: ParallelSpec) -> int:
     return sum(each.count * _aligned(each.kept // each.count) for each in parameters(shape, spec))
 
 
+def value_head_size(shape: ModelShape) -> int:
+    """Returns the numbers that a critic's head adds to a flat vector: a weight for each feature, and a bias."""
+    return _aligned(shape.hidden) + _aligned(1)
+
+
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT

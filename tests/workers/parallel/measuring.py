@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trainhouse.schemas.models import LoraConfig, TrainingConfig
+from trainhouse.schemas.models import LoraConfig, Role, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
@@ -37,22 +37,26 @@ class Measured:
     def of_each(self, method: str, *arguments: object) -> list[Any]:
         return self.runner.run(self.pool.call_all(method, *arguments, hang_seconds=HANG_SECONDS))
 
-    def pass_over(self, tokens: int, length: int = LENGTH) -> None:
-        """tokens: of the sequences that a rank takes. length: of each of them."""
+    def pass_over(self, tokens: int, length: int = LENGTH, role: Role = "policy") -> None:
+        """tokens: of the sequences that a rank takes. length: of each of them. role: of the run."""
         self.num_operations += 1
         random = np.random.default_rng(0)
-        data = tuple(_datum(random, length) for _ in range(self.spec.num_data_shares * tokens // length))
-        part = OperationPart(self.num_operations, ForwardBackwardRequest("run", 1, data, "cross_entropy"))
+        data = tuple(_datum(random, length, role) for _ in range(self.spec.num_data_shares * tokens // length))
+        loss, run_id = "value_mse" if role == "critic" else "cross_entropy", "run" if role == "policy" else role
+        request = ForwardBackwardRequest(run_id, 1, data, loss, forward_only=role == "reference")
+        part = OperationPart(self.num_operations, request)
         (output,) = self.runner.run(self.ranks.run_pass(Pass((part,)), HANG_SECONDS))
         assert isinstance(output, ForwardBackwardOutput), output
 
-    def peak(self, tokens: int, length: int = LENGTH) -> int:
-        self.pass_over(tokens, length)
+    def peak(self, tokens: int, length: int = LENGTH, role: Role = "policy") -> int:
+        self.pass_over(tokens, length, role)
         return max(self.of_each("peak"))
 
 
-def _datum(random: np.random.Generator, length: int) -> Datum:
+def _datum(random: np.random.Generator, length: int, role: Role) -> Datum:
     row = random.integers(0, VOCAB, length + 1)
+    if role == "critic":
+        return Datum(row[:-1].astype(np.int32), {"returns": np.ones(length, np.float32)})
     return Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": np.ones(length, np.float32)})
 
 

@@ -47,7 +47,7 @@ class PoolFactory:
         if self._config.ray_address is None:
             for _, model in groups_of(self._config):
                 check_cuda(model.device)
-        check_layouts(self._config)
+        check_layouts(self._config, cuda_devices())
         groups = _rank_configs(self._config)
         if self._config.kept is None:  # else the models may be loaded already
             check_fit(groups, self._config.shared_devices == "turns" and self._cluster is None)
@@ -88,18 +88,20 @@ class PoolFactory:
             await self._cluster.disconnect()
 
 
-def check_layouts(config: DispatchConfig) -> None:
+def check_layouts(config: DispatchConfig, num_devices: int | None) -> None:
     """Checks all layouts for the models that are on this machine already; other models are checked by their ranks.
 
+    Args:
+        num_devices: CUDA devices of the machine; None = unknown.
     Raises:
         ValueError: a layout is impossible for its model, or takes devices that are not there.
     """
     for model in config.models:
-        _check_layout(model, is_local=config.pool == "local")
-    _check_roles(config)
+        _check_layout(model, config.pool == "local", num_devices)
+    _check_roles(config, num_devices)
     for model in (*policy_configs(config), *_all_role_configs(config).values()):
         _check_drafts(model)
-    _check_samplers(config)
+    _check_samplers(config, num_devices)
 
 
 def _fingerprint(config: DispatchConfig) -> str:
@@ -164,15 +166,13 @@ def sampler_configs(model: WorkerConfig, sampling: SamplingConfig) -> list[Worke
     return [replace(apart, device=devices[number % len(devices)]) for number in range(sampling.workers)]
 
 
-def _check_layout(model: WorkerConfig, is_local: bool) -> None:
-    if model_directory(model.model.source) is None:
+def _check_layout(model: WorkerConfig, is_local: bool, num_devices: int | None) -> None:
+    if model_directory(model.model.source) is None and not Path(model.model.source).is_file():
         return
-    has_ranks = model.parallel != SINGLE
-    num_devices = cuda_devices() if has_ranks and is_local and not runs_on_cpu(model) else None
-    if num_devices is not None:
-        num_devices -= first_device(model.device)
+    has_devices = model.parallel != SINGLE and is_local and not runs_on_cpu(model)
+    num_own = None if num_devices is None or not has_devices else num_devices - first_device(model.device)
     served, longest = read_model(model.model), model.max_context_length
-    check_layout(model.parallel, served, num_devices, longest, model.dtype, model.activations, model.base_quantization)
+    check_layout(model.parallel, served, num_own, longest, model.dtype, model.activations, model.base_quantization)
 
 
 def _check_drafts(model: WorkerConfig) -> None:
@@ -180,34 +180,35 @@ def _check_drafts(model: WorkerConfig) -> None:
         check_drafts(model.draft_parallel, model.parallel, read_model(model.model))
 
 
-def _check_roles(config: DispatchConfig) -> None:
+def _check_roles(config: DispatchConfig, num_devices: int | None) -> None:
     is_local = config.pool == "local"
     try:
         for group in _all_role_configs(config).values():
-            _check_layout(group, is_local)
+            _check_layout(group, is_local, num_devices)
     except ValueError as error:
         raise ValueError(f"--role-group: {error}") from None
     if is_local:
-        check_devices({model.model.name: model for model in config.models}, _all_role_configs(config), "--role-group")
+        policies = {model.model.name: model for model in config.models}
+        check_devices(num_devices, policies, _all_role_configs(config), "--role-group")
 
 
 def _all_role_configs(config: DispatchConfig) -> dict[str, WorkerConfig]:
     return {name: group for model in config.models for name, group in role_configs(config, model).items()}
 
 
-def _check_samplers(config: DispatchConfig) -> None:
+def _check_samplers(config: DispatchConfig, num_devices: int | None) -> None:
     sampling = config.sampling
     if sampling.parallel == SINGLE:
         return
     try:
         for model in config.models:
-            _check_layout(replace(model, parallel=sampling.parallel), is_local=False)
+            _check_layout(replace(model, parallel=sampling.parallel), False, num_devices)
     except ValueError as error:
         raise ValueError(f"--sampler-parallel: {error}") from None
     if config.pool == "local":
         training = {model.model.name: model for model in config.models} | _all_role_configs(config)
         of_samplers = dict(each for model in config.models for each in named_sampler_configs(model, sampling))
-        check_devices(training, of_samplers, "--sampler-parallel", "--sampler-device")
+        check_devices(num_devices, training, of_samplers, "--sampler-parallel", "--sampler-device")
 
 
 def _configs_by_rank(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:

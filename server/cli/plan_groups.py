@@ -1,0 +1,257 @@
+"""`trainhouse plan` with several rank groups: what each holds on its devices in each phase of reinforcement learning.
+
+The groups are those that `serve` would start with the same flags, after the same checks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+from ...workers.models.devices import device_of
+from ...workers.planner.checks import check_layout
+from ...workers.planner.footprint import gigabytes, runs_on_cpu
+from ...workers.planner.group_memory import Phase, RankBytes
+from ...workers.planner.group_remedies import group_remedies
+from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, RankGroup
+from ...workers.planner.parameters import num_parameters
+from ...workers.planner.workload import Workload
+from ...workers.protocol.worker_config import (
+    DEFAULT_PREFILL_CHUNK_TOKENS,
+    GPU_PREFILL_CHUNK_TOKENS,
+    DispatchConfig,
+    WorkerConfig,
+)
+from ...workers.scheduler.supervision.pool_factory import (
+    check_layouts,
+    named_sampler_configs,
+    policy_configs,
+    role_config,
+    role_group_name,
+)
+from ...workers.shapes.model_shape import ModelShape
+from ..config.knob_values import ConfigError
+from ..config.load import Flags, load_config
+from ..config.server_config import KNOBS
+from .columns import aligned
+
+_COLUMNS = tuple(each.name for each in fields(RankBytes))
+_TITLES = tuple(name.replace("kv_cache", "key/value cache").replace("_", " ") for name in _COLUMNS)
+
+
+@dataclass(frozen=True)
+class PlannedGroups:
+    """The plan of groups for the command line.
+
+    num_devices: that it may use; None = unknown. is_default_cache: whether --kv-cache-bytes is not given, for a GPU.
+    """
+
+    plan: GroupsPlan
+    num_devices: int | None
+    is_default_cache: bool
+
+    @property
+    def fits(self) -> bool | None:
+        return self.plan.fits
+
+    def as_json(self) -> dict[str, object]:
+        plan = self.plan
+        return {
+            "model": {"name": plan.shape.name, "type": plan.shape.model_type},
+            "shared_devices": "turns" if plan.takes_turns else "together",
+            "groups": {each.name: self._group(each) for each in plan.groups},
+            "devices": [self._device(each) for each in plan.devices],
+            "moving": {name: asdict(moves) for name, moves in plan.moving.items()},
+            "usable": plan.usable_bytes,
+            "fits": plan.fits,
+            "remedies": self._remedies(),
+        }
+
+    def text(self) -> Iterator[str]:
+        plan = self.plan
+        shape, load = plan.shape, plan.groups[0].load
+        yield (
+            f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters; sequences of "
+            f"{load.longest} tokens"
+        )
+        if self.is_default_cache:
+            yield (
+                f"serve gives the key/value cache a third of what a GPU has free; {gigabytes(load.kv_cache_bytes)} are "
+                "counted: name --kv-cache-bytes to both"
+            )
+        yield ""
+        rows = [(each.name, str(each.spec), _shown(each.devices), self._phases(each)) for each in plan.groups]
+        yield from aligned(("group", "layout", "devices", "phases"), rows)
+        for device in plan.devices:
+            yield ""
+            yield from _device_lines(device)
+            yield from self._verdict(device)
+        if plan.takes_turns:
+            yield ""
+            yield from self._moves()
+        remedies = self._remedies()
+        if remedies:
+            yield ""
+            yield from (f"it would fit with {flags}" for flags in remedies)
+        elif plan.fits is False:
+            yield ""
+            yield "no single change makes it fit: use larger devices, or give more groups devices of their own"
+
+    def _group(self, group: RankGroup) -> dict[str, object]:
+        memory = self.plan.memory[group.name]
+        return {
+            "roles": list(group.roles),
+            "parallel": group.spec.axes,
+            "devices": list(group.devices),
+            "load": asdict(group.load),
+            "waiting": asdict(memory.waiting) | {"total": memory.waiting.total},
+            "phases": {phase: asdict(each) | {"total": each.total} for phase, each in memory.phases.items()},
+        }
+
+    def _device(self, device: DevicePlan) -> dict[str, object]:
+        return {
+            "names": list(device.names),
+            "ranks": dict(device.ranks),
+            "phases": {phase: device.needed_during(phase) for phase in device.phases},
+            "other_processes": device.other_processes,
+            "needed": device.needed,
+        }
+
+    def _phases(self, group: RankGroup) -> str:
+        return ", ".join(self.plan.memory[group.name].phases)
+
+    def _remedies(self) -> list[str]:
+        if self.plan.fits is not False:
+            return []
+        return [each.flags for each in group_remedies(self.plan, self.num_devices)]
+
+    def _verdict(self, device: DevicePlan) -> Iterator[str]:
+        usable, needed = self.plan.usable_bytes, gigabytes(device.needed)
+        if usable is None:
+            yield f"needs {needed}; --device-memory compares it with a device"
+        elif device.needed <= usable:
+            yield f"fits: needs {needed} of {gigabytes(usable)}"
+        else:
+            most, memory = device.heaviest, self.plan.memory[device.heaviest]
+            phase = max(memory.phases, key=lambda each: memory.phases[each].total)
+            yield (
+                f"does not fit: needs {needed}, {gigabytes(device.needed - usable)} more than the {gigabytes(usable)} "
+                f"that may be used; most is that of {most}, {gigabytes(memory.peak)} in its {phase}"
+            )
+
+    def _moves(self) -> Iterator[str]:
+        moving = self.plan.moving
+        if not moving:
+            yield "no two groups share a device: none moves"
+            return
+        rows = [
+            (name, *map(gigabytes, (each.arriving, each.leaving, each.first, each.host, each.pinned, each.disk)))
+            for name, each in moving.items()
+        ]
+        titles = ("in", "out", "out at first", "in host memory", "pinned blocks", "on disk")
+        yield from aligned(("moves at a turn, of each rank", *titles), rows)
+        totals = {each.name: each.spec.num_ranks for each in self.plan.groups}
+        host, pinned = (
+            gigabytes(sum(totals[name] * getattr(each, of) for name, each in moving.items()))
+            for of in ("host", "pinned")
+        )
+        yield f"all ranks of these groups keep {host} in host memory, for which torch pins {pinned}"
+
+
+def planned_groups(
+    given: Flags, shape: ModelShape, load: Workload, device_bytes: int | None, num_devices: int | None
+) -> PlannedGroups:
+    """Returns the plan of the groups that `serve` starts with these flags.
+
+    Args:
+        given: as typed, by knob; others are ignored.
+        load: of the policies' group, with the slots of each role.
+    Raises:
+        ConfigError: a flag has a wrong value.
+        ValueError: `serve` would refuse the groups, or their memory cannot be planned.
+    """
+    config = load_config({"device": "cuda"} | {name: given[name] for name in given if name in KNOBS}, {}, None)
+    if config.ranks.parallel is None:
+        raise ConfigError(
+            "--parallel auto plans the policies alone: find their layout without the flags of other groups, and name it"
+        )
+    dispatch = config.dispatch_config()
+    check_layouts(dispatch, num_devices)
+    groups = []
+    for name, roles, model in _groups(dispatch):
+        if "draft" in roles:
+            raise ValueError(f"{name}: the memory of drafts is not planned: leave draft out of --role-group")
+        check_layout(model.parallel, shape, None, model.max_context_length, model.dtype, model.activations)
+        groups.append(_rank_group(name, roles, model, load, samples=_samples(dispatch, roles, load)))
+    _check_devices(groups, num_devices)
+    plan = GroupsPlan(
+        shape, tuple(groups), dispatch.shared_devices == "turns", device_bytes, config.memory.host_adapter_bytes
+    )
+    has_gpu_cache = any(each.load.samples and CPU not in each.devices for each in groups)
+    return PlannedGroups(plan, num_devices, has_gpu_cache and config.memory.kv_cache_bytes is None)
+
+
+def _groups(config: DispatchConfig) -> Iterator[tuple[str, tuple[str, ...], WorkerConfig]]:
+    """Yields names, roles and configs of the groups as `serve` starts them. Samplers have no role."""
+    (model,) = policy_configs(config)
+    yield model.model.name, ("policy",), model
+    for group in config.role_groups:
+        yield role_group_name(model, group), group.roles, role_config(config, model, group)
+    for name, sampler in named_sampler_configs(model, config.sampling):
+        yield name, (), sampler
+
+
+def _samples(config: DispatchConfig, roles: Sequence[str], load: Workload) -> bool:
+    return not roles or ("policy" in roles and load.samples and not config.sampling.workers)
+
+
+def _rank_group(name: str, roles: tuple[str, ...], model: WorkerConfig, load: Workload, samples: bool) -> RankGroup:
+    spec, on_cpu = model.parallel, runs_on_cpu(model)
+    dtype = "float32" if on_cpu and model.dtype == "auto" else load.dtype
+    devices = (
+        (CPU,) * spec.num_ranks if on_cpu else tuple(device_of(model.device, rank) for rank in range(spec.num_ranks))
+    )
+    usual = DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else min(GPU_PREFILL_CHUNK_TOKENS, load.micro_batch_tokens)
+    own = replace(load, samples=samples, dtype=dtype, zero_stage=load.zero_stage if spec.fsdp > 1 else "3")
+    return RankGroup(name, roles, spec, own, devices, model.prefill_chunk_tokens or usual)
+
+
+def _check_devices(groups: Sequence[RankGroup], num_devices: int | None) -> None:
+    """Raises ValueError if a group has a device that is not there."""
+    for group in groups if num_devices is not None else ():
+        there = {CPU, *(f"cuda:{number}" for number in range(num_devices or 0))}
+        missing = [device for device in group.devices if device not in there]
+        if missing:
+            raise ValueError(
+                f"{group.name} takes {_shown(group.devices)}, but with --num-devices {num_devices} there is no "
+                f"{missing[0]}: name an earlier device for it"
+            )
+
+
+# Text output
+
+
+def _device_lines(device: DevicePlan) -> Iterator[str]:
+    rows = [row for phase in device.phases for row in _phase_rows(device, phase)]
+    if device.is_shared and not device.takes_turns:
+        rows.append(("all at once", *[""] * (len(_TITLES) + 1), gigabytes(device.needed)))
+    yield from aligned((_shown(device.names), "group", *_TITLES, "in all"), rows)
+    if device.other_processes:
+        yield f"with {gigabytes(device.other_processes)} for the CUDA contexts of further processes"
+
+
+def _phase_rows(device: DevicePlan, phase: Phase) -> Iterator[tuple[str, ...]]:
+    for number, (name, each) in enumerate(device.during(phase).items()):
+        copies = device.ranks[name]
+        cells = [gigabytes(copies * size) if size else "-" for size in asdict(each).values()]
+        title = name if copies == 1 else f"{name}, {copies} ranks"
+        yield ("" if number else phase, title, *cells, gigabytes(copies * each.total))
+    if device.is_shared:
+        yield ("", "in all", *[""] * len(_TITLES), gigabytes(device.needed_during(phase)))
+
+
+def _shown(devices: Sequence[str]) -> str:
+    """Returns consecutive devices as a range, others as a list."""
+    names = list(dict.fromkeys(devices))
+    numbers = [int(name.partition(":")[2] or 0) for name in names]
+    if len(names) > 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):
+        return f"{names[0]} to {names[-1]}"
+    return ", ".join(names)

@@ -1,0 +1,255 @@
+"""`trainhouse plan` with role groups, samplers and shared devices: its numbers, its refusals, and `serve`'s."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from trainhouse.server import __main__ as command_line
+from trainhouse.server.cli.plan import main
+
+from ...live import LiveServer, flags_of, live_server
+from ..real import ALICE, MODEL
+from ..runs.test_restart import DATA, Client
+from ..runs.test_roles import VALUES
+
+ROOT = Path(__file__).resolve().parents[3]
+LLAMA = f"--base-model=M={ROOT}/tests/workers/configs/Llama-3.1-8B.json"
+SHORT = "--max-context-length=8192"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    status = main([*arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert status == (1 if found["fits"] is False else 0)
+    return found
+
+
+# Against running workers
+
+
+class Runs:
+    """One run of each role on a server, by plain REST."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.url, self._client = server.url, Client(server)
+        session = self._client.post("create_session", {"sdk_version": "0"})["session_id"]
+        self._ids: dict[str, str] = {}
+        for number, role in enumerate(("policy", "critic", "reference")):
+            lora = {"rank": 4, "train_unembed": False}
+            body = {"session_id": session, "model_seq_id": number, "base_model": MODEL, "lora_config": lora}
+            self._ids[role] = self._client.post("create_model", body | {"model_role": role})["model_id"]
+
+    def work(self, role: str, path: str) -> None:
+        loss, data = ("value_mse", VALUES) if role == "critic" else ("cross_entropy", DATA)
+        body = {"model_id": self._ids[role], "data": data, "loss_fn": loss}
+        assert self._client.post(path, body if path != "optim_step" else {"model_id": self._ids[role]})["metrics"]
+
+    def memory(self, role: str) -> dict[str, int]:
+        """Returns what GET /workers reports of the role's group."""
+        name = MODEL if role == "policy" else f"{MODEL} ({role})"
+        return httpx.get(f"{self.url}/api/v1/workers", headers={"X-API-Key": ALICE}).json()["groups"][name]
+
+
+def test_workers_report_the_planned_bytes(
+    tiny_models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        "device": "cpu",
+        "role_group": ["critic=single", "reference=single"],
+        "shared_devices": "turns",
+        "max_context_length": 64,
+    }
+    source, names = tiny_models["qwen3"], {"policy": MODEL, "critic": f"{MODEL} (critic)"}
+    plan = planned(capsys, f"--base-model={MODEL}={source}", *flags_of(options), "--lora-rank=4")
+    other = planned(capsys, f"--base-model={MODEL}={source}", *flags_of(options), "--lora-rank=5")
+    names["reference"] = f"{MODEL} (reference)"
+    with live_server({MODEL: source}, tmp_path, **options) as server:
+        runs = Runs(server)
+        for role in ("policy", "critic"):
+            waiting, at_work = plan["groups"][names[role]]["waiting"], plan["groups"][names[role]]["phases"]
+            for path in ("forward_backward", "optim_step"):
+                runs.work(role, path)
+            memory = runs.memory(role)
+            assert memory["base_weights_on_device"] == waiting["weights"]
+            assert memory["adapters_on_device"] == learned(waiting)
+            for _ in range(2):
+                runs.work(role, "forward_backward")
+            assert runs.memory(role)["adapters_on_device"] == learned(at_work[f"{role} pass"])
+            assert learned(other["groups"][names[role]]["waiting"]) != learned(waiting)
+            runs.work(role, "optim_step")
+        runs.work("reference", "forward")
+        of_reference = plan["groups"][names["reference"]]["waiting"]
+        assert runs.memory("reference")["adapters_on_device"] == learned(of_reference) == of_reference["models"]
+        # One group is on the device at a time; what a turn moves is as planned.
+        assert runs.memory("policy")["base_weights_on_device"] == 0
+        for role, path in (("policy", "forward"), ("critic", "forward"), ("reference", "forward")):
+            runs.work(role, path)
+        before = {role: moved(runs.memory(role)) for role in names}
+        for _ in range(2):
+            for role in names:
+                runs.work(role, "forward")
+        after = {role: moved(runs.memory(role)) for role in names}
+    for role, name in names.items():
+        assert (after[role] - before[role]) / 2 == plan["moving"][name]["arriving"], role
+        assert plan["moving"][name]["arriving"] != other["moving"][name]["arriving"]
+
+
+def learned(planned: dict[str, int]) -> int:
+    return planned["models"] + planned["gradients"] + planned["optimizer"]
+
+
+def moved(memory: dict[str, int]) -> int:
+    return memory["offload_moved_bytes"] + memory["adapters_moved_bytes"]
+
+
+# Output
+
+
+def test_the_text_shows_each_phase_of_each_device(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [LLAMA, SHORT, "--role-group=critic=single@cuda:0", "--role-group=reference=fsdp=2@cuda:1"]
+    sampled = ["--sampler-workers=1", "--sampler-device=cuda:0", "--kv-cache-bytes=8GB", "--device-memory=80GB"]
+    plan = planned(capsys, *flags, *sampled)
+    assert main([*flags, *sampled]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("M (llama): 8.03 billion parameters; sequences of 8192 tokens\n")
+    assert re.search(r"^M \(critic\) +single +cuda:0 +critic pass, step$", text, re.MULTILINE)
+    assert re.search(r"^M \(reference\) +fsdp=2 +cuda:1, cuda:2 +reference scores$", text, re.MULTILINE)
+    assert re.search(r"^M \(sampler 1\) +single +cuda:0 +sampling$", text, re.MULTILINE)
+    first, second = plan["devices"]
+    assert first["ranks"] == {"M": 1, "M (critic)": 1, "M (sampler 1)": 1} and second["names"] == ["cuda:1", "cuda:2"]
+    assert re.search(rf"^all at once +{first['needed'] / 1e9:.1f} GB$", text, re.MULTILINE)
+    peak = plan["groups"]["M"]["phases"]["policy pass"]["total"]
+    too_much = f"{(first['needed'] - plan['usable']) / 1e9:.1f} GB more than the 73.6 GB that may be used"
+    assert f"{too_much}; most is that of M, {peak / 1e9:.1f} GB in its policy pass" in text
+    assert all(f"it would fit with {flags}\n" in text for flags in plan["remedies"]) and plan["remedies"]
+    assert max(map(len, text.splitlines())) <= 160
+    for group in plan["groups"].values():
+        for each in (group["waiting"], *group["phases"].values()):
+            assert each["total"] == sum(value for name, value in each.items() if name != "total")
+    unnamed = [*flags, "--sampler-workers=1", "--sampler-device=cuda:3"]
+    assert main(unnamed) == 0
+    assert "1.1 GB are counted: name --kv-cache-bytes to both" in capsys.readouterr().out
+
+
+def test_turns_show_what_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [LLAMA, SHORT, "--role-group=critic=single", "--role-group=reference=single", "--shared-devices=turns"]
+    plan = planned(capsys, *flags, "--device-memory=80GB")
+    assert plan["fits"] and plan["remedies"] == []
+    assert main([*flags, "--device-memory=80GB"]) == 0
+    text = capsys.readouterr().out
+    moves = plan["moving"]["M (critic)"]
+    row = r" +".join(f"{moves[name] / 1e9:.1f} GB" for name in ("arriving", "leaving", "first", "host", "pinned"))
+    assert re.search(rf"^M \(critic\) +{row} +0 MB$", text, re.MULTILINE)
+    assert "all at once" not in text
+    assert main([LLAMA, SHORT, "--role-group=critic=single@cuda:1", "--shared-devices=turns"]) == 0
+    assert "no two groups share a device: none moves" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--role-group critic=single --device-memory 80GB",
+        "--role-group critic=single --role-group reference=single --shared-devices turns --device-memory 48GB",
+        "--sampler-workers 1 --sampler-device cuda:1 --kv-cache-bytes 70GB --device-memory 80GB",
+        "--role-group critic+reference=tp=2@cuda:1 --device-memory 40GB --num-devices 3 --adapter-slots 64",
+    ],
+)
+def test_the_suggested_changes_make_it_fit(capsys: pytest.CaptureFixture[str], flags: str) -> None:
+    given = [LLAMA, SHORT, *flags.split()]
+    plan = planned(capsys, *given)
+    assert plan["fits"] is False and plan["remedies"]
+    for remedy in plan["remedies"]:
+        assert planned(capsys, *with_flags(given, remedy))["fits"], remedy
+
+
+def with_flags(given: list[str], remedy: str) -> list[str]:
+    """Returns the flags with a remedy, which replaces a role's group."""
+    role = re.search(r"--role-group (\S+?)=", remedy)
+    kept = " ".join(given)
+    if role is not None:
+        kept = re.sub(rf"--role-group {re.escape(role[1])}=\S+", "", kept)
+    return [*shlex.split(kept), *remedy.split()]
+
+
+# Refusals
+
+
+REFUSED = {
+    "policies apart": ("--role-group policy=single", 2, "policies always run in the base model's own group"),
+    "an unknown role": ("--role-group judge=single", 2, "unknown role 'judge': expected critic or reference"),
+    "a role twice": ("--role-group critic=single --role-group critic=tp=2", 2, "critic already has a group"),
+    "no layout": ("--role-group critic", 2, "role group 'critic' is not ROLES=LAYOUT[@DEVICE]"),
+    "auto": ("--role-group critic=auto", 2, "only --parallel can be auto"),
+    "an impossible layout": (
+        "--role-group critic=tp=3",
+        1,
+        "--role-group: tp=3 does not divide 32 query heads of M; valid tp: 1, 2, 4, 8",
+    ),
+    "half of the devices": (
+        "--parallel tp=2 --device cuda:0 --role-group critic=tp=2@cuda:1",
+        1,
+        "M (critic) takes cuda:1 to cuda:2, and M cuda:0 to cuda:1, which overlap in part",
+    ),
+    "samplers that gather": ("--sampler-workers 1 --sampler-parallel fsdp=2", 2, "sampler_parallel fsdp=2: fsdp ranks"),
+    "samplers' layout": ("--sampler-workers 1 --sampler-parallel tp=3", 1, "--sampler-parallel: tp=3 does not divide"),
+    "no samplers": ("--sampler-device cuda:1", 2, "sampler_device has no effect without sampler_workers"),
+    "too many devices": ("--sampler-workers 3 --sampler-device cuda:1,cuda:2", 2, "names 2 devices for 3"),
+    "a way to share": ("--shared-devices never", 2, "shared_devices is 'never': expected together or turns"),
+    "a device": ("--role-group critic=single@gpu", 2, "is at gpu: expected auto, cpu, cuda"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("command", ["plan", "serve"])
+def test_plan_refuses_what_serve_refuses(
+    command: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, status, message = REFUSED[reason]
+    of_serve = [f"--state-dir={tmp_path / 'state'}", "--port=0"] if command == "serve" else []
+    assert command_line.main([command, LLAMA, *flags.split(), *of_serve]) == status
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == "" and not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        ("--role-group critic=single --parallel auto", 2, "--parallel auto plans the policies alone"),
+        ("--role-group draft=single", 1, "M (draft): the memory of drafts is not planned"),
+        ("--sampler-workers 1 --train-only", 2, "--train-only says that sampling happens elsewhere"),
+        ("--role-group critic=tp=2@cuda:1 --num-devices 2", 1, "--role-group: tp=2 is 2 ranks, but there is 1 device"),
+        ("--role-group critic=single@cuda:2 --num-devices 2", 1, "M (critic) takes cuda:2, one for each rank of"),
+        ("--sampler-workers 1 --sampler-device cuda:4 --num-devices 2", 1, "there is no cuda:4"),
+        ("--device cuda:7 --num-devices 2", 1, "M takes cuda:7, but with --num-devices 2 there is no cuda:7"),
+        ("--role-group critic=single --device-memory 80", 2, "give a unit, such as 80GB"),
+        ("--host-adapter-bytes many", 2, "--host-adapter-bytes is 'many'"),
+        ("--prefill-chunk-tokens -1", 2, "prefill_chunk_tokens is -1: expected at least 0"),
+    ],
+)
+def test_plan_refuses_what_it_cannot_plan(
+    flags: str, status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([LLAMA, *flags.split()]) == status
+    assert message in capsys.readouterr().err
+
+
+def test_models_run_by_transformers_have_no_plan_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main([f"--base-model=M={tmp_path}", "--role-group=critic=single"]) == 0
+    assert "M (gpt2) is served by transformers' own forward" in capsys.readouterr().out
+
+
+def test_groups_need_the_servers_packages() -> None:
+    code = (
+        "import sys; sys.modules['sqlalchemy'] = None; from trainhouse.server.cli.plan import main; "
+        f"sys.exit(main([{LLAMA!r}, '--role-group=critic=single']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "needs the package sqlalchemy: pip install 'trainhouse[server]'" in done.stderr

@@ -101,14 +101,14 @@ class _BytesPerToken:
         return self._kept_of_layers() + embedding + self._stream + self._positions()
 
     def kept_forward(self) -> float:
-        """Returns the bytes that are there through a pass without a backward pass: the residual stream, with the last
+        """Returns the bytes that stay through a pass without a backward pass: the residual stream, with the last
         part's output, which the next norm adds to it."""
         return 2 * self._stream + self._positions()
 
     def running(self) -> float:
         """Returns the bytes of the part of a layer that needs most in such a pass, with its input and its output."""
         experts = self._shape.experts
-        # In the order of experts, each token is there once for each of its experts.
+        # Experts take a copy of a token each.
         in_order = 0 if experts is None else self._number * experts.per_token * self._shape.hidden
         parts = {part for layer in self._layers for part in layer.parts}
         return 2 * self._stream + max(part.kept_bytes(self._share) for part in parts) + in_order

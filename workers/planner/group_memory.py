@@ -52,7 +52,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """What a rank of a group holds.
+    """Bytes of a rank of a group, by the time at which it has them.
 
     waiting: on its device while other groups work. phases: while it works, by phase. moved: what leaves the device if
     the group is offloaded, with the gradients of a window.

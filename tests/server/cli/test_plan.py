@@ -312,6 +312,32 @@ def test_the_tables_in_the_document_match_the_plans(capsys: pytest.CaptureFixtur
     assert found == expected, "\n" + "\n".join(expected)
 
 
+def test_the_document_plans_what_exceeds_a_node(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The plans that it compares with a pipeline."""
+    config = json.loads((CONFIGS / "Llama-3.1-70B.json").read_text())
+    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_hidden_layers": 126}
+    dense, sparse = tmp_path / "405B.json", tmp_path / "DeepSeek-V3.1.json"
+    dense.write_text(json.dumps(config | sizes))
+    sparse.write_text(json.dumps(LINEUP["DeepSeek-V3.1"]))
+    knobs = ("--train-only", "--device-memory=80GB", "--json")
+    for layout, nodes in (("tp=8", 1), ("fsdp=2,tp=8", 2), ("fsdp=4,tp=8", 4)):
+        flags = (f"--parallel={layout}", "--activations=recompute", "--max-context-length=4096")
+        plan = json.loads(printed(capsys, f"--base-model=M={dense}", *flags, *knobs))
+        memory = plan["memory"]
+        parts = [memory["base"], memory["learned"]["total"], memory["activations"]["total"], memory["total"]]
+        shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
+        verdict = "fits" if plan["fits"] else "does not fit"
+        assert f"\n| `{layout}` | {nodes} | {shown} | {verdict} |\n" in DOCUMENT
+    longer = ("--parallel=fsdp=4,tp=8", "--activations=recompute", "--max-context-length=8192")
+    memory = json.loads(printed(capsys, f"--base-model=M={dense}", *longer, *knobs))["memory"]
+    assert f"8,192 tokens: {memory['activations']['total'] / 1e9:.1f} GB of 405B, recomputed" in DOCUMENT
+    flags = ("--parallel=auto", "--num-devices=32", "--max-context-length=8192")
+    plan = json.loads(printed(capsys, f"--base-model=M={sparse}", *flags, *knobs))
+    assert plan["parallel"] == "ep=4,tp=8" and plan["load"]["activations"] == "recompute"
+    shown = f"`ep=4,tp=8` with recomputed layers, {plan['memory']['total'] / 1e9:.1f} GB on each rank"
+    assert shown in DOCUMENT
+
+
 def test_the_document_names_every_flag() -> None:
     for knob in (*KNOBS, *FULL_KNOBS):
         assert knob.replace("=", " ", 1) in DOCUMENT

@@ -14,7 +14,7 @@ from trainhouse.server import __main__ as command_line
 from trainhouse.server.cli.plan import main
 
 from ...live import LiveServer, flags_of, live_server
-from ..real import ALICE, MODEL
+from ..real import ALICE, MODEL, sample_body
 from ..runs.test_restart import DATA, Client
 from ..runs.test_roles import VALUES
 
@@ -50,9 +50,13 @@ class Runs:
         body = {"model_id": self._ids[role], "data": data, "loss_fn": loss}
         assert self._client.post(path, body if path != "optim_step" else {"model_id": self._ids[role]})["metrics"]
 
-    def memory(self, role: str) -> dict[str, int]:
-        """Returns what GET /workers reports of the role's group."""
-        name = MODEL if role == "policy" else f"{MODEL} ({role})"
+    def sample(self) -> None:
+        saved = {"model_id": self._ids["policy"], "sampling_session_seq_id": 3}
+        sampler = self._client.post("save_weights_for_sampler", saved)["sampling_session_id"]
+        assert self._client.post("sample", sample_body(sampler))["sequences"]
+
+    def memory(self, name: str) -> dict[str, int]:
+        """Returns what GET /workers reports of a group: of its first rank."""
         return httpx.get(f"{self.url}/api/v1/workers", headers={"X-API-Key": ALICE}).json()["groups"][name]
 
 
@@ -76,30 +80,61 @@ def test_workers_report_the_planned_bytes(
             waiting, at_work = plan["groups"][names[role]]["waiting"], plan["groups"][names[role]]["phases"]
             for path in ("forward_backward", "optim_step"):
                 runs.work(role, path)
-            memory = runs.memory(role)
+            memory = runs.memory(names[role])
             assert memory["base_weights_on_device"] == waiting["weights"]
             assert memory["adapters_on_device"] == learned(waiting)
             for _ in range(2):
                 runs.work(role, "forward_backward")
-            assert runs.memory(role)["adapters_on_device"] == learned(at_work[f"{role} pass"])
+            assert runs.memory(names[role])["adapters_on_device"] == learned(at_work[f"{role} pass"])
             assert learned(other["groups"][names[role]]["waiting"]) != learned(waiting)
             runs.work(role, "optim_step")
         runs.work("reference", "forward")
         of_reference = plan["groups"][names["reference"]]["waiting"]
-        assert runs.memory("reference")["adapters_on_device"] == learned(of_reference) == of_reference["models"]
+        assert runs.memory(names["reference"])["adapters_on_device"] == learned(of_reference) == of_reference["models"]
         # One group is on the device at a time; what a turn moves is as planned.
-        assert runs.memory("policy")["base_weights_on_device"] == 0
+        assert runs.memory(MODEL)["base_weights_on_device"] == 0
         for role, path in (("policy", "forward"), ("critic", "forward"), ("reference", "forward")):
             runs.work(role, path)
-        before = {role: moved(runs.memory(role)) for role in names}
+        before = {role: moved(runs.memory(name)) for role, name in names.items()}
         for _ in range(2):
             for role in names:
                 runs.work(role, "forward")
-        after = {role: moved(runs.memory(role)) for role in names}
+        after = {role: moved(runs.memory(name)) for role, name in names.items()}
     for role, name in names.items():
         cache = plan["groups"][name]["waiting"]["kv_cache"]  # nothing was sampled
         assert (after[role] - before[role]) / 2 == plan["moving"][name]["arriving"] - cache, role
         assert plan["moving"][name]["arriving"] != other["moving"][name]["arriving"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_ranks_under_layouts_report_the_planned_bytes(
+    tiny_models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        "device": "cpu",
+        "parallel": "tp=2",
+        "role_group": ["critic+reference=fsdp=2"],
+        "sampler_workers": 1,
+        "kv_cache_bytes": "1MiB",
+        "max_context_length": 64,
+    }
+    source, of_critics, sampler = tiny_models["qwen3"], f"{MODEL} (critic and reference)", f"{MODEL} (sampler 1)"
+    groups = planned(capsys, f"--base-model={MODEL}={source}", *flags_of(options), "--lora-rank=4")["groups"]
+    with live_server({MODEL: source}, tmp_path, **options) as server:
+        runs = Runs(server)
+        for role, path in (("policy", "forward_backward"), ("critic", "forward_backward")):
+            runs.work(role, path)
+            runs.work(role, "optim_step")
+        runs.work("reference", "forward")
+        runs.sample()
+        for name in (MODEL, of_critics, sampler):
+            memory, waiting = runs.memory(name), groups[name]["waiting"]
+            assert memory["base_weights_on_device"] == waiting["weights"], name
+            assert memory["adapters_on_device"] == learned(waiting), name
+        assert 0 < runs.memory(sampler)["kv_cache"] <= groups[sampler]["waiting"]["kv_cache"] == 1 << 20
+    weights = [groups[name]["waiting"]["weights"] for name in (MODEL, of_critics, sampler)]
+    assert len(set(weights)) == 3, "each layout divides others"
 
 
 def learned(planned: dict[str, int]) -> int:

@@ -43,7 +43,8 @@ FOLDERS = [
 # Modules and whole folders of workers that a process without torch may import.
 TORCH_FREE = {
     *("workers/dispatch", "workers/engines", "workers/scheduler", "workers/pools", "workers/planner"),
-    *("workers/shapes", "workers/protocol", "workers/models/devices", "workers/models/model_cache"),
+    *("workers/shapes", "workers/protocol", "workers/models/devices", "workers/models/hub"),
+    "workers/models/model_cache",
 }
 
 # Modules of workers that are the same for every kind of model.

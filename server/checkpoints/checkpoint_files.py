@@ -21,7 +21,8 @@ from ..config.knob_values import is_url
 from ..files.checkpoint_cache import CheckpointCache
 from ..files.directories import make_directory, move_into_place, staging_path
 from ..files.manifest import MANIFEST, check_directory, listed_files, read_manifest, write_manifest
-from ..files.object_store import KEY_PARTS, ObjectStore, ObjectStoreError, key_of
+from ..files.object_store import ObjectStore, ObjectStoreError, key_of
+from ..files.remote_directory import KEY_PARTS
 from ..files.storage_config import CheckpointStorageConfig
 from ..replication.leases import live_directory
 from ..store import DATABASE_NAME

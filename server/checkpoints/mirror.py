@@ -20,7 +20,6 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import OperationError
 from ...workers.scheduler.supervision.backoff import backoff
-from ..files.manifest import read_manifest
 from ..files.object_store import ObjectStore, ObjectStoreError, key_of
 from ..files.storage_config import CheckpointStorageConfig
 from ..logs.repeated_errors import RepeatedErrorLog
@@ -211,7 +210,7 @@ class CheckpointMirrors:
 
     async def _is_complete_at(self, url: str, here: Path) -> bool:
         try:
-            return await self._object_store.manifest(url) == await asyncio.to_thread(read_manifest, here)
+            return await self._object_store.holds(url, here)
         except ObjectStoreError:
             return False
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
+from ...workers.models.hub import is_hub_url
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import RoleGroup, ServedModel
 from ...workers.shapes.styles import replicated_units
@@ -181,6 +182,11 @@ def _check_sampler_workers(sampling: SamplingSection) -> None:
 
 
 def check_storage(storage: CheckpointsSection) -> None:
+    if storage.checkpoints is not None and is_hub_url(storage.checkpoints):
+        raise ConfigError(
+            f"checkpoints {storage.checkpoints}: every save would wait for a commit, whose rate the hub limits: keep "
+            "checkpoints elsewhere, and copy them there with --mirror"
+        )
     for place in (*([storage.checkpoints] if storage.checkpoints else []), *storage.mirrors):
         _check_place(place)
 

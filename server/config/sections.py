@@ -47,7 +47,7 @@ class ModelsSection(Section):
 
     base_models: Annotated[tuple[ServedModel, ...], BASE_MODELS] = knob(
         (),
-        "served model: directory, hub id or URL; repeatable",
+        "served model: directory, hub id or URL (s3://..., hf://OWNER/REPO@REVISION); repeatable",
         common=True,
         flag="--base-model",
     )
@@ -284,7 +284,10 @@ class CheckpointsSection(Section):
         None, "directory, s3://BUCKET/... or another fsspec URL (default: in --state-dir)", metavar="URL"
     )
     mirrors: Annotated[tuple[str, ...], TEXTS] = knob(
-        (), "URL that receives a copy of every checkpoint; repeatable", metavar="URL", flag="--mirror"
+        (),
+        "URL that receives a copy of every checkpoint, such as hf://OWNER/REPO; repeatable",
+        metavar="URL",
+        flag="--mirror",
     )
     checkpoint_cache_bytes: Bytes = knob(16 << 30, "local read cache for checkpoints at a URL", check=POSITIVE)
 

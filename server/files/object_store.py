@@ -1,30 +1,27 @@
 """Stores directories at fsspec URLs (s3://, hf://, file://, ...), each complete or absent.
 
-The manifest is written last and removed first; a directory without one does not count.
+The manifest is written last and removed first; a directory without one does not count. At hf:// each change of a
+directory is one commit.
 """
 
 import asyncio
 import json
 import logging
-import posixpath
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
 
-from .manifest import DAMAGED_MANIFEST, MANIFEST, check_file, check_size, listed_files
+from ...workers.models.hub import check_hub_url, is_hub_url, open_options, plain_error
+from .manifest import MANIFEST, listed_files
+from .remote_directory import KEY_PARTS, RemoteDirectory
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-KEY_PARTS = 3
-"""A checkpoint's key has three parts, RUN/KIND/NAME.VERSION, at every place."""
 
 _NUM_THREADS = 8
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError, KeyError, TypeError)
@@ -56,6 +53,8 @@ def check_url(url: str) -> None:
     except ImportError as error:
         extra = "pip install 'trainhouse[s3]'" if parts.scheme == "s3" else str(error)
         raise ValueError(f"{url} needs a package that is not installed: {extra}") from None
+    if is_hub_url(url):
+        check_hub_url(url)
 
 
 def key_of(directory: str) -> str:
@@ -81,8 +80,13 @@ class ObjectStore:
 
     async def upload(self, source: Path, url: str) -> None:
         """Uploads a directory that has a manifest. Raises ObjectStoreError."""
-        for name in [*await asyncio.to_thread(listed_files, source), MANIFEST]:
-            await self._try(url, lambda at, name=name: at.put(source / name, name))
+        names = [*await asyncio.to_thread(listed_files, source), MANIFEST]
+        for batch in [names] if is_hub_url(url) else [[name] for name in names]:
+            await self._try(url, lambda at, batch=batch: at.put(source, batch))
+
+    async def holds(self, url: str, source: Path) -> bool:
+        """True if the URL has a complete copy of the local directory. Raises ObjectStoreError."""
+        return await self._try(url, lambda at: at.holds(source))
 
     async def download(self, url: str, target: Path) -> None:
         """Downloads into an existing directory and checks each file against the manifest. Raises ObjectStoreError."""
@@ -99,7 +103,7 @@ class ObjectStore:
         """
         files = (await self.manifest(source))["files"]
         for name in files:
-            await self._try(target, lambda at, name=name: at.copy(source, name))
+            await self._try(target, lambda at, name=name: at.copy(_open_directory(source), name))
         await self._try(
             target, lambda at: at.write(MANIFEST, json.dumps({**entries, "files": files}, indent=1).encode())
         )
@@ -107,21 +111,21 @@ class ObjectStore:
 
     async def manifest(self, url: str) -> dict[str, Any]:
         """Returns the manifest. Raises ObjectStoreError if there is none."""
-        return await self._try(url, _RemoteDirectory.manifest)
+        return await self._try(url, lambda at: at.manifest())
 
     async def check(self, url: str) -> dict[str, Any]:
         """Returns the manifest after comparing sizes; the content is not read. Raises ObjectStoreError if a file is
         missing or differs.
         """
-        return await self._try(url, _RemoteDirectory.check)
+        return await self._try(url, lambda at: at.check())
 
     async def remove(self, url: str) -> None:
         """Removes the directory, complete or not; it need not exist. Raises ObjectStoreError."""
-        await self._try(url, _RemoteDirectory.remove)
+        await self._try(url, lambda at: at.remove())
 
     async def list(self, root: str) -> Mapping[str, Set[str]]:
         """Returns the file names of every directory below `root`, by key. Raises ObjectStoreError."""
-        return await self._try(root, _RemoteDirectory.list)
+        return await self._try(root, lambda at: at.list())
 
     def close(self) -> None:
         """Cancels all current and later callers. Threads that are in the middle of a transfer are not waited for."""
@@ -131,7 +135,7 @@ class ObjectStore:
             if task is not None:
                 task.cancel()
 
-    async def _try(self, url: str, work: "Callable[[_RemoteDirectory], T]") -> T:
+    async def _try(self, url: str, work: Callable[[RemoteDirectory], T]) -> T:
         if self._is_closed:
             raise asyncio.CancelledError
         task = asyncio.current_task()
@@ -141,13 +145,14 @@ class ObjectStore:
         finally:
             self._waiting.discard(task)
 
-    async def _retry(self, url: str, work: "Callable[[_RemoteDirectory], T]") -> T:
+    async def _retry(self, url: str, work: Callable[[RemoteDirectory], T]) -> T:
         for pause_seconds in (*self._pauses_seconds, None):
             try:
                 return await asyncio.get_running_loop().run_in_executor(
                     self._threads, lambda: work(_open_directory(url))
                 )
-            except Exception as error:  # each of fsspec's backends raises its own types
+            except Exception as raised:  # each of fsspec's backends raises its own types
+                error = plain_error(raised) if is_hub_url(url) else raised
                 if pause_seconds is None or isinstance(error, _FINAL):
                     raise ObjectStoreError(url, str(error) or type(error).__name__) from error
                 level = logging.DEBUG if url.startswith(self._quiet) else logging.WARNING
@@ -156,73 +161,11 @@ class ObjectStore:
         raise AssertionError
 
 
-@dataclass(frozen=True)
-class _RemoteDirectory:
-    """Blocking operations on a directory in an fsspec file system."""
-
-    files: fsspec.AbstractFileSystem
-    path: str
-
-    def put(self, source: Path, name: str) -> None:
-        self.files.put_file(str(source), self.file(name))
-        arrived = self.files.size(self.file(name))
-        if arrived != source.stat().st_size:
-            raise OSError(f"{arrived} of the {source.stat().st_size} bytes of {name} were stored")
-
-    def get(self, name: str, listed: Mapping[str, Any], target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.files.get_file(self.file(name), str(target))
-        check_file(target, listed)
-
-    def copy(self, source: str, name: str) -> None:
-        self.files.cp_file(_open_directory(source).file(name), self.file(name))
-
-    def write(self, name: str, content: bytes) -> None:
-        self.files.pipe_file(self.file(name), content)
-
-    def manifest(self) -> dict[str, Any]:
-        try:
-            manifest = json.loads(self.files.cat_file(self.file(MANIFEST)))
-            names = list(manifest["files"])
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{MANIFEST} is missing") from error
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(DAMAGED_MANIFEST) from error
-        for name in names:
-            if not PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"its manifest names {name!r}, which is outside the directory")
-        return manifest
-
-    def check(self) -> dict[str, Any]:
-        manifest = self.manifest()
-        for name, listed in manifest["files"].items():
-            try:
-                size_bytes = self.files.size(self.file(name))
-            except FileNotFoundError as error:
-                raise FileNotFoundError(f"{name} is missing") from error
-            check_size(name, size_bytes, listed)
-        return manifest
-
-    def remove(self) -> None:
-        if self.files.exists(self.file(MANIFEST)):
-            self.files.rm_file(self.file(MANIFEST))
-        if self.files.find(self.path):
-            self.files.rm(self.path, recursive=True)
-
-    def list(self) -> Mapping[str, Set[str]]:
-        found: dict[str, set[str]] = defaultdict(set)
-        for path in self.files.find(self.path):
-            parts = PurePosixPath(posixpath.relpath(path, self.path)).parts
-            if len(parts) > KEY_PARTS:
-                found["/".join(parts[:KEY_PARTS])].add("/".join(parts[KEY_PARTS:]))
-        return found
-
-    def file(self, name: str) -> str:
-        return f"{self.path}/{name}"
-
-
-def _open_directory(url: str) -> _RemoteDirectory:
-    """Opens the directory without fsspec's listings cache, since other processes may write there."""
+def _open_directory(url: str) -> RemoteDirectory:
     is_local = urlsplit(url).scheme in ("", "file", "local")
-    files, path = fsspec.core.url_to_fs(url, use_listings_cache=False, **({"auto_mkdir": True} if is_local else {}))
-    return _RemoteDirectory(files, path.rstrip("/"))
+    files, path = fsspec.core.url_to_fs(url, **open_options(url), **({"auto_mkdir": True} if is_local else {}))
+    if not is_hub_url(url):
+        return RemoteDirectory(files, path.rstrip("/"))
+    from .hub_directory import HubDirectory  # its import of huggingface_hub takes half a second
+
+    return HubDirectory(files, path.rstrip("/"))

@@ -4,7 +4,10 @@ import logging
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 # Loggers whose INFO messages are noise; their warnings are kept.
-_TALKATIVE = ("uvicorn", "uvicorn.error", "httpx", "httpcore", "asyncio", "filelock", "aiobotocore", "botocore")
+_TALKATIVE = (
+    *("uvicorn", "uvicorn.error", "asyncio", "filelock", "aiobotocore", "botocore"),
+    *("httpx", "httpcore", "httpx2", "httpcore2"),
+)
 
 
 def configure_logging(level: str) -> None:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import trainhouse
 from trainhouse import AdamParams, Datum, SamplingClient, SamplingParams, ServiceClient, TrainingClient
+from trainhouse.client.rest import PEFT_FILES
 
 from ..live import LiveServer
+from ..server.hub import hub_server
 
 MODEL = "tiny/chat"
 ADAM = AdamParams(learning_rate=1e-2)
@@ -308,7 +310,7 @@ def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, cl
 
 @pytest.mark.slow
 def test_an_adapter_can_be_imported_by_client_or_command_and_trained(
-    service: ServiceClient, shared_server: LiveServer, tmp_path: Path
+    service: ServiceClient, shared_server: LiveServer, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     trained = new_client(service)
     train(trained, batch(), 1)
@@ -329,5 +331,14 @@ def test_an_adapter_can_be_imported_by_client_or_command_and_trained(
     assert done.returncode == 0 and done.stdout.strip().endswith("/weights/mine"), done.stderr
     done = subprocess.run([*command, "--base-model=other"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "base model other is not served here" in done.stderr
+    with hub_server(tmp_path_factory.mktemp("hub")) as hub:
+        hub.create("alice/adapters", is_private=True)
+        for name in PEFT_FILES:
+            hub.add("alice/adapters", f"pirate/{name}", (tmp_path / name).read_bytes())
+        command[command.index(tmp_path.as_uri())] = "hf://alice/adapters@main/pirate"
+        done = subprocess.run([*command, "--name=of-the-hub"], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and done.stdout.strip().endswith("/weights/of-the-hub"), done.stderr
+    imported = service.create_training_client_from_state(done.stdout.strip())
+    assert imported.forward(batch(), "cross_entropy").result().metrics["loss:sum"] == pytest.approx(losses[0], rel=1e-5)
     with pytest.raises(ValueError, match=r"adapter_config.json is missing"):
         rest.import_adapter(tmp_path / "none").result()

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
-from trainhouse.server.files.object_store import _RemoteDirectory
+from trainhouse.server.files.remote_directory import RemoteDirectory
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.store import DATABASE_NAME, SessionRecord, SqliteStore
 from trainhouse.server.tenants.auth import Auth, Tenant
@@ -120,7 +120,7 @@ class Steps:
         sys.addaudithook(hook)
         os.fsync = self._stepping(os.fsync)
         for name in ("put", "write", "copy", "remove"):
-            setattr(_RemoteDirectory, name, self._stepping(getattr(_RemoteDirectory, name)))
+            setattr(RemoteDirectory, name, self._stepping(getattr(RemoteDirectory, name)))
         write = SqliteStore.write
 
         async def stepping(store: SqliteStore, statements: Callable[[Connection], T]) -> T:

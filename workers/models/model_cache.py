@@ -1,4 +1,4 @@
-"""Caches base models from URLs of fsspec (s3://, gs://, ...) as directories of this machine.
+"""Caches base models from URLs of fsspec (s3://, hf://, ...) as directories of this machine.
 
 Each content of a URL, identified by the names, sizes and tags of its files, is downloaded once: into a staging
 directory that is renamed when complete. A lock on the URL excludes other processes of this machine. Imports no torch.
@@ -23,6 +23,7 @@ import fsspec
 
 from ..planner.footprint import gigabytes
 from ..protocol.worker_config import DownloadOrigin, WorkerConfig
+from .hub import content_hash, fetch_rest, has_hash, is_hub_url, open_options, plain_error
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ ReportProgress = Callable[[str], None]
 _CONFIG, _WEIGHTS = "config.json", ".safetensors"
 _SUFFIXES = (_WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Suffixes of the files that are downloaded; others, such as pickled weights and programs, are not."""
-_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "LastModified", "last_modified", "updated")
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated")
 """Fields of file systems that identify a file's content; the first one present is used."""
 _NUM_THREADS = 8
 _PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -247,8 +248,13 @@ def read_config(url: str) -> Mapping[str, object]:
 def _remote_files(found: list[dict[str, Any]]) -> Iterator[RemoteFile]:
     for info in found:
         if info["type"] == "file" and (name := _name(info)).endswith(_SUFFIXES):
-            tag = next((str(info[key]) for key in _TAGS if info.get(key) is not None), "")
-            yield RemoteFile(name, int(info["size"]), tag)
+            yield RemoteFile(name, int(info["size"]), _tag(info))
+
+
+def _tag(info: dict[str, Any]) -> str:
+    if "blob_id" in info:
+        return content_hash(info)
+    return next((str(info[key]) for key in _TAGS if info.get(key) is not None), "")
 
 
 def _name(info: dict[str, Any]) -> str:
@@ -293,8 +299,14 @@ def _fetch_all(url: str, files: list[RemoteFile], directory: Path) -> None:
 def _fetch(url: str, file: RemoteFile, directory: Path) -> None:
     """Downloads a file, which gets its name when it is complete."""
     arriving = directory / f".{file.name}"
-    _with_retries(url, lambda files, path: files.get_file(f"{path}/{file.name}", str(arriving)))
+    if is_hub_url(url):
+        _with_retries(url, lambda files, path: fetch_rest(files, f"{path}/{file.name}", arriving))
+    else:
+        _with_retries(url, lambda files, path: files.get_file(f"{path}/{file.name}", str(arriving)))
     arrived = arriving.stat().st_size
+    if is_hub_url(url) and not has_hash(arriving, file.tag):
+        arriving.unlink()
+        raise ModelUnavailableError(url, f"{file.name} arrived with another hash than the hub reports: start again")
     if arrived != file.num_bytes:
         raise ModelUnavailableError(
             url, f"expected {file.num_bytes} bytes of {file.name}, but received {arrived}: start again"
@@ -308,11 +320,12 @@ def _with_retries(url: str, work: Callable[[fsspec.AbstractFileSystem, str], T])
     for pause_seconds in (*_PAUSES_SECONDS, None):
         try:
             # Listings are not cached, because others may write there.
-            files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+            files, path = fsspec.core.url_to_fs(url, **open_options(url))
             return work(files, path.rstrip("/"))
-        except Exception as error:  # each of fsspec's packages raises its own
+        except Exception as raised:  # each of fsspec's packages raises its own
+            error = plain_error(raised) if is_hub_url(url) else raised
             if isinstance(error, _PERMANENT_ERRORS) or _lacks_credentials(error):
-                raise ModelUnavailableError(url, _reason(error)) from error
+                raise ModelUnavailableError(url, str(error) if is_hub_url(url) else _reason(error)) from error
             if pause_seconds is None:
                 raise ModelUnreachableError(url, str(error) or type(error).__name__) from error
             logger.warning("%s: %s; trying again in %g s", url, error, pause_seconds)

@@ -46,6 +46,7 @@ HTTP_SERVER = "do_GET do_POST log_message protocol_version"
 # Attributes and overrides for http.server, uvicorn, tokenizers and torch.
 TESTS_USED_ELSEWHERE = {
     "tests/client/test_retries.py": f"{HTTP_SERVER} close_connection daemon_threads",
+    "tests/server/hub.py": f"{HTTP_SERVER} do_HEAD do_PUT close_connection request_queue_size",
     "tests/workers/engines/vllm_models.py": "forward_cpu _run_in_subprocess",
     "tests/workers/engines/vllm_stand_in.py": HTTP_SERVER,
     **dict.fromkeys(

@@ -169,11 +169,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    do_HEAD = do_POST = do_PUT = do_GET
-
     def log_message(self, *_: object) -> None:
         pass
 
@@ -196,6 +191,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(refusal.status, {"error": str(refusal)}, {**headers, **code})
         except ConnectionError:
             self.close_connection = True
+
+    do_GET = do_HEAD = do_POST = do_PUT = _answer
 
     def _require_token(self) -> None:
         sent = self.headers.get("Authorization", "")

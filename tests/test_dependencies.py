@@ -34,7 +34,12 @@ BROUGHT = {
     "triton": "torch",
 }
 # Installed in separate environments, or for GPUs.
-ELSEWHERE = {"datasets", "fla", "tinker_cookbook", "trl", "vllm", "__main__"}
+ELSEWHERE = {"datasets", "tinker_cookbook", "trl", "vllm", "__main__"} | {
+    "causal_conv1d",
+    "fla",
+    "flash_mla",
+    "mamba_ssm",
+}
 # package -> its user, if no import shows it
 USED_BY = {
     "fastapi-offline": "routes/pages.py reads its files",

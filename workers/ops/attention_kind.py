@@ -79,6 +79,12 @@ class AttentionKind:
     is_stored: bool = False
     chosen: Tensor | None = field(default=None, compare=False)
 
+    @property
+    def is_latent(self) -> bool:
+        """True if all keys before a token are seen as they are, and are the values too."""
+        changes = self.window, self.sinks, self.cap, self.part
+        return self.values_are_keys and all(each is None for each in changes)
+
     def within(self, length: int) -> "AttentionKind":
         """Returns the kind for sequences of at most `length` tokens, without parts if they have only one."""
         return replace(self, part=None) if self.part is not None and length <= self.part else self

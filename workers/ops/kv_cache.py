@@ -24,6 +24,7 @@ from .attention import (
 )
 from .chosen_attention import attend_to_copies
 from .kernels import PrefixGroups, kernels_for, triton_kernels_for
+from .libraries.latent_attention import FlashMla, LatentStep, flash_mla_for
 from .linear import soft_capped
 from .recurrence import Recurrence, StateKind
 from .token_index import IndexKind, IndexQueries, choose_for_each, choose_for_last, choose_in_row
@@ -189,11 +190,13 @@ class DecodeStep:
     groups: PrefixGroups
     num_threads: int = 1
     _masks: dict[Hiding, Tensor] = field(default_factory=dict)
+    _latent_step: LatentStep | None = None
 
     def advance(self) -> None:
         """Moves to the next token of the same sequences."""
         self.lengths += 1
         self.span += 1
+        self._latent_step = None
         mask = self._masks.get((None, None))
         self._masks = {}
         if mask is not None and self.span <= mask.shape[-1]:
@@ -201,7 +204,8 @@ class DecodeStep:
             self._masks[None, None] = mask
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        """Returns the attention output [n, heads, head_dim] for query, key and value of the packed row."""
+        """Returns the attention output [n, heads, head_dim] for query, key and value of the packed row; for latent
+        vectors perhaps only its first part, which is the value."""
         if kind.chosen is not None and self.span > kind.chosen.shape[1]:
             cached = self._store_keys(key[self.rows], kind)
             own = replace(kind, chosen=kind.chosen[self.rows])
@@ -209,6 +213,8 @@ class DecodeStep:
         if not isinstance(self.rows, slice) or self.rows.stop - self.rows.start < query.shape[0]:
             query, key, value = query[self.rows], key[self.rows], value[self.rows]
         kind = kind.within(self.span)
+        if kind.is_latent and key.is_cuda and (flash_mla := flash_mla_for(key, self.tensors.capacity)) is not None:
+            return self.attend_by(flash_mla, query, key, kind)
         kernels = kernels_for(key) if kind.part is None else None
         if kernels is not None:
             cached = (
@@ -232,6 +238,13 @@ class DecodeStep:
         hidden = self._mask(kind, reading.first_keys.shape[-1], key.shape[1], query.dtype)
         out = _attend_once(query, reading, hidden, kind)
         return out if self.in_order else out[self.slots]
+
+    def attend_by(self, library: FlashMla, query: Tensor, key: Tensor, kind: AttentionKind) -> Tensor:
+        """Computes `attend` for latent vectors, query and key of the sequences alone, by the library."""
+        cached = self._store_keys(key, kind)
+        if self._latent_step is None:
+            self._latent_step = LatentStep.of(self.slots, self.lengths, self.tensors.capacity)
+        return library.attend(query, cached, self._latent_step, kind.scaling)
 
     def choose(self, queries: IndexQueries | None, key: Tensor, kind: IndexKind) -> Tensor | None:
         """Computes `token_index.choose` for queries and keys of the packed row: int32 [n, most]."""
@@ -409,7 +422,8 @@ class CachedRow:
             return self.steps[0].attend(query, key, value, kind)
         out = torch.empty_like(query)
         for step in self.steps:
-            out[step.rows] = step.attend(query, key, value, kind)
+            attended = step.attend(query, key, value, kind)
+            out[step.rows, :, : attended.shape[-1]] = attended
         for chunk in self.chunks:
             out[chunk.start : chunk.stop] = chunk.attend(query, key, value, kind)
         for storing in self.storing:

@@ -1,7 +1,8 @@
 """Depthwise causal convolution along the tokens of each sequence of a packed row, with the activation after it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,14 +11,17 @@ from torch.nn.functional import silu
 
 from ..attention import Packing
 from ..kernels import kernels_for
+from ..libraries.convolution import CausalConv1d, numbered
+from ..libraries.probe import Comparison, probed, random_on, report_misfit
 from ..recurrence import StateKind
+from .comparison import LENGTHS, compare_recurrence
 
 
 @dataclass(frozen=True)
 class CausalConvolution:
     """The convolution of a layer, a Recurrence of one input [tokens, channels]; its state are the last inputs.
 
-    Computes in float32.
+    Computes in float32. On a GPU it runs as kernels of causal-conv1d, if these are installed and fit.
 
     weight: [channels, width] or [channels, 1, width]; its last column is for the token itself. bias: [channels]. dtype:
     that of the inputs.
@@ -35,10 +39,23 @@ class CausalConvolution:
         return StateKind(self.layer, "convolution", (channels, width - 1), self.dtype)
 
     def scan(self, inputs: Sequence[Tensor], packing: Packing, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.scan_by(self._library_for(inputs[0]), inputs, packing, initial)
+
+    def scan_by(
+        self,
+        library: CausalConv1d | None,
+        inputs: Sequence[Tensor],
+        packing: Packing,
+        initial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes `scan` by the library, or by torch's operations if there is none, or an initial state."""
         (x,) = inputs
         ends = packing.layout(Ends, x.device, self.weight.shape[-1] - 1)
         earlier = None if initial is None else initial.mT
         states = ends.last_inputs(x, earlier).mT
+        if library is not None and earlier is None:
+            numbers = packing.layout(_numbers, x.device, 0)
+            return library.scan(x, self.weight.flatten(1), self.bias, self.is_silu, numbers), states.detach()
         if torch.is_grad_enabled():
             assert earlier is None
             return _Convolve.apply(x, self.weight, self.bias, self, ends), states.detach()  # pyright: ignore[reportReturnType]
@@ -46,15 +63,34 @@ class CausalConvolution:
 
     def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
         (x,) = inputs
-        weight = self.weight.detach().flatten(1).float()
-        bias = None if self.bias is None else self.bias.detach().float()
         kernels = kernels_for(x, states)
         if kernels is not None:
-            return kernels.convolve_step(x, weight, bias, states, slots, self.is_silu)
+            return kernels.convolve_step(x, *self._wide(), states, slots, self.is_silu)
+        return self.step_by(self._library_for(x), inputs, states, slots)
+
+    def step_by(self, library: CausalConv1d | None, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
+        """Computes `step` by the library, or by torch's operations if there is none."""
+        (x,) = inputs
+        if library is not None:
+            return library.step(x, self.weight.flatten(1), self.bias, self.is_silu, states, slots)
+        weight, bias = self._wide()
         window = torch.cat((states.index_select(0, slots), x.unsqueeze(2)), dim=2)
         states.index_copy_(0, slots, window[:, :, 1:])
         out = (window * weight).sum(2)
         return self.activated(out if bias is None else out.add_(bias)).to(x.dtype)
+
+    def _wide(self) -> tuple[Tensor, Tensor | None]:
+        """Returns weight [channels, width] and bias in float32."""
+        bias = None if self.bias is None else self.bias.detach().float()
+        return self.weight.detach().flatten(1).float(), bias
+
+    def _library_for(self, x: Tensor) -> CausalConv1d | None:
+        if not x.is_cuda:
+            return None
+        if (reason := CausalConv1d.misfit(x, self.weight, self.bias)) is not None:
+            report_misfit(CausalConv1d, x.device, reason)
+            return None
+        return causal_conv1d_on(x.device)
 
     def convolved(self, x: Tensor, ends: "Ends", earlier: Tensor | None) -> Tensor:
         """Returns the convolution before the activation, float32 [tokens, channels]."""
@@ -162,3 +198,23 @@ def _convolve(x: Tensor, taps: Tensor, end: NearTokens, beyond: Tensor | None, f
     parts = [near[:, reach - distance : 2 * reach - distance] * tap for distance, tap in enumerate(taps)]
     end.overwrite(out, torch.stack(parts).sum(0))
     return out
+
+
+def _numbers(packing: Packing, device: torch.device, _size: int) -> Tensor:
+    return numbered(packing.lengths, device)
+
+
+@cache
+def causal_conv1d_on(device: torch.device) -> CausalConv1d | None:
+    """Returns causal-conv1d if it computes the same on the device as torch's operations."""
+    return probed(CausalConv1d, device, compare_convolution)
+
+
+def compare_convolution(
+    library: CausalConv1d, device: torch.device, lengths: Sequence[int] = LENGTHS
+) -> Iterator[Comparison]:
+    """Compares a convolution of 72 channels, more than the kernel's blocks have, with a bias and an activation."""
+    draw, channels = random_on(device), 72
+    weight, bias = draw(channels, 4).requires_grad_(), draw(channels).requires_grad_()
+    op = CausalConvolution(0, weight, bias, True, torch.bfloat16)
+    return compare_recurrence(op, library, [draw(sum(lengths), channels)], [weight, bias], lengths)

@@ -4,22 +4,20 @@ With decay exp(g), a token changes the state S [key_dim, value_dim] to exp(g) S 
 output is S' q: Yang et al., Gated Delta Networks (2024), equation 10, https://arxiv.org/abs/2412.06464.
 """
 
-import logging
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention import Packing
 from ..kernels import kernels_for
+from ..libraries.gated_delta import FlashLinearAttention
+from ..libraries.probe import Comparison, probed, random_on
 from ..recurrence import StateKind
 from .chunked_delta import DeltaInputs, normalize, scan_chunks
-
-_log = logging.getLogger(__name__)
+from .comparison import LENGTHS, compare_recurrence
 
 
 @dataclass(frozen=True)
@@ -40,27 +38,34 @@ class GatedDeltaRule:
         return StateKind(self.layer, "delta", (self.value_heads, self.key_dim, self.value_dim), torch.float32)
 
     def scan(self, inputs: Sequence[Tensor], packing: Packing, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.scan_by(_library_for(inputs[0]), inputs, packing, initial)
+
+    def scan_by(
+        self,
+        library: FlashLinearAttention | None,
+        inputs: Sequence[Tensor],
+        packing: Packing,
+        initial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes `scan` by the library, or by torch's operations if there is none."""
         row = DeltaInputs(*inputs)
-        fla = _fla_for(row.v)
-        if fla is None:
+        if library is None:
             return scan_chunks(row, packing, initial)
-        bounds = packing.layout(_long_bounds, row.v.device, 0)
-        out, states = fla.chunk_gated_delta_rule(
-            *(x.unsqueeze(0) for x in row),
-            initial_state=initial,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=bounds,
-        )
-        return out.squeeze(0).to(row.v.dtype), states.detach()
+        out, states = library.scan(row, packing.layout(_long_bounds, row.v.device, 0), initial)
+        return out.to(row.v.dtype), states
 
     def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
-        row = DeltaInputs(*inputs)
-        kernels = kernels_for(*row, states)
+        kernels = kernels_for(*inputs, states)
         if kernels is not None:
-            return kernels.delta_step(row, states, slots)
-        fla, state = _fla_for(row.v), states.index_select(0, slots)
-        out, state = _step(row, state) if fla is None else _step_of_fla(fla, row, state)
+            return kernels.delta_step(DeltaInputs(*inputs), states, slots)
+        return self.step_by(_library_for(inputs[0]), inputs, states, slots)
+
+    def step_by(
+        self, library: FlashLinearAttention | None, inputs: Sequence[Tensor], states: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Computes `step` by the library, or by torch's operations if there is none."""
+        row, state = DeltaInputs(*inputs), states.index_select(0, slots)
+        out, state = _step(row, state) if library is None else library.step(row, state)
         states.index_copy_(0, slots, state)
         return out.to(row.v.dtype)
 
@@ -79,33 +84,26 @@ def _step(row: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return out.addcmul(similar, correction), state
 
 
-def _step_of_fla(fla: Any, row: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    q, k, v, g, beta = (x.unsqueeze(1) for x in row)
-    out, state = fla.fused_recurrent_gated_delta_rule(
-        q, k, v, g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
-    return out.squeeze(1), state
-
-
 def _long_bounds(packing: Packing, device: torch.device, _size: int) -> Tensor:
     """Returns Packing.bounds as int64; one tensor for all layers, since flash-linear-attention caches by identity."""
     return packing.bounds(device).long()
 
 
-def _fla_for(x: Tensor) -> Any:
-    """Returns flash-linear-attention's module of this rule, or None if x needs torch's own operations."""
-    return _load_fla(x.device) if x.is_cuda else None
+def _library_for(x: Tensor) -> FlashLinearAttention | None:
+    return flash_linear_attention_on(x.device) if x.is_cuda else None
 
 
 @cache
-def _load_fla(device: torch.device) -> Any:
-    """Imports the module and runs one of its kernels; returns None, and logs why, if that fails."""
-    x = torch.ones(1, 1, 1, 16, device=device)
-    try:
-        from fla.ops import gated_delta_rule  # pyright: ignore[reportMissingImports]
+def flash_linear_attention_on(device: torch.device) -> FlashLinearAttention | None:
+    """Returns flash-linear-attention if it computes the same on the device as torch's operations."""
+    return probed(FlashLinearAttention, device, compare_gated_delta)
 
-        gated_delta_rule.fused_recurrent_gated_delta_rule(x, x, x, x[..., 0], beta=x[..., 0])
-    except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        _log.info("torch computes the gated delta rule on %s, not flash-linear-attention: %s", device, error)
-        return None
-    return gated_delta_rule
+
+def compare_gated_delta(
+    library: FlashLinearAttention, device: torch.device, dim: int = 128, lengths: Sequence[int] = LENGTHS
+) -> Iterator[Comparison]:
+    """Compares two key heads of this size, each for two value heads."""
+    draw, tokens = random_on(device), sum(lengths)
+    query, key, value = draw(tokens, 2, dim), draw(tokens, 2, dim), draw(tokens, 4, dim)
+    inputs = [query, key, value, -0.2 * draw(tokens, 4).float().abs(), draw(tokens, 4).sigmoid()]
+    return compare_recurrence(GatedDeltaRule(0, 4, dim, dim), library, inputs, lengths=lengths)

@@ -4,17 +4,23 @@ With a time step dt, a token changes the state S [head_dim, state_dim] to exp(a 
 S c + skip x: Dao and Gu, Transformers are SSMs (2024), sections 6 and 7, https://arxiv.org/abs/2405.21060.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from ..attention import Packing
+from ..libraries.probe import Comparison, probed, random_on, report_misfit
+from ..libraries.state_space import MambaSsm
 from ..recurrence import StateKind
+from .batches import Batches
 from .chunks import Chunks
+from .comparison import LENGTHS, compare_recurrence
 
 CHUNK_SIZES = (16, 32, 64, 128)
 
@@ -36,7 +42,8 @@ class StateSpaceInputs(NamedTuple):
 class StateSpace:
     """The state-space recurrence of a layer, a Recurrence of StateSpaceInputs.
 
-    The output has x's shape and dtype; the arithmetic is in float32.
+    The output has x's shape and dtype; the arithmetic is in float32. On a GPU bfloat16 runs as kernels of mamba-ssm, if
+    that is installed.
 
     a: the logarithm of a state's decay in a time of 1, negative, float32 [heads]. skip: [heads].
     """
@@ -52,7 +59,19 @@ class StateSpace:
         return StateKind(self.layer, "state_space", (len(self.a), self.head_dim, self.state_dim), torch.float32)
 
     def scan(self, inputs: Sequence[Tensor], packing: Packing, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.scan_by(self._library_for(inputs[0]), inputs, packing, initial)
+
+    def scan_by(
+        self,
+        library: MambaSsm | None,
+        inputs: Sequence[Tensor],
+        packing: Packing,
+        initial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Computes `scan` by the library, or by torch's operations if there is none."""
         row = StateSpaceInputs(*inputs)
+        if library is not None:
+            return self._scan_batches(library, row, packing.layout(Batches, row.x.device, 0), initial)
         chunks = packing.layout(_chunks, row.x.device, self.head_dim * self.state_dim)
         if torch.is_grad_enabled():
             assert initial is None
@@ -60,8 +79,25 @@ class StateSpace:
         out, final, _ = _scan(_ChunkedRow(row, self.a, chunks), self.skip, initial)
         return out, final
 
+    def _scan_batches(
+        self, library: MambaSsm, row: StateSpaceInputs, batches: Batches, initial: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        before = [None] * len(batches.shapes) if initial is None else batches.split_states(initial)
+        inputs = zip(*(batches.split(x) for x in row), strict=True)
+        outs, states = zip(
+            *(library.scan(own, self.a, self.skip, state) for own, state in zip(inputs, before, strict=True)),
+            strict=True,
+        )
+        return batches.join(outs), batches.join_states([state.detach() for state in states])
+
     def step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
+        return self.step_by(self._library_for(inputs[0]), inputs, states, slots)
+
+    def step_by(self, library: MambaSsm | None, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
+        """Computes `step` by the library, or by torch's operations if there is none."""
         x, dt, b, c = StateSpaceInputs(*inputs)
+        if library is not None:
+            return library.step((x, dt, b, c), self.a, self.skip, states, slots)
         groups = b.shape[1]
         state = states.index_select(0, slots).mul_((dt * self.a).exp_()[:, :, None, None])
         written = (x * dt.unsqueeze(2)).unflatten(1, (groups, -1)).unsqueeze(4)
@@ -69,6 +105,34 @@ class StateSpace:
         states.index_copy_(0, slots, state)
         out = (state.view(len(x), groups, -1, self.state_dim) @ c.float().unsqueeze(3)).view(x.shape)
         return out.addcmul_(x, self.skip.unsqueeze(1)).to(x.dtype)
+
+    def _library_for(self, x: Tensor) -> MambaSsm | None:
+        if not x.is_cuda:
+            return None
+        if (reason := MambaSsm.misfit(x)) is not None:
+            report_misfit(MambaSsm, x.device, reason)
+            return None
+        return mamba_ssm_on(x.device, self.head_dim, self.state_dim)
+
+
+@cache
+def mamba_ssm_on(device: torch.device, head_dim: int, state_dim: int) -> MambaSsm | None:
+    """Returns mamba-ssm if it computes the same on the device as torch's operations, for states of this shape.
+
+    It tunes its kernels by measurement for each shape of states, and does it here.
+    """
+    return probed(MambaSsm, device, partial(compare_state_space, head_dim=head_dim, state_dim=state_dim))
+
+
+def compare_state_space(
+    library: MambaSsm, device: torch.device, head_dim: int, state_dim: int, lengths: Sequence[int] = LENGTHS
+) -> Iterator[Comparison]:
+    """Compares two groups of four heads each."""
+    draw, tokens, heads = random_on(device), sum(lengths), 8
+    a, skip = draw(heads).float().exp().neg().requires_grad_(), draw(heads).requires_grad_()
+    x, b, c = draw(tokens, heads, head_dim), draw(tokens, 2, state_dim), draw(tokens, 2, state_dim)
+    inputs = [x, softplus(draw(tokens, heads).float() - 1), b, c]
+    return compare_recurrence(StateSpace(0, head_dim, state_dim, a, skip), library, inputs, [a, skip], lengths)
 
 
 def _chunks(packing: Packing, device: torch.device, numbers: int) -> Chunks:

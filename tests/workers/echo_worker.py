@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import logging
 import os
 import signal
 import threading
@@ -59,6 +60,9 @@ class EchoWorker:
     def garbage(self) -> tuple[bool, int]:
         """Returns if garbage collection is enabled, and how many objects it skips."""
         return gc.isenabled(), gc.get_freeze_count()
+
+    def log(self, message: str) -> None:
+        logging.getLogger(__name__).info(message)
 
     def echo(self, value: object) -> object:
         return value

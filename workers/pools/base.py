@@ -25,6 +25,7 @@ class PoolSpec:
         already (the forkserver preloads them) must set the number itself.
     cpus_per_rank, gpus_per_rank: free resources that a Ray node needs for a rank; a LocalPool ignores them.
     blocks: sizes of blocks of neighbouring ranks that should share a node, largest first; the last is 1.
+    log_level: the lowest severity that ranks log to standard error.
     """
 
     worker: str
@@ -33,6 +34,7 @@ class PoolSpec:
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
     blocks: tuple[int, ...] = (1,)
+    log_level: int = logging.WARNING
 
 
 @dataclass(frozen=True)

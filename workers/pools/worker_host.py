@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import os
 import traceback
 from typing import Any
@@ -20,6 +21,11 @@ class WorkerHost:
         self._rank = rank
         self._worker: object = None
         self._trimming = MemoryTrimmer()
+        logging.basicConfig(
+            format=f"%(asctime)s %(levelname)-7s rank {rank}, %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
+        )
+        # Other packages keep to warnings.
+        logging.getLogger(__name__.partition(".")[0]).setLevel(spec.log_level)
 
     def answer(self, frame: memoryview) -> list[Buffer]:
         """Answers a message; None builds the worker, unless there is one."""

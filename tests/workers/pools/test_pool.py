@@ -105,6 +105,31 @@ def test_waiting_rank_frees_its_last_message(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(check(), 20))
 
 
+LOGGING = """
+import asyncio, logging
+from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
+
+
+async def log(level: int, message: str) -> None:
+    pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),), log_level=level))
+    await pool.start()
+    await pool.call("log", message)
+    await pool.close()
+
+
+asyncio.run(log(logging.INFO, "shown"))
+asyncio.run(log(logging.WARNING, "hidden"))
+"""
+
+
+def test_ranks_log_from_the_level_of_their_pool() -> None:
+    found = subprocess.run([sys.executable, "-c", LOGGING], capture_output=True, text=True, check=True, timeout=100)
+    (line,) = found.stderr.splitlines()
+    assert line.endswith(" INFO    rank 0, trainhouse.tests.workers.echo_worker: shown")
+
+
 @ray_in_full
 def test_ranks_collect_garbage_except_imported_objects(new_pool: NewPool) -> None:
     async def check() -> None:

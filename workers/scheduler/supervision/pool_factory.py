@@ -68,6 +68,7 @@ class PoolFactory:
             cpus_per_rank=self._config.ray_cpus_per_rank,
             gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
             blocks=model.parallel.neighbour_blocks,
+            log_level=logger.getEffectiveLevel(),
         )
         return RayPool(spec, self._cluster, self._kept_group(group, model)) if self._cluster else LocalPool(spec)
 

@@ -18,6 +18,7 @@ __all__ = [
     "AuthenticationError",
     "BadRequestError",
     "CapturedData",
+    "CheckpointSchedule",
     "Datum",
     "ForwardBackwardOutput",
     "GoneError",

@@ -7,6 +7,7 @@ from ..schemas.sampling import ModelInput as ModelInput
 from ..schemas.sampling import SampledSequence as SampledSequence
 from ..schemas.sampling import SampleResponse as SampleResponse
 from ..schemas.sampling import SamplingParams as SamplingParams
+from ..schemas.schedules import CheckpointSchedule as CheckpointSchedule
 from ..schemas.training import AdamParams as AdamParams
 from ..schemas.training import ForwardBackwardOutput as ForwardBackwardOutput
 from ..schemas.training import ProvenanceSpan as ProvenanceSpan

@@ -1,6 +1,6 @@
-"""Converts the user's data into arrays, splits it into chunks for the server, and merges the chunks' outputs."""
+"""Converts the user's data into arrays."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from ..schemas import training
 from ..schemas.drafts import CaptureResponse
 from ..schemas.sampling import ModelInput
-from ..schemas.training import ForwardBackwardOutput, ProvenanceSpan
+from ..schemas.training import ProvenanceSpan
 
 Tokens = ModelInput | Sequence[int] | np.ndarray
 
@@ -102,58 +102,3 @@ def _as_array(value: ArrayLike, name: str, dtype: type[np.int32 | np.int64 | np.
         if not -most <= array.min() <= array.max() <= most:
             raise ValueError(f"{name} has {max(array.min(), array.max(), key=abs)}: a token id is at most {most}")
     return array.astype(dtype)
-
-
-def split_into_chunks(
-    data: Sequence[training.Datum], max_datums: int, max_bytes: int
-) -> Iterator[tuple[training.Datum, ...]]:
-    """Yields consecutive pieces within both limits; a datum larger than max_bytes is a piece by itself."""
-    piece: list[training.Datum] = []
-    size = 0
-    for datum in data:
-        more = num_bytes(datum)
-        if piece and (len(piece) == max_datums or size + more > max_bytes):
-            yield tuple(piece)
-            piece, size = [], 0
-        piece.append(datum)
-        size += more
-    yield tuple(piece)
-
-
-def num_bytes(datum: training.Datum) -> int:
-    return datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_fn_inputs.values())
-
-
-def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """Merges the outputs of one call's chunks into one. Metrics without a known reduction are dropped."""
-    if len(outputs) == 1:
-        return outputs[0]
-    sizes = np.asarray([len(output.loss_fn_outputs) for output in outputs], dtype=np.float64)
-    metrics = {}
-    for name in outputs[0].metrics:
-        reduce = _REDUCTIONS.get(name.rpartition(":")[2])
-        if reduce and all(name in output.metrics for output in outputs):
-            metrics[name] = reduce(np.asarray([output.metrics[name] for output in outputs]), sizes)
-    metrics |= _ratios(metrics)
-    rows = tuple(row for output in outputs for row in output.loss_fn_outputs)
-    refs = tuple(ref for output in outputs for ref in output.feature_refs)
-    return ForwardBackwardOutput(rows, metrics, outputs[0].loss_fn_output_type, refs)
-
-
-def _ratios(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Recomputes means whose numerator and denominator are reported as sums, because averages of means are wrong."""
-    names = [name.removesuffix("/of:sum") for name in metrics if name.endswith("/of:sum")]
-    return {
-        f"{name}:mean": metrics[f"{name}:sum"] / max(metrics[f"{name}/of:sum"], 1.0)
-        for name in names
-        if {f"{name}:sum", f"{name}:mean"} <= metrics.keys()
-    }
-
-
-# reduction -> (values by chunk, number of datums by chunk) -> value
-_REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    "sum": lambda values, sizes: float(values.sum()),
-    "min": lambda values, sizes: float(values.min()),
-    "max": lambda values, sizes: float(values.max()),
-    "mean": lambda values, sizes: float(np.average(values, weights=sizes)),
-}

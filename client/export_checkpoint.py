@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from ..schemas.adapter_files import CONFIG, DESCRIPTION, Reader, max_rank, vllm_form_of
-from ..schemas.vllm_form import room_for
+from ..schemas.adapters.adapter_files import CONFIG, DESCRIPTION, Reader, max_rank, vllm_form_of
+from ..schemas.adapters.vllm_form import room_for
 from .errors import TrainhouseError
 from .merged_model import merge_into_base
 from .service import ServiceClient

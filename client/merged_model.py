@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.adapter_files import CONFIG, DESCRIPTION, WEIGHTS, Pair, pairs_of, split_experts
-from ..schemas.tensor_file import FileTensor, TensorFile, write_tensors
+from ..schemas.adapters.adapter_files import CONFIG, DESCRIPTION, WEIGHTS, Pair, pairs_of, split_experts
+from ..schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
 
 _ROWS = 4096  # that are in memory at a time
 _INDEX = "model.safetensors.index.json"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..schemas import checkpoints
-from ..schemas.adapter_files import Reader, write_for
+from ..schemas.adapters.adapter_files import Reader, write_for
 from ..schemas.checkpoints import (
     CopyWeightsResponse,
     ExternalWeightsUrls,

@@ -12,13 +12,14 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from ..schemas import checkpoints, drafts, training
+from ..schemas import checkpoints, drafts, schedules, training
+from ..schemas.batches import merge_outputs, split_into_chunks
 from ..schemas.codec import decode_forward_backward_output, encode_forward_backward_request
 from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
 from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
-from .connection import ACCEPT_PROTOBUF, PROTOBUF, ServerConnection, to_json
-from .data import CapturedData, Tokens, as_tokens, merge_outputs, split_into_chunks
+from .connection import ACCEPT_PROTOBUF, JSON, PROTOBUF, ServerConnection, to_json
+from .data import CapturedData, Tokens, as_tokens
 from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
@@ -215,6 +216,49 @@ class TrainingClient:
         self._num_steps = self._num_steps if num_steps is None else num_steps
         self._hooks.append((every, hook))
 
+    def create_evaluation(
+        self,
+        name: str,
+        every: int,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: LossConfig | None = None,
+    ) -> APIFuture[schedules.CreateEvaluationResponse]:
+        """Makes the server evaluate a loss on these data now, and after every `every`-th optimizer step.
+
+        The data are sent once. Results are in the metrics of `optim_step`, as `evaluation/NAME/loss:mean`: the summed
+        loss divided by the summed weights. Replaces the model's evaluation of the same name.
+
+        Raises:
+            ValueError: `data` is empty.
+        """
+        request = dataclasses.replace(
+            self._request(data, loss_fn, loss_fn_config), evaluation=training.EvaluationSchedule(name, every)
+        )
+        with self._seq_id_lock:
+            body = encode_forward_backward_request(dataclasses.replace(request, seq_id=self._next_seq_id))
+            self._next_seq_id += 1
+            answer = schedules.CreateEvaluationResponse
+            return self._connection.run(self._run_operation("create_evaluation", body, answer, PROTOBUF))
+
+    def delete_evaluation(self, name: str) -> APIFuture[schedules.DeleteEvaluationResponse]:
+        """Ends an evaluation, and deletes its data on the server."""
+        request, answer = schedules.DeleteEvaluationRequest, schedules.DeleteEvaluationResponse
+        return self._operation("delete_evaluation", request, {"name": name}, answer)
+
+    def schedule_checkpoints(
+        self, checkpoints: schedules.CheckpointSchedule | None
+    ) -> APIFuture[schedules.ScheduleCheckpointsResponse]:
+        """Makes the server save a checkpoint after every so many optimizer steps, and delete older ones.
+
+        Each can be loaded like one of `save_state`; list_checkpoints has their steps and metrics in `user_metadata`.
+
+        Args:
+            checkpoints: None ends it, and keeps the checkpoints.
+        """
+        request, answer = schedules.ScheduleCheckpointsRequest, schedules.ScheduleCheckpointsResponse
+        return self._operation("schedule_checkpoints", request, {"checkpoints": checkpoints}, answer)
+
     def set_target(self, path: str | None) -> APIFuture[drafts.SetTargetResponse]:
         """Makes this draft predict a policy's checkpoint from now on.
 
@@ -385,9 +429,9 @@ class TrainingClient:
             self._next_seq_id += 1
             return self._connection.run(self._run_operation(path, body, answer))
 
-    async def _run_operation(self, path: str, body: bytes, answer: type[W]) -> W:
+    async def _run_operation(self, path: str, body: bytes, answer: type[W], headers: dict[str, str] = JSON) -> W:
         async with self._submit_lock:
-            submitted = await self._connection.submit(path, body)
+            submitted = await self._connection.submit(path, body, headers)
         return await self._connection.result(submitted, answer.model_validate_json)
 
     def get_info_async(self) -> APIFuture[GetInfoResponse]:

@@ -54,6 +54,9 @@ def first_error_only(most: int) -> WrapValidator:
 Id = Annotated[str, Field(max_length=MAX_ID)]
 """Identifies a session, model, sampler, request or project, or is a short name, such as an optimizer's."""
 
+TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
+"""The time for which a checkpoint is kept."""
+
 Path = Annotated[str, Field(max_length=MAX_PATH)]
 """Names a checkpoint or a base model, which may be a hub id."""
 

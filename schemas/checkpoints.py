@@ -5,11 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .bounds import Id, Metadata, Path, StringMetadata, Text
+from .bounds import Id, Metadata, Path, StringMetadata, Text, TtlSeconds
 from .models import LoraConfig, OptimizerConfig, Role
 from .training import Natural, SeqId, Wire
 
-TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
 SamplerKind = Literal["snapshot", "inflight"]
 
 

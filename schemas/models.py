@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .bounds import Detail, Id, Metadata, Path, Tags, Text
+from .schedules import RunSchedules
 from .training import Integer, Natural, Seed, Strict, Wire
 
 Role = Literal["policy", "critic", "reference", "draft"]
@@ -209,9 +210,9 @@ class Limits(Wire):
 
     tenant: its name, as --tenant-weights takes it. sessions: open ones. queued_operations, queued_bytes: accepted and
     not answered yet, including uploads. tokens_per_minute: of training and sampling; `used` falls with time.
-    result_bytes: results on the server's disk. feature_bytes: features captured for drafts. server_queued_bytes,
-    server_feature_bytes: limits of all tenants together; `used` is the tenant's own share unless an operator requests
-    it.
+    result_bytes: results on the server's disk. feature_bytes: features captured for drafts. evaluation_bytes: data of
+    evaluations. server_queued_bytes, server_feature_bytes: limits of all tenants together; `used` is the tenant's own
+    share unless an operator requests it.
     """
 
     tenant: str
@@ -224,6 +225,7 @@ class Limits(Wire):
     result_bytes: Limit | None = None
     feature_bytes: Limit | None = None
     server_feature_bytes: Limit | None = None
+    evaluation_bytes: Limit | None = None
 
     def without_other_tenants(self) -> "Limits":
         """Returns the limits without the use of other tenants."""
@@ -333,7 +335,7 @@ class Checkpoint(Wire):
 
 
 class TrainingRun(Wire):
-    """Describes a training run. model_role is ours."""
+    """Describes a training run. model_role and schedules are ours; only the owner sees schedules."""
 
     training_run_id: str
     base_model: str
@@ -346,6 +348,7 @@ class TrainingRun(Wire):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
     model_role: Role = "policy"
+    schedules: RunSchedules | None = None
 
 
 class TrainingRunList(Wire):

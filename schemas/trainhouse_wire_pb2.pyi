@@ -28,7 +28,7 @@ STOP_REASON_STOP: StopReason
 STOP_REASON_LENGTH: StopReason
 
 class ForwardBackwardRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only", "loss_fn_config_v2", "loss_weight", "capture_for")
+    __slots__ = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only", "loss_fn_config_v2", "loss_weight", "capture_for", "evaluation")
     class LossFnConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class ForwardBackwardRequest(_message.Message):
     LOSS_FN_CONFIG_V2_FIELD_NUMBER: _ClassVar[int]
     LOSS_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     CAPTURE_FOR_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     data: _containers.RepeatedCompositeFieldContainer[Datum]
@@ -61,7 +62,16 @@ class ForwardBackwardRequest(_message.Message):
     loss_fn_config_v2: _containers.MessageMap[str, LossConfigValue]
     loss_weight: float
     capture_for: str
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: bool = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ..., loss_weight: _Optional[float] = ..., capture_for: _Optional[str] = ...) -> None: ...
+    evaluation: EvaluationSchedule
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: bool = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ..., loss_weight: _Optional[float] = ..., capture_for: _Optional[str] = ..., evaluation: _Optional[_Union[EvaluationSchedule, _Mapping]] = ...) -> None: ...
+
+class EvaluationSchedule(_message.Message):
+    __slots__ = ("name", "every")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    every: int
+    def __init__(self, name: _Optional[str] = ..., every: _Optional[int] = ...) -> None: ...
 
 class LossConfigValue(_message.Message):
     __slots__ = ("number", "text")

@@ -59,12 +59,21 @@ class FeatureLocation:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationSchedule:
+    """An evaluation after every `every`-th optimizer step."""
+
+    name: str
+    every: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBackwardRequest:
     """Computes a loss and its gradient. Losses are sums over tokens and data; gradients accumulate until `optim_step`.
 
     loss_weight: a factor of the loss (ours; not sent by the SDK).
     forward_only: the same outputs without a gradient.
     capture_for: id of a draft for which this policy's pass captures features (ours; see docs/drafts.md).
+    evaluation: creates this evaluation with the data, instead of a pass (ours).
     features: the place of features that data refer to. The server sets it; it is not part of the protocol.
     """
 
@@ -76,12 +85,13 @@ class ForwardBackwardRequest:
     forward_only: bool = False
     loss_weight: float = 1.0
     capture_for: str | None = None
+    evaluation: EvaluationSchedule | None = None
     features: FeatureLocation | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the data as columns."""
-        captures = self.capture_for, self.features
-        options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight, *captures)
+        rest = self.capture_for, self.evaluation, self.features
+        options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight, *rest)
         return _request_of, (self.model_id, self.seq_id, _packed(self.data), options)
 
 
@@ -155,7 +165,9 @@ def _request_of(
     model_id: str,
     seq_id: int,
     packed: _PackedData | tuple[Datum, ...],
-    options: tuple[str, Mapping[str, float | str], bool, float, str | None, FeatureLocation | None],
+    options: tuple[
+        str, Mapping[str, float | str], bool, float, str | None, EvaluationSchedule | None, FeatureLocation | None
+    ],
 ) -> ForwardBackwardRequest:
     return ForwardBackwardRequest(model_id, seq_id, _unpacked(packed), *options)
 
@@ -251,5 +263,8 @@ class OptimStepRequest(Wire):
 
 
 class OptimStepResponse(Wire):
+    """warnings (ours): what the server was to do after the step, and could not."""
+
     metrics: dict[str, float] | None = None
+    warnings: list[str] | None = None
     type: Literal["optim_step"] = "optim_step"

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from ..schemas.vllm_form import FORMS
+from ..schemas.adapters.vllm_form import FORMS
 from ..server.cli.plan import main
 from ..workers.shapes.families import FAMILIES
 from ..workers.shapes.model_shape import ModelShape, describe_model, refusal_of

@@ -37,7 +37,7 @@ FOLDERS = [
     *(f"server/{name}" for name in SERVER.split()),
     "workers",
     *(f"workers/{name}" for name in WORKERS.split()),
-    *("client", "schemas/codec", "schemas"),
+    *("client", "schemas/adapters", "schemas/codec", "schemas"),
 ]
 
 # Modules and whole folders of workers that a process without torch may import.

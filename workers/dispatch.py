@@ -15,11 +15,11 @@ from urllib.parse import quote
 
 import numpy as np
 
+from ..schemas.adapters.vllm_form import form_of
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from ..schemas.vllm_form import form_of
 from .engines.engine import Engine
 from .engines.groups.adapter_copies import AdapterCopies
 from .engines.groups.sampler_groups import SamplerGroups

@@ -1,6 +1,7 @@
 """Decodes forward_backward requests from protobuf and JSON, and encodes them to protobuf."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,8 @@ import numpy as np
 from .. import trainhouse_wire_pb2 as wire
 from ..bounds import MAX_JSON_BYTES
 from ..errors import RequestError
-from ..training import Datum, ForwardBackwardRequest, ProvenanceSpan
+from ..schedules import SCHEDULE_NAME
+from ..training import MAX_INTEGER, Datum, EvaluationSchedule, ForwardBackwardRequest, ProvenanceSpan
 from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
 from .invalid import Invalid, at_place, refused_with_400, show_value
 from .protobuf_fields import check_num_messages
@@ -42,7 +44,11 @@ _MAX_UNCOUNTED_BYTES = 2 * _MAX_MESSAGES
 
 
 def decode_forward_backward(
-    body: bytes, content_type: str, max_dense_bytes: int = MAX_DENSE_BYTES, forward_only: bool = False
+    body: bytes,
+    content_type: str,
+    max_dense_bytes: int = MAX_DENSE_BYTES,
+    forward_only: bool = False,
+    evaluates: bool = False,
 ) -> ForwardBackwardRequest:
     """Decodes a forward_backward body: the SDK's protobuf, the JSON of SDK 0.25, or flat JSON with plain lists.
 
@@ -51,6 +57,7 @@ def decode_forward_backward(
 
     Args:
         forward_only: overrides the body if True.
+        evaluates: whether it must have an `evaluation`, or must not.
     Raises:
         RequestError: 400 with the place and the reason, 413 for too much JSON, 415 for another content type.
     """
@@ -59,11 +66,17 @@ def decode_forward_backward(
     with refused_with_400():
         if is_protobuf(content_type):
             request = _request_from_protobuf(body, DenseBytesBudget(max_dense_bytes))
-            return replace(request, forward_only=forward_only or request.forward_only)
-        if is_json(content_type):
+        elif is_json(content_type):
             request = _request_from_json(body, DenseBytesBudget(max_dense_bytes))
-            return replace(request, forward_only=forward_only or request.forward_only)
-    raise RequestError(f"content type {show_value(content_type)} is not supported: send {PROTOBUF} or {JSON}", 415)
+        else:
+            raise RequestError(
+                f"content type {show_value(content_type)} is not supported: send {PROTOBUF} or {JSON}", 415
+            )
+        if evaluates and request.evaluation is None:
+            raise Invalid("evaluation is missing: send its name and every how many steps it runs")
+        if not evaluates and request.evaluation is not None:
+            raise Invalid("evaluation is only for create_evaluation: leave it out")
+        return replace(request, forward_only=forward_only or request.forward_only)
 
 
 def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
@@ -73,6 +86,8 @@ def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
     )
     if request.capture_for is not None:
         message.capture_for = request.capture_for
+    if request.evaluation is not None:
+        message.evaluation.name, message.evaluation.every = request.evaluation.name, request.evaluation.every
     if request.loss_weight != 1.0:
         message.loss_weight = request.loss_weight
     for key, value in request.loss_fn_config.items():
@@ -101,8 +116,19 @@ def _request_from_protobuf(body: bytes, budget: DenseBytesBudget) -> ForwardBack
             forward_only=message.forward_only,
             loss_weight=message.loss_weight if message.HasField("loss_weight") else 1.0,
             capture_for=message.capture_for or None,
+            evaluation=_evaluation(message.evaluation.name, message.evaluation.every)
+            if message.HasField("evaluation")
+            else None,
         )
     )
+
+
+def _evaluation(name: str, every: int) -> EvaluationSchedule:
+    if not re.fullmatch(SCHEDULE_NAME, name):
+        raise Invalid(f"evaluation.name is {show_value(name)}: use 1 to 64 of A-Z a-z 0-9 . _ -")
+    if not 1 <= every <= MAX_INTEGER:
+        raise Invalid(f"evaluation.every is {show_value(every)}: it must be at least 1 step")
+    return EvaluationSchedule(name, every)
 
 
 def _loss_config_from_protobuf(message: wire.ForwardBackwardRequest) -> Mapping[str, float | str]:
@@ -195,8 +221,17 @@ def _request_from_json(body: bytes, budget: DenseBytesBudget) -> ForwardBackward
             forward_only=json_boolean(forward_only, "forward_only"),
             loss_weight=json_number(request.get("loss_weight", 1.0), "loss_weight"),
             capture_for=_optional_text(request.get("capture_for"), "capture_for"),
+            evaluation=_evaluation_from_json(request.get("evaluation")),
         )
     )
+
+
+def _evaluation_from_json(value: object) -> EvaluationSchedule | None:
+    if value is None:
+        return None
+    evaluation = json_object(value, "evaluation")
+    name = json_text(evaluation.get("name", ""), "evaluation.name")
+    return _evaluation(name, json_integer(evaluation.get("every", 0), "evaluation.every"))
 
 
 def _optional_text(value: object, place: str) -> str | None:

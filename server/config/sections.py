@@ -237,6 +237,7 @@ class LimitsSection(Section):
         32 << 30, "most bytes of a tenant's kept results; beyond, no sampling", check=POSITIVE
     )
     tenant_feature_bytes: Bytes = knob(16 << 30, "most bytes of a tenant's captured features", check=POSITIVE)
+    tenant_evaluation_bytes: Bytes = knob(1 << 30, "most bytes of the data of a tenant's evaluations", check=POSITIVE)
 
 
 @dataclass(frozen=True)

@@ -245,14 +245,13 @@ def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
     return partial(decode_model, model)
 
 
-def forward_backward_decoder(content_type: str, forward_only: bool = False) -> Decoder[ForwardBackwardRequest]:
-    """Returns a decoder that raises RequestError as decode_forward_backward does.
-
-    Args:
-        forward_only: overrides the body's own flag.
-    """
+def forward_backward_decoder(
+    content_type: str, forward_only: bool = False, evaluates: bool = False
+) -> Decoder[ForwardBackwardRequest]:
+    """Returns a decoder that takes these arguments, and raises RequestError, as decode_forward_backward does."""
     apart_bytes = PROCESS_PROTOBUF_BYTES if is_protobuf(content_type) else PROCESS_JSON_BYTES
-    return Decoder(partial(decode_forward_backward, content_type=content_type, forward_only=forward_only), apart_bytes)
+    options: dict[str, Any] = {"content_type": content_type, "forward_only": forward_only, "evaluates": evaluates}
+    return Decoder(partial(decode_forward_backward, **options), apart_bytes)
 
 
 def json_parameter(model: type[BaseModel]) -> Any:

@@ -18,6 +18,7 @@ from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetReq
 from ...schemas.errors import RequestError
 from ...schemas.models import CreateModelRequest
 from ...schemas.sampling import SampleRequest
+from ...schemas.schedules import DeleteEvaluationRequest, ScheduleCheckpointsRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..http.bodies import UNLIMITED, ReceivedBody, decode_body, forward_backward_decoder, json_decoder
 from .journal import JournalEntry
@@ -30,6 +31,8 @@ JsonRequest = (
     | SetTargetRequest
     | BuildVocabMapRequest
     | CaptureRequest
+    | ScheduleCheckpointsRequest
+    | DeleteEvaluationRequest
 )
 RunRequest = ForwardBackwardRequest | JsonRequest
 """Operations of a live run that are performed as the client sent them."""
@@ -42,6 +45,8 @@ _OPERATIONS: dict[str, type[JsonRequest]] = {
     "set_target": SetTargetRequest,
     "build_vocab_map": BuildVocabMapRequest,
     "capture": CaptureRequest,
+    "schedule_checkpoints": ScheduleCheckpointsRequest,
+    "delete_evaluation": DeleteEvaluationRequest,
 }
 _JSON: dict[str, type[BaseModel]] = {
     **_OPERATIONS,
@@ -58,7 +63,7 @@ def operation_decoder(kind: str, content_type: str) -> Callable[[bytes], RunRequ
     """Returns the decoder of an operation that a client sends, see json_decoder and forward_backward_decoder."""
     if (model := _OPERATIONS.get(kind)) is not None:
         return json_decoder(model)
-    return forward_backward_decoder(content_type, forward_only=kind == "forward")
+    return forward_backward_decoder(content_type, kind != "forward_backward", evaluates=kind == "create_evaluation")
 
 
 async def decode_entry(entry: JournalEntry) -> Decoded:

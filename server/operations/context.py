@@ -12,6 +12,7 @@ from ..journal.recordings import Recordings
 from ..sampling.samplers import Samplers
 from ..store import CheckpointRecord, RunRecord, Store
 from ..tenants.sessions import Sessions
+from .evaluation_data import EvaluationData
 from .pinned_checkpoints import PinnedCheckpoints
 
 
@@ -27,13 +28,15 @@ class OperationContext:
     recordings: Recordings
     pinned_checkpoints: PinnedCheckpoints
     features: FeatureStore
+    evaluation_data: EvaluationData
     infos: dict[str, RunInfo] = field(default_factory=dict)
 
     async def stored_record(self, run: RunRecord) -> RunRecord:
         """Returns the record of a created run as the store has it, with the defaults that the workers filled in."""
         stored = await self.store.runs.get(run.run_id)
         assert stored is not None
-        return replace(run, training=stored.training, target_path=stored.target_path)
+        kept = {"training": stored.training, "target_path": stored.target_path, "schedules": stored.schedules}
+        return replace(run, **kept)
 
     async def clear_gradients(self, run: RunRecord, seq_id: int) -> None:
         """Clears the gradients of the operations before this seq_id."""
@@ -46,6 +49,7 @@ class OperationContext:
         await self.samplers.end_session(run.session_id)
         self.infos.pop(run.run_id, None)
         await self.features.end_run(run)
+        await self.evaluation_data.end_run(run)
         await self.dispatch.drop_run(run.run_id)
 
     async def restore(self, run: RunRecord, snapshot: Path) -> None:

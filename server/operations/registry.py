@@ -11,6 +11,7 @@ from .drafts import BuildVocabMap, Capture, ForwardBackwardWithCapture, ForwardW
 from .loading import CreateRun, CreateRunFromCheckpoint, LoadWeights, SetTarget
 from .operation import Operation, Outcome, RefusedOperation
 from .saving import SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
+from .schedules import CreateEvaluation, DeleteEvaluation, ScheduleCheckpoints
 from .training import Forward, ForwardBackward, OptimStep
 
 _ALL = (
@@ -18,6 +19,7 @@ _ALL = (
     *(ForwardBackward, Forward, OptimStep),
     *(SaveWeights, SaveWeightsForSampler, SaveWeightsExternal),
     *(BuildVocabMap, Capture),
+    *(CreateEvaluation, DeleteEvaluation, ScheduleCheckpoints),
 )
 OPERATIONS: Mapping[str, type[Operation]] = {each.kind: each for each in _ALL}
 """Operations by their kind in the journal."""
@@ -73,6 +75,8 @@ def _pass_of(request: ForwardBackwardRequest, drawn: Mapping[str, int]) -> Forwa
     if drawn:
         seeds = {name: float(seed) for name, seed in drawn.items()}
         request = replace(request, loss_fn_config={**request.loss_fn_config, **seeds})
+    if request.evaluation is not None:
+        return CreateEvaluation(request, drawn)
     if request.capture_for is None:
         return (Forward if request.forward_only else ForwardBackward)(request, drawn)
     return (ForwardWithCapture if request.forward_only else ForwardBackwardWithCapture)(request, drawn)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...schemas.adapter_files import write_for_cookbook
+from ...schemas.adapters.adapter_files import write_for_cookbook
 from ...schemas.checkpoints import (
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
@@ -32,7 +32,7 @@ class SaveWeights(Operation):
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         request = self.request
-        writing = _Checkpoint("weights", request.path, request.ttl_seconds, request.user_metadata, request.overwrite)
+        writing = CheckpointSave("weights", request.path, request.ttl_seconds, request.user_metadata, request.overwrite)
         return json_result(SaveWeightsResponse(path=await writing.publish(context, run, self.seq_id)))
 
 
@@ -52,7 +52,7 @@ class SaveWeightsForSampler(Operation):
         if request.path is None:
             sampler_id = await context.samplers.create_ephemeral(run, request, self.seq_id)
             return json_result(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))
-        writing = _Checkpoint("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
+        writing = CheckpointSave("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
         return json_result(SaveWeightsForSamplerResponse(path=await writing.publish(context, run, self.seq_id)))
 
 
@@ -66,14 +66,14 @@ class SaveWeightsExternal(Operation):
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         request, recipients = self.request, self.request.age_encryption_recipients or ()
-        writing = _Checkpoint("external_weights", request.path, request.ttl_seconds, recipients=recipients)
+        writing = CheckpointSave("external_weights", request.path, request.ttl_seconds, recipients=recipients)
         path = await writing.publish(context, run, self.seq_id)
         saved = await context.checkpoints.resolve(Tenant(run.tenant_id, ""), path)
         return json_result(SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes))
 
 
 @dataclass(frozen=True)
-class _Checkpoint:
+class CheckpointSave:
     """A checkpoint to be written; recipients: public keys to which its files are encrypted."""
 
     kind: CheckpointKind

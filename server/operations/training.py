@@ -21,6 +21,7 @@ from ..journal.journal import Header
 from ..store import RunRecord
 from .context import OperationContext
 from .operation import Operation, json_result
+from .scheduled_work import ScheduledWork
 
 STABLE_REINFORCE = "stable_reinforce"
 
@@ -104,29 +105,48 @@ class Forward(ForwardBackward):
 
 @dataclass(eq=False)
 class OptimStep(Operation):
+    """Takes an optimizer step, and then does what is scheduled after it.
+
+    runs_alone: something may be due after it. step: its number, None until it is taken.
+    """
+
     kind = "optim_step"
     changes_state = True
     is_step = True
     request: OptimStepRequest
+    runs_alone: bool = False
+    step: int | None = None
 
     @property
     def is_chained(self) -> bool:
-        return True
+        return not self.runs_alone
 
     def check(self, run: RunRecord) -> None:
         if run.role == "reference":
             raise OperationError("a reference is not trained: load_weights moves it to another checkpoint of a policy")
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        metrics, warnings = await self._take_step(context, run), None
+        self.step = int(metrics["optimizer_step:last"])
+        if run.schedules.is_due_within(self.step, self.step):
+            after = await ScheduledWork(context, run, self.step, self.seq_id).do(metrics)
+            metrics, warnings = {**metrics, **after.metrics}, list(after.warnings) or None
+        # Last, since the passes before the step are repeated if the worker is lost before its result is known.
+        await context.features.release_holds_before(run, self.seq_id, were_used=True)
+        return json_result(OptimStepResponse(metrics=metrics, warnings=warnings))
+
+    async def replay(self, context: OperationContext, run: RunRecord) -> None:
+        await self._take_step(context, run)
+        await context.features.release_holds_before(run, self.seq_id, were_used=True)
+
+    async def _take_step(self, context: OperationContext, run: RunRecord) -> dict[str, float]:
         if self.request.optimizer_params is not None:
             raise OperationError(
                 f"optimizer {self.request.optimizer_params.get('type')!r} is not supported: send adam_params (AdamW)"
             )
         params = self.request.adam_params or AdamParams()
         step = OptimizerStep(run.run_id, params, self.request.gradient_scale, seq_id=self.seq_id)
-        metrics = await context.dispatch.optim_step(step)
-        await context.features.release_holds_before(run, self.seq_id, were_used=True)
-        return json_result(OptimStepResponse(metrics=metrics))
+        return await context.dispatch.optim_step(step)
 
     async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
         is_refusal = isinstance(error, OperationError) and error.category == "user"

@@ -167,6 +167,7 @@ async def _training_runs(services: Services, tenant: Tenant, runs: Iterable[RunR
             last_sampler_checkpoint=_checkpoint_of(last.get((run.run_id, "sampler_weights"))),
             user_metadata=run.user_metadata if is_own else None,
             model_role=run.role,
+            schedules=run.schedules if is_own else None,
         )
         for run in runs
         if run.tenant_id == tenant.id or run.run_id in newest_at

@@ -64,7 +64,10 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
     kept_bytes = services.futures.kept_bytes.of(tenant.id)
     num_runs, num_sessions = services.runs.num_live(tenant.id), services.sessions.num_open(tenant.id)
     limits = services.quotas.limits(tenant, num_runs, num_sessions, kept_bytes)
-    limits = limits.model_copy(update=services.features.space.limits(tenant.id))
+    evaluation_bytes = services.evaluation_data.limit(tenant.id)
+    limits = limits.model_copy(
+        update={**services.features.space.limits(tenant.id), "evaluation_bytes": evaluation_bytes}
+    )
     return limits if is_operator else limits.without_other_tenants()
 
 

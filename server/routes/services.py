@@ -12,6 +12,7 @@ from ..features.feature_store import FeatureStore
 from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.recordings import Recordings
+from ..operations.evaluation_data import EvaluationData
 from ..replication.leases import Tenure
 from ..runs.runs import Runs
 from ..sampling.draft_loader import DraftLoader
@@ -37,6 +38,7 @@ class Services:
     sampler_weights: SamplerWeights
     drafts: DraftLoader
     features: FeatureStore
+    evaluation_data: EvaluationData
     samplers: Samplers
     sampling: SamplingService
     futures: Futures

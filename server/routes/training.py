@@ -19,6 +19,7 @@ from ...schemas.drafts import (
 )
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
+from ...schemas.schedules import DeleteEvaluationRequest, ScheduleCheckpointsRequest
 from ...schemas.training import MAX_INTEGER, OptimStepRequest
 from ..http.bodies import (
     ReceivedBody,
@@ -60,6 +61,15 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
         "forward_only": {"type": "boolean", "default": False},
         "loss_weight": {"type": "number", "default": 1.0},
         "capture_for": {"type": "string", "description": "policies only: the draft that will learn from this pass"},
+        "evaluation": {
+            "type": "object",
+            "description": "create_evaluation only",
+            "required": ["name", "every"],
+            "properties": {
+                "name": {"type": "string"},
+                "every": {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER},
+            },
+        },
         "data": {
             "type": "array",
             "items": {
@@ -91,6 +101,11 @@ _FORWARD_BACKWARD_EXAMPLE: dict[str, object] = {
     ],
     "loss_fn": "cross_entropy",
 }
+_EVALUATION_BODY = json_or_protobuf_body(
+    _FORWARD_BACKWARD_SCHEMA,
+    {**_FORWARD_BACKWARD_EXAMPLE, "evaluation": {"name": "heldout", "every": 10}},
+    "trainhouse.wire.ForwardBackwardRequest; may be zstd",
+)
 _FORWARD_BACKWARD_BODY = json_or_protobuf_body(
     _FORWARD_BACKWARD_SCHEMA, _FORWARD_BACKWARD_EXAMPLE, "trainhouse.wire.ForwardBackwardRequest; may be zstd"
 )
@@ -244,6 +259,38 @@ async def capture(request: Request, services: ServicesDependency, tenant: Tenant
     If no room is free, or the draft is not created yet, the request waits and then answers 429. See docs/drafts.md.
     """
     return await submit_request(request, services, tenant, "capture")
+
+
+@router.post(
+    "/schedule_checkpoints",
+    openapi_extra=json_body(
+        ScheduleCheckpointsRequest, {"model_id": MODEL_ID, "checkpoints": {"every": 100, "keep_last": 3}}
+    ),
+)
+async def schedule_checkpoints(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """Saves a checkpoint after every so many optimizer steps from now on, and deletes its older ones.
+
+    The last `keep_last` are kept, and the `keep_best` with the best `metric`. `checkpoints` null ends that.
+    """
+    return await submit_request(request, services, tenant, "schedule_checkpoints")
+
+
+@router.post("/create_evaluation", openapi_extra=_EVALUATION_BODY)
+async def create_evaluation(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """Evaluates a loss on these data now, and after every `evaluation.every`-th optimizer step from now on.
+
+    The body is that of `forward` with `evaluation`. Results are in the metrics of the step, as
+    `evaluation/NAME/loss:mean` and so on. Replaces the model's evaluation of the same name.
+    """
+    return await submit_request(request, services, tenant, "create_evaluation")
+
+
+@router.post(
+    "/delete_evaluation", openapi_extra=json_body(DeleteEvaluationRequest, {"model_id": MODEL_ID, "name": "heldout"})
+)
+async def delete_evaluation(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """Ends an evaluation and deletes its data. Does nothing if there is none of this name."""
+    return await submit_request(request, services, tenant, "delete_evaluation")
 
 
 @router.post("/release_features", openapi_extra=json_body(ReleaseFeaturesRequest, {"model_id": DRAFT_ID}))

@@ -9,6 +9,7 @@ from ..journal.futures import Result
 from ..journal.strikes import STRIKE, PoisonOperation, Strikes
 from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome
+from ..operations.training import OptimStep
 from ..store.database.database_errors import OUTAGE_ERRORS
 from .rebuilder import Rebuilder
 from .run_services import RunServices
@@ -86,8 +87,10 @@ class Execution:
                 # A part failed after the step was handed over, so the worker refused it and cleared the gradients.
                 raise _incomplete(window.tainted_by) from None
             raise
-        if operation.clears_gradients:
-            state.window = OperationWindow()
+        if isinstance(operation, OptimStep):
+            state.num_steps = operation.step
+        if operation.clears_gradients:  # it loaded weights, and perhaps an optimizer that counts other steps
+            state.window, state.num_steps = OperationWindow(), None
         if operation.changes_record:
             state.record = await context.stored_record(state.record)
         if isinstance(operation, CreateRun):

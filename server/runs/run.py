@@ -16,11 +16,13 @@ from functools import partial
 
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.futures import Pending
+from ...schemas.schedules import NO_SCHEDULES
 from ...workers.protocol.calls import RunInfo, WorkerLost
 from ..http.bodies import ReceivedBody
 from ..journal.futures import Future
 from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, Operation, Outcome, RefusedOperation
+from ..operations.training import OptimStep
 from ..store import RunRecord
 from ..tenants.quotas import QueuePosition
 from ..tenants.reservation import Reservation
@@ -320,6 +322,8 @@ class Run:
         try:
             while (operation := self._queue.next) is not None:
                 await self._wait_until_journaled(operation)
+                if isinstance(operation, OptimStep):
+                    operation.runs_alone = self._may_be_due()
                 while not self._may_begin(operation):
                     self._one_ended.clear()
                     await self._one_ended.wait()
@@ -329,6 +333,15 @@ class Run:
         finally:
             self._working = None
         self._start_work()
+
+    def _may_be_due(self) -> bool:
+        """True if something may have to be done after the next optimizer step."""
+        schedules, known = self.record.schedules, self._state.num_steps
+        in_progress = sum(operation.is_step for operation in self._queue.in_progress.values())
+        if known is None:
+            return schedules != NO_SCHEDULES
+        # Of the steps in progress some may fail, and some may have been counted.
+        return schedules.is_due_within(known + 1, known + in_progress + 1)
 
     def _may_begin(self, operation: Operation) -> bool:
         if self._state.unusable is not None:
@@ -364,6 +377,8 @@ class Run:
                 if operation.log_entry.outcome is Outcome.DONE and operation.loads_files:
                     # The pinned checkpoint can then be deleted soon.
                     self._snapshots.take(Boundary(operation.seq_id, self._state.window))
+                elif operation.is_step and not operation.is_chained:
+                    self._snapshots.take_if_due(Boundary(operation.seq_id, self._state.window), is_step=True)
                 self._services.sessions.touch(self.record.session_id)
         finally:
             if operation.future is None:

@@ -37,6 +37,7 @@ class RunState:
     created: how the run was created, None before that.
     is_loaded: true if the workers have the run.
     window: of the operations that begin next.
+    num_steps: optimizer steps taken, as the optimizer counts them; None if that is not known before the next one.
     unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.
     outage: why operations wait for the database, None if they do not.
     """
@@ -46,6 +47,7 @@ class RunState:
     created: CreateRun | None = None
     is_loaded: bool = False
     window: OperationWindow = field(default_factory=OperationWindow)
+    num_steps: int | None = None
     unusable: str | None = None
     outage: str | None = None
 

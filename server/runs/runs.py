@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...schemas.checkpoints import LoadWeightsRequest
+from ...schemas.codec import decode_model
 from ...schemas.errors import RequestError
 from ...schemas.models import (
     CreateModelRequest,
@@ -21,6 +22,7 @@ from ...schemas.models import (
     Role,
     TrainingConfig,
 )
+from ...schemas.schedules import CHECKPOINTS_KEY, NO_SCHEDULES, CheckpointSchedule, RunSchedules
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import base_model_of, require_served
@@ -182,6 +184,7 @@ class Runs:
         live = {*self._runs, *self._not_resumed}
         await asyncio.to_thread(self._services.snapshot_store.sweep, live)
         await asyncio.to_thread(self._services.pinned_checkpoints.sweep, live)
+        await asyncio.to_thread(self._services.context.evaluation_data.sweep, live)
         await self._services.features.sweep(live)
 
     async def snapshot_old_runs(self, held_seconds: float = _HELD_SECONDS) -> None:
@@ -238,6 +241,7 @@ class Runs:
         loadable = await self._loadable(record.run_id)
         await run.resume(await JournaledRun.of(entries, self._services.journal, self._services.futures), loadable)
         self._runs[record.run_id] = run
+        self._services.context.evaluation_data.count(record, record.schedules.num_bytes)
 
     async def _target(self, tenant: Tenant, request: CreateModelRequest) -> str | None:
         """Returns the path of the target of a new draft model, as the request names it. Raises RequestError."""
@@ -431,9 +435,20 @@ def _record(
         target_path=model.target_path,
         created_at=now,
         last_request_at=now,
-        user_metadata=string_metadata(request.user_metadata),
+        user_metadata=(metadata := string_metadata(request.user_metadata)),
         asked=_hash(request),
+        schedules=_schedules_in(metadata or {}),
     )
+
+
+def _schedules_in(metadata: Mapping[str, str]) -> RunSchedules:
+    """Returns what clients that have only metadata ask for: a CheckpointSchedule in JSON. Raises RequestError."""
+    if (text := metadata.get(CHECKPOINTS_KEY)) is None:
+        return NO_SCHEDULES
+    try:
+        return RunSchedules(checkpoints=decode_model(CheckpointSchedule, text.encode()))
+    except RequestError as error:
+        raise RequestError(f"user_metadata {CHECKPOINTS_KEY}: {error.message}") from None
 
 
 def _hash(request: CreateModelRequest | LoadWeightsRequest) -> str:

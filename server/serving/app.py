@@ -26,6 +26,7 @@ from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..operations.context import OperationContext
+from ..operations.evaluation_data import EvaluationData
 from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..replication.leases import Tenure
 from ..routes import auth, checkpoints, futures, listing, models, openai, pages, sampling, sessions, training
@@ -142,8 +143,17 @@ def _services(
     samplers = Samplers(dispatch, store, sessions, checkpoints, sampler_weights, drafts, completions)
     pinned_checkpoints = PinnedCheckpoints(directory / "loaded", sync)
     features = FeatureStore(directory / "features", config)
+    evaluation_data = EvaluationData(directory / "evaluations", sync, config.limits.tenant_evaluation_bytes)
     context = OperationContext(
-        dispatch, store, sessions, checkpoints, samplers, recordings, pinned_checkpoints, features
+        dispatch,
+        store,
+        sessions,
+        checkpoints,
+        samplers,
+        recordings,
+        pinned_checkpoints,
+        features,
+        evaluation_data,
     )
     run_services = RunServices(
         config=config,
@@ -174,6 +184,7 @@ def _services(
         sampler_weights=sampler_weights,
         drafts=drafts,
         features=features,
+        evaluation_data=evaluation_data,
         samplers=samplers,
         sampling=sampling,
         futures=futures,

@@ -48,6 +48,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
     ),
     7: ("ALTER TABLE samplers ADD COLUMN draft_path VARCHAR_C",),
     8: ("ALTER TABLE runs ADD COLUMN asked VARCHAR_C",),
+    9: ("ALTER TABLE runs ADD COLUMN schedules JSON",),
 }
 """Version -> statements that migrate from the version before. They use SQL that both databases accept, and must never
 be changed after a release.

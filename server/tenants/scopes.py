@@ -51,6 +51,9 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/build_vocab_map": ("train",),
     "POST /api/v1/capture": ("train",),
     "POST /api/v1/release_features": ("train",),
+    "POST /api/v1/schedule_checkpoints": ("train",),
+    "POST /api/v1/create_evaluation": ("train",),
+    "POST /api/v1/delete_evaluation": ("train",),
     "POST /api/v1/copy_weights": ("train",),
     "POST /api/v1/import_weights": ("train",),
     "POST /api/v1/create_sampling_session": ("sample",),
@@ -89,6 +92,7 @@ LARGE_BODIES = frozenset(
     {
         "POST /api/v1/forward_backward",
         "POST /api/v1/forward",
+        "POST /api/v1/create_evaluation",
         "POST /api/v1/capture",
         "POST /api/v1/build_vocab_map",
         "POST /api/v1/import_weights",

@@ -56,7 +56,7 @@ def rest(server: LiveServer) -> Iterator[tinker.RestClient]:
 
 @pytest.fixture
 def make_training(service: tinker.ServiceClient) -> Callable[..., tinker.TrainingClient]:
-    def make(rank: int = 8, seed: int = 1, **options: bool) -> tinker.TrainingClient:
+    def make(rank: int = 8, seed: int = 1, **options: object) -> tinker.TrainingClient:
         return service.create_lora_training_client(MODEL, rank=rank, seed=seed, **options).result(60)
 
     return make
@@ -356,6 +356,20 @@ def test_rest_listing_ttl_publish_and_delete(rest: tinker.RestClient, make_train
     rest.unpublish_checkpoint_from_tinker_path(path).result(60)
     rest.delete_checkpoint_from_tinker_path(path).result(60)
     assert listed() == {}
+
+
+def test_checkpoints_are_scheduled_by_the_metadata_of_a_model(rest: tinker.RestClient, make_training) -> None:
+    metadata = {"trainhouse.checkpoints": '{"every": 2, "keep_last": 1}'}
+    training = make_training(user_metadata=metadata)
+    data = [datum([5, 6, 7, 8])]
+    stepped = []
+    for _ in range(5):
+        training.forward_backward(data, "cross_entropy")
+        stepped.append(training.optim_step(types.AdamParams(learning_rate=1e-3)))
+    saved = [step.result(60).metrics.get("checkpoint_step:last") for step in stepped]
+    assert saved == [None, 2, None, 4, None]
+    listed = rest.list_checkpoints(training.get_info().model_id).result(60).checkpoints
+    assert [each.checkpoint_id for each in listed] == ["weights/step-000004"]
 
 
 def test_another_tenant_sees_and_loads_nothing(server: LiveServer, make_training) -> None:

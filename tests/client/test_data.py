@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 import trainhouse
-from trainhouse.client.data import as_tokens, merge_outputs, num_bytes, split_into_chunks
+from trainhouse.client.data import as_tokens
 from trainhouse.schemas import training
+from trainhouse.schemas.batches import merge_outputs, num_bytes, split_into_chunks
 from trainhouse.schemas.training import ForwardBackwardOutput
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file
 from trainhouse import Datum, ServiceClient, TrainingClient
 from trainhouse.client.export_checkpoint import loaded_by
-from trainhouse.schemas.vllm_form import form_of
+from trainhouse.schemas.adapters.vllm_form import form_of
 from trainhouse.workers.engines.vllm.adapters import link_files
 from transformers import AutoModelForCausalLM
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import pytest
-from trainhouse.schemas.adapter_files import (
+from trainhouse.schemas.adapters.adapter_files import (
     CONFIG,
     DESCRIPTION,
     WEIGHTS,
@@ -22,9 +22,9 @@ from trainhouse.schemas.adapter_files import (
     write_for_peft,
     write_for_vllm,
 )
+from trainhouse.schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
+from trainhouse.schemas.adapters.vllm_form import VllmForm
 from trainhouse.schemas.models import GATE_UP_PATTERN
-from trainhouse.schemas.tensor_file import FileTensor, TensorFile, write_tensors
-from trainhouse.schemas.vllm_form import VllmForm
 
 LINEARS = ("up_proj", "down_proj")
 RANDOM = np.random.default_rng(0)

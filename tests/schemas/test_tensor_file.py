@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainhouse.schemas.tensor_file import FileTensor, TensorFile, write_tensors
+from trainhouse.schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
 
 
 def saved(path: Path) -> dict[str, torch.Tensor]:

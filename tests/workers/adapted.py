@@ -11,7 +11,7 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn.functional import linear
-from trainhouse.schemas.adapter_files import write_for_peft
+from trainhouse.schemas.adapters.adapter_files import write_for_peft
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.checkpoint import TrainedState, save
 from trainhouse.workers.lora import Adapter, LoraLayers, Segment

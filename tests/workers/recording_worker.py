@@ -130,7 +130,7 @@ class RecordingWorker:
 
     def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
         self._num_calls += 1
-        metrics: dict[str, float] = {"call:last": self._num_calls, "steps:last": len(steps)}
+        metrics = {"call:last": self._num_calls, "steps:last": len(steps), "optimizer_step:last": self._num_calls}
         return tuple(Failure(step.refusal_reason, "user") if step.refusal_reason else metrics for step in steps)
 
     def sample_slice(self, work: SamplingSlice) -> SliceResult:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...schemas.adapter_files import stacked_places
+from ...schemas.adapters.adapter_files import stacked_places
 from ...schemas.errors import OperationError
 from .description import few
 

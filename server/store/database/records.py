@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import JsonValue
 
 from ....schemas.models import Role, TrainingConfig
+from ....schemas.schedules import NO_SCHEDULES, RunSchedules
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 CopyState = Literal["waiting", "copied", "failed"]
@@ -90,6 +91,7 @@ class RunRecord:
     target_path: the checkpoint that a draft model is trained for; None for the bare base model, or if the run is no
         draft.
     asked: hash of the request that created it; None for runs of older versions and runs that no such request created.
+    schedules: what is done after its optimizer steps.
     """
 
     run_id: str
@@ -103,6 +105,7 @@ class RunRecord:
     role: Role = "policy"
     target_path: str | None = None
     asked: str | None = None
+    schedules: RunSchedules = NO_SCHEDULES
 
     def request_id(self, seq_id: int) -> str:
         """Returns the id of the run's operation with this seq_id."""

@@ -128,6 +128,7 @@ runs = Table(
     Column("role", PortableText, nullable=False),
     Column("target_path", PortableText),
     Column("asked", PortableText),
+    Column("schedules", PortableJson(none_as_null=True)),
     Index("runs_by_tenant", "tenant_id", "last_request_at"),
 )
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from sqlalchemy import Connection, or_, select, update
 from sqlalchemy.sql import ColumnElement
 
+from ....schemas.schedules import RunSchedules
 from ..database.database import Database, PageInfo
 from ..database.records import RunRecord
 from ..database.schema import checkpoints, runs, sessions
@@ -24,6 +25,9 @@ class RunTable:
 
     async def set_target(self, run_id: str, target_path: str | None) -> None:
         await self._database.update(runs, runs.c.run_id == run_id, {"target_path": target_path})
+
+    async def set_schedules(self, run_id: str, schedules: RunSchedules) -> None:
+        await self._database.update(runs, runs.c.run_id == run_id, {"schedules": schedules.model_dump()})
 
     async def list_ids(self) -> frozenset[str]:
         """Returns the run ids of all tenants, ended ones included."""

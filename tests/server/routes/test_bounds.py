@@ -59,15 +59,25 @@ PAYLOAD = {
 }
 """Field of a class -> why its length is not limited."""
 
-CODEC_ROUTES = "POST /api/v1/forward_backward", "POST /api/v1/forward"
+CODEC_ROUTES = "POST /api/v1/forward_backward", "POST /api/v1/forward", "POST /api/v1/create_evaluation"
 """Routes whose bodies are decoded by the codec, not by a pydantic model: training data, and ids that must exist."""
 
 ANSWER_MODELS = {
     *("ErrorDetail", "ErrorBody", "Model", "ModelList", "SamplerInfo", "SessionList", "SessionInfo", "Cursor"),
     *("CheckpointCopy", "Checkpoint", "TrainingRun", "TrainingRunList", "CheckpointList", "ClientConfig"),
     *("ClientDynamicConfig", "Health", "Readiness", "TokenizerFiles", "KeyOrganization", "KeyUser", "KeyDetails"),
-    *("OwnKey", "SupportedModel", "ServerCapabilities", "Limit", "Limits", "FeatureStock", "Workers", "ModelData"),
-    *("ExternalWeightsUrls", "FutureCompletion", "RequestFailed", "Pending"),
+    *(
+        "OwnKey",
+        "RunSchedules",
+        "SupportedModel",
+        "ServerCapabilities",
+        "Limit",
+        "Limits",
+        "FeatureStock",
+        "Workers",
+        "ModelData",
+    ),
+    *("ExternalWeightsUrls", "FutureCompletion", "RequestFailed", "Pending", "RunSchedules"),
 }
 """Models that the server sends, in addition to the classes named ...Response."""
 

@@ -75,6 +75,7 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
         "ALTER TABLE checkpoints DROP COLUMN role",
         "ALTER TABLE runs DROP COLUMN target_path",
         "ALTER TABLE runs DROP COLUMN asked",
+        "ALTER TABLE runs DROP COLUMN schedules",
         "ALTER TABLE checkpoints DROP COLUMN target_path",
         "ALTER TABLE runs RENAME COLUMN training TO lora",
         "ALTER TABLE checkpoints RENAME COLUMN training TO lora",

@@ -101,6 +101,9 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "POST", "build_vocab_map", model | {"tokens": [[1, 2]]}
     yield "POST", "capture", model | {"data": [{"model_input": [1, 2]}]}
     yield "POST", "release_features", model
+    yield "POST", "schedule_checkpoints", model
+    yield "POST", "create_evaluation", model | data | {"evaluation": {"name": "a", "every": 1}}
+    yield "POST", "delete_evaluation", model | {"name": "a"}
     yield "POST", "get_info", model
     yield "POST", "forward_backward", model | data
     yield "POST", "forward", model | data

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.client.export_checkpoint import loaded_by
 from trainhouse.client.merged_model import merge_into_base
-from trainhouse.schemas.adapter_files import write_for_cookbook, write_for_peft
+from trainhouse.schemas.adapters.adapter_files import write_for_cookbook, write_for_peft
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.checkpoints.peft_config import PeftConfig

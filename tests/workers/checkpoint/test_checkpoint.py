@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from trainhouse.schemas.adapter_files import write_for_peft
+from trainhouse.schemas.adapters.adapter_files import write_for_peft
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.checkpoint import TrainedState, read_new_model, read_saved, save

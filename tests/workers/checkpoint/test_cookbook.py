@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainhouse.schemas.adapter_files import write_for_cookbook, write_for_vllm
-from trainhouse.schemas.vllm_form import VllmForm
+from trainhouse.schemas.adapters.adapter_files import write_for_cookbook, write_for_vllm
+from trainhouse.schemas.adapters.vllm_form import VllmForm
 from trainhouse.workers.lora import Adapter
 from transformers import AutoModelForCausalLM
 

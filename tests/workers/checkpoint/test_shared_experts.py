@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainhouse.schemas.adapter_files import write_for_peft
+from trainhouse.schemas.adapters.adapter_files import write_for_peft
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.checkpoint import read_new_model, read_saved

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from trainhouse import AdamParams, Datum, ServiceClient, TrainingClient
-from trainhouse.schemas.adapter_files import refusal_by_vllm, write_for_vllm
-from trainhouse.schemas.vllm_form import FORMS, form_of
+from trainhouse.schemas.adapters.adapter_files import refusal_by_vllm, write_for_vllm
+from trainhouse.schemas.adapters.vllm_form import FORMS, form_of
 from trainhouse.workers.checkpoint import TrainedState, save
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh

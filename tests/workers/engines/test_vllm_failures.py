@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from trainhouse.schemas.adapters.vllm_form import VllmForm
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse, SamplingParams
-from trainhouse.schemas.vllm_form import VllmForm
 from trainhouse.tests.workers.engines import vllm_stand_in
 from trainhouse.tests.workers.engines.vllm_stand_in import FATAL
 from trainhouse.tests.workers.recording_worker import RECORDING

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from trainhouse.schemas.adapter_files import CONFIG, WEIGHTS, pairs_of, write_for_cookbook
-from trainhouse.schemas.tensor_file import TensorFile
-from trainhouse.schemas.vllm_form import VllmForm
+from trainhouse.schemas.adapters.adapter_files import CONFIG, WEIGHTS, pairs_of, write_for_cookbook
+from trainhouse.schemas.adapters.tensor_file import TensorFile
+from trainhouse.schemas.adapters.vllm_form import VllmForm
 from trainhouse.workers.engines.vllm.adapters import link_files
 
 from ...schemas.test_adapter_files import matrix, stored

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Literal, cast
 
 import pytest
-from trainhouse.schemas.vllm_form import VllmForm, form_of
+from trainhouse.schemas.adapters.vllm_form import VllmForm, form_of
 from trainhouse.tests.tiny import tiny_config
 from trainhouse.workers.engines.vllm.engine import VllmEngine
 from trainhouse.workers.engines.vllm.server import VllmProcess, VllmServer

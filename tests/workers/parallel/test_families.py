@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from safetensors.numpy import load_file
 from torch import Tensor
-from trainhouse.schemas.adapter_files import write_for_peft
+from trainhouse.schemas.adapters.adapter_files import write_for_peft
 from trainhouse.schemas.models import ExpertFactors, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from ....schemas.adapter_files import write_for_vllm
+from ....schemas.adapters.adapter_files import write_for_vllm
+from ....schemas.adapters.vllm_form import VllmForm
 from ....schemas.errors import OperationError
-from ....schemas.vllm_form import VllmForm
 from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
 from ..in_flight import cancel_and_wait

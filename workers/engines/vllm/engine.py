@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ....schemas.adapter_files import refusal_by_vllm, write_for_vllm
+from ....schemas.adapters.adapter_files import refusal_by_vllm, write_for_vllm
+from ....schemas.adapters.vllm_form import VllmForm
 from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
-from ....schemas.vllm_form import VllmForm
 from ...protocol.calls import RunSpec, SampleJob
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup

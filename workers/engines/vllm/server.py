@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 import httpx
 
+from ....schemas.adapters.vllm_form import VllmForm, room_for
 from ....schemas.errors import OperationError
-from ....schemas.vllm_form import VllmForm, room_for
 from ...planner.footprint import runs_on_cpu
 from ...protocol.timeouts import GRACE_SECONDS, VLLM_SILENCE_SECONDS, VLLM_START_SECONDS
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, VllmConfig, WorkerConfig

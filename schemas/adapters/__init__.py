@@ -1,0 +1,1 @@
+"""The files of adapters, as trainhouse, peft, tinker-cookbook and vLLM have them."""

@@ -1,0 +1,105 @@
+"""The data of evaluations, stored so that clients send it once.
+
+Layout below state_dir/evaluations: RUN/SEQ_ID of the operation that created the evaluation, with its data in pieces,
+each a forward request in protobuf; and .staging-* while they are written.
+"""
+
+import asyncio
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Collection
+from dataclasses import replace
+from pathlib import Path
+
+from ...schemas.batches import split_into_chunks
+from ...schemas.codec import PROTOBUF, decode_forward_backward, encode_forward_backward_request
+from ...schemas.errors import OperationError
+from ...schemas.models import Limit
+from ...schemas.training import ForwardBackwardRequest
+from ..files.directories import STAGING, directory_name, move_into_place, staging_path
+from ..files.manifest import check_file, listed_files, read_manifest, write_manifest
+from ..store import RunRecord
+
+_PIECE_DATUMS, _PIECE_BYTES = 256, 4 << 20
+"""The largest piece: what an evaluation holds in memory, and for how long it may keep other passes waiting."""
+
+
+class EvaluationData:
+    """Stores and reads the data of all runs' evaluations.
+
+    sync: whether they must survive a machine crash. tenant_bytes: the most that those of a tenant may have.
+    """
+
+    def __init__(self, root: Path, sync: bool, tenant_bytes: int) -> None:
+        self._root = root.absolute()
+        self._sync = sync
+        self._tenant_bytes = tenant_bytes
+        self._used: Counter[str] = Counter()
+
+    def limit(self, tenant_id: str) -> Limit:
+        return Limit(limit=self._tenant_bytes, used=self._used[tenant_id])
+
+    def count(self, run: RunRecord, more_bytes: int) -> None:
+        """Counts bytes that the run stores, or no longer stores if negative."""
+        self._used[run.tenant_id] += more_bytes
+
+    def check_space(self, run: RunRecord, more_bytes: int) -> None:
+        """Raises OperationError if the tenant would exceed its limit."""
+        used = self._used[run.tenant_id]
+        if used + more_bytes > self._tenant_bytes:
+            raise OperationError(
+                f"the data of your evaluations have {used} bytes, these would add {more_bytes}, and the limit is"
+                f" {self._tenant_bytes} (the server's --tenant-evaluation-bytes): delete_evaluation, or send less"
+            )
+
+    async def store(self, run_id: str, seq_id: int, request: ForwardBackwardRequest) -> None:
+        """Stores the data of the request, replacing what was stored for this operation. Raises OSError."""
+        await asyncio.to_thread(self._store, self._directory(run_id, seq_id), request)
+
+    async def read(self, run_id: str, seq_id: int) -> AsyncIterator[ForwardBackwardRequest]:
+        """Yields forward requests for the pieces of the data. Raises OSError, ValueError if they are damaged."""
+        directory = self._directory(run_id, seq_id)
+        for name in await asyncio.to_thread(listed_files, directory):
+            yield await asyncio.to_thread(_read, directory, name)
+
+    async def remove(self, run_id: str, seq_id: int) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._directory(run_id, seq_id), ignore_errors=True)
+
+    async def end_run(self, run: RunRecord) -> None:
+        self.count(run, -run.schedules.num_bytes)
+        await asyncio.to_thread(shutil.rmtree, self._root / directory_name(run.run_id), ignore_errors=True)
+
+    def sweep(self, live: Collection[str]) -> None:
+        """Deletes unfinished directories, and those of runs that are not live. Blocking; for server start."""
+        names = {directory_name(run_id) for run_id in live}
+        for directory in self._root.glob("*"):
+            if directory.name not in names:
+                shutil.rmtree(directory, ignore_errors=True)
+        for staging in self._root.glob(f"*/{STAGING}*"):
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _directory(self, run_id: str, seq_id: int) -> Path:
+        return self._root / directory_name(run_id) / str(seq_id)
+
+    def _store(self, directory: Path, request: ForwardBackwardRequest) -> None:
+        staging = staging_path(directory.parent)
+        staging.mkdir(parents=True)
+        try:
+            for number, data in enumerate(pieces_of(request)):
+                (staging / f"{number:04d}").write_bytes(encode_forward_backward_request(data))
+            write_manifest(staging, {}, sync=self._sync)
+            shutil.rmtree(directory, ignore_errors=True)
+            move_into_place(staging, directory, root=self._root.parent if self._sync else None)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def pieces_of(request: ForwardBackwardRequest) -> list[ForwardBackwardRequest]:
+    """Returns forward requests for consecutive pieces of the data."""
+    pass_only = replace(request, evaluation=None, forward_only=True)
+    return [replace(pass_only, data=piece) for piece in split_into_chunks(request.data, _PIECE_DATUMS, _PIECE_BYTES)]
+
+
+def _read(directory: Path, name: str) -> ForwardBackwardRequest:
+    check_file(directory / name, read_manifest(directory)["files"][name])
+    return decode_forward_backward((directory / name).read_bytes(), PROTOBUF, forward_only=True)

@@ -89,7 +89,7 @@ def flags_of(options: Mapping[str, object]) -> list[str]:
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {"HF_HUB_OFFLINE": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     with log.open("ab") as output:
         # In a new session, so that a server that does not stop can be killed together with its workers.
         return subprocess.Popen(

@@ -1,5 +1,8 @@
 """A whole server whose checkpoints are stored at a URL: saving, loading, sampling, and uploads that fail or hang."""
 
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +18,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 
 from ...live import live_server, save_byte_tokenizer
 from ...tiny import tiny_model
+from ..hub import TOKEN, hub_server
 from ..real import ALICE, MODEL, batch, running_server, sample, sample_body, server_config
 from ..s3 import BUCKET, S3, names_at
 
@@ -123,3 +127,44 @@ def test_a_base_model_at_a_url_is_downloaded_only_once(tmp_path: Path, s3: S3) -
             assert server.log.read_text().count(f"downloading {url}") == 1
         weights = [request for request in s3.requests if request.startswith("GET") and "safetensors" in request]
         assert len(weights) == 1
+
+
+@pytest.mark.full
+def test_base_model_and_mirror_can_both_be_at_the_hub(tmp_path: Path) -> None:
+    model, state = tiny_model("llama", tmp_path / "model"), tmp_path / "state"
+    save_byte_tokenizer(model)
+    flags = {"model_cache": tmp_path / "models", "mirror": "hf://alice/checkpoints"}
+    data = [Datum([5, 6, 7], {"target_tokens": [6, 7, 8], "weights": [1.0] * 3})]
+    (tmp_path / "hub").mkdir()
+    with hub_server(tmp_path / "hub") as hub:
+        hub.create("alice/tiny", is_private=True)
+        for path in model.iterdir():
+            hub.add("alice/tiny", path.name, path.read_bytes())
+
+        def loss(client: trainhouse.TrainingClient) -> float:
+            return client.forward(data, "cross_entropy").result().metrics["loss:sum"]
+
+        with live_server({MODEL: "hf://alice/tiny@main"}, state, **flags) as server:
+            with trainhouse.ServiceClient(server.url, ALICE) as service:
+                client = service.create_lora_training_client(MODEL, rank=4)
+                untrained = loss(client)
+                client.forward_backward(data, "cross_entropy").result()
+                client.optim_step(trainhouse.AdamParams(learning_rate=0.1)).result()
+                saved, trained = client.save_state("a").result().path, loss(client)
+            run_id = saved.removeprefix("tinker://").partition("/")[0]
+            url = f"{server.url}/api/v1/training_runs/{run_id}/checkpoints"
+
+            def states() -> list[str]:
+                listed = httpx.get(url, headers={"X-API-Key": ALICE}).json()["checkpoints"]
+                return [copy["state"] for copy in listed[0]["copies"]]
+
+            wait_until(lambda: states() == ["copied"])
+        assert hub.repositories["alice/checkpoints"].is_private and trained < untrained - 0.1
+        shutil.rmtree(state / "checkpoints")
+        with live_server({MODEL: "hf://alice/tiny@main"}, state, **flags) as server:
+            with trainhouse.ServiceClient(server.url, ALICE) as service:
+                assert loss(service.create_training_client_from_state(saved)) == pytest.approx(trained, rel=1e-5)
+            assert "was restored from hf://alice/checkpoints/" in server.log.read_text()
+        verify = [sys.executable, "-m", "trainhouse.server", "verify", f"--state-dir={state}"]
+        assert "all is whole" in subprocess.run(verify, capture_output=True, text=True, check=True).stdout
+    assert not any(TOKEN.encode() in path.read_bytes() for path in state.rglob("*") if path.is_file())

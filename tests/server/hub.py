@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append(request)
         try:
             if self.hub.fails(request):
-                raise Refused(507, "no room")
+                raise Refused(507, f"no room for {self._endpoint}{self.path}")
             if path.startswith("/storage/"):
                 self._storage(path)
             else:

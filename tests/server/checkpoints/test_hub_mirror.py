@@ -177,7 +177,8 @@ async def test_copying_continues_after_a_restart(hub: Hub, tmp_path: Path, faili
     async with running_api(tmp_path / "state", storage=mirrored(MIRROR)) as api:
         record = await api.save(await api.run(), content=b"the weights")
         (copy,) = await wait_for_copies(api, record, lambda copies: copies[0].state == "failed")
-        assert copy.error == f"{copy.url}: the hub answered 507 no room", "without a signed URL"
+        assert re.search(r"the hub answered 507 no room for http://\S+$", str(copy.error))
+        assert "signature" not in str(copy.error), "the hub's answer had a signed URL"
     hub.fails = lambda request: False
     async with running_api(tmp_path / "state", storage=mirrored(MIRROR)) as api:
         await wait_for_copies(api, record, all_copied)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import ParallelSpec
-from .part import FLOAT32, Divisible, Placement, Share, Weight
+from .part import FLOAT32, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _ROWS, _COLUMNS = Placement("mlp", 0), Placement("mlp", 1)
 
@@ -95,6 +95,9 @@ class Dense:
         # On some CPUs the sum of two products is not computed in place of the first one.
         products = 2 if share.number_bytes == 4 and not share.is_full else 1
         return gathered + products * share.number_bytes * self._own_features(share)
+
+    def flops(self) -> Flops:
+        return Flops(product_flops(self.weights()))
 
     def _own_features(self, share: Share) -> int:
         return self.features // share.spec.tp_size_of("mlp")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import ParallelSpec
-from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
+from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "linear_attn"
 _ROWS, _COLUMNS = Placement("linear_attn", 0), Placement("linear_attn", 1)
@@ -106,3 +106,8 @@ class GatedDelta:
         """Counts the float32 copies of a chunk's inputs and their gradients, and the systems of its tokens."""
         heads = self.value_heads / share.spec.tp_size_of("linear_attn")
         return FLOAT32 * heads * (6 * self.key_dim + 6 * self.value_dim + 8 * _CHUNK)
+
+    def flops(self) -> Flops:
+        """Counts for each token what the state predicts for its key, the correction added to it, and what the query
+        reads."""
+        return Flops(product_flops(self.weights()), states=6.0 * self._values * self.key_dim)

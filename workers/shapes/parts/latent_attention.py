@@ -8,7 +8,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import ParallelSpec
-from .part import FLOAT32, INT32, CacheEntries, Divisible, Placement, Share, Weight
+from .part import (
+    FLOAT32,
+    INT32,
+    CacheEntries,
+    Divisible,
+    Flops,
+    IndexFlops,
+    Placement,
+    Share,
+    View,
+    Weight,
+    product_flops,
+)
 from .query_growth import QueryGrowth
 
 _NAME, _INDEXER = "self_attn", "self_attn.indexer"
@@ -165,3 +177,17 @@ class LatentAttention:
             return 0.0
         heads = self.heads // share.spec.tp_size_of("self_attn")
         return 2 * (FLOAT32 + share.number_bytes) * heads * max(self.key_dim, self.value_dim)
+
+    def flops(self) -> Flops:
+        linears = product_flops(each for each in self.weights() if not each.name.startswith(_INDEXER))
+        scores = 2.0 * self.heads * (self.key_dim + self.value_dim)
+        if self.indexer is None:
+            return Flops(linears, scores=scores)
+        return Flops(linears, scores=scores, view=View(self.indexer.most), index=self._index_flops())
+
+    def _index_flops(self) -> IndexFlops | None:
+        indexer = self.own_indexer
+        if indexer is None or self.query_rank is None:
+            return None
+        tokens = product_flops(indexer.weights(self.hidden, self.query_rank))
+        return IndexFlops(tokens, 2.0 * indexer.heads * (indexer.head_dim + 1), indexer.most)

@@ -9,7 +9,7 @@ from .dense import Dense
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
 from .mamba import Mamba
-from .part import CacheEntries, Divisible, Part, Weight
+from .part import CacheEntries, Divisible, Flops, Part, Weight, product_flops
 from .routed_experts import RoutedExperts
 from .softmax_attention import SoftmaxAttention
 
@@ -89,13 +89,21 @@ class Layer:
         """Yields all parameters of the layer, with names below it."""
         for part in self.parts:
             yield from part.weights()
+        yield from self._input_weights()
+        for norm in self.norms.names:
+            yield from (Weight(f"{norm}.{name}", (self.hidden,)) for name in self.norms.parameters)
+
+    def _input_weights(self) -> Iterator[Weight]:
         if self.token_input is not None:
             yield Weight("per_layer_input_gate.weight", (self.token_input, self.hidden))
             yield Weight("per_layer_projection.weight", (self.hidden, self.token_input))
             yield Weight("post_per_layer_input_norm.weight", (self.hidden,))
-        for norm in self.norms.names:
-            yield from (Weight(f"{norm}.{name}", (self.hidden,)) for name in self.norms.parameters)
 
     def divisible(self) -> Iterator[Divisible]:
         for part in self.parts:
             yield from part.divisible()
+
+    def flops(self) -> Iterator[Flops]:
+        """Yields the operations of its parts, and of what it does with its further input."""
+        yield from (part.flops() for part in self.parts)
+        yield Flops(product_flops(self._input_weights()))

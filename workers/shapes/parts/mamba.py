@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import ParallelSpec
-from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
+from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "mamba"
 _ROWS, _COLUMNS = Placement("mamba", 0), Placement("mamba", 1)
@@ -108,3 +108,7 @@ class Mamba:
         tp = share.spec.tp_size_of("mamba")
         pairs, states = self.heads * _CHUNK, self.sections[0] * self.state_dim / _CHUNK
         return FLOAT32 * (7 * self.sections[0] + 6 * self.sections[2] + 4 * pairs + 3 * states) / tp
+
+    def flops(self) -> Flops:
+        """Counts for each token what it adds to the state, and what it reads."""
+        return Flops(product_flops(self.weights()), states=4.0 * self.sections[0] * self.state_dim)

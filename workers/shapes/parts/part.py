@@ -1,8 +1,11 @@
 """The declaration of a part of a layer: what every part says about itself."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, Literal, Protocol
+
+import numpy as np
 
 from ...protocol.parallel_spec import ParallelSpec, ShardedUnit
 
@@ -106,6 +109,61 @@ class CacheEntries:
 
 
 @dataclass(frozen=True)
+class View:
+    """The tokens that a token attends to: itself and all before it, or the last `window` of these, or those in its part
+    of `part_size` tokens.
+    """
+
+    window: int | None = None
+    part_size: int | None = None
+
+    def num_pairs(self, lengths: np.ndarray) -> int:
+        """Returns the pairs of a token and one that it attends to, over all sequences of these lengths, int64 [n]."""
+        if self.part_size is not None:
+            rest = lengths % self.part_size
+            whole = int((lengths - rest).sum()) * (self.part_size + 1)
+            return (whole + int(rest @ (rest + 1))) // 2
+        if self.window is None:
+            return int(lengths @ (lengths + 1)) // 2
+        seen = np.minimum(lengths, self.window)
+        return int(seen @ (2 * lengths - seen + 1)) // 2
+
+
+@dataclass(frozen=True)
+class IndexFlops:
+    """The operations that choose the tokens of attention, in sequences of more than `most` tokens. They have no
+    gradient.
+
+    tokens: for each token. pairs: for each token and each one that it may choose.
+    """
+
+    tokens: float
+    pairs: float
+    most: int
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The operations of a part's forward pass, two for each multiplication with its addition. Only products count.
+
+    weights: with weights, for each token. states: with states of a recurrence, for each token. scores: for each token
+    and each one that it attends to, of which `view` says how many.
+    index: of a choice of tokens, None if the part makes none.
+    """
+
+    weights: float = 0.0
+    states: float = 0.0
+    scores: float = 0.0
+    view: View = View()
+    index: IndexFlops | None = None
+
+
+def product_flops(weights: Iterable[Weight]) -> float:
+    """Returns the operations for each token of products with those weights that are matrices."""
+    return 2.0 * sum(prod(each.shape) for each in weights if len(each.shape) > 1)
+
+
+@dataclass(frozen=True)
 class Share:
     """A rank's share of a pass, as far as parts need it to count bytes for each of its tokens.
 
@@ -164,3 +222,5 @@ class Part(Protocol):
     def working_bytes(self, share: Share) -> float:
         """Returns the bytes for each token that are needed in addition while the part runs backward."""
         ...
+
+    def flops(self) -> Flops: ...

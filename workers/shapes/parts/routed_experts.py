@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...protocol.parallel_spec import ParallelSpec
 from .dense import Dense
-from .part import FLOAT32, INT64, Divisible, Placement, Share, Weight
+from .part import FLOAT32, INT64, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "mlp"
 _WHOLE = Placement("experts", None, is_common=True)
@@ -188,3 +188,9 @@ class RoutedExperts:
         """
         pairs = self.per_token * (2 if share.spec.ep_size_of("experts") == 1 else 4)
         return share.number_bytes * (pairs + 2) * self._mapped
+
+    def flops(self) -> Flops:
+        of_experts = 2.0 * self.per_token * len(self.linears) * self.features * self._mapped
+        of_router = 2.0 * self.hidden * (self.num + self.gates_shared)
+        of_shared = self.shared.flops().weights if self.shared is not None else 0.0
+        return Flops(of_router + of_experts + product_flops(self._latent_weights()) + of_shared)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...protocol.parallel_spec import ParallelSpec
-from .part import FLOAT32, CacheEntries, Divisible, Placement, Share, Weight
+from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, View, Weight, product_flops
 from .query_growth import QueryGrowth
 
 _NAME = "self_attn"
@@ -182,3 +182,8 @@ class SoftmaxAttention:
 
     def working_bytes(self, share: Share) -> float:
         return 0.0
+
+    def flops(self) -> Flops:
+        norms = tuple(f"{self.name}.{name}." for name in self.head_norms)
+        linears = (each for each in self.weights() if not each.name.startswith(norms))
+        return Flops(product_flops(linears), scores=4.0 * self._queries, view=View(self.window, self.part_size))

@@ -251,15 +251,31 @@ class FeatureStock(Wire):
     num_put_off: int
 
 
+class Utilization(Wire):
+    """Reports what part of their devices' speed a group's workers use.
+
+    peak_flops: operations per second of a large product in the base model's dtype, on the devices of all its ranks
+    together, measured when the model was loaded. training, sampling: the operations that the model needed for recent
+    passes or slices, as a part of those that the devices could have done in that time; null before the first, and for
+    models that run by transformers' modules.
+    """
+
+    peak_flops: float
+    training: float | None = None
+    sampling: float | None = None
+
+
 class Workers(Wire):
-    """Reports the workers' memory.
+    """Reports the workers' memory and speed.
 
     groups: by name of a rank group (the base model's name, "MODEL (critic)", "MODEL (sampler 1)"), without groups that
     are restarting: bytes by purpose on the device and elsewhere, numbers of models by place, and the cost of moving
-    them since the start in bytes and milliseconds. features: what is captured for drafts.
+    them since the start in bytes and milliseconds. utilization: by the same names. features: what is captured for
+    drafts.
     """
 
     groups: dict[str, dict[str, int]]
+    utilization: dict[str, Utilization] = Field(default_factory=dict)
     features: FeatureStock | None = None
 
 

@@ -31,7 +31,8 @@ PRODUCT_USED_ELSEWHERE = {
         arch model_data is_lora sampleable supported_models queued_operations tokens_per_minute num_sequences
         num_references training_run_ids model_owner last_request_time corrupted last_checkpoint last_sampler_checkpoint
         proto_compress_fwdbwd parallel_fwdbwd_chunks sample_use_retrieve_futures custom_loss_server_side
-        refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",
+        refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt
+        peak_flops""",
     "schemas/openai.py": "owned_by",
     "schemas/sampling.py": "client_counter",
     # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch and tokenizers.

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..schemas.adapters.vllm_form import form_of
 from ..schemas.errors import OperationError
-from ..schemas.models import LoraConfig
+from ..schemas.models import LoraConfig, Utilization
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .engines.engine import Engine
@@ -262,6 +262,13 @@ class WorkerDispatch:
         for each in of_engines:
             memory |= each
         return memory
+
+    async def utilization(self) -> dict[str, Utilization]:
+        """Returns the use of their devices for every group that is up, by the names of `memory`."""
+        of_engines = [group for engine in self._engines.values() for group in engine.groups]
+        groups = [group for group in (*self._all_groups(), *of_engines) if not group.is_restarting]
+        answers = await asyncio.gather(*(group.utilization() for group in groups))
+        return {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
 
     async def _call_worker(
         self, run_id: str, method: str, *arguments: object, creates: str | None = None, drops: str | None = None

@@ -1,5 +1,6 @@
 """Routes that describe the server: base models, limits, worker memory, live models, and tokenizer files."""
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -73,8 +74,10 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
 
 @router.get("/workers")
 async def get_workers(services: ServicesDependency, tenant: TenantDependency) -> Workers:
-    """Reports what the workers hold in memory, summed over all tenants; for operators."""
-    return Workers(groups=await services.dispatch.memory(), features=services.features.stock())
+    """Reports what the workers hold in memory and how fast they are, over all tenants; for operators."""
+    dispatch = services.dispatch
+    groups, utilization = await asyncio.gather(dispatch.memory(), dispatch.utilization())
+    return Workers(groups=groups, utilization=utilization, features=services.features.stock())
 
 
 @router.post(

@@ -89,6 +89,20 @@ def test_get_workers_reports_the_memory_of_the_workers(service: ServiceClient, c
     assert of_group["num_adapters_on_device"] > 0 and of_group["offloads"] == 0
 
 
+def test_a_pass_reports_its_operations_and_utilization(service: ServiceClient, client: TrainingClient) -> None:
+    forward = client.forward(batch(), "cross_entropy").result(60).metrics
+    trained = client.forward_backward(batch(), "cross_entropy").result(60).metrics
+    client.optim_step(ADAM).result(60)
+    assert 2 < trained["model_flops:sum"] / forward["model_flops:sum"] < 3, "two forwards, three for adapters"
+    sampler = client.save_weights_and_get_sampling_client()
+    sampler.sample([5, 6, 7], 1, SamplingParams(max_tokens=8)).result(60)
+    (speed,) = service.get_workers().utilization.values()
+    assert speed.peak_flops > 1e9
+    # At most 1, since small products are slower than those that the peak is measured with.
+    for found in (forward["mfu:mean"], trained["mfu:mean"], speed.training, speed.sampling):
+        assert found is not None and 0 < found < 1
+
+
 def test_a_base_url_may_include_the_api_path(shared_server: LiveServer) -> None:
     with ServiceClient(f"{shared_server.url}/api/v1/", "tml-client-tests") as service:
         assert service.get_server_capabilities().supported_models

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from trainhouse.schemas.errors import OperationError
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.models import LoraConfig, Utilization
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
 from trainhouse.workers.protocol.calls import (
@@ -150,6 +150,9 @@ class RecordingWorker:
         if left := {job_id: number for job_id, number in left.items() if number}:
             self._slices_left[work.cohort] = left
         return SliceResult(finished, len(left))
+
+    def utilization(self) -> Utilization:
+        return Utilization(peak_flops=1.0)
 
     def memory(self) -> dict[str, int]:
         return {"slices": self._num_slices, "sampling": sum(map(len, self._slices_left.values()))}

@@ -1,5 +1,7 @@
 """Builds small training requests and reads them as operations."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.batch.validated import ModelLimits, ValidatedBatch, validate_request
@@ -21,6 +23,11 @@ def sampled(length: int, **inputs: np.ndarray) -> Datum:
         "advantages": np.ones(length, np.float32),
     }
     return Datum(tokens, given | inputs)
+
+
+def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics that do not depend on time."""
+    return {name: value for name, value in metrics.items() if name != "mfu:mean"}
 
 
 def read(

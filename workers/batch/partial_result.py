@@ -13,6 +13,9 @@ class PartialResult:
     failure: why the operation contributes nothing; None if all of it succeeded.
     loss, metrics: sums over positions.
     ratios, denominator: see LossOutput and Loss.denominator; for drafts, the ratios include acceptance lengths.
+    flops: the operations that the model needs for them, 0 if they are not counted.
+    achieved, possible: operations of everything that ran together with them, and those that the devices could have done
+    in that time; 0 if not measured.
     """
 
     failure: Failure | None = None
@@ -21,6 +24,9 @@ class PartialResult:
     ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_tokens: int = 0
     denominator: float = 0.0
+    flops: float = 0.0
+    achieved: float = 0.0
+    possible: float = 0.0
 
     def add(self, other: "PartialResult") -> None:
         """Adds other data of the operation; a failure of either is one of both."""
@@ -28,6 +34,9 @@ class PartialResult:
         self.loss += other.loss
         self.num_tokens += other.num_tokens
         self.denominator += other.denominator
+        self.flops += other.flops
+        self.achieved += other.achieved
+        self.possible += other.possible
         for name, value in other.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
         for name, (numerator, denominator) in other.ratios.items():
@@ -52,4 +61,8 @@ class PartialResult:
         for name, (numerator, denominator) in self.ratios.items():
             found |= {f"{name}:mean": numerator / max(denominator, 1.0), f"{name}:sum": numerator}
             found[f"{name}/of:sum"] = denominator
+        if self.flops:
+            found["model_flops:sum"] = self.flops
+        if self.possible:
+            found["mfu:mean"] = self.achieved / self.possible
         return found

@@ -1,11 +1,12 @@
 """The interface between the dispatch and the engines that sample a base model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from ...schemas.sampling import SampleResponse
 from ..protocol.calls import SampleJob
+from ..scheduler.rank_group import RankGroup
 from ..scheduler.work import OnProgress
 
 
@@ -14,6 +15,11 @@ class Engine(Protocol):
 
     The dispatch starts the group that trains the model before the engine, and closes it after the engine.
     """
+
+    @property
+    def groups(self) -> Sequence[RankGroup]:
+        """The groups of ranks that only sample."""
+        ...
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Raises ValueError with the reason if the engine does not start."""

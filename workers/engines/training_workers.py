@@ -1,6 +1,6 @@
 """The training workers as a sampling engine: one base model for both; adapters are sampled where they are trained."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...schemas.sampling import SampleResponse
@@ -15,6 +15,10 @@ class TrainingWorkersEngine:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
+
+    @property
+    def groups(self) -> Sequence[RankGroup]:
+        return ()
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         pass

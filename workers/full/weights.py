@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig
 from ..models.model import BaseModel
+from ..planner.flops import OwnFlops
 from ..state.flat_params import FlatLayout
 from ..state.moments import MomentFormat
 from ..state.program import Program
@@ -29,6 +30,7 @@ class FullWeights(Trainable):
         self.full = self.training = full
         layout = FlatLayout(parameters_of(base, program))
         super().__init__(layout, base.device, base.dtype, program, partial(_views, layout), moments)
+        self.flops = OwnFlops(head=program.flops(base), trains_base=True, has_logits=program.scores == "logprobs")
         self._base = base
 
     @property

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...schemas.models import LoraConfig
 from ..models.model import BaseModel
+from ..planner.flops import OwnFlops
 from ..programs.policy import POLICY
 from ..shapes.model_shape import ModelShape
 from ..state.flat_params import FlatLayout, Matrix
@@ -55,6 +56,7 @@ class Adapter(Trainable):
         self.refused_by_peft = None if shape is None else shape.family.refused_by_peft
         self.architecture, self.head_features = base.architecture, None if shape is None else shape.head_features
         self.stacked_experts = base.stacked_experts if self.adapts_experts else None
+        self.flops = self._own_flops(base, shape)
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 
     @property
@@ -69,6 +71,14 @@ class Adapter(Trainable):
     def layer_flags(self) -> tuple[bool, bool, bool]:
         """The flags that decide which matrices it has for the trunk, apart from their rank."""
         return self.lora.train_attn, self.lora.train_mlp, self.shares_factors
+
+    def _own_flops(self, base: BaseModel, shape: ModelShape | None) -> OwnFlops | None:
+        if shape is None:
+            return None
+        num_experts = 1 if shape.experts is None else shape.experts.per_token
+        of_targets = {target.name: target.flops(self.lora.rank, num_experts) for target in self.targets}
+        head = self.program.flops(base) + of_targets.pop(self.unembed_name, 0.0)
+        return OwnFlops(sum(of_targets.values()), head, has_logits=self.program.scores == "logprobs")
 
     @cached_property
     def adapts_experts(self) -> bool:

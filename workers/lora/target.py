@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -125,6 +125,14 @@ class Target:
         """Returns A and B^T of an adapter of this rank."""
         a = LoraMatrix(self, "lora_A", rank, self.in_split, self.local_in_features)
         return a, LoraMatrix(self, "lora_B", rank, self.out_split, self.local_out_features)
+
+    def flops(self, rank: int, experts_per_token: int) -> float:
+        """Returns the operations of a forward pass for each token with both matrices: with a shared one of experts
+        once, with those of its experts for each of these."""
+        of_a, of_b = (
+            1 if self.num_experts is None or self.shared == side else experts_per_token for side in get_args(Side)
+        )
+        return 2.0 * rank * (of_a * self.in_features + of_b * self.out_features)
 
     def unsharded(self) -> "Target":
         """Returns the unsplit target."""

@@ -1,5 +1,8 @@
 """Computes x W^T + bias with the frozen weights of a base."""
 
+import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -7,8 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..resources.memory import release_freed_memory
 from ..resources.threads import ThreadCount
 from .kernels import FEW_ROWS, kernels_for
+
+# Rows and columns of matrices that are large enough for the highest rate, by the type of the device; for how long their
+# products are timed.
+_MEASURED_SIZES = {"cpu": 512, "cuda": 8192}
+_LEAST_PRODUCTS, _MEASURING_SECONDS = 3, 0.03
 
 
 class Product(Protocol):
@@ -37,6 +46,40 @@ class FrozenProduct:
 def frozen_product(device: torch.device, dtype: torch.dtype) -> Product:
     """Returns the fastest product for weights of this device and dtype."""
     return compiled_linear if _mkl_is_slow(device, dtype) else torch_linear
+
+
+@cache
+def product_rate(device: torch.device, dtype: torch.dtype, num_threads: int) -> float:
+    """Measures the operations per second of large products on a device, two for each multiplication and its addition.
+
+    On the CPU it measures one thread, since threads that share a product wait for each other on a busy machine, and
+    returns the rate of as many.
+
+    Args:
+        num_threads: of this process on the CPU.
+    """
+    torch.set_num_threads(1)
+    try:
+        size = _MEASURED_SIZES[device.type]
+        rate = 2 * size**3 / min(_product_seconds(size, device, dtype))
+    finally:
+        torch.set_num_threads(num_threads)
+    release_freed_memory(device)
+    return rate * num_threads if device.type == "cpu" else rate
+
+
+def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> Iterator[float]:
+    """Yields the seconds of products of two square matrices, until they have taken long enough together."""
+    product, (x, weight) = frozen_product(device, dtype), torch.rand(2, size, size, device=device).to(dtype)
+    weight = to_product_layout(weight)
+    began, num = time.perf_counter(), 0
+    while num < _LEAST_PRODUCTS or time.perf_counter() - began < _MEASURING_SECONDS:
+        started = time.perf_counter()
+        product(x, weight)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield time.perf_counter() - started
+        num += 1
 
 
 def to_product_layout(weight: Tensor) -> Tensor:

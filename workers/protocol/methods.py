@@ -12,5 +12,5 @@ MOVES_DATA = frozenset(
 CLEARS_GRADIENTS = frozenset({"create_run", "load_run", "set_vocabulary", "clear_gradients", "drop_run"})
 """Leaves the run without pending gradients."""
 
-RUNS_OFFLOADED = frozenset({"memory", "drop_run", "drop_adapter"})
+RUNS_OFFLOADED = frozenset({"memory", "utilization", "drop_run", "drop_adapter"})
 """Runs even while the group's models are off the device."""

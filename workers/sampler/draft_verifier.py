@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from .decoding.batch import Batch, DraftTokensPart, adapter_spans
+from .decoding.batch import AdapterSpan, Batch, DraftTokensPart, adapter_spans
 from .decoding.rank_sync import RankSync, VerifyResult
 from .logits.token_choice import SamplingTensors, probabilities
 from .model_runner import ModelRunner, PassOutput
 from .requests.jobs import NOWHERE, SequenceState
+from .sampled_flops import SampledFlops
 from .sequence_scheduler import SequenceScheduler
 from .speculation.speculative_decoder import SpeculativeDecoder
 from .speculation.verification import DraftTokens, verify
@@ -26,8 +27,9 @@ class DraftVerifier:
         runner: ModelRunner,
         recorder: TokenRecorder,
         ranks: RankSync,
+        flops: SampledFlops,
     ) -> None:
-        self._scheduler, self._speculation, self._ranks = scheduler, speculation, ranks
+        self._scheduler, self._speculation, self._ranks, self._flops = scheduler, speculation, ranks, flops
         self._runner, self._recorder = runner, recorder
 
     def verify(self, batch: Batch, proposed: Mapping[SequenceState, DraftTokens], output: PassOutput) -> None:
@@ -89,5 +91,6 @@ class DraftVerifier:
         sequence, num = part.sequence, verified.num_accepted
         self._speculation.accept(sequence, slice(start, start + part.length), output.captured, num)
         sequence.draft_stats.add(part.length - 1, num)
+        self._flops.add_steps([AdapterSpan(sequence.job.adapter_id, 1)], np.array([part.start]), num + 1)
         sequence.without_draft = not self._speculation.payoff.pays(sequence, self._scheduler.num_sampled)
         return AcceptedTokens(sequence, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])

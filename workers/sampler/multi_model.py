@@ -155,6 +155,10 @@ class MultiModelSampler:
         self._waiting.clear()
         self._had_turns = []
 
+    def take_flops(self) -> float:
+        """Returns the operations that all samplers of the rank needed since the last call."""
+        return self._shared.flops.take()
+
     def cache_bytes(self) -> int:
         """Returns the used part of the budget: used slots, free slots and prefixes, with those of drafts."""
         return self._cache.budget.used_bytes()

@@ -65,7 +65,10 @@ class NativeSampler:
         self._models = SliceModels(models, config, self._jobs, self._scheduler, self._speculation, self._ranks)
         self._runner = ModelRunner(base, models, head, self._ranks, shared.cache)
         self._recorder = TokenRecorder(self._scheduler, self._jobs)
-        self._verifier = DraftVerifier(self._scheduler, self._speculation, self._runner, self._recorder, self._ranks)
+        self._flops = shared.flops
+        self._verifier = DraftVerifier(
+            self._scheduler, self._speculation, self._runner, self._recorder, self._ranks, self._flops
+        )
         self._sampling: SamplingBatch | None = None
 
     def slice(self, work: SamplingSlice) -> SliceResult:
@@ -155,6 +158,7 @@ class NativeSampler:
             self._decode(batch.decoding, deadline)
         elif batch.num_tokens:
             captured = self._speculation.captured([part.sequence for part in batch.parts])
+            self._flops.add_batch(batch, self._scheduler.table)
             output = self._runner.run(batch, self._scheduler.table, captured)
             self._extend(batch, output)
             self._verifier.verify(batch, proposed, output)
@@ -165,13 +169,16 @@ class NativeSampler:
         if self._sampling is None or self._sampling.sequences is not decoding.sequences:
             self._sampling = self._sampling_batch(decoding.sequences)
         loop = DecodeLoop(decoding, self._sampling, self._scheduler.table, self._base.device)
+        num_run, num_steps = self._scheduler.table.length[self._sampling.lines] - 1, 0
         with self._runner.applied(self._sampling.adapter_spans, len(decoding.sequences)):
             while True:
                 sampled = self._runner.decode_step(loop)
+                num_steps += 1
                 has_more = loop.accept(sampled.chosen)
                 if not has_more or self._ranks.is_over(deadline):
                     break
         loop.write_back()
+        self._flops.add_steps(self._sampling.adapter_spans, num_run, num_steps)
         if not has_more:
             self._recorder.append(sampled)
 
@@ -188,6 +195,7 @@ class NativeSampler:
                 last += [start + part.length - 1] * len(part.prefill.sequences)
         if sequences:
             sampling = self._sampling_batch(sequences)
+            self._flops.add_scored(sampling.adapter_spans)
             hidden = output.hidden[self._runner.tensor(last)]
             self._recorder.append(self._runner.sample(sampling, hidden, sampling.noise()))
 

@@ -9,6 +9,7 @@ from .cache.cache import KVCache
 from .cache.draft_caches import DraftCaches
 from .cache.weight_versions import WeightVersions
 from .requests.lazy_tokenizer import LazyTokenizer
+from .sampled_flops import SampledFlops
 
 
 @dataclass(frozen=True)
@@ -19,10 +20,10 @@ class SharedState:
     draft_caches: DraftCaches
     weight_versions: WeightVersions
     text: LazyTokenizer
+    flops: SampledFlops
 
     @classmethod
     def of(cls, base: BaseModel, models: ModelRegistry, config: WorkerConfig) -> "SharedState":
         cache = KVCache.of(base, config)
-        return cls(
-            cache, DraftCaches(base, cache.budget), WeightVersions(models), LazyTokenizer(config.model.source, base)
-        )
+        drafts, text = DraftCaches(base, cache.budget), LazyTokenizer(config.model.source, base)
+        return cls(cache, drafts, WeightVersions(models), text, SampledFlops(base, models))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...schemas.errors import OperationError
+from ...schemas.models import Utilization
 from ...schemas.sampling import SampleResponse
 from ..pools.base import Pool, WorkerDied
 from ..protocol.calls import Failure, ModelInfo, SampleJob
@@ -171,10 +172,17 @@ class RankGroup:
 
     async def memory(self) -> dict[str, int] | None:
         """Returns RankMemory.by_purpose; None if no worker is up, or it dies before it answers."""
+        return await self._ask("memory")
+
+    async def utilization(self) -> Utilization | None:
+        """Returns the use of its devices; None as for `memory`."""
+        return await self._ask("utilization")
+
+    async def _ask(self, method: str) -> Any:
         if self._loop is None:
             return None
         try:
-            return await self.submit(MethodWork("memory", "", "memory"))
+            return await self.submit(MethodWork(method, "", method))
         except OperationError:
             return None
 

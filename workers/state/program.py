@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -49,3 +50,7 @@ class Program:
     initialize: "Callable[[Trainable, torch.Generator], None]" = _as_it_is
     peft_task: str = "CAUSAL_LM"
     peft_modules: tuple[str, ...] = ()
+
+    def flops(self, base: Base) -> float:
+        """Returns the operations of a forward pass for each token with the matrices that it adds to a base."""
+        return 2.0 * sum(prod(each.shape) for each in self.matrices(base) if len(each.shape) > 1)

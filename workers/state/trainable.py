@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...schemas.models import TrainingConfig
 from ..parallel.mesh import Mesh
+from ..planner.flops import OwnFlops
 from .flat_params import FlatLayout
 from .gradients import Gradients
 from .moments import MOMENTS, MomentFormat
@@ -37,6 +38,9 @@ class Trainable(ABC):
 
     # Models next to each other in a micro-batch run faster if they agree in this: the adapted layers, and the rank.
     batching_key: tuple[tuple[bool, ...], int] = (), 0
+
+    # The operations of its passes in addition to the base's; None if they are not counted.
+    flops: OwnFlops | None = None
 
     # The mesh of the ranks that have parts of it; None for the base model's.
     mesh: Mesh | None = None

@@ -5,6 +5,7 @@ PassStrategy how a micro-batch runs.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ from ..heads import LogprobHead
 from ..losses import CAPTURES
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
+from ..planner.flops import ModelFlops
 from ..protocol.calls import Failure, OperationPart, PartAnswer
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
+from ..resources.device_speed import DeviceSpeed
 from ..resources.lanes import Lanes
 from ..resources.memory import bounded_memory
+from ..shapes.model_shape import ModelShape
 from ..state.trainable import Trainable
 from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
@@ -82,9 +86,11 @@ class PassRunner:
         limits: ModelLimits,
         config: WorkerConfig,
         mesh: Mesh | None = None,
+        speed: DeviceSpeed | None = None,
     ) -> None:
-        """Creates the runner; `mesh` None means a single rank."""
-        self._base = base
+        """Creates the runner; `mesh` None means a single rank, `speed` None that passes are not timed."""
+        self._base, self._speed = base, speed
+        self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
         self._mesh = mesh = mesh or Mesh()
         self._models = models
         self._limits = limits
@@ -102,6 +108,7 @@ class PassRunner:
         """Returns an answer for each part, see Pass. An error in one operation does not affect another."""
         answers: dict[int, PartAnswer] = {}
         for members in rounds(parts, self._max_runs, self._models.is_exclusive):
+            started = time.perf_counter()
             operations = [self._begin(parts[i]) for i in members]
             strategy = self._strategy([parts[i] for i in members])
             if self._mesh.has_forward_collectives:
@@ -109,8 +116,11 @@ class PassRunner:
             else:
                 self._run_or_split(operations, strategy)
             of_ranks = self._mesh.all_gather_object([each.result(self._mesh.is_leader) for each in operations])
-            for i, operation, *results in zip(members, operations, *of_ranks, strict=True):
-                answers[i] = self._finish(operation, PartialResult.merge(results))
+            results = [PartialResult.merge(of_part) for of_part in zip(*of_ranks, strict=True)]
+            if self._speed is not None:
+                _record(results, self._speed, time.perf_counter() - started)
+            for i, operation, result in zip(members, operations, results, strict=True):
+                answers[i] = self._finish(operation, result)
         return tuple(answers[i] for i in range(len(parts)))
 
     def forget(self, run_id: str) -> None:
@@ -151,6 +161,8 @@ class PassRunner:
         operation.batch = validate_request(request, self._limits, part.share, losses)
         if losses is not CAPTURES and model.missing_state is not None:
             raise OperationError(model.missing_state)
+        if losses is not CAPTURES and self._flops is not None and model.flops is not None:
+            operation.count_flops(self._flops, model.flops)
         if location is not None:
             operation.stored = self._stored(operation, location)
         if operation.num_data != part.first_datum:
@@ -176,7 +188,7 @@ class PassRunner:
         with ExitStack() as held:
             usable = sorted((each for each in operations if not each.computed), key=self._sort_key)
             models = self._load_models(usable, held)
-            usable = self._without_diverged([each for each in usable if not each.computed], models)
+            usable = _without_diverged([each for each in usable if not each.computed], models)
             lanes = pack([each.batch for each in usable], self._token_budget, self._base.device)
             num_micro_batches = sum(lane.num_micro_batches for lane in lanes)
             failures = [each.failure for each in operations]
@@ -223,7 +235,7 @@ class PassRunner:
         try:
             with bounded_memory(self._base.device), self._models.resident(run_ids, _wanted(*operations)) as resident:
                 models = dict(zip(run_ids, resident, strict=True))
-                self._compute(self._without_diverged(operations, models), models, strategy, token_budget)
+                self._compute(_without_diverged(operations, models), models, strategy, token_budget)
         except Exception as error:
             return batch_failure_of(error)
         return None
@@ -279,19 +291,6 @@ class PassRunner:
         batch, (layers, rank) = operation.batch, self._models.get(operation.run_id).batching_key
         return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
 
-    def _without_diverged(
-        self, operations: list[RankOperation], models: Mapping[str, Trainable]
-    ) -> list[RankOperation]:
-        """Gives up operations whose weights are not finite, and returns the others."""
-        for operation in operations:
-            if not models[operation.run_id].has_finite_weights():
-                message = (
-                    f"the weights of run {operation.run_id} are not finite: they have diverged; continue from an"
-                    " earlier checkpoint with a lower learning rate"
-                )
-                operation.abandon(Failure(message, "user"))
-        return [each for each in operations if not each.computed]
-
     def _give_up(self, operation: RankOperation, failure: BatchFailure, token_budget: int | None = None) -> None:
         """Ends the part with the error; `token_budget` is the size of the micro-batches that were too large."""
         message = failure.message
@@ -321,6 +320,26 @@ class PassRunner:
             if model.program.trains:
                 model.gradients.window.refused = model.gradients.window.refused or result.failure.message
         return result.failure
+
+
+def _record(results: Sequence[PartialResult], speed: DeviceSpeed, seconds: float) -> None:
+    """Records the time that the parts of a round took together, unless their operations are not counted."""
+    if achieved := sum(result.flops for result in results):
+        speed.record("training", achieved, seconds)
+        for result in results:
+            result.achieved, result.possible = achieved, seconds * speed.peak
+
+
+def _without_diverged(operations: list[RankOperation], models: Mapping[str, Trainable]) -> list[RankOperation]:
+    """Gives up operations whose weights are not finite, and returns the others."""
+    for operation in operations:
+        if not models[operation.run_id].has_finite_weights():
+            message = (
+                f"the weights of run {operation.run_id} are not finite: they have diverged; continue from an"
+                " earlier checkpoint with a lower learning rate"
+            )
+            operation.abandon(Failure(message, "user"))
+    return [each for each in operations if not each.computed]
 
 
 def _wanted(*operations: RankOperation) -> frozenset[str]:

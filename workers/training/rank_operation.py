@@ -11,6 +11,7 @@ from ..batch.micro_batch import MicroBatchSegment, split_by_example
 from ..batch.partial_result import PartialResult
 from ..batch.validated import ValidatedBatch
 from ..drafts.sequences.captured_features import CapturedFeatures
+from ..planner.flops import ModelFlops, OwnFlops
 from ..protocol.calls import Failure, OperationPart, PartAnswer, RankOutput
 from ..state.trainable import Trainable
 from .scoring import ScoredTokens
@@ -25,6 +26,7 @@ class RankOperation:
     part, batch: the running part and its data; a part that is refused before it runs has no batch.
     stored: for drafts, the captured features of the part's examples, by their indices.
     failure: why the part contributes nothing; None so far.
+    flops: the operations that the model needs for this rank's share of the running part.
     computed: true if nothing remains to be computed for the part.
     finished: the sums of the finished parts, on all ranks. num_data: their data, on all ranks.
     scores, features: this rank's, by index of the datum.
@@ -50,6 +52,7 @@ class RankOperation:
         self.part = part
         self.stored: Mapping[int, CapturedFeatures] = {}
         self.computed = False
+        self.flops = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -90,6 +93,11 @@ class RankOperation:
         address = f"{features.address} {features.num_bytes}".encode()
         self.features[self.batch.datum_indices[example]] = np.frombuffer(address, np.uint8)
 
+    def count_flops(self, base: ModelFlops, own: OwnFlops) -> None:
+        """Counts the operations that the model needs for this rank's share of the running part."""
+        lengths = np.array([len(example.tokens) for example in self.batch.examples], np.int64)
+        self.flops = base.of_pass(lengths, own, None if self.forward_only else self.batch.num_tokens)
+
     def refuse(self, reason: str) -> None:
         self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
 
@@ -118,6 +126,7 @@ class RankOperation:
         result = PartialResult(self.failure)
         if counts and self.failure is None:
             result.num_tokens, result.denominator = self.batch.num_tokens, self.batch.denominator
+            result.flops = self.flops
             for _, of_segment in sorted(self._segments.items()):
                 result.add(of_segment)
         return result

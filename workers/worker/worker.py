@@ -4,6 +4,7 @@ All ranks of a base model receive the same calls in the same order.
 """
 
 import os
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from ...schemas.errors import OperationError
-from ...schemas.models import FullConfig, LoraConfig
+from ...schemas.models import FullConfig, LoraConfig, Utilization
 from ..checkpoint import read_draft, read_new_model
 from ..checkpoint.peft_import import import_adapter
 from ..drafts.draft_model import DraftModel
@@ -22,6 +23,7 @@ from ..models.model import resolve_device, unique_name
 from ..models.model_cache import with_local_model
 from ..models.packing_checks import check_ranks
 from ..models.twin import check_twin, needs_twin
+from ..ops.linear import product_rate
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
 from ..protocol.calls import (
     AdapterWeights,
@@ -41,6 +43,7 @@ from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import KINDS, ModelRegistry
 from ..registry.programs import program_of
 from ..resources.allocator import tune_allocator
+from ..resources.device_speed import DeviceSpeed
 from ..sampler.multi_model import MultiModelSampler
 from ..state.residency import Residency
 from ..state.vectors import FORWARD_VECTORS
@@ -123,7 +126,10 @@ class Worker:
         self._models = ModelRegistry(
             self._base, lora, residency, config.max_full_models, config.optimizer_states, groups
         )
-        self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
+        rate = product_rate(self._base.device, self._base.dtype, torch.get_num_threads())
+        self._speed = DeviceSpeed(sum(mesh.all_gather_object(rate)))
+        self._num_teams = len(mesh.spec.rank_groups(("ep", "tp")))
+        self._passes = PassRunner(self._base, self._models, self._limits, config, mesh, self._speed)
         if mesh.has_forward_collectives:
             check_ranks(self._base.source, self._base.model, self._passes.scoring.bare_hidden_states)
         if mesh.rank == 0 and needs_twin(self._base.shape, self._base.dtype, mesh.has_forward_collectives):
@@ -308,11 +314,25 @@ class Worker:
             self._sampler.forget_all()
             self._memory.forget_cache()
             raise
-        return self._sampler.slice(work)
+        started = time.perf_counter()
+        result = self._sampler.slice(work)
+        # Teams of ranks sample different jobs; this one stands for all.
+        if flops := self._sampler.take_flops() * self._num_teams:
+            self._speed.record("sampling", flops, time.perf_counter() - started)
+        return result
 
     def memory(self) -> dict[str, int]:
         """Returns RankMemory.by_purpose."""
         return self._memory.by_purpose()
+
+    def utilization(self) -> Utilization:
+        """Returns the speed of the ranks' devices, and what part of it recent work has used."""
+        speed = self._speed
+        return Utilization(
+            peak_flops=speed.peak,
+            training=speed.utilization("training"),
+            sampling=speed.utilization("sampling"),
+        )
 
     def offload(self) -> float:
         """Offloads the rank from its device until a verb needs it; see RankMemory.offload.

@@ -23,6 +23,7 @@ from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from ..adapted import relative_error
+from ..requests import repeatable
 from .test_worker import ALGORITHMS, SHAPES, create_draft, new_worker, request, run_pass, saved_policy, some_data, step
 
 SMALL = {"micro_batch_tokens": 40, "head_chunk_tokens": 5}
@@ -406,7 +407,8 @@ def test_one_forward_of_a_policy_also_captures_for_its_draft(
         wanted = worker._models.get("policy").gradients.accumulator.clone()
         worker.clear_gradients("policy")
     (output, theirs) = run_pass(worker, pair.of_policy(data, forward_only), other)
-    assert output.metrics == alone.metrics and "features" not in theirs.loss_fn_outputs[0]
+    assert repeatable(output.metrics) == repeatable(alone.metrics)
+    assert "features" not in theirs.loss_fn_outputs[0]
     assert len(list(pair.features.iterdir())) == len(data)
     if not forward_only:
         assert torch.equal(worker._models.get("policy").gradients.accumulator, wanted), (
@@ -460,6 +462,6 @@ def test_policy_continues_if_features_cannot_be_written(
     pair.features.rmdir()
     for number in (1, 2):
         output, found = learn(pair.worker, pair.of_policy(data), "policy")
-        assert output.metrics == wanted.metrics and torch.equal(found, gradient)
+        assert repeatable(output.metrics) == repeatable(wanted.metrics) and torch.equal(found, gradient)
         assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs)
         assert caplog.text.count("continues without the features") == number, "one log line per operation"

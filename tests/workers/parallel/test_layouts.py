@@ -163,6 +163,7 @@ def many(case: Case, model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def test_training_equals_one_rank(alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers], row: Row) -> None:
     (_, theirs), (_, ours) = alone, many
+    assert ours.flops == theirs.flops
     row.loss = max(error(ours.losses, theirs.losses), error(ours.norms, theirs.norms))
     row.gradient = largest_error(ours.gradients, theirs.gradients)
     row.state = largest_error(ours.weights, theirs.weights)

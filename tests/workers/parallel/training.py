@@ -41,6 +41,7 @@ class Numbers:
     """Results of a training. gradients, weights: by name of the matrix, per step and run."""
 
     losses: list[float] = field(default_factory=list)
+    flops: list[float] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[Mapping[str, np.ndarray]] = field(default_factory=list)
@@ -195,6 +196,7 @@ def train(where: Layout, num_steps: int = 3) -> Numbers:
             for output in outputs:
                 assert isinstance(output, ForwardBackwardOutput), output
                 numbers.losses.append(output.metrics["loss:sum"])
+                numbers.flops.append(output.metrics["model_flops:sum"])
                 numbers.logprobs += [each["logprobs"] for each in output.loss_fn_outputs]
         numbers.gradients += [load_file(where.snapshot(run_id) / "window.safetensors") for run_id in RUNS]
         for metrics in where.call("apply_steps", tuple(OptimizerStep(run_id, ADAM) for run_id in RUNS)):

@@ -28,6 +28,8 @@ from trainhouse.workers.state.vectors import STEP_VECTORS
 from trainhouse.workers.training import scoring_pass
 from trainhouse.workers.worker.worker import Worker
 
+from ..requests import repeatable
+
 VOCAB = 512
 GRADIENT_TOLERANCE = 5e-6
 
@@ -155,7 +157,7 @@ class TenantRuns:
     def _result(self, request: ForwardBackwardRequest, answer: ForwardBackwardOutput) -> Result:
         logprobs = np.concatenate([outputs["logprobs"].ravel() for outputs in answer.loss_fn_outputs])
         gradient = None if request.forward_only else self.accumulator(request.model_id).clone()
-        return Result(logprobs, answer.metrics, gradient)
+        return Result(logprobs, repeatable(answer.metrics), gradient)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])

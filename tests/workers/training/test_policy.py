@@ -176,7 +176,7 @@ def test_at_learning_rate_zero_ten_passes_are_bit_identical(bench: Bench) -> Non
 def test_every_metric_has_one_colon_and_means_are_over_counted_positions(bench: Bench) -> None:
     data = some_data("ppo")
     metrics = expect_output(run(bench.pass_runner(head_chunk_tokens=7), request(data, "ppo"))).metrics
-    assert set(metrics) == {"loss:sum", "num_tokens:sum", "kl:mean", "clip_fraction:mean"}
+    assert set(metrics) == {"loss:sum", "num_tokens:sum", "model_flops:sum", "kl:mean", "clip_fraction:mean"}
     counted = sum(int(np.count_nonzero(datum.loss_fn_inputs["advantages"])) for datum in data)
     assert metrics["num_tokens:sum"] == counted
     assert bench.adapter.gradients.window.weight_sum == counted

@@ -32,9 +32,13 @@ class SamplerGroups:
         self._copies = copies
         self._in_flight = InFlightRequests()
 
+    @property
+    def groups(self) -> Sequence[RankGroup]:
+        return [worker.group for worker in self._workers]
+
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        for worker in self._workers:
-            await worker.group.start(on_progress)
+        for group in self.groups:
+            await group.start(on_progress)
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))

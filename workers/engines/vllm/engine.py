@@ -69,6 +69,10 @@ class VllmEngine:
         self._model: VllmModel | None = None
         self._base_adapter_id: str | None = None
 
+    @property
+    def groups(self) -> Sequence[RankGroup]:
+        return ()
+
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Raises ValueError with the reason if vLLM does not start, or takes no adapters of this model."""
         if self._form.refusal is not None:

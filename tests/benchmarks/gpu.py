@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.ops import kernels
 from trainhouse.workers.planner.estimate import estimate
-from trainhouse.workers.planner.parameters import adapter_size, num_parameters
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import (
     Failure,
@@ -35,7 +34,6 @@ from trainhouse.workers.protocol.calls import (
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
-from trainhouse.workers.shapes.parts import SoftmaxAttention
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -179,8 +177,9 @@ def train(bench: Bench) -> None:
     shape = _planned_shape(bench)
     for name, plan in plans.items():
         bench.peak_gigabytes()
-        seconds, tokens = bench.seconds(_pass(bench, worker, plan)), sum(rows * length for rows, length in plan)
-        share = num_operations(shape, plan) / seconds / product
+        run = _pass(bench, worker, plan)
+        seconds, tokens = bench.seconds(run), sum(rows * length for rows, length in plan)
+        share = run() / seconds / product
         figure = {"tokens/s": tokens / seconds, "ms": 1000 * seconds, "of the product's rate, %": 100 * share}
         bench.report(name, figure | {"peak GB": bench.peak_gigabytes()})
     load = Workload(length, "bfloat16", micro_batch_tokens=16 * length, lora_rank=RANK, adapter_slots=1, samples=False)
@@ -298,7 +297,9 @@ def _worker(bench: Bench) -> Worker:
     return worker
 
 
-def _pass(bench: Bench, worker: Worker, plan: Plan) -> Callable[[], None]:
+def _pass(bench: Bench, worker: Worker, plan: Plan) -> Callable[[], float]:
+    """Returns a call that runs a pass, and returns the operations that the model needs for it."""
+
     def request(run: int, rows: int, length: int) -> ForwardBackwardRequest:
         ids = bench.tokens(rows, length + 1)
         weights = np.ones(length, np.float32)
@@ -307,9 +308,11 @@ def _pass(bench: Bench, worker: Worker, plan: Plan) -> Callable[[], None]:
 
     parts = Pass(tuple(OperationPart(run, request(run, *rows)) for run, rows in enumerate(plan)))
 
-    def run() -> None:
-        if failures := [answer for answer in worker.run_pass(parts) if isinstance(answer, Failure)]:
+    def run() -> float:
+        answers = worker.run_pass(parts)
+        if failures := [answer for answer in answers if isinstance(answer, Failure)]:
             raise SystemExit(f"a pass failed: {failures[0].message}")
+        return sum(answer.metrics["model_flops:sum"] for answer in answers if isinstance(answer, ForwardBackwardOutput))
 
     return run
 
@@ -344,23 +347,6 @@ def _planned_shape(bench: Bench) -> ModelShape:
     shape = read_model(ServedModel("measured", str(bench.model)))
     assert isinstance(shape, ModelShape), shape
     return shape
-
-
-def attention_layers(shape: ModelShape) -> list[SoftmaxAttention]:
-    return [layer.mixer for layer in shape.layers if isinstance(layer.mixer, SoftmaxAttention)]
-
-
-def num_operations(shape: ModelShape, plan: Plan) -> float:
-    """Returns the multiplications and additions that a pass needs.
-
-    Two products with each frozen weight but the embedding's (forward, and the gradient of its input), three with those
-    of adapters, and in causal attention half of all scores, forward and twice that backward.
-    """
-    frozen = num_parameters(shape) - (0 if shape.tied_embeddings else shape.vocab * shape.hidden)
-    adapter = adapter_size(shape, SINGLE, RANK)
-    features = sum(mixer.heads * mixer.head_dim for mixer in attention_layers(shape))
-    pairs = 3 * 4 * features / 2
-    return sum(rows * (length * (4 * frozen + 6 * adapter) + pairs * length**2) for rows, length in plan)
 
 
 if __name__ == "__main__":

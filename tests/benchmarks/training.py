@@ -15,6 +15,7 @@ import tinker
 from ...workers.dispatch import DispatchConfig
 from ..live import LiveServer
 from .harness import (
+    MODEL,
     RANK,
     THREADS,
     Child,
@@ -29,6 +30,7 @@ from .harness import (
     median_ratio,
     num_tokens,
     ratios,
+    rest,
     spread,
     timed,
 )
@@ -44,6 +46,7 @@ class RemoteLoop:
     def __init__(self, service: tinker.ServiceClient, data: dict[str, Rows]) -> None:
         self._data = {name: [datum(row) for row in batch] for name, batch in data.items()}
         self._run = new_run(service)
+        self._flops: dict[str, float] = {}
 
     def train(self, name: str, num_steps: int) -> float:
         """Returns the seconds that the steps took."""
@@ -53,8 +56,12 @@ class RemoteLoop:
         futures = []
         for _ in range(num_steps):
             futures += [self._run.forward_backward(self._data[name], "cross_entropy"), self._run.optim_step(ADAM)]
-        for future in futures:
-            future.result(300)
+        passed, *_ = [future.result(300) for future in futures]
+        self._flops[name] = passed.metrics["model_flops:sum"]
+
+    def flops(self, name: str) -> float:
+        """Returns the operations that the model needs for a step, as its results report them."""
+        return self._flops[name]
 
 
 def one_tenant(setup: Setup) -> Section:
@@ -66,18 +73,21 @@ def one_tenant(setup: Setup) -> Section:
     ):
         local.ask({"threads": THREADS, "rank": RANK, "model": str(setup.model), "batches": data})
         remote = RemoteLoop(service, data)
-        table = [_compare(name, batch, local, remote, setup.rounds) for name, batch in data.items()]
+        with rest(server.url) as http:
+            peak = http.get("workers").raise_for_status().json()["utilization"][MODEL]["peak_flops"]
+        table = [_compare(name, batch, local, remote, setup.rounds, peak) for name, batch in data.items()]
     lines = [
         Line(f"{row['batch']}, times the local loop's tokens/s", row["ratio"], "at least", WANTED[row["batch"]])
         for row in table
     ]
     notes = [
         f"Medians of {setup.rounds} rounds of up to {STEPS} steps, pipelined; the local loop pads to the longest row.",
+        f"MFU: of a peak of {peak / 1e9:.0f} GFLOP/s, with the operations that the rows need without padding.",
     ]
     return Section("One tenant against a hand-written local loop", table, lines, notes)
 
 
-def _compare(name: str, batch: Rows, local: Child, remote: RemoteLoop, rounds: int) -> dict[str, Any]:
+def _compare(name: str, batch: Rows, local: Child, remote: RemoteLoop, rounds: int, peak: float) -> dict[str, Any]:
     def train_locally(steps: int) -> float:
         return local.ask({"batch": name, "steps": steps})[0]
 
@@ -87,6 +97,8 @@ def _compare(name: str, batch: Rows, local: Child, remote: RemoteLoop, rounds: i
     sides = {"local": lambda: train_locally(steps), "over HTTP": lambda: remote.train(name, steps)}
     seconds = in_turn(sides, rounds)
     rates = {f"{side} tokens/s": steps * num_tokens(batch) / statistics.median(seconds[side]) for side in sides}
+    possible = {side: statistics.median(seconds[side]) * peak for side in sides}
+    rates |= {f"{side} MFU": steps * remote.flops(name) / possible[side] for side in sides}
     ratio = spread("ratio", ratios(seconds["local"], seconds["over HTTP"]))
     return {"batch": name, "tokens": num_tokens(batch), **rates, **ratio}
 

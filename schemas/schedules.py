@@ -1,9 +1,10 @@
 """Messages about a run's schedules: the checkpoints and evaluations that follow its optimizer steps."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from .bounds import Id, TtlSeconds
 from .training import Natural, Positive, SeqId, Strict, Wire
@@ -15,6 +16,9 @@ ScheduleName = Annotated[str, Field(max_length=64, pattern=f"^{SCHEDULE_NAME}$")
 
 CHECKPOINTS_KEY = "trainhouse.checkpoints"
 """The key under which a model's user_metadata may have a CheckpointSchedule, as JSON, when it is created."""
+
+STEP_KEY, METRIC_KEY = "trainhouse.step", "trainhouse.metric"
+"""Keys in the metadata of scheduled checkpoints, which clients cannot use: the step, and the value of the metric."""
 
 MAX_EVALUATIONS = 16
 """The most evaluations of a run."""
@@ -38,6 +42,12 @@ class CheckpointSchedule(Strict):
     prefix: ScheduleName = "step"
     ttl_seconds: TtlSeconds | None = None
 
+    @model_validator(mode="after")
+    def _best_need_a_metric(self) -> Self:
+        if self.keep_best and self.metric is None:
+            raise PydanticCustomError("no_metric", "keep_best needs a metric, such as evaluation/NAME/loss:mean")
+        return self
+
     def name_of(self, step: int) -> str:
         return f"{self.prefix}-{step:06d}"
 
@@ -52,7 +62,7 @@ class StoredEvaluation(Wire):
 
 
 class RunSchedules(Wire):
-    """The schedules of a run; evaluations are by name."""
+    """The schedules of a run. evaluations: by name."""
 
     checkpoints: CheckpointSchedule | None = None
     evaluations: Mapping[str, StoredEvaluation] = {}

@@ -174,7 +174,7 @@ class Backup:
         return self.target / "checkpoints" / key_of(directory)
 
     def _take_trees(self) -> None:
-        for pattern in ("snapshots/*/[0-9]*", "loaded/*/[0-9]*", "ephemeral/*/[0-9]*"):
+        for pattern in ("snapshots/*/[0-9]*", "loaded/*/[0-9]*", "ephemeral/*/[0-9]*", "evaluations/*/[0-9]*"):
             for directory in self._live.glob(pattern):
                 _take_directory(directory, self._target_of(directory))
 

@@ -29,13 +29,14 @@ from .knob_flags import FAILED, Commands, add_state_flags, given
 from .verification.checkpoints import check_checkpoints, check_copies
 from .verification.leftovers import check_leftovers, check_leftovers_at_url
 from .verification.problem import Problem
-from .verification.runs import check_ephemeral, check_loaded, check_snapshots
+from .verification.runs import check_ephemeral, check_evaluations, check_loaded, check_snapshots
 from .verification.segments import SEGMENTED, check_results, check_segments
 from .verification.state import VerifiedState
 
 _CHECKS = (
     *(check_checkpoints, check_copies, check_snapshots, check_loaded, check_segments, check_results),
     check_ephemeral,
+    check_evaluations,
 )
 _CHECKS_OF_STOPPED = (check_leftovers, check_leftovers_at_url)
 """Checks that a running server would confuse: it writes files before their rows."""

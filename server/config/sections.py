@@ -47,7 +47,7 @@ class ModelsSection(Section):
 
     base_models: Annotated[tuple[ServedModel, ...], BASE_MODELS] = knob(
         (),
-        "served model: directory, hub id or URL (s3://..., hf://OWNER/REPO@REVISION); repeatable",
+        "served model: directory, hub id or URL; repeatable",
         common=True,
         flag="--base-model",
     )
@@ -237,7 +237,7 @@ class LimitsSection(Section):
         32 << 30, "most bytes of a tenant's kept results; beyond, no sampling", check=POSITIVE
     )
     tenant_feature_bytes: Bytes = knob(16 << 30, "most bytes of a tenant's captured features", check=POSITIVE)
-    tenant_evaluation_bytes: Bytes = knob(1 << 30, "most bytes of the data of a tenant's evaluations", check=POSITIVE)
+    tenant_evaluation_bytes: Bytes = knob(1 << 30, "most bytes of data of a tenant's evaluations", check=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class CheckpointsSection(Section):
     )
     mirrors: Annotated[tuple[str, ...], TEXTS] = knob(
         (),
-        "URL that receives a copy of every checkpoint, such as hf://OWNER/REPO; repeatable",
+        "URL that receives a copy of every checkpoint; repeatable",
         metavar="URL",
         flag="--mirror",
     )

@@ -6,7 +6,7 @@ each a forward request in protobuf; and .staging-* while they are written.
 
 import asyncio
 import shutil
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from ...schemas.batches import split_into_chunks
 from ...schemas.codec import PROTOBUF, decode_forward_backward, encode_forward_backward_request
 from ...schemas.errors import OperationError
 from ...schemas.models import Limit
-from ...schemas.training import ForwardBackwardRequest
+from ...schemas.training import Datum, ForwardBackwardRequest
 from ..files.directories import STAGING, directory_name, move_into_place, staging_path
 from ..files.manifest import check_file, listed_files, read_manifest, write_manifest
 from ..store import RunRecord
@@ -34,23 +34,24 @@ class EvaluationData:
         self._root = root.absolute()
         self._sync = sync
         self._tenant_bytes = tenant_bytes
-        self._used: Counter[str] = Counter()
+        self._of_runs: defaultdict[str, dict[str, int]] = defaultdict(dict)  # by tenant, then by run
 
     def limit(self, tenant_id: str) -> Limit:
-        return Limit(limit=self._tenant_bytes, used=self._used[tenant_id])
+        return Limit(limit=self._tenant_bytes, used=sum(self._of_runs[tenant_id].values()))
 
-    def count(self, run: RunRecord, more_bytes: int) -> None:
-        """Counts bytes that the run stores, or no longer stores if negative."""
-        self._used[run.tenant_id] += more_bytes
+    def count(self, run: RunRecord, num_bytes: int) -> None:
+        """Counts so many bytes for the run, instead of those counted before."""
+        self._of_runs[run.tenant_id][run.run_id] = num_bytes
 
-    def check_space(self, run: RunRecord, more_bytes: int) -> None:
-        """Raises OperationError if the tenant would exceed its limit."""
-        used = self._used[run.tenant_id]
-        if used + more_bytes > self._tenant_bytes:
+    def reserve(self, run: RunRecord, num_bytes: int) -> None:
+        """Like `count`, but raises OperationError if the tenant would exceed its limit."""
+        others = self.limit(run.tenant_id).used - self._of_runs[run.tenant_id].get(run.run_id, 0)
+        if others + num_bytes > self._tenant_bytes:
             raise OperationError(
-                f"the data of your evaluations have {used} bytes, these would add {more_bytes}, and the limit is"
+                f"the data of your evaluations would have {others + num_bytes:.0f} bytes, and the limit is"
                 f" {self._tenant_bytes} (the server's --tenant-evaluation-bytes): delete_evaluation, or send less"
             )
+        self.count(run, num_bytes)
 
     async def store(self, run_id: str, seq_id: int, request: ForwardBackwardRequest) -> None:
         """Stores the data of the request, replacing what was stored for this operation. Raises OSError."""
@@ -66,7 +67,7 @@ class EvaluationData:
         await asyncio.to_thread(shutil.rmtree, self._directory(run_id, seq_id), ignore_errors=True)
 
     async def end_run(self, run: RunRecord) -> None:
-        self.count(run, -run.schedules.num_bytes)
+        self._of_runs[run.tenant_id].pop(run.run_id, None)
         await asyncio.to_thread(shutil.rmtree, self._root / directory_name(run.run_id), ignore_errors=True)
 
     def sweep(self, live: Collection[str]) -> None:
@@ -95,9 +96,10 @@ class EvaluationData:
 
 
 def pieces_of(request: ForwardBackwardRequest) -> list[ForwardBackwardRequest]:
-    """Returns forward requests for consecutive pieces of the data."""
+    """Returns forward requests for consecutive pieces of the data, without their provenance."""
     pass_only = replace(request, evaluation=None, forward_only=True)
-    return [replace(pass_only, data=piece) for piece in split_into_chunks(request.data, _PIECE_DATUMS, _PIECE_BYTES)]
+    data = [Datum(datum.tokens, datum.loss_fn_inputs) for datum in request.data]
+    return [replace(pass_only, data=piece) for piece in split_into_chunks(data, _PIECE_DATUMS, _PIECE_BYTES)]
 
 
 def _read(directory: Path, name: str) -> ForwardBackwardRequest:

@@ -14,6 +14,7 @@ from ...schemas.checkpoints import (
     SaveWeightsResponse,
 )
 from ...schemas.errors import OperationError
+from ...schemas.schedules import METRIC_KEY, STEP_KEY
 from ..checkpoints.encryption import encrypt_files, parse_recipients
 from ..journal.futures import Result
 from ..logs.repeated_errors import refusing_full_disk
@@ -29,6 +30,10 @@ class SaveWeights(Operation):
 
     kind = "save_weights"
     request: SaveWeightsRequest
+
+    def check(self, run: RunRecord) -> None:
+        if reserved := {STEP_KEY, METRIC_KEY} & (self.request.user_metadata or {}).keys():
+            raise OperationError(f"user_metadata has {min(reserved)}, which marks scheduled checkpoints: leave it out")
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         request = self.request

@@ -1,106 +1,147 @@
 """Evaluates and saves after optimizer steps of a run, as it is scheduled.
 
-The work belongs to the step's operation, whose result reports it. After a crash before that result is stored, the step
-and the work are repeated together; a repeated save finds that it was published.
+The work belongs to the step's operation, whose result reports it. If the workers or the server crash before that result
+is stored, the step and the work are repeated together; a repeated save finds that it was published.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ...schemas.batches import merge_outputs
-from ...schemas.errors import OperationError
-from ...schemas.schedules import CheckpointSchedule, StoredEvaluation
+from ...schemas.errors import OperationError, RequestError
+from ...schemas.schedules import METRIC_KEY, STEP_KEY, CheckpointSchedule, StoredEvaluation
 from ...schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from ...workers.protocol.calls import WorkerLost
 from ..store import CheckpointRecord, RunRecord
+from ..store.database.database_errors import OUTAGE_ERRORS
+from ..tenants.reservation import Reservation
 from .context import OperationContext
 from .saving import CheckpointSave
 
 logger = logging.getLogger(__name__)
 
-_STEP, _PREFIX, _METRIC = "step", "schedule", "metric"
-"""Keys in the metadata of scheduled checkpoints: the step, the schedule's prefix and the value of its metric."""
 
-
-@dataclass(frozen=True)
-class AfterStep:
-    """The results of the scheduled work after a step."""
-
-    metrics: Mapping[str, float]
-    warnings: Collection[str]
-
-
+@dataclass
 class ScheduledWork:
-    """Does what is due after the optimizer step `step` of a run, whose operation has this seq_id."""
+    """The work that is due after the optimizer step `step` of a run, whose operation has this seq_id.
 
-    def __init__(self, context: OperationContext, run: RunRecord, step: int, seq_id: int) -> None:
-        self._context, self._run, self._step, self._seq_id = context, run, step, seq_id
-        self._warnings: list[str] = []
+    metrics: of the step, to which those of the work are added. warnings: what failed. reservation: of the operation,
+    which pays for evaluated tokens; None if no client waits for it.
+    """
 
-    async def do(self, of_step: Mapping[str, float]) -> AfterStep:
-        """Does the work. of_step: the step's metrics. Raises WorkerLost; other errors are warnings."""
-        metrics, schedules = dict(of_step), self._run.schedules
-        checkpoints = schedules.checkpoints
-        saves = checkpoints is not None and self._step % checkpoints.every == 0
-        for name, evaluation in schedules.evaluations.items():
-            is_asked = saves and checkpoints is not None and (checkpoints.metric or "").startswith(_prefix(name))
-            if is_asked or self._step % evaluation.every == 0:
-                metrics |= await self._evaluate(name, evaluation)
-        if saves and checkpoints is not None:
-            metrics |= await self._save(checkpoints, metrics)
-        return AfterStep({name: value for name, value in metrics.items() if name not in of_step}, self._warnings)
+    context: OperationContext
+    run: RunRecord
+    step: int
+    seq_id: int
+    reservation: Reservation | None
+    metrics: dict[str, float]
+    warnings: list[str] = field(default_factory=list)
 
-    async def _evaluate(self, name: str, evaluation: StoredEvaluation) -> Mapping[str, float]:
-        outputs, weights = [], []
+    async def run_all(self) -> None:
+        """Does the work. Raises WorkerLost and OUTAGE_ERRORS, after which it is repeated; other errors are warnings,
+        since the step was taken."""
+        schedule = self.run.schedules.checkpoints
+        due = schedule if schedule is not None and self.step % schedule.every == 0 else None
+        measured = (due.metric or "") if due is not None else ""
+        with self.context.sessions.kept_open(self.run.session_id):
+            for name, evaluation in self.run.schedules.evaluations.items():
+                if self.step % evaluation.every == 0 or measured.startswith(_prefix(name)):
+                    await self._evaluate(name, evaluation)
+            if due is not None:
+                await self._save(due)
+
+    async def _evaluate(self, name: str, evaluation: StoredEvaluation) -> None:
         try:
-            async for piece in self._context.evaluation_data.read(self._run.run_id, evaluation.seq_id):
-                outputs.append(_without_rows(await self._context.dispatch.forward_backward(piece)))
-                weights.append(_weight(piece))
-        except (OperationError, OSError, ValueError) as error:
+            outputs, weight = [], 0.0
+            async for piece in self._pieces(evaluation):
+                outputs.append(without_rows(await self.context.dispatch.forward_backward(piece)))
+                weight += total_weight(piece)
+            found = evaluation_metrics(name, outputs, weight)
+        except (WorkerLost, *OUTAGE_ERRORS):
+            raise
+        except Exception as error:
             self._warn(f"evaluation {name}", error)
-            return {}
-        return _metrics(name, outputs, sum(weights))
+            return
+        self.metrics |= {metric: value for metric, value in found.items() if math.isfinite(value)}
+        if infinite := [metric for metric, value in found.items() if not math.isfinite(value)]:
+            self.warnings.append(f"{infinite[0]} after step {self.step} is {found[infinite[0]]}")
 
-    async def _save(self, schedule: CheckpointSchedule, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        value = None if schedule.metric is None else metrics.get(schedule.metric)
-        metadata = {_PREFIX: schedule.prefix, _STEP: str(self._step)}
-        if value is not None:
-            metadata[_METRIC] = repr(value)
-        elif schedule.metric is not None:
-            self._warnings.append(f"step {self._step} has no metric {schedule.metric}: it is not one of the best")
-        name = schedule.name_of(self._step)
-        save = CheckpointSave("weights", name, schedule.ttl_seconds, metadata, overwrite=True)
+    async def _pieces(self, evaluation: StoredEvaluation) -> AsyncIterator[ForwardBackwardRequest]:
+        async for piece in self.context.evaluation_data.read(self.run.run_id, evaluation.seq_id):
+            if not self.context.sessions.is_open(self.run.session_id):
+                raise OperationError(f"session {self.run.session_id} has ended")
+            if self.reservation is not None:
+                self.reservation.charge(sum(len(datum.tokens) for datum in piece.data))
+            yield replace(piece, seq_id=self.seq_id)
+
+    async def _save(self, schedule: CheckpointSchedule) -> None:
+        name, metadata = schedule.name_of(self.step), {STEP_KEY: str(self.step)}
+        if schedule.metric is not None:
+            if (value := self.metrics.get(schedule.metric)) is None:
+                self.warnings.append(f"step {self.step} has no metric {schedule.metric}: it is not one of the best")
+            else:
+                metadata[METRIC_KEY] = repr(value)
         try:
-            await save.publish(self._context, self._run, self._seq_id)
-            for old in _superseded(await self._scheduled(schedule), schedule):
-                await self._context.checkpoints.delete(old)
-        except (OperationError, OSError) as error:
+            saved = await self._publish(name, CheckpointSave("weights", name, schedule.ttl_seconds, metadata, True))
+        except (WorkerLost, *OUTAGE_ERRORS):
+            raise
+        except Exception as error:
             self._warn(f"checkpoint {name}", error)
-            return {}
-        return {"checkpoint_step:last": float(self._step)}
+            return
+        if not saved:
+            self.warnings.append(f"checkpoint {name} exists, and was not saved by this schedule: it is kept as it is")
+            return
+        self.metrics["checkpoint_step:last"] = float(self.step)
+        try:
+            await self._delete_superseded(schedule, name)
+        except OUTAGE_ERRORS:
+            raise
+        except Exception as error:
+            self._warn(f"deleting checkpoints before {name}", error)
 
-    async def _scheduled(self, schedule: CheckpointSchedule) -> list[CheckpointRecord]:
-        """Returns the checkpoints of this schedule, the newest step first; without those that are published."""
-        now = self._context.checkpoints.now()
-        records = await self._context.store.checkpoints.list_of_runs([self._run.run_id], now)
-        own = [one for one in records if _metadata(one).get(_PREFIX) == schedule.prefix and not one.public]
-        return sorted(own, key=lambda one: -int(_metadata(one)[_STEP]))
+    async def _publish(self, name: str, save: CheckpointSave) -> bool:
+        """Saves the checkpoint, unless there is one of this name that is public or that no schedule saved."""
+        known = await self.context.store.checkpoints.get(self.run.run_id, "weights", name)
+        if known is not None and (known.public or not _is_scheduled(known)):
+            return False
+        await save.publish(self.context, self.run, self.seq_id)
+        return True
+
+    async def _delete_superseded(self, schedule: CheckpointSchedule, newest: str) -> None:
+        now = self.context.checkpoints.now()
+        records = await self.context.store.checkpoints.list_of_runs([self.run.run_id], now)
+        own = [one for one in reversed(records) if _is_scheduled(one) and one.name == schedule.name_of(_step_of(one))]
+        kept = [newest, *(one.name for one in own if one.name != newest)][: schedule.keep_last]
+        kept += [one.name for one in _best(own, schedule)]
+        for one in own:
+            if one.name not in kept and not one.public:
+                await self.context.checkpoints.delete(one)
 
     def _warn(self, what: str, error: Exception) -> None:
-        """Records the failure. Raises the error if the worker was lost, since all is repeated then."""
-        if isinstance(error, WorkerLost):
-            raise error
-        logger.warning("%s, step %d: %s failed: %s", self._run.run_id, self._step, what, error)
-        shown = error if isinstance(error, OperationError) else "the server's log says why"
-        self._warnings.append(f"{what} after step {self._step} failed: {shown}")
+        if isinstance(error, OperationError | RequestError):
+            logger.warning("%s, step %d: %s failed: %s", self.run.run_id, self.step, what, error.message)
+            shown = error.message
+        else:
+            logger.error("%s, step %d: %s failed", self.run.run_id, self.step, what, exc_info=error)
+            shown = "the server's log says why"
+        self.warnings.append(f"{what} after step {self.step} failed: {shown}")
 
 
-def _superseded(newest_first: list[CheckpointRecord], schedule: CheckpointSchedule) -> list[CheckpointRecord]:
-    measured = [one for one in newest_first if _METRIC in _metadata(one)]
+def _best(scheduled: Sequence[CheckpointRecord], schedule: CheckpointSchedule) -> list[CheckpointRecord]:
+    values = {one.name: float(_metadata(one)[METRIC_KEY]) for one in scheduled if METRIC_KEY in _metadata(one)}
     sign = 1 if schedule.best == "min" else -1
-    best = sorted(measured, key=lambda one: sign * float(_metadata(one)[_METRIC]))[: schedule.keep_best]
-    return [one for one in newest_first[schedule.keep_last :] if one not in best]
+    measured = [one for one in scheduled if one.name in values]
+    return sorted(measured, key=lambda one: sign * values[one.name])[: schedule.keep_best]
+
+
+def _is_scheduled(checkpoint: CheckpointRecord) -> bool:
+    return checkpoint.kind == "weights" and STEP_KEY in _metadata(checkpoint)
+
+
+def _step_of(scheduled: CheckpointRecord) -> int:
+    return int(_metadata(scheduled)[STEP_KEY])
 
 
 def _metadata(checkpoint: CheckpointRecord) -> Mapping[str, str]:
@@ -111,29 +152,22 @@ def _prefix(name: str) -> str:
     return f"evaluation/{name}/"
 
 
-def evaluation_metrics(
-    name: str, outputs: Sequence[ForwardBackwardOutput], requests: Sequence[ForwardBackwardRequest]
-) -> dict[str, float]:
-    """Returns the metrics of an evaluation, given the requests for the pieces of its data and their outputs."""
-    return _metrics(name, outputs, sum(map(_weight, requests)))
-
-
-def _metrics(name: str, outputs: Sequence[ForwardBackwardOutput], weight: float) -> dict[str, float]:
-    """Returns the metrics of an evaluation; `loss:mean` is the summed loss divided by the summed weights."""
+def evaluation_metrics(name: str, outputs: Sequence[ForwardBackwardOutput], weight: float) -> dict[str, float]:
+    """Returns the metrics of an evaluation; `loss:mean` is the summed loss divided by the weight of all data."""
     metrics = dict(merge_outputs(outputs).metrics)
     if weight > 0:
         metrics.setdefault("loss:mean", metrics["loss:sum"] / weight)
     return {f"{_prefix(name)}{metric}": value for metric, value in metrics.items()}
 
 
-def _weight(request: ForwardBackwardRequest) -> float:
+def total_weight(request: ForwardBackwardRequest) -> float:
     """Returns the sum of the weights of the data, or their number of tokens if they have none."""
-    inputs = [datum.loss_fn_inputs for datum in request.data]
     return sum(
-        float(each["weights"].sum()) if "weights" in each else float(len(datum.tokens))
-        for datum, each in zip(request.data, inputs, strict=True)
+        float(datum.loss_fn_inputs["weights"].sum()) if "weights" in datum.loss_fn_inputs else float(len(datum.tokens))
+        for datum in request.data
     )
 
 
-def _without_rows(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+def without_rows(output: ForwardBackwardOutput) -> ForwardBackwardOutput:
+    """Returns the output without what it has for each datum."""
     return replace(output, loss_fn_outputs=({},) * len(output.loss_fn_outputs))

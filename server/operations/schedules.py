@@ -1,5 +1,6 @@
 """Operations that set what the server does after optimizer steps of a run: evaluations, and saving checkpoints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ...schemas.batches import num_bytes
@@ -20,8 +21,8 @@ from ..store import RunRecord
 from .context import OperationContext
 from .evaluation_data import pieces_of
 from .operation import Operation, json_result
-from .scheduled_work import evaluation_metrics
-from .training import Forward
+from .scheduled_work import evaluation_metrics, total_weight, without_rows
+from .training import STABLE_REINFORCE, Forward
 
 
 @dataclass(eq=False)
@@ -35,29 +36,35 @@ class CreateEvaluation(Forward):
     def is_chained(self) -> bool:
         return False
 
-    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
-        request, schedule, data = self.request, self.request.evaluation, context.evaluation_data
-        assert schedule is not None
+    def check(self, run: RunRecord) -> None:
+        request, evaluations = self.request, run.schedules.evaluations
+        assert request.evaluation is not None
         if request.capture_for is not None or any(datum.feature_ref is not None for datum in request.data):
             raise OperationError("an evaluation cannot use or capture features: leave out capture_for and feature_ref")
-        evaluations = dict(run.schedules.evaluations)
-        replaced, size = evaluations.get(schedule.name), sum(map(num_bytes, request.data))
-        if replaced is None and len(evaluations) >= MAX_EVALUATIONS:
+        if request.loss_fn == STABLE_REINFORCE:
+            raise OperationError(f"{STABLE_REINFORCE} reads what a sampler recorded: evaluate another loss")
+        if request.evaluation.name not in evaluations and len(evaluations) >= MAX_EVALUATIONS:
             raise OperationError(
                 f"the run has {len(evaluations)} evaluations, which is the most: delete_evaluation of one of them first"
             )
-        more_bytes = size - (0 if replaced is None else replaced.num_bytes)
-        data.check_space(run, more_bytes)
-        pieces = pieces_of(replace(request, seq_id=self.seq_id))
-        outputs = [await context.dispatch.forward_backward(piece) for piece in pieces]
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        schedule, data = self.request.evaluation, context.evaluation_data
+        assert schedule is not None
+        replaced = run.schedules.evaluations.get(schedule.name)
+        created = StoredEvaluation(
+            every=schedule.every, seq_id=self.seq_id, num_bytes=sum(map(num_bytes, self.request.data))
+        )
+        schedules = _with_evaluations(run, {**run.schedules.evaluations, schedule.name: created})
+        data.reserve(run, schedules.num_bytes)
+        pieces = pieces_of(replace(self.request, seq_id=self.seq_id))
+        outputs = [without_rows(await context.dispatch.forward_backward(piece)) for piece in pieces]
         with refusing_full_disk("the evaluation was"):
-            await data.store(run.run_id, self.seq_id, request)
-        evaluations[schedule.name] = StoredEvaluation(every=schedule.every, seq_id=self.seq_id, num_bytes=size)
-        await _store(context, run, run.schedules.model_copy(update={"evaluations": evaluations}))
-        data.count(run, more_bytes)
+            await data.store(run.run_id, self.seq_id, self.request)
+        await context.store.runs.set_schedules(run.run_id, schedules)
         if replaced is not None and replaced.seq_id != self.seq_id:
             await data.remove(run.run_id, replaced.seq_id)
-        metrics = evaluation_metrics(schedule.name, outputs, pieces)
+        metrics = evaluation_metrics(schedule.name, outputs, sum(map(total_weight, pieces)))
         response = CreateEvaluationResponse(
             name=schedule.name, every=schedule.every, num_tokens=self.num_tokens, metrics=metrics
         )
@@ -65,7 +72,10 @@ class CreateEvaluation(Forward):
 
     async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
         await super().undo(context, run, error)
-        await context.evaluation_data.remove(run.run_id, self.seq_id)
+        stored = await context.stored_record(run)
+        context.evaluation_data.count(run, stored.schedules.num_bytes)
+        if self.seq_id not in {each.seq_id for each in stored.schedules.evaluations.values()}:
+            await context.evaluation_data.remove(run.run_id, self.seq_id)
 
 
 @dataclass(eq=False)
@@ -75,11 +85,12 @@ class DeleteEvaluation(Operation):
     request: DeleteEvaluationRequest
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
-        evaluations, name = dict(run.schedules.evaluations), self.request.name
-        deleted = evaluations.pop(name, None)
-        await _store(context, run, run.schedules.model_copy(update={"evaluations": evaluations}))
+        name, kept = self.request.name, dict(run.schedules.evaluations)
+        deleted = kept.pop(name, None)
+        schedules = _with_evaluations(run, kept)
+        await context.store.runs.set_schedules(run.run_id, schedules)
+        context.evaluation_data.count(run, schedules.num_bytes)
         if deleted is not None:
-            context.evaluation_data.count(run, -deleted.num_bytes)
             await context.evaluation_data.remove(run.run_id, deleted.seq_id)
         return json_result(DeleteEvaluationResponse(name=name))
 
@@ -90,15 +101,16 @@ class ScheduleCheckpoints(Operation):
     changes_record = True
     request: ScheduleCheckpointsRequest
 
-    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
-        checkpoints = self.request.checkpoints
+    def check(self, run: RunRecord) -> None:
         if run.role == "reference":
             raise OperationError("a reference is not trained: schedule the checkpoints of another model")
-        if checkpoints is not None and checkpoints.keep_best and checkpoints.metric is None:
-            raise OperationError("keep_best needs a metric, such as evaluation/NAME/loss:mean: send one")
-        await _store(context, run, run.schedules.model_copy(update={"checkpoints": checkpoints}))
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        checkpoints = self.request.checkpoints
+        schedules = run.schedules.model_copy(update={"checkpoints": checkpoints})
+        await context.store.runs.set_schedules(run.run_id, schedules)
         return json_result(ScheduleCheckpointsResponse(checkpoints=checkpoints))
 
 
-async def _store(context: OperationContext, run: RunRecord, schedules: RunSchedules) -> None:
-    await context.store.runs.set_schedules(run.run_id, schedules)
+def _with_evaluations(run: RunRecord, evaluations: Mapping[str, StoredEvaluation]) -> RunSchedules:
+    return run.schedules.model_copy(update={"evaluations": evaluations})

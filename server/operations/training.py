@@ -14,7 +14,7 @@ from ...schemas.training import (
     OptimStepRequest,
     OptimStepResponse,
 )
-from ...workers.protocol.calls import OptimizerStep
+from ...workers.protocol.calls import OptimizerStep, RunInfo
 from ..http.bodies import LARGE_BYTES, ReceivedBody
 from ..journal.futures import Result
 from ..journal.journal import Header
@@ -107,7 +107,8 @@ class Forward(ForwardBackward):
 class OptimStep(Operation):
     """Takes an optimizer step, and then does what is scheduled after it.
 
-    runs_alone: something may be due after it. step: its number, None until it is taken.
+    runs_alone: something may be due after it. skips_schedules: nothing is done after it, since workers died twice.
+    step: its number, None until it is taken.
     """
 
     kind = "optim_step"
@@ -115,7 +116,10 @@ class OptimStep(Operation):
     is_step = True
     request: OptimStepRequest
     runs_alone: bool = False
+    skips_schedules: bool = False
     step: int | None = None
+    # The metrics of the step, and what the workers reported about the run when it was taken, which a rebuild replaces.
+    _taken: tuple[dict[str, float], RunInfo | None] | None = None
 
     @property
     def is_chained(self) -> bool:
@@ -126,14 +130,26 @@ class OptimStep(Operation):
             raise OperationError("a reference is not trained: load_weights moves it to another checkpoint of a policy")
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
-        metrics, warnings = await self._take_step(context, run), None
+        info = context.infos.get(run.run_id)
+        if self._taken is None or self._taken[1] is not info:
+            self._taken = await self._take_step(context, run), info
+        metrics, warnings = dict(self._taken[0]), []
         self.step = int(metrics["optimizer_step:last"])
         if run.schedules.is_due_within(self.step, self.step):
-            after = await ScheduledWork(context, run, self.step, self.seq_id).do(metrics)
-            metrics, warnings = {**metrics, **after.metrics}, list(after.warnings) or None
+            metrics, warnings = await self._do_scheduled_work(context, run, self.step, metrics)
         # Last, since the passes before the step are repeated if the worker is lost before its result is known.
         await context.features.release_holds_before(run, self.seq_id, were_used=True)
-        return json_result(OptimStepResponse(metrics=metrics, warnings=warnings))
+        return json_result(OptimStepResponse(metrics=metrics, warnings=warnings or None))
+
+    async def _do_scheduled_work(
+        self, context: OperationContext, run: RunRecord, step: int, metrics: dict[str, float]
+    ) -> tuple[dict[str, float], list[str]]:
+        """Returns the metrics with those of the work, and its warnings."""
+        if self.skips_schedules:
+            return metrics, [f"workers died twice in step {step} or the work after it: that work was left out"]
+        work = ScheduledWork(context, run, step, self.seq_id, self.reservation, metrics)
+        await work.run_all()
+        return work.metrics, work.warnings
 
     async def replay(self, context: OperationContext, run: RunRecord) -> None:
         await self._take_step(context, run)

@@ -24,7 +24,19 @@ _OTHERS = 0o077
 """The permission bits of group and others."""
 STATE_PATTERNS = (
     *(f"{DATABASE_NAME}*", _LOCK_NAME, KEPT_WORKERS_NAME, "url_secret", "*.json", "*.log", "live-*", "checkpoints"),
-    *("staging", "cache", "journal", "results", "recordings", "snapshots", "loaded", "features", "ephemeral", "pages"),
+    *(
+        "staging",
+        "cache",
+        "journal",
+        "results",
+        "recordings",
+        "snapshots",
+        "loaded",
+        "features",
+        "ephemeral",
+        "evaluations",
+        "pages",
+    ),
 )
 """Patterns of everything that servers store in their state directory."""
 CHECKPOINT_PATTERNS = ("*/weights", "*/sampler_weights", "*/external_weights")

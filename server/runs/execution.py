@@ -5,6 +5,7 @@ from functools import partial
 
 from ...schemas.errors import Category, OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
+from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..journal.futures import Result
 from ..journal.strikes import STRIKE, PoisonOperation, Strikes
 from ..operations.loading import CreateRun
@@ -59,6 +60,9 @@ class Execution:
         record_strike = partial(self._record_strike, operation.seq_id)
         strikes = Strikes(f"this {operation.kind}", record_strike, operation.num_strikes)
         while True:
+            if isinstance(operation, OptimStep):
+                # The last attempt is without what follows the step, which may be what kills the workers.
+                operation.skips_schedules = strikes.num == MAX_STRIKES - 1
             if self._state.unusable is not None:
                 raise OperationError(self._state.unusable, "server")
             if self._state.is_lost:

@@ -322,8 +322,6 @@ class Run:
         try:
             while (operation := self._queue.next) is not None:
                 await self._wait_until_journaled(operation)
-                if isinstance(operation, OptimStep):
-                    operation.runs_alone = self._may_be_due()
                 while not self._may_begin(operation):
                     self._one_ended.clear()
                     await self._one_ended.wait()
@@ -346,6 +344,8 @@ class Run:
     def _may_begin(self, operation: Operation) -> bool:
         if self._state.unusable is not None:
             return True
+        if isinstance(operation, OptimStep):
+            operation.runs_alone = self._may_be_due()
         return not self._rebuilder.is_rebuilding and self._queue.may_begin(operation)
 
     def _begin(self, operation: Operation) -> None:

@@ -58,7 +58,7 @@ def trained(crashing: Crashing, strikes: Mapping[int, str]) -> Results:
     assert sorted(path.name.partition(".")[0] for path in directory.iterdir()) == sorted(names), "files without a row"
     return Results(
         [{name: value for name, value in each.items() if "evaluation" in name or "step" in name} for each in metrics],
-        {name: float((each.user_metadata or {})["metric"]) for name, each in zip(names, kept, strict=True)},
+        {name: float((each.user_metadata or {})["trainhouse.metric"]) for name, each in zip(names, kept, strict=True)},
         {name: load_file(next(directory.glob(f"{name}.*")) / "adapter_model.safetensors") for name in names},
     )
 

@@ -92,7 +92,7 @@ def test_scheduled_checkpoints_are_those_of_their_steps(service: ServiceClient, 
 
 
 def test_the_best_by_a_metric_are_kept(service: ServiceClient, client: TrainingClient) -> None:
-    """The worst ones by an evaluation of what is trained are the first ones; they are evaluated at their own steps."""
+    """The first checkpoints are the worst by an evaluation of what is trained, whose own interval is longer."""
     client.create_evaluation("own", 1000, batch()).result(60)
     metric = "evaluation/own/loss:mean"
     best = CheckpointSchedule(every=1, keep_last=1, keep_best=2, metric=metric, best="max", prefix="worst")
@@ -101,7 +101,7 @@ def test_the_best_by_a_metric_are_kept(service: ServiceClient, client: TrainingC
     assert found == sorted(found, reverse=True)
     kept = scheduled(service, client)
     assert list(kept) == ["weights/worst-000001", "weights/worst-000002", "weights/worst-000006"]
-    values = [float((each.user_metadata or {})["metric"]) for each in kept.values()]
+    values = [float((each.user_metadata or {})["trainhouse.metric"]) for each in kept.values()]
     assert values == [found[0], found[1], found[5]]
 
 
@@ -124,8 +124,8 @@ def test_loading_weights_starts_the_count_of_steps_anew(service: ServiceClient, 
 
 
 def test_bad_schedules_are_refused(service: ServiceClient, client: TrainingClient) -> None:
-    with pytest.raises(RequestFailedError, match="keep_best needs a metric"):
-        client.schedule_checkpoints(CheckpointSchedule(every=1, keep_best=1)).result(60)
+    with pytest.raises(ValueError, match="keep_best needs a metric"):
+        CheckpointSchedule(every=1, keep_best=1)
     with pytest.raises(ValueError, match="did you mean keep_last"):
         CheckpointSchedule.model_validate({"every": 1, "keep": 2})
     with pytest.raises(Exception, match=r"evaluation\.every is 0: it must be at least 1 step"):
@@ -133,7 +133,7 @@ def test_bad_schedules_are_refused(service: ServiceClient, client: TrainingClien
     with pytest.raises(RequestFailedError, match="loss"):
         client.create_evaluation("a", 1, batch(), "no_such_loss").result(60)
     wrong = Datum([1, 2], {"target_tokens": [2, 3], "weights": [1.0, 1.0]}, feature_ref="x")
-    with pytest.raises(Exception, match="feature"):
+    with pytest.raises(RequestFailedError, match="cannot use or capture features"):
         client.create_evaluation("a", 1, [wrong]).result(60)
     assert not any("evaluation" in name for name in steps(client, 1)[0])
 
@@ -148,6 +148,8 @@ def test_evaluations_are_bounded(service: ServiceClient, client: TrainingClient)
     assert used is not None and used.used > 0
     for number in range(16):
         client.delete_evaluation(f"e{number}").result(60)
+    left = service.get_limits().evaluation_bytes
+    assert left is not None and left.used < used.used
 
 
 def test_checkpoints_can_be_scheduled_by_metadata(service: ServiceClient, shared_server: LiveServer) -> None:

@@ -30,7 +30,7 @@ async def check_leftovers(state: VerifiedState) -> AsyncIterator[Problem]:
             yield await _unlisted(state, path)
         elif path.name.startswith(STAGING) or is_ours:
             yield _leftover(path, "a checkpoint that was never published, or that was deleted")
-    for path in sorted(path for name in ("snapshots", "loaded") for path in _of_runs(root / name)):
+    for path in sorted(path for name in ("snapshots", "loaded", "evaluations") for path in _of_runs(root / name)):
         if path.name.startswith(STAGING) or path.name not in live:
             yield _leftover(path, "files of a run that has ended, or that were never finished")
     for path in sorted(root.glob("ephemeral/*")):

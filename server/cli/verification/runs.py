@@ -1,4 +1,4 @@
-"""Checks the snapshots and loaded checkpoints of live runs, and the weights of live samplers."""
+"""Checks the snapshots, loaded checkpoints and evaluations of live runs, and the weights of live samplers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -36,6 +36,16 @@ async def check_loaded(state: VerifiedState) -> AsyncIterator[Problem]:
         for path, error in damaged.items():
             meaning = f"a checkpoint that {run.run_id} has loaded is damaged: {error.reason}"
             yield Problem(str(path), meaning, f"do nothing if the run has a whole snapshot, else {_NEW_RUN}")
+
+
+async def check_evaluations(state: VerifiedState) -> AsyncIterator[Problem]:
+    for run in await state.live_runs():
+        root = state.live_dir / "evaluations" / directory_name(run.run_id)
+        places = {root / str(evaluation.seq_id): name for name, evaluation in run.schedules.evaluations.items()}
+        _, damaged = await asyncio.to_thread(_check_all, list(places))
+        for path, error in damaged.items():
+            meaning = f"the data of evaluation {places[path]} of {run.run_id} are damaged: {error.reason}"
+            yield Problem(str(path), meaning, "create the evaluation again; its steps have warnings until then")
 
 
 def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, ManifestMismatch]]:

@@ -66,17 +66,7 @@ ANSWER_MODELS = {
     *("ErrorDetail", "ErrorBody", "Model", "ModelList", "SamplerInfo", "SessionList", "SessionInfo", "Cursor"),
     *("CheckpointCopy", "Checkpoint", "TrainingRun", "TrainingRunList", "CheckpointList", "ClientConfig"),
     *("ClientDynamicConfig", "Health", "Readiness", "TokenizerFiles", "KeyOrganization", "KeyUser", "KeyDetails"),
-    *(
-        "OwnKey",
-        "RunSchedules",
-        "SupportedModel",
-        "ServerCapabilities",
-        "Limit",
-        "Limits",
-        "FeatureStock",
-        "Workers",
-        "ModelData",
-    ),
+    *("OwnKey", "SupportedModel", "ServerCapabilities", "Limit", "Limits", "FeatureStock", "Workers", "ModelData"),
     *("ExternalWeightsUrls", "FutureCompletion", "RequestFailed", "Pending", "RunSchedules"),
 }
 """Models that the server sends, in addition to the classes named ...Response."""

@@ -22,6 +22,9 @@ from .saving import CheckpointSave
 
 logger = logging.getLogger(__name__)
 
+_OF_PASSES = ("model_flops:sum", "mfu:mean")
+"""Metrics that say how passes ran, which is no result of an evaluation."""
+
 
 @dataclass
 class ScheduledWork:
@@ -157,7 +160,7 @@ def evaluation_metrics(name: str, outputs: Sequence[ForwardBackwardOutput], weig
     metrics = dict(merge_outputs(outputs).metrics)
     if weight > 0:
         metrics.setdefault("loss:mean", metrics["loss:sum"] / weight)
-    return {f"{_prefix(name)}{metric}": value for metric, value in metrics.items()}
+    return {f"{_prefix(name)}{metric}": value for metric, value in metrics.items() if metric not in _OF_PASSES}
 
 
 def total_weight(request: ForwardBackwardRequest) -> float:

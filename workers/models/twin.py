@@ -130,7 +130,10 @@ def _heads(given: Mapping[str, Any], shape: ModelShape) -> dict[str, int]:
     """Returns the numbers of heads, and sizes that some types derive from each other."""
     num_queries = _SIZES["num_attention_heads"]
     has_own_keys = given.get("num_key_value_heads") in (None, given.get("num_attention_heads"))
-    found = {"num_key_value_heads": num_queries if has_own_keys else num_queries // 2}
+    found = {
+        "num_attention_heads": num_queries,
+        "num_key_value_heads": num_queries if has_own_keys else num_queries // 2,
+    }
     head_dims = {mixer.head_dim if isinstance(mixer, SoftmaxAttention) else None for mixer in shape.mixers}
     if len(head_dims) == 1 and (head_dim := head_dims.pop()) is not None:
         found |= {"head_dim": head_dim, "hidden_size": num_queries * head_dim}

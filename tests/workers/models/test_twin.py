@@ -25,13 +25,15 @@ def of_type(model_type: str, **settings: Any) -> tuple[str, PreTrainedConfig, Mo
     return "source", config, shape
 
 
-# Attention behind many layers of another kind, keys shared by half of the layers, heads of one size, and experts.
+# Attention behind many layers of another kind, keys shared by half of the layers, heads of one size, experts, and fewer
+# heads than a twin has.
 MORE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bamba", {"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]}),
     ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp"] * 7 + ["full_attention", "mlp"]}),
     ("gemma4_text", {"num_hidden_layers": 35, "num_kv_shared_layers": 20, "hidden_size_per_layer_input": 256}),
     ("gemma4_text", {"global_head_dim": 256, "num_kv_shared_layers": 15}),
     ("gemma4_text", LINEUP["gemma-4-26B-A4B"]["text_config"]),
+    ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 1}),
 )
 
 

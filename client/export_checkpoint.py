@@ -6,14 +6,18 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from ..schemas.adapters.adapter_files import CONFIG, DESCRIPTION, Reader, max_rank, vllm_form_of
+from ..schemas.adapters.adapter_files import CONFIG, DESCRIPTION, WEIGHTS, Reader, max_rank, vllm_form_of
+from ..schemas.adapters.tensor_file import TensorFile
 from ..schemas.adapters.vllm_form import room_for
 from .errors import TrainhouseError
 from .merged_model import merge_into_base
 from .service import ServiceClient
+
+_TEXT_PART = ".language_model."
 
 RETRY_SECONDS = 1.0  # short, because a user is waiting and can retry
 INTERRUPTED = 130
@@ -23,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     options = _parser().parse_args(arguments)
     directory: Path = options.directory
+    is_new = not directory.exists()
     try:
         if directory.is_dir() and any(directory.iterdir()):
             raise ValueError(f"{directory} is not empty: name a new directory")
@@ -39,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description = json.loads((directory / DESCRIPTION).read_text())
     except (TrainhouseError, ValueError, OSError) as error:
         print(f"trainhouse export: error: {error}", file=sys.stderr)
+        if is_new:
+            with suppress(OSError):  # what was written before stays
+                directory.rmdir()
         return 1
     except KeyboardInterrupt:
         print("trainhouse export: interrupted", file=sys.stderr)
@@ -96,11 +104,20 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
             "vLLM if you export it with --for vllm, or export it with --merge-into BASE_DIRECTORY: peft refuses"
             f" adapters of {refused} in {base}"
         )
-    return f'PeftModel.from_pretrained(base, "{place}") of peft, with {base}'
+    # Adapters of a text part that is inside of a larger model name its tensors.
+    is_inside = any(_TEXT_PART in name for name in TensorFile(directory / WEIGHTS))
+    whole = f"{_auto_class(is_inside)}.from_pretrained of {base}"
+    return f'PeftModel.from_pretrained(base, "{place}") of peft, where base is {whole}'
 
 
 def _with_transformers(place: Path) -> str:
-    return f'AutoModel.from_pretrained("{place}") of transformers, or the class that config.json names'
+    architectures = json.loads((place / "config.json").read_text()).get("architectures") or ()
+    is_multimodal = any(name.endswith("ForConditionalGeneration") for name in architectures)
+    return f'{_auto_class(is_multimodal)}.from_pretrained("{place}") of transformers'
+
+
+def _auto_class(is_multimodal: bool) -> str:
+    return "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
 
 
 def _with_vllm(base: str, place: Path) -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from trainhouse import Datum, ServiceClient, TrainingClient
 from trainhouse.client.export_checkpoint import loaded_by
+from trainhouse.schemas.adapters.adapter_files import WEIGHTS
 from trainhouse.schemas.adapters.vllm_form import form_of
 from trainhouse.workers.engines.vllm.adapters import link_files
 from transformers import AutoModelForCausalLM
@@ -82,7 +83,7 @@ def test_an_adapter_is_exported_merged(
     draft = train_and_save(service.create_draft_client(MODEL, "eagle3", capture_layers=[0, 1]), "eagle3")
     refused = export(shared_server, draft, tmp_path / "draft", f"--merge-into={base}")
     assert f"{draft} is not an adapter that can be read here: export it without --merge-into" in refused
-    assert not [*(tmp_path / "draft").iterdir()]
+    assert not (tmp_path / "draft").exists()
 
 
 @pytest.mark.slow
@@ -145,10 +146,18 @@ def test_a_draft_is_exported_in_the_format_of_inference_engines(
         assert {250, 251} < set(can_say.tolist()) and (np.flatnonzero(tensors["t2d"]) == can_say).all()
 
 
-def test_the_loading_hint_depends_on_the_kind_of_model() -> None:
+def test_the_loading_hint_depends_on_the_kind_of_model(tmp_path: Path) -> None:
     draft = {"base_model": "a/b", "training": "draft", "algorithm": "dflash", "block_size": 8}
     assert '"num_speculative_tokens": 7' in loaded_by(draft, Path("d"))
-    assert "transformers" in loaded_by({"base_model": "a/b", "training": "full"}, Path("d"))
+    full, adapter = {"base_model": "a/b", "training": "full"}, {"base_model": "a/b", "training": "lora"}
+    for architecture, part, named in (
+        ("Qwen3ForCausalLM", "", "AutoModelForCausalLM"),
+        ("Qwen3_5ForConditionalGeneration", "language_model.", "AutoModelForImageTextToText"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+        save_file({f"base_model.model.model.{part}layers.0.x.lora_A.weight": np.zeros(1)}, tmp_path / WEIGHTS)
+        assert f'{named}.from_pretrained("{tmp_path}") of transformers' in loaded_by(full, tmp_path)
+        assert f"where base is {named}.from_pretrained of a/b" in loaded_by(adapter, tmp_path)
 
 
 def test_vllm_is_told_of_adapters_in_the_mixed_form(tmp_path: Path) -> None:

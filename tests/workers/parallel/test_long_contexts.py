@@ -72,7 +72,7 @@ def test_long_sequences_use_the_planned_memory(
 @pytest.mark.parametrize("split", HEADS)
 @pytest.mark.parametrize("length", [16384, 32768, 65536])
 def test_long_sequences_train_as_on_one_rank(length: int, split: str, tmp_path: Path) -> None:
-    """With fsdp, a second sequence of the same length is that of the other ranks. One token more is the control."""
+    """The other ranks of fsdp have a second sequence of the same length. One token less is the control."""
     model, found = long_model(tmp_path / "model", split), {}
     names = {"one": SINGLE, **SPECS} if length == 16384 else {"one": SINGLE, "sp=4": SPECS["sp=4"]}
     for name, spec in names.items():

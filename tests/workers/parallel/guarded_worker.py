@@ -1,4 +1,4 @@
-"""A worker that watches its passes and decode steps for operations on torch's DTensors."""
+"""A worker that watches its passes and decode steps: operations on torch's DTensors, and the tokens that norms take."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trainhouse.workers.models.layers import DecoderLayer
+from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import PartAnswer, Pass, SamplingSlice, SliceResult
 from trainhouse.workers.worker.worker import Worker
 
@@ -17,10 +19,14 @@ GUARDED = "trainhouse.tests.workers.parallel.guarded_worker:GuardedWorker"
 
 @dataclass
 class Operations:
-    """Names of the operations that a rank ran in passes or in decode steps, and of those that took a DTensor."""
+    """Names of the operations that a rank ran in passes or in decode steps, and of those that took a DTensor.
+
+    normed_tokens: the numbers of tokens that the norms of layers took.
+    """
 
     all: set[str] = field(default_factory=set)
     of_dtensors: set[str] = field(default_factory=set)
+    normed_tokens: set[int] = field(default_factory=set)
 
 
 class _Watch(TorchDispatchMode):
@@ -42,6 +48,16 @@ class _Watch(TorchDispatchMode):
 
 class GuardedWorker(Worker):
     """Must be alone in its process."""
+
+    def _load(self, mesh: Mesh) -> None:
+        super()._load(mesh)
+        add_norm = DecoderLayer._add_norm
+
+        def watched(layer: Any, hidden: Tensor, *others: Any) -> Any:
+            self._operations("pass" if torch.is_grad_enabled() else "decode").normed_tokens.add(len(hidden))
+            return add_norm(layer, hidden, *others)
+
+        setattr(DecoderLayer, "_add_norm", watched)  # noqa: B010
 
     def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
         with _Watch(self._operations("pass")):

@@ -1,7 +1,8 @@
-"""DTensors take part in loading only: no pass, backward pass or decode step runs an operation on one."""
+"""In passes, backward passes and decode steps no DTensor takes part, and ranks share out the norms of all families."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trainhouse.schemas.models import LoraConfig
@@ -13,6 +14,7 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from .guarded_worker import GUARDED
 from .training import Layout, greedy, layout, supervised
 
+LENGTHS = (9, 30, 17, 4)
 # A family for each kind of mixer, of feed-forward part and of norms, with the axes that its layers treat apart.
 CASES = (
     *(("qwen3", spec) for spec in ("tp=2", "sp=2", "fsdp=2")),
@@ -39,10 +41,24 @@ def test_no_dtensor_takes_part_in_passes_and_decode_steps(
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=3, train_attn=kind != "nemotron_h_latent")))
         assert_passes(where)
         assert_samples(where)
-        for during in ("pass", "decode"):
-            for seen in where.answers("seen", during):
-                assert len(seen.all) > 10, "the pass ran where no operation was seen"
-                assert not seen.of_dtensors
+        of_passes, of_steps = (where.answers("seen", during) for during in ("pass", "decode"))
+    for seen in (*of_passes, *of_steps):
+        assert len(seen.all) > 10, "the pass ran where no operation was seen"
+        assert not seen.of_dtensors
+    assert num_normed(of_passes) - sum(LENGTHS) in range(where.spec.num_ranks), "padding, and no token twice"
+
+
+def num_normed(of_ranks: Sequence[Any]) -> int:
+    """Returns the tokens that the norms of a layer took on all ranks together."""
+    assert all(len(seen.normed_tokens) == 1 for seen in of_ranks), "each rank runs one micro-batch"
+    return sum(max(seen.normed_tokens) for seen in of_ranks)
+
+
+def test_norms_of_whole_rows_would_show(tiny_models: Mapping[str, Path], tmp_path: Path) -> None:
+    with layout(tiny_models["qwen3"], ParallelSpec(tp=2), tmp_path, GUARDED, tp_activations="whole") as where:
+        where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=3)))
+        assert_passes(where)
+        assert num_normed(where.answers("seen", "pass")) == 2 * sum(LENGTHS)
 
 
 @pytest.mark.parametrize("during", ["forward", "backward", "decode"])
@@ -59,7 +75,7 @@ def test_an_operation_on_a_dtensor_would_show(during: str, tiny_models: Mapping[
 
 
 def assert_passes(where: Layout) -> None:
-    (output,) = where.run_pass(supervised("a", 1, 9, 30, 17, 4))
+    (output,) = where.run_pass(supervised("a", 1, *LENGTHS))
     assert isinstance(output, ForwardBackwardOutput), output
 
 

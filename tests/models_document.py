@@ -83,7 +83,8 @@ PLANNED = """
 
 Planned, not run: `trainhouse plan --parallel auto` for sequences of {tokens} tokens (`--max-context-length`), with one
 adapter of rank 32 and a base model in bfloat16. A cell has the layout that fills the devices, and GB on each rank;
-`recompute` and `offload` are values of `--activations`. Where no layout fits, it has the one that needs least.
+`recompute` and `offload` are values of `--activations`. Where no layout fits, it has the one that needs least. The
+ranks train and sample, over NVLink.
 
 | model | memory | {devices} |
 |---|---|{columns}
@@ -193,7 +194,7 @@ def plan_cell(path: Path, memory: str, number: int) -> str:
     knobs = [f"--num-devices={number}", f"--device-memory={memory}", f"--max-context-length={TOKENS}", "--json"]
     out, errors = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(errors):
-        status = main([f"--base-model=M={path}", "--parallel=auto", *knobs])
+        status = main([f"--base-model=M={path}", "--parallel=auto", "--device-link=nvlink", *knobs])
     if status != 0:
         (found,) = re.findall(r": (\S+) with --activations (\S+) needs least, (\S+) GB", errors.getvalue())
         layout, activations, gigabytes = found

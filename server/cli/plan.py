@@ -13,7 +13,9 @@ from typing import Protocol
 from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
 from ...workers.planner.footprint import gigabytes
+from ...workers.planner.layout_reasons import reasons_of
 from ...workers.planner.layout_search import (
+    Candidate,
     PlannedLayout,
     Remedy,
     layout_that_fits,
@@ -23,6 +25,7 @@ from ...workers.planner.layout_search import (
     usable_bytes,
 )
 from ...workers.planner.parameters import ParameterGroup, num_parameters, parameters
+from ...workers.planner.speeds import DEVICE_LINKS, Speeds, speeds_of
 from ...workers.planner.trainable_memory import bytes_per_number
 from ...workers.planner.workload import Training, Workload
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
@@ -76,7 +79,7 @@ class MemoryPlan:
     """The estimate for one layout.
 
     device_bytes: memory of each device; None if the estimate is not compared with one.
-    choice: set for `--parallel auto`.
+    choice, speeds: set for `--parallel auto`.
     """
 
     shape: ModelShape
@@ -86,6 +89,7 @@ class MemoryPlan:
     device_bytes: int | None
     num_devices: int | None
     choice: PlannedLayout | None
+    speeds: Speeds | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -165,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     knobs = (
         ("base-model", "NAME[=SOURCE]", "as for serve; SOURCE, also at a URL, may be a config.json"),
         ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
+        ("device-link", "auto|nvlink|pcie|host", "as for serve, with --parallel auto (auto)"),
         ("shard", "PATTERN=STYLE", "overrides the layout for matching weights: replicate; repeatable"),
         ("device-memory", "BYTES", "memory of each device, such as 80GB"),
         ("num-devices", "N", "number of devices, one for each rank"),
@@ -218,12 +223,15 @@ def plan_of(options: argparse.Namespace) -> MemoryPlan:
     load = _load(options, model, longest, dtype)
     if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
         raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
-    choice = None
+    link, choice, speeds = _one_of(options, "device_link", DEVICE_LINKS), None, None
+    if options.device_link and not is_auto:
+        raise ConfigError("--device-link has no effect without --parallel auto: leave it out")
     if is_auto:
+        speeds = speeds_of(link)
         loads = [load] if options.activations else [load, *loads_with_fewer_activations(load)]
-        choice = _choice(model, loads, device_bytes, num_devices)
+        choice = _choice(model, loads, device_bytes, num_devices, speeds)
         spec, load = choice.spec, choice.load
-    return MemoryPlan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice)
+    return MemoryPlan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice, speeds)
 
 
 def plan_of_groups(options: argparse.Namespace) -> Planned:
@@ -317,7 +325,14 @@ def _as_json(plan: MemoryPlan) -> dict[str, object]:
         "default_micro_batch_tokens": plan.micro_batch_tokens,
         "filling": None if plan.with_replicas is None else str(plan.with_replicas),
         "remedies": [remedy.flags for remedy in plan.remedies],
+        "link": None if plan.speeds is None else {"name": plan.speeds.link.name, "source": plan.speeds.source},
+        "candidates": [_candidate(each) for each in plan.choice.candidates] if plan.choice else [],
     }
+
+
+def _candidate(candidate: Candidate) -> dict[str, object]:
+    cost = None if candidate.cost is None else asdict(candidate.cost) | {"seconds": candidate.cost.seconds}
+    return {"parallel": candidate.spec.axes, "bytes": candidate.num_bytes, "cost": cost}
 
 
 def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, dtype: str) -> Workload:
@@ -352,12 +367,12 @@ def _training(options: argparse.Namespace) -> Training:
 
 
 def _choice(
-    shape: ModelShape, loads: list[Workload], device_bytes: int | None, num_devices: int | None
+    shape: ModelShape, loads: list[Workload], device_bytes: int | None, num_devices: int | None, speeds: Speeds
 ) -> PlannedLayout:
     """Returns the smallest layout that fits, with the first of the loads for which there is one."""
     if device_bytes is None:
         raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
-    return layout_that_fits(shape, loads, device_bytes, num_devices)
+    return layout_that_fits(shape, loads, device_bytes, num_devices, speeds)
 
 
 def _number(options: argparse.Namespace, name: str) -> int | None:
@@ -528,4 +543,5 @@ def _reason(plan: MemoryPlan) -> Iterator[str]:
     smaller = plan.choice.smaller
     if smaller is not None:
         yield f"fewer ranks do not fit: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
-    yield "with this many ranks it communicates least: tp within a node, then ep, sp; fsdp gathers weights every pass"
+    assert plan.speeds is not None
+    yield from reasons_of(plan.choice.candidates, plan.speeds)

@@ -31,6 +31,7 @@ from ...workers.shapes.model_shape import ModelShape
 from ..config.knob_values import ConfigError
 from ..config.load import Flags, load_config
 from ..config.server_config import KNOBS
+from ..serving.auto_layout import with_sampler_layout
 from .columns import aligned
 
 _COLUMNS = tuple(each.name for each in fields(RankBytes))
@@ -42,11 +43,13 @@ class PlannedGroups:
     """The plan of groups for the command line.
 
     num_devices: that it may use; None = unknown. is_default_cache: whether --kv-cache-bytes is not given, for a GPU.
+    reasons: for the layout that `--sampler-parallel auto` chose.
     """
 
     plan: GroupsPlan
     num_devices: int | None
     is_default_cache: bool
+    reasons: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -80,6 +83,7 @@ class PlannedGroups:
         yield ""
         rows = [(each.name, str(each.spec), _shown(each.devices), self._phases(each)) for each in plan.groups]
         yield from aligned(("group", "layout", "devices", "phases"), rows)
+        yield from self.reasons
         for device in plan.devices:
             yield ""
             yield from _device_lines(device)
@@ -168,12 +172,19 @@ def planned_groups(
         ConfigError: a flag has a wrong value.
         ValueError: `serve` would refuse the groups, or their memory cannot be planned.
     """
+    reasons: list[str] = []
     config = load_config({"device": "cuda"} | {name: given[name] for name in given if name in KNOBS}, {}, None)
     if config.ranks.parallel is None:
         raise ConfigError(
             "--parallel auto plans the policies alone: find their layout without the flags of other groups, and name it"
         )
     dispatch = config.dispatch_config()
+    if config.sampling.sampler_parallel is None:
+        if device_bytes is None:
+            raise ConfigError(
+                "--sampler-parallel auto needs the memory of a device: give --device-memory, such as 80GB"
+            )
+        dispatch = with_sampler_layout(dispatch, device_bytes, config.ranks.device_link, num_devices, reasons.append)
     check_layouts(dispatch, num_devices)
     groups = []
     for name, roles, model in _groups(dispatch):
@@ -186,7 +197,8 @@ def planned_groups(
         shape, tuple(groups), dispatch.shared_devices == "turns", device_bytes, config.memory.host_adapter_bytes
     )
     has_gpu_cache = any(each.load.samples and CPU not in each.devices for each in groups)
-    return PlannedGroups(plan, num_devices, has_gpu_cache and config.memory.kv_cache_bytes is None)
+    is_default_cache = has_gpu_cache and config.memory.kv_cache_bytes is None
+    return PlannedGroups(plan, num_devices, is_default_cache, tuple(reasons))
 
 
 def _groups(config: DispatchConfig) -> Iterator[tuple[str, tuple[str, ...], WorkerConfig]]:

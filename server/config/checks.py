@@ -177,7 +177,7 @@ def _check_sampler_workers(sampling: SamplingSection) -> None:
         if is_given and not num_workers:
             raise ConfigError(f"{name} has no effect without sampler_workers: leave it out or set sampler_workers")
     for axis, reason in _TRAINING_ONLY_AXES.items():
-        if getattr(spec, axis) > 1:
+        if spec is not None and getattr(spec, axis) > 1:
             raise ConfigError(f"sampler_parallel {spec}: {reason}")
 
 

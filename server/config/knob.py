@@ -66,12 +66,6 @@ def _show_bytes(value: int) -> str:
     return f"{value // BYTE_UNITS[unit]}{unit}"
 
 
-def _parse_sampler_layout(text: str, place: str) -> object:
-    if text == AUTO:
-        raise ConfigError(f"{place} is auto, which ranks that only sample do not support: name a layout, such as tp=2")
-    return parse_layout(text, flag=place)
-
-
 INTEGER = ValueKind("an integer", "N", lambda text, place: int(text), number=int)
 NUMBER = ValueKind("a number", "N", lambda text, place: float(text), number=float, show=lambda value: f"{value:.12g}")
 BYTES = ValueKind(
@@ -101,7 +95,6 @@ LAYOUT_OR_AUTO = ValueKind(
     lambda text, place: None if text == AUTO else parse_layout(text, flag=place),
     is_joined=True,
 )
-SAMPLER_LAYOUT = ValueKind("a layout, such as tp=2", "PARALLEL", _parse_sampler_layout, is_joined=True)
 WEIGHTS = ValueKind("weights, such as alice=2", "WEIGHTS", lambda text, place: parse_weights(text), is_joined=True)
 
 

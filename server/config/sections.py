@@ -22,7 +22,6 @@ from .knob import (
     ONE_URL,
     POSITIVE,
     ROLE_GROUPS,
-    SAMPLER_LAYOUT,
     SHARE,
     TEXTS,
     URLS,
@@ -116,6 +115,9 @@ class RanksSection(Section):
         check=POSITIVE,
         flag="--device-memory",
     )
+    device_link: Literal["auto", "nvlink", "pcie", "host"] = knob(
+        "auto", "link between devices, for --parallel auto (auto: nvidia-smi's, else nvlink)"
+    )
     draft_parallel: Annotated[ParallelSpec | None, LAYOUT] = knob(
         None, "layout of drafts, on as many ranks, such as replicas=2,tp=2 (docs/drafts.md)"
     )
@@ -178,8 +180,8 @@ class SamplingSection(Section):
     sampler_workers: int = knob(
         0, "sampling-only workers per base model", common=True, check=NOT_NEGATIVE, not_with=WITH_VLLM
     )
-    sampler_parallel: Annotated[ParallelSpec, SAMPLER_LAYOUT] = knob(
-        SINGLE, "layout of each sampler worker, tp=2 or ep=2,tp=2"
+    sampler_parallel: Annotated[ParallelSpec | None, LAYOUT_OR_AUTO] = knob(
+        SINGLE, "layout of each sampler worker, ep=2,tp=2 or auto"
     )
     sampler_device: str | None = knob(
         None, "device of sampler workers, A,B: one for each; with vLLM, all that it uses", check=DEVICES

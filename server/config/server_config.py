@@ -144,7 +144,7 @@ class ServerConfig:
         sampling = self.sampling
         return SamplingConfig(
             workers=sampling.sampler_workers,
-            parallel=sampling.sampler_parallel,
+            parallel=sampling.sampler_parallel or SINGLE,
             vllm=_vllm_config(sampling) if sampling.sampler == "vllm" else None,
             devices=tuple(sampling.sampler_device.split(",")) if sampling.sampler_device else (),
             directory=str((self.store.state_dir / "samplers").absolute()),

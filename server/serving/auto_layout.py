@@ -1,4 +1,7 @@
-"""`serve --parallel auto`: chooses, for each base model, the smallest layout whose ranks fit their devices."""
+"""`serve --parallel auto`: chooses, for each base model, the smallest layout whose ranks fit their devices.
+
+`--sampler-parallel auto` does it for the model's sampler workers.
+"""
 
 import subprocess
 from collections.abc import Callable, Sequence
@@ -8,35 +11,101 @@ from itertools import count
 from ...workers.models.devices import first_device
 from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
 from ...workers.planner.footprint import gigabytes, runs_on_cpu
-from ...workers.planner.layout_search import PlannedLayout, layout_that_fits, loads_with_fewer_activations
+from ...workers.planner.layout_reasons import reasons_of
+from ...workers.planner.layout_search import (
+    PlannedLayout,
+    layout_that_fits,
+    loads_with_fewer_activations,
+    smallest_sampler_layout,
+)
+from ...workers.planner.speeds import Speeds, speeds_of
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import SINGLE
-from ...workers.protocol.worker_config import DispatchConfig, WorkerConfig
+from ...workers.protocol.worker_config import (
+    DEFAULT_PREFILL_CHUNK_TOKENS,
+    GPU_PREFILL_CHUNK_TOKENS,
+    DispatchConfig,
+    SamplingConfig,
+    WorkerConfig,
+)
 from ...workers.shapes.model_shape import ModelShape, read_model
 
 _ASKING = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _ASKING_SECONDS = 10.0
 
 
-def with_layouts(config: DispatchConfig, device_bytes: int | None, say: Callable[[str], None]) -> DispatchConfig:
+def with_layouts(
+    config: DispatchConfig, device_bytes: int | None, link: str, say: Callable[[str], None]
+) -> DispatchConfig:
     """Returns the config with a layout and devices for each base model. Raises ValueError.
 
     Args:
         device_bytes: memory of each device; None takes that of the smallest CUDA device of this machine.
+        link: between devices, a value of --device-link.
     """
     samples = not config.sampling.workers and config.sampling.vllm is None
     memory = device_bytes or _cuda_bytes()
     devices = _Devices(config)
-    models = []
+    models, reasons = [], []
     for model in config.models:
-        choice = _choice(model, memory, samples, devices.num_available(model))
+        speeds = speeds_of(link, runs_on_cpu(model))
+        choice = _choice(model, memory, samples, devices.num_available(model), speeds)
         needed = f"{gigabytes(choice.memory.total)} of {gigabytes(memory)} on each rank, as planned"
         way = "" if choice.load.activations == model.activations else f" --activations {choice.load.activations}"
         device = devices.assign(model, choice.spec.num_ranks)
         where = "" if device == model.device else f" --device {device}"
         say(f"{model.model.name}: --parallel {choice.spec}{way}{where} ({needed})")
         models.append(replace(model, parallel=choice.spec, activations=choice.load.activations, device=device))
+        reasons += [f"{model.model.name}: {reason}" for reason in reasons_of(choice.candidates, speeds)]
+    for reason in reasons:
+        say(reason)
     return replace(config, models=tuple(models))
+
+
+def with_sampler_layout(
+    config: DispatchConfig,
+    device_bytes: int | None,
+    link: str,
+    num_devices: int | None,
+    say: Callable[[str], None],
+) -> DispatchConfig:
+    """Returns the config with a layout for the sampler workers of its base model. Raises ValueError.
+
+    Args:
+        device_bytes, link: see `with_layouts`.
+        num_devices: CUDA devices that there are; None = unknown.
+    """
+    if len(config.models) != 1:
+        raise ValueError(
+            f"--sampler-parallel auto chooses for one base model, and there are {len(config.models)}: name a layout"
+        )
+    (model,), sampling = tuple(config.models), config.sampling
+    on_cpu = runs_on_cpu(replace(model, device=sampling.devices[0]) if sampling.devices else model)
+    if not (on_cpu or sampling.devices):
+        raise ValueError(
+            "--sampler-parallel auto cannot divide devices with training: name devices with --sampler-device, or a "
+            "layout"
+        )
+    memory, speeds, shape = device_bytes or _cuda_bytes(), speeds_of(link, on_cpu), _shape(model)
+    own = None if on_cpu or num_devices is None else _num_of_each_sampler(model, sampling, num_devices)
+    prefill_tokens = model.prefill_chunk_tokens or (
+        DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else GPU_PREFILL_CHUNK_TOKENS
+    )
+    load = _load(model, shape, True, on_cpu)
+    choice = smallest_sampler_layout(shape, load, prefill_tokens, memory, own, speeds)
+    needed = f"{gigabytes(choice.num_bytes)} of {gigabytes(memory)} on each rank, as planned"
+    say(f"samplers of {shape.name}: --sampler-parallel {choice.spec} ({needed})")
+    for reason in reasons_of(choice.candidates, speeds):
+        say(f"samplers of {shape.name}: {reason}")
+    return replace(config, sampling=replace(sampling, parallel=choice.spec))
+
+
+def _num_of_each_sampler(model: WorkerConfig, sampling: SamplingConfig, num_devices: int) -> int:
+    """Returns how many consecutive CUDA devices each sampler worker may use: up to the next worker's, or training's."""
+    firsts = sorted({first_device(device) for device in sampling.devices})
+    named = [first_device(model.device)] if ":" in model.device else []
+    stops = [min((each for each in (*firsts, *named, num_devices) if each > first), default=first) for first in firsts]
+    return max(1, min(stop - first for first, stop in zip(firsts, stops, strict=True)))
 
 
 class _Devices:
@@ -97,18 +166,26 @@ class _Devices:
         return next(number for number in count() if number not in self._taken)
 
 
-def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None) -> PlannedLayout:
+def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None, speeds: Speeds) -> PlannedLayout:
+    shape = _shape(model)
+    load = _load(model, shape, samples, runs_on_cpu(model))
+    return layout_that_fits(shape, [load, *loads_with_fewer_activations(load)], memory, num_devices, speeds)
+
+
+def _shape(model: WorkerConfig) -> ModelShape:
     shape = read_model(model.model)
     check_layout(SINGLE, shape)
     if not isinstance(shape, ModelShape):
         raise ValueError(auto_refusal(shape))
+    return shape
+
+
+def _load(model: WorkerConfig, shape: ModelShape, samples: bool, on_cpu: bool) -> Workload:
     longest = model.max_context_length or shape.max_positions
     if longest is None:
         raise ValueError(f"--parallel auto: {shape.name} has no context length: give --max-context-length")
-    on_cpu = runs_on_cpu(model)
     dtype = ("float32" if on_cpu else "bfloat16") if model.dtype == "auto" else model.dtype
-    load = Workload.of(model, longest, dtype, samples)
-    return layout_that_fits(shape, [load, *loads_with_fewer_activations(load)], memory, num_devices)
+    return Workload.of(model, longest, dtype, samples)
 
 
 def _cuda_bytes() -> int:
@@ -118,6 +195,5 @@ def _cuda_bytes() -> int:
         return min(int(line) << 20 for line in done.stdout.split())
     except (OSError, subprocess.SubprocessError, ValueError):
         raise ValueError(
-            "--parallel auto needs the memory of a device, and nvidia-smi reports none here: give --device-memory, "
-            "such as 80GB"
+            "auto needs the memory of a device, and nvidia-smi reports none here: give --device-memory, such as 80GB"
         ) from None

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 
 from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
+from ...workers.planner.checks import cuda_devices
 from ...workers.protocol.aliases import merge_identical_models
 from ...workers.protocol.worker_config import KeptWorkers
 from ..config.knob_values import is_url
@@ -50,7 +51,7 @@ from ..store.database.database_errors import OUTAGE_ERRORS
 from ..tenants.auth import require_keys
 from ..text.hub_names import warn_unresolved
 from .app import LiveState, create_app
-from .auto_layout import with_layouts
+from .auto_layout import with_layouts, with_sampler_layout
 from .base_models import download_models
 from .connections import HttpConnection, LimitedApp, disconnect_stalled_clients
 from .shutdown import drain
@@ -431,8 +432,13 @@ async def _loaded_workers(config: ServerConfig, kept: KeptWorkers | None) -> Asy
     """Yields a dispatch to loaded workers; at the end, stops them, except kept workers. Raises StartError."""
     try:
         settings = replace(merge_identical_models(config.dispatch_config()), kept=kept)
+        if config.sampling.sampler_parallel is None:
+            number = cuda_devices() if config.ranks.pool == "local" else None
+            settings = with_sampler_layout(
+                settings, config.ranks.device_memory_bytes, config.ranks.device_link, number, say
+            )
         if config.ranks.parallel is None:
-            settings = with_layouts(settings, config.ranks.device_memory_bytes, say)
+            settings = with_layouts(settings, config.ranks.device_memory_bytes, config.ranks.device_link, say)
         dispatch = WorkerDispatch(settings)
         await dispatch.start(say)
     except (ValueError, OSError, OperationError) as error:

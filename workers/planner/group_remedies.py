@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from ..protocol.parallel_spec import ParallelSpec
 from .checks import valid_tp
 from .groups_plan import CPU, GroupsPlan, RankGroup
-from .layout_search import DEVICES_PER_NODE, largest_that_fits, loads_with_fewer_activations
+from .layout_search import largest_that_fits, loads_with_fewer_activations
+from .speeds import DEVICES_PER_NODE
 
 # The token counts of micro-batches that are tried are multiples of this.
 _STEP = 256

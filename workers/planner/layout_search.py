@@ -1,4 +1,7 @@
-"""Finds the smallest layout that fits a device, and changes that would make another one fit. Imports no torch."""
+"""Finds the smallest layout that fits a device, and changes that would make another one fit. Imports no torch.
+
+Among layouts of equally many ranks it takes the one with the least time for a token, see exchanges.py.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +12,11 @@ from ..shapes.model_shape import ModelShape
 from .activations import activations
 from .checks import divides_sequences, divisors, valid_ep, valid_tp
 from .estimate import MemoryEstimate, estimate
+from .exchanges import TokenCost, sampling_cost, training_cost
 from .footprint import gigabytes
+from .group_memory import group_memory
+from .speeds import DEVICES_PER_NODE, NVLINK, Speeds
 from .workload import Workload
-
-# Ranks along tp synchronize several times in each layer, so they should share a node.
-DEVICES_PER_NODE = 8
 
 # The share of device memory for CUDA and its libraries, collectives' buffers, and fragmentation. An estimate.
 _RESERVE = 0.08
@@ -29,16 +32,40 @@ _SHARES = 3
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A layout that was considered. num_bytes: that each of its ranks needs. cost: None if these do not fit."""
+
+    spec: ParallelSpec
+    num_bytes: int
+    cost: TokenCost | None = None
+
+
+@dataclass(frozen=True)
 class PlannedLayout:
     """A layout and what each of its ranks needs.
 
-    smaller: the best layout with fewer ranks, which does not fit.
+    smaller: the best layout with fewer ranks, which does not fit. candidates: all layouts of as many ranks, those that
+    fit first, by cost.
     """
 
     spec: ParallelSpec
     load: Workload
     memory: MemoryEstimate
     smaller: "PlannedLayout | None" = None
+    candidates: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True)
+class SamplerLayout:
+    """The layout of a sampler worker, and the layouts of as many ranks that were considered."""
+
+    spec: ParallelSpec
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of each rank."""
+        return self.candidates[0].num_bytes
 
 
 def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Workload, free_bytes: int) -> int:
@@ -59,21 +86,77 @@ def usable_bytes(device_bytes: int) -> int:
 
 
 def smallest_layout(
-    shape: ModelShape, load: Workload, device_bytes: int, num_devices: int | None = None
+    shape: ModelShape,
+    load: Workload,
+    device_bytes: int,
+    num_devices: int | None = None,
+    speeds: Speeds = NVLINK,
 ) -> PlannedLayout | None:
     """Returns the layout with the fewest ranks that fits, None if none does.
 
-    Among equals it prefers the one that exchanges least: tp within a node, then ep, then sp, and last fsdp, which
-    gathers all weights for every micro-batch.
+    Among equals it takes the one with the least time for a token. Ranks along tp are of one node.
     """
     best: PlannedLayout | None = None
     for choices in _by_ranks(shape, load, num_devices):
-        fitting = [choice for choice in choices if choice.memory.total <= usable_bytes(device_bytes)]
-        if fitting:
-            most_preferred = min(fitting, key=lambda choice: (choice.spec.fsdp, choice.spec.sp, choice.spec.ep))
-            return replace(most_preferred, smaller=best)
+        considered = _by_cost(
+            [Candidate(each.spec, each.memory.total) for each in choices],
+            device_bytes,
+            lambda spec: training_cost(shape, spec, load, speeds),
+        )
+        if considered and considered[0].cost is not None:
+            (cheapest,) = (each for each in choices if each.spec == considered[0].spec)
+            return replace(cheapest, smaller=best, candidates=considered)
         best = min([*choices, *([best] if best else [])], key=_need)
     return None
+
+
+def smallest_sampler_layout(
+    shape: ModelShape,
+    load: Workload,
+    prefill_tokens: int,
+    device_bytes: int,
+    num_devices: int | None = None,
+    speeds: Speeds = NVLINK,
+) -> SamplerLayout:
+    """Returns the layout of tp and ep with the fewest ranks that can sample on these devices, and with the least time
+    for a token among these. Raises ValueError if none fits.
+
+    Args:
+        prefill_tokens: most tokens of prompts that run at a time.
+    """
+    load = replace(load, samples=True)
+    least: Candidate | None = None
+    for num_ranks in _numbers_of_ranks(num_devices or _MAX_RANKS):
+        specs = [spec for spec in _layouts(shape, num_ranks) if spec.tp * spec.ep == num_ranks]
+        needs = [Candidate(spec, group_memory(shape, spec, load, (), prefill_tokens).peak) for spec in specs]
+        considered = _by_cost(needs, device_bytes, lambda spec: sampling_cost(shape, spec, load, speeds))
+        if considered and considered[0].cost is not None:
+            return SamplerLayout(considered[0].spec, considered)
+        every = [*considered, *([least] if least else [])]
+        least = min(every, key=lambda each: each.num_bytes, default=None)
+    assert least is not None, "one rank has a layout"
+    where = f" on {num_devices} devices" if num_devices else ""
+    raise ValueError(
+        f"no layout of tp and ep of {shape.name} fits its samplers{where}: {least.spec} needs least, "
+        f"{gigabytes(least.num_bytes)} on each rank: lower --kv-cache-bytes, or use larger devices"
+    )
+
+
+def _by_cost(
+    candidates: Sequence[Candidate], device_bytes: int, cost: Callable[[ParallelSpec], TokenCost]
+) -> tuple[Candidate, ...]:
+    """Returns those that fit with their costs, the cheapest first, and then the others by what they need."""
+    usable = usable_bytes(device_bytes)
+    fitting = [replace(each, cost=cost(each.spec)) for each in candidates if each.num_bytes <= usable]
+    others = sorted((each for each in candidates if each.num_bytes > usable), key=lambda each: each.num_bytes)
+    return (*sorted(fitting, key=_rank_of_candidate), *others)
+
+
+def _rank_of_candidate(candidate: Candidate) -> tuple[float, int, int, int]:
+    """Returns the time for a token, and of equals the layout that gathers and moves least often first."""
+    spec, cost = candidate.spec, candidate.cost
+    assert cost is not None
+    return cost.seconds, spec.fsdp, spec.sp, spec.ep
 
 
 def loads_with_fewer_activations(load: Workload) -> list[Workload]:
@@ -87,11 +170,15 @@ def smallest_memory_layout(shape: ModelShape, load: Workload, num_devices: int |
 
 
 def layout_that_fits(
-    shape: ModelShape, loads: Sequence[Workload], device_bytes: int, num_devices: int | None = None
+    shape: ModelShape,
+    loads: Sequence[Workload],
+    device_bytes: int,
+    num_devices: int | None = None,
+    speeds: Speeds = NVLINK,
 ) -> PlannedLayout:
     """Returns the smallest layout for the first of the loads for which one fits. Raises ValueError if none does."""
     for load in loads:
-        choice = smallest_layout(shape, load, device_bytes, num_devices)
+        choice = smallest_layout(shape, load, device_bytes, num_devices, speeds)
         if choice is not None:
             return choice
     least = smallest_memory_layout(shape, loads[-1], num_devices)

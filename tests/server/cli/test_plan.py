@@ -150,13 +150,24 @@ def test_the_suggested_remedies_make_it_fit(capsys: pytest.CaptureFixture[str]) 
 def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     model = f"--base-model=M={CONFIGS}/Qwen3-30B-A3B.json"
     knobs = ("--parallel=auto", "--device-memory=80GB", "--adapter-slots=1", "--max-context-length=32768")
-    text = printed(capsys, model, *knobs, "--num-devices=64")
+    link = "--device-link=nvlink"
+    text = printed(capsys, model, *knobs, link, "--num-devices=64")
     assert "layout: sp=2,tp=4, 8 ranks" in text
     assert re.search(r"fewer ranks do not fit: sp=\d,tp=\d would need \d+\.\d GB on each", text)
     assert (
-        "with this many ranks it communicates least" in text
-        and "with 64 of the 64 devices: replicas=8,sp=2,tp=4" in text
+        "sp=2,tp=4 takes least time for a token, of layouts of 8 ranks that fit (over nvlink, --device-link):" in text
     )
+    considered = re.findall(r"^  (\S+): \S+ GB on each rank, a pass sends \S+ kB in (\S+) us, .* (\S+) us$", text, re.M)
+    times = [float(in_pass) + float(to_sample) for _, in_pass, to_sample in considered]
+    assert considered[0][0] == "sp=2,tp=4" and len(times) > 1 and times == sorted(times)
+    assert "with 64 of the 64 devices: replicas=8,sp=2,tp=4" in text
+    training = printed(capsys, model, *knobs, link, "--train-only")
+    assert "layout: sp=4,tp=2, 8 ranks" in training and "sampling sends" not in training
+    found = json.loads(printed(capsys, model, *knobs, link, "--train-only", "--json"))
+    assert found["link"] == {"name": "nvlink", "source": "--device-link"}
+    fitting = [each for each in found["candidates"] if each["cost"] is not None]
+    assert fitting[0]["parallel"] == "sp=4,tp=2" and len(fitting) < len(found["candidates"])
+    assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
     assert "recomputed" not in text
     less = printed(capsys, model, *knobs, "--num-devices=2")
     assert "layout: tp=2, 2 ranks\nlayers are recomputed in the backward pass: --activations recompute\n" in less
@@ -287,7 +298,8 @@ def row(capsys: pytest.CaptureFixture[str], model: str, slots: int, kilotokens: 
 def chosen_cells(capsys: pytest.CaptureFixture[str], model: str, nodes: int, knobs: tuple[str, ...]) -> str:
     """Returns the cells for the layout that auto chooses, in GB."""
     arguments = (*knobs, f"--num-devices={8 * nodes}")
-    status = main([f"--base-model=M={CONFIGS / model}.json", "--parallel=auto", "--json", *arguments])
+    auto = ("--parallel=auto", "--device-link=nvlink", "--json")
+    status = main([f"--base-model=M={CONFIGS / model}.json", *auto, *arguments])
     captured = capsys.readouterr()
     if status == 0:
         chosen = json.loads(captured.out)
@@ -331,10 +343,10 @@ def test_the_document_plans_what_exceeds_a_node(capsys: pytest.CaptureFixture[st
     longer = ("--parallel=fsdp=4,tp=8", "--activations=recompute", "--max-context-length=8192")
     memory = json.loads(printed(capsys, f"--base-model=M={dense}", *longer, *knobs))["memory"]
     assert f"8,192 tokens: {memory['activations']['total'] / 1e9:.1f} GB of 405B, recomputed" in DOCUMENT
-    flags = ("--parallel=auto", "--num-devices=32", "--max-context-length=8192")
+    flags = ("--parallel=auto", "--device-link=nvlink", "--num-devices=32", "--max-context-length=8192")
     plan = json.loads(printed(capsys, f"--base-model=M={sparse}", *flags, *knobs))
-    assert plan["parallel"] == "ep=4,tp=8" and plan["load"]["activations"] == "recompute"
-    shown = f"`ep=4,tp=8` with recomputed layers, {plan['memory']['total'] / 1e9:.1f} GB on each rank"
+    assert plan["parallel"] == "ep=8,tp=4" and plan["load"]["activations"] == "recompute"
+    shown = f"`ep=8,tp=4` with recomputed layers, {plan['memory']['total'] / 1e9:.1f} GB on each rank"
     assert shown in DOCUMENT
 
 

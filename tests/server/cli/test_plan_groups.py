@@ -281,6 +281,7 @@ def test_plan_refuses_what_serve_refuses(
     [
         ("--role-group critic=single --parallel auto", 2, "--parallel auto plans the policies alone"),
         ("--role-group draft=single", 1, "M (draft): the memory of drafts is not planned"),
+        ("--sampler-workers 1 --sampler-parallel auto", 2, "--sampler-parallel auto needs the memory of a device"),
         ("--sampler-workers 1 --train-only", 2, "--train-only says that sampling happens elsewhere"),
         ("--role-group critic=tp=2@cuda:1 --num-devices 2", 1, "--role-group: tp=2 is 2 ranks, but there is 1 device"),
         ("--role-group critic=single@cuda:2 --num-devices 2", 1, "M (critic) takes cuda:2, one for each rank of"),
@@ -312,3 +313,12 @@ def test_groups_need_the_servers_packages() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "needs the package sqlalchemy: pip install 'trainhouse[server]'" in done.stderr
+
+
+def test_auto_chooses_the_layout_of_samplers(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--sampler-workers 1 --sampler-parallel auto --device-link nvlink --sampler-device cuda:1 --num-devices 5"
+    memory = "--device-memory 12GB --kv-cache-bytes 1GiB --max-context-length 2048 --micro-batch-tokens 2048"
+    main([LLAMA, *flags.split(), *memory.split()])
+    text = capsys.readouterr().out
+    assert re.search(r"^M \(sampler 1\) +tp=2 +cuda:1, cuda:2 +sampling$", text, re.MULTILINE)
+    assert "tp=2 takes least time for a token, of layouts of 2 ranks that fit (over nvlink, --device-link):" in text

@@ -1,4 +1,4 @@
-"""In passes, backward passes and decode steps no DTensor takes part, and ranks share out the norms of all families."""
+"""No DTensor takes part in passes, backward passes and decode steps, and ranks share out the norms of all families."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,0 +1,144 @@
+"""Layouts that `auto` chooses, from a model's declaration and the link between devices."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trainhouse.workers.planner.estimate import estimate
+from trainhouse.workers.planner.exchanges import sampling_cost, training_cost
+from trainhouse.workers.planner.layout_search import (
+    layout_that_fits,
+    loads_with_fewer_activations,
+    smallest_sampler_layout,
+    usable_bytes,
+)
+from trainhouse.workers.planner.speeds import HOST, NVLINK, PCIE, link_in, speeds_of
+from trainhouse.workers.planner.workload import Workload
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
+
+from ..lineup import LINEUP
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "parallel.md"
+DEVICE_BYTES = 80 * 10**9
+LOAD = Workload(longest=16384)
+
+# By model: the layouts to train, to train and sample on the same ranks, and to sample, on up to 16 devices with NVLink.
+CHOICES = {
+    "Llama-3.1-8B": ("sp=2", "tp=2", "single"),
+    "Llama-3.1-70B": ("tp=4", "tp=4", "tp=4"),
+    "Qwen3-30B-A3B": ("sp=2,tp=2", "tp=4", "single"),
+    "Qwen3.5-9B": ("sp=4", "tp=4", "single"),
+    "Qwen3.6-35B-A3B": ("sp=4,tp=2", "ep=2,sp=2,tp=2", "tp=2"),
+    "gpt-oss-20b": ("sp=2", "tp=2", "single"),
+    "gpt-oss-120b": ("tp=8", "tp=8", "tp=4"),
+    "Nemotron-3-Nano-30B-A3B": ("sp=2,tp=2", "ep=2,tp=2", "single"),
+    "Nemotron-3-Super-120B-A12B": ("ep=4,tp=2", "ep=4,tp=2", "ep=4,tp=2"),
+    "gemma-4-26B-A4B": ("sp=2,tp=2", "sp=2,tp=2", "single"),
+}
+
+NVLINK_MATRIX = """
+\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tPIX\t0-51\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\t52-103\t1\t\tN/A
+NIC0\tPIX\tSYS\t X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def public(name: str) -> ModelShape:
+    config = LINEUP[name] if name in LINEUP else json.loads((CONFIGS / f"{name}.json").read_text())
+    shape = describe_model(name, config)
+    assert isinstance(shape, ModelShape)
+    return shape
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_training_divides_tokens_and_experts_and_sampling_heads_and_experts(name: str) -> None:
+    shape, found = public(name), []
+    for load in (replace(LOAD, samples=False), LOAD):
+        loads = [load, *loads_with_fewer_activations(load)]
+        choice = layout_that_fits(shape, loads, DEVICE_BYTES, 16)
+        assert choice == layout_that_fits(shape, loads, DEVICE_BYTES, 16)
+        costs = [each.cost.seconds for each in choice.candidates if each.cost is not None]
+        assert choice.candidates[0].spec == choice.spec and costs == sorted(costs)
+        for each in choice.candidates:
+            fits = estimate(shape, each.spec, choice.load).total <= usable_bytes(DEVICE_BYTES)
+            assert fits == (each.cost is not None)
+        found.append(str(choice.spec))
+    sampler = smallest_sampler_layout(shape, LOAD, 4096, DEVICE_BYTES, 16)
+    assert sampler.spec.num_ranks == sampler.spec.tp * sampler.spec.ep
+    found.append(str(sampler.spec))
+    assert tuple(found) == CHOICES[name]
+    assert f"| `{name}` | {' | '.join(f'`{each}`' for each in found)} |" in DOCUMENT.read_text()
+
+
+def test_a_slower_link_changes_the_choice() -> None:
+    """Sums over tp for every sampled token take longer there than reading weights."""
+    shape = public("Qwen3.5-9B")
+    fast, slow = (layout_that_fits(shape, [LOAD], DEVICE_BYTES, 8, speeds) for speeds in (NVLINK, PCIE))
+    assert (str(fast.spec), str(slow.spec)) == ("tp=4", "sp=2,tp=2")
+    assert fast.memory == estimate(shape, fast.spec, LOAD)
+
+
+def test_bytes_of_a_pass_are_those_of_its_exchanges() -> None:
+    """Llama-3.1-8B has 32 layers, hidden size 4096, and 8 key heads of 128."""
+    load = replace(LOAD, samples=False)
+
+    def sent(name: str, spec: str, load: Workload = load) -> float:
+        return training_cost(public(name), ParallelSpec.parse(spec), load, NVLINK).sent
+
+    # Two parts of a layer: gathered and summed, forward and backward; of which each rank sends half.
+    assert sent("Llama-3.1-8B", "tp=2") == 32 * 2 * 4 * 4096 * 2 / 2
+    # Queries, keys, values and the output of half of the tokens, of which a rank sends half.
+    by_heads = 32 * 2 * (2 * 4096 + 2 * 1024) * 2 / 2 / 2
+    assert sent("Llama-3.1-8B", "sp=2") == by_heads
+    again = replace(load, activations="recompute")
+    assert sent("Llama-3.1-8B", "sp=2", again) == 1.5 * by_heads
+    # Eight experts of a token of half of the sequences: there and back twice, and there again.
+    assert sent("Qwen3-30B-A3B", "ep=2") == 48 * 8 * 5 * 2048 * 2 / 2 / 2
+    assert sent("Llama-3.1-8B", "replicas=2") == 0
+    # Half of all weights of layers forward and backward, for the 8,192 tokens of a pass.
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    ends = 128256 * 4096
+    assert sent("Llama-3.1-8B", "fsdp=2") == pytest.approx((2 * weights + 2 * ends) * 2 / 2 / 8192)
+
+
+def test_teams_across_nodes_use_the_network() -> None:
+    shape, load = public("Qwen3-30B-A3B"), replace(LOAD, samples=False)
+    within, across = (training_cost(shape, ParallelSpec(ep=2, tp=tp), load, NVLINK) for tp in (4, 8))
+    slow = replace(NVLINK, network=replace(NVLINK.network, bytes_per_second=1e9))
+    assert training_cost(shape, ParallelSpec(ep=2, tp=4), load, slow) == within
+    assert training_cost(shape, ParallelSpec(ep=2, tp=8), load, slow).pass_seconds > 2 * across.pass_seconds
+
+
+def test_ranks_that_sample_together_read_fewer_weights() -> None:
+    shape = public("Qwen3-30B-A3B")
+    single, by_tp, by_ep, apart = (
+        sampling_cost(shape, ParallelSpec.parse(spec), LOAD, NVLINK).decode_seconds
+        for spec in ("single", "tp=2", "ep=2", "sp=2")
+    )
+    assert by_tp < by_ep < apart < single, "ep has all keys on each rank; with sp each rank reads all weights"
+
+
+def test_nvidia_smi_reports_the_link() -> None:
+    assert link_in(NVLINK_MATRIX) == "nvlink"
+    assert link_in(NVLINK_MATRIX.replace("GPU0\t X \tNV18", "GPU0\t X \tPHB")) == "pcie"
+    assert link_in("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") is None and link_in("") is None
+
+
+def test_the_link_is_named_or_found_or_assumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert speeds_of("pcie") == replace(PCIE, source="--device-link")
+    assert speeds_of("auto", on_cpu=True) == replace(HOST, source="ranks on CPUs")
+    assert speeds_of("auto") == NVLINK and NVLINK.source == "assumed"
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text(f"#!/bin/sh\n[ \"$1\" = topo ] && echo '{NVLINK_MATRIX.replace('NV18', 'SYS')}'\n")
+    asked.chmod(0o755)
+    assert speeds_of("auto") == replace(PCIE, source="nvidia-smi")

@@ -1,0 +1,49 @@
+"""Explains the choice between layouts of equally many ranks, in lines of text. Imports no torch."""
+
+from collections.abc import Iterator, Sequence
+
+from .exchanges import SAMPLE_TOKENS, SAMPLES
+from .footprint import gigabytes
+from .layout_search import Candidate
+from .speeds import Speeds
+
+_MOST_SHOWN = 5
+
+
+def reasons_of(candidates: Sequence[Candidate], speeds: Speeds) -> Iterator[str]:
+    """Yields why the first candidate was chosen; nothing if it has a single rank."""
+    chosen = candidates[0]
+    if chosen.spec.num_ranks == 1:
+        return
+    yield (
+        f"{chosen.spec} takes least time for a token, of layouts of {chosen.spec.num_ranks} ranks that fit (over "
+        f"{speeds.link.name}, {speeds.source}):"
+    )
+    fitting = [each for each in candidates if each.cost is not None]
+    yield from (f"  {_time_of(each)}" for each in fitting[:_MOST_SHOWN])
+    if len(fitting) > _MOST_SHOWN:
+        yield f"  {len(fitting) - _MOST_SHOWN} more take longer"
+    if others := candidates[len(fitting) :]:
+        number = "1 does" if len(others) == 1 else f"{len(others)} do"
+        yield f"  {number} not fit: {others[0].spec} needs {gigabytes(others[0].num_bytes)} at least"
+    if chosen.cost is not None and chosen.cost.decode_seconds:
+        yield f"  to sample: {SAMPLES} samples at a time, of {SAMPLE_TOKENS} tokens each"
+
+
+def _time_of(candidate: Candidate) -> str:
+    cost = candidate.cost
+    assert cost is not None
+    parts = [f"{gigabytes(candidate.num_bytes)} on each rank"]
+    if cost.pass_seconds:
+        parts.append(f"a pass sends {_kilobytes(cost.sent)} in {_microseconds(cost.pass_seconds)}")
+    if cost.decode_seconds:
+        parts.append(f"sampling sends {_kilobytes(cost.decode_sent)} and takes {_microseconds(cost.decode_seconds)}")
+    return f"{candidate.spec}: {', '.join(parts)}"
+
+
+def _kilobytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e3:.1f} kB"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"

@@ -320,5 +320,5 @@ def test_auto_chooses_the_layout_of_samplers(capsys: pytest.CaptureFixture[str])
     memory = "--device-memory 12GB --kv-cache-bytes 1GiB --max-context-length 2048 --micro-batch-tokens 2048"
     main([LLAMA, *flags.split(), *memory.split()])
     text = capsys.readouterr().out
-    assert re.search(r"^M \(sampler 1\) +tp=2 +cuda:1, cuda:2 +sampling$", text, re.MULTILINE)
-    assert "tp=2 takes least time for a token, of layouts of 2 ranks that fit (over nvlink, --device-link):" in text
+    assert re.search(r"^M \(sampler 1\) +tp=4 +cuda:1 to cuda:4 +sampling$", text, re.MULTILINE)
+    assert "tp=4 takes least time for a token, of layouts of 4 ranks that fit (over nvlink, --device-link):" in text

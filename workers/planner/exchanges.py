@@ -27,7 +27,7 @@ _INT32 = 4
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What a rank sends along one axis. number: of exchanges."""
+    """The bytes that a rank sends along one axis. number: of exchanges."""
 
     axis: str
     num_bytes: float

@@ -44,7 +44,7 @@ PCIE = Speeds(Link("pcie", 20e9, 20e-6), Link("network", 10e9, 40e-6), 1e12)
 HOST = Speeds(Link("host", 5e9, 50e-6), Link("network", 1e9, 100e-6), 50e9)
 
 SPEEDS = {each.link.name: each for each in (NVLINK, PCIE, HOST)}
-"""By the name of the link."""
+"""The speeds by the name of the link."""
 DEVICE_LINKS = ("auto", *SPEEDS)
 """The values of `--device-link`."""
 

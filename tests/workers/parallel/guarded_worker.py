@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainhouse.workers.models.layers import DecoderLayer
+from trainhouse.workers.models.layers import decoder_layer
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import PartAnswer, Pass, SamplingSlice, SliceResult
 from trainhouse.workers.worker.worker import Worker
@@ -51,13 +51,13 @@ class GuardedWorker(Worker):
 
     def _load(self, mesh: Mesh) -> None:
         super()._load(mesh)
-        add_norm = DecoderLayer._add_norm
+        add_norm = decoder_layer.add_norm
 
-        def watched(layer: Any, hidden: Tensor, *others: Any) -> Any:
+        def watched(hidden: Tensor, *others: Any) -> Any:
             self._operations("pass" if torch.is_grad_enabled() else "decode").normed_tokens.add(len(hidden))
-            return add_norm(layer, hidden, *others)
+            return add_norm(hidden, *others)
 
-        setattr(DecoderLayer, "_add_norm", watched)  # noqa: B010
+        decoder_layer.add_norm = watched
 
     def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
         with _Watch(self._operations("pass")):

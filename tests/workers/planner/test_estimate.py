@@ -244,7 +244,7 @@ def test_recomputed_activations_grow_with_the_tokens_as_planned(way: str, dtype:
     shape, load = shape_at(model), replace(LOAD, dtype=dtype, activations=way)
     with measured(model, SINGLE, dtype=dtype, activations=way, **KNOBS) as where:
         found, planned = growth(where, shape, load, 512, 1536)
-    assert 0.9 * found < planned < 1.1 * found
+    assert 0.9 * found < planned < 1.15 * found
     # Control: the bounds detect that all is kept, and that the recomputed layer is forgotten.
     kept = activations(shape, SINGLE, replace(load, activations="keep", micro_batch_tokens=1024)).total / 1024
     assert kept > 2 * found

@@ -116,7 +116,7 @@ class RanksSection(Section):
         flag="--device-memory",
     )
     device_link: Literal["auto", "nvlink", "pcie", "host"] = knob(
-        "auto", "link between devices, for --parallel auto (auto: nvidia-smi's, else nvlink)"
+        "auto", "devices' link, for --parallel auto (auto: nvidia-smi's, else nvlink)"
     )
     draft_parallel: Annotated[ParallelSpec | None, LAYOUT] = knob(
         None, "layout of drafts, on as many ranks, such as replicas=2,tp=2 (docs/drafts.md)"

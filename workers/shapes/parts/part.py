@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar, Literal, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from ...protocol.parallel_spec import ParallelSpec, ShardedUnit
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FLOAT32 = 4
 INT32 = 4
@@ -117,7 +118,7 @@ class View:
     window: int | None = None
     part_size: int | None = None
 
-    def num_pairs(self, lengths: np.ndarray) -> int:
+    def num_pairs(self, lengths: "np.ndarray") -> int:
         """Returns the pairs of a token and one that it attends to, over all sequences of these lengths, int64 [n]."""
         if self.part_size is not None:
             rest = lengths % self.part_size
@@ -125,7 +126,7 @@ class View:
             return (whole + int(rest @ (rest + 1))) // 2
         if self.window is None:
             return int(lengths @ (lengths + 1)) // 2
-        seen = np.minimum(lengths, self.window)
+        seen = lengths.clip(max=self.window)
         return int(seen @ (2 * lengths - seen + 1)) // 2
 
 

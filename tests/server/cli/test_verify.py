@@ -305,7 +305,7 @@ async def test_verify_reads_but_does_not_repair_under_a_running_server(
     with locked_state_directory(tmp_path):
         async with running_server(config, dispatch) as server:
             run, _ = await create_all_state(server)
-            training = asyncio.create_task(run.train(batch(), 30))
+            training = asyncio.create_task(run.train(batch(), 300))
             found = await asyncio.to_thread(verify, tmp_path)
             assert not training.done()
             refused = await asyncio.to_thread(verify, tmp_path, "--repair")

@@ -491,6 +491,11 @@ async def test_accepted_captures_keep_their_room_after_a_restart(
         assert limits["feature_bytes"]["used"] == (await feature_stats(server))["num_bytes"] < 2 * BATCH_BYTES
 
 
+def repeatable(output: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the part of the device's peak that the pass reached."""
+    return output | {"metrics": {name: value for name, value in output["metrics"].items() if name != "mfu:mean"}}
+
+
 async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -506,7 +511,7 @@ async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
                 output.pop("feature_refs"),
                 await twin.do("forward_backward", data=data, **asked | NO_CAPTURE),
             )
-            assert output == wanted and [ref is None for ref in refs] == [bool(why)] * number
+            assert repeatable(output) == repeatable(wanted) and [ref is None for ref in refs] == [bool(why)] * number
             assert why in caplog.text
         assert await policy.optim_step() == await twin.optim_step(), "none of them counts as refused"
         assert f"run {policy.model_id} captures nothing for {draft.model_id}: " in caplog.text
@@ -757,7 +762,7 @@ async def test_a_policy_trains_although_the_disk_is_full(server: Server) -> None
         output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
         failed = await draft.do("capture", data=some_data(2))
     refs = output.pop("feature_refs")
-    assert output == wanted and await policy.optim_step() == await twin.optim_step()
+    assert repeatable(output) == repeatable(wanted) and await policy.optim_step() == await twin.optim_step()
     assert [number for number, ref in enumerate(refs) if ref is not None] == shorter
     assert (await feature_stats(server))["num_sequences"] == 2 and not [
         name for name in feature_files(server) if "staging" in name

@@ -84,7 +84,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "cohere2_moe": _WINDOWS | _SPARSE_BEHIND,
     "llama4_text": {"num_experts_per_tok": 1, "no_rope_layers": [1, 0], "moe_layers": [0], "intermediate_size_mlp": 64}
     | {"attention_chunk_size": 5, "floor_scale": 4},
-    # Matrices of experts are not square: tinker-cookbook tells their directions apart by their sizes.
+    # Matrices of experts are not square: tinker-cookbook takes their directions from their sizes.
     "mistral4": {"num_key_value_heads": 4, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}}
     | {"moe_intermediate_size": 24},
     "dots1": {"n_shared_experts": 1},

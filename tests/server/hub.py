@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from huggingface_hub import close_session
 
 TOKEN = "hf_of_the_tests"
 _SIGNATURE = "signed-by-the-hub"
@@ -423,7 +424,10 @@ def hub_server(directory: Path) -> Iterator[Hub]:
         )
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         thread.start()
-        yield hub
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        try:
+            yield hub
+        finally:
+            close_session()  # which the library otherwise leaves to the end of the process
+            server.shutdown()
+            thread.join()
+            server.server_close()

@@ -11,7 +11,7 @@ from ...workers.planner.checks import check_layout
 from ...workers.planner.footprint import gigabytes, runs_on_cpu
 from ...workers.planner.group_memory import Phase, RankBytes
 from ...workers.planner.group_remedies import group_remedies
-from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, RankGroup
+from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, PlannedGroup
 from ...workers.planner.parameters import num_parameters
 from ...workers.planner.workload import Workload
 from ...workers.protocol.worker_config import (
@@ -99,7 +99,7 @@ class PlannedGroups:
             yield ""
             yield "no single change makes it fit: use larger devices, or give more groups devices of their own"
 
-    def _group(self, group: RankGroup) -> dict[str, object]:
+    def _group(self, group: PlannedGroup) -> dict[str, object]:
         memory = self.plan.memory[group.name]
         return {
             "roles": list(group.roles),
@@ -119,7 +119,7 @@ class PlannedGroups:
             "needed": device.needed,
         }
 
-    def _phases(self, group: RankGroup) -> str:
+    def _phases(self, group: PlannedGroup) -> str:
         return ", ".join(self.plan.memory[group.name].phases)
 
     def _remedies(self) -> list[str]:
@@ -215,7 +215,7 @@ def _samples(config: DispatchConfig, roles: Sequence[str], load: Workload) -> bo
     return not roles or ("policy" in roles and load.samples and not config.sampling.workers)
 
 
-def _rank_group(name: str, roles: tuple[str, ...], model: WorkerConfig, load: Workload, samples: bool) -> RankGroup:
+def _rank_group(name: str, roles: tuple[str, ...], model: WorkerConfig, load: Workload, samples: bool) -> PlannedGroup:
     spec, on_cpu = model.parallel, runs_on_cpu(model)
     dtype = "float32" if on_cpu and model.dtype == "auto" else load.dtype
     devices = (
@@ -223,10 +223,10 @@ def _rank_group(name: str, roles: tuple[str, ...], model: WorkerConfig, load: Wo
     )
     usual = DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else min(GPU_PREFILL_CHUNK_TOKENS, load.micro_batch_tokens)
     own = replace(load, samples=samples, dtype=dtype, zero_stage=load.zero_stage if spec.fsdp > 1 else "3")
-    return RankGroup(name, roles, spec, own, devices, model.prefill_chunk_tokens or usual)
+    return PlannedGroup(name, roles, spec, own, devices, model.prefill_chunk_tokens or usual)
 
 
-def _check_devices(groups: Sequence[RankGroup], num_devices: int | None) -> None:
+def _check_devices(groups: Sequence[PlannedGroup], num_devices: int | None) -> None:
     """Raises ValueError if a group has a device that is not there."""
     for group in groups if num_devices is not None else ():
         there = {CPU, *(f"cuda:{number}" for number in range(num_devices or 0))}

@@ -6,6 +6,8 @@
 import os
 import re
 import secrets
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 STAGING = ".staging-"
@@ -53,6 +55,16 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sweep_runs(root: Path, live: Collection[str]) -> None:
+    """Deletes the directories of runs that are not live, and what was never finished in the others. Blocking."""
+    names = {directory_name(run_id) for run_id in live}
+    for directory in root.glob("*"):
+        if directory.name not in names:
+            shutil.rmtree(directory, ignore_errors=True)
+    for staging in root.glob(f"*/{STAGING}*"):
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def directory_name(run_id: str) -> str:

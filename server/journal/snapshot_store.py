@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..files.directories import STAGING, directory_name, move_into_place, staging_path
+from ..files.directories import directory_name, move_into_place, staging_path, sweep_runs
 from ..files.manifest import MANIFEST, check_directory, listed_files, read_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,7 @@ class SnapshotStore:
 
     def sweep(self, live: Collection[str]) -> None:
         """Deletes unfinished snapshots and those of runs that are not live. Blocking; for server start."""
-        names = {directory_name(run_id) for run_id in live}
-        for directory in self._root.glob("*"):
-            if directory.name not in names:
-                shutil.rmtree(directory, ignore_errors=True)
-        for staging in self._root.glob(f"*/{STAGING}*"):
-            shutil.rmtree(staging, ignore_errors=True)
+        sweep_runs(self._root, live)
 
     def stage(self, run_id: str) -> Path:
         """Returns an empty directory to write into. Raises OSError.

@@ -16,7 +16,7 @@ from ...schemas.codec import PROTOBUF, decode_forward_backward, encode_forward_b
 from ...schemas.errors import OperationError
 from ...schemas.models import Limit
 from ...schemas.training import Datum, ForwardBackwardRequest
-from ..files.directories import STAGING, directory_name, move_into_place, staging_path
+from ..files.directories import directory_name, move_into_place, staging_path, sweep_runs
 from ..files.manifest import check_file, listed_files, read_manifest, write_manifest
 from ..store import RunRecord
 
@@ -72,12 +72,7 @@ class EvaluationData:
 
     def sweep(self, live: Collection[str]) -> None:
         """Deletes unfinished directories, and those of runs that are not live. Blocking; for server start."""
-        names = {directory_name(run_id) for run_id in live}
-        for directory in self._root.glob("*"):
-            if directory.name not in names:
-                shutil.rmtree(directory, ignore_errors=True)
-        for staging in self._root.glob(f"*/{STAGING}*"):
-            shutil.rmtree(staging, ignore_errors=True)
+        sweep_runs(self._root, live)
 
     def _directory(self, run_id: str, seq_id: int) -> Path:
         return self._root / directory_name(run_id) / str(seq_id)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ...schemas.errors import OperationError
 from ..checkpoints.checkpoint_files import link_files, link_or_copy
-from ..files.directories import STAGING, directory_name, make_directory, move_into_place, staging_path, sync_files
+from ..files.directories import directory_name, make_directory, move_into_place, staging_path, sweep_runs, sync_files
 from ..files.manifest import MANIFEST, check_directory
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,7 @@ class PinnedCheckpoints:
 
     def sweep(self, live: Collection[str]) -> None:
         """Deletes unfinished directories, and those of runs that are not live. Blocking; for server start."""
-        names = {directory_name(run_id) for run_id in live}
-        for directory in (*self._root.glob("*"), *self._root.glob(f"*/{STAGING}*")):
-            if directory.name.startswith(STAGING) or directory.name not in names:
-                shutil.rmtree(directory, ignore_errors=True)
+        sweep_runs(self._root, live)
 
     def _run_directory(self, run_id: str) -> Path:
         return self._root / directory_name(run_id)

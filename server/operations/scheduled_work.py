@@ -82,7 +82,8 @@ class ScheduledWork:
     async def _save(self, schedule: CheckpointSchedule) -> None:
         name, metadata = schedule.name_of(self.step), {STEP_KEY: str(self.step)}
         if schedule.metric is not None:
-            if (value := self.metrics.get(schedule.metric)) is None:
+            value = self.metrics.get(schedule.metric, math.nan)
+            if not math.isfinite(value):
                 self.warnings.append(f"step {self.step} has no metric {schedule.metric}: it is not one of the best")
             else:
                 metadata[METRIC_KEY] = repr(value)

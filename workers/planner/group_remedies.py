@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ..protocol.parallel_spec import ParallelSpec
 from .checks import valid_tp
-from .groups_plan import CPU, GroupsPlan, RankGroup
+from .groups_plan import CPU, GroupsPlan, PlannedGroup
 from .layout_search import largest_that_fits, loads_with_fewer_activations
 from .speeds import DEVICES_PER_NODE
 
@@ -125,16 +125,16 @@ def _with_more_ranks(plan: GroupsPlan, num_devices: int | None) -> Iterator[Grou
                     break
 
 
-def _with_group(plan: GroupsPlan, group: RankGroup) -> GroupsPlan:
+def _with_group(plan: GroupsPlan, group: PlannedGroup) -> GroupsPlan:
     return replace(plan, groups=tuple(group if each.name == group.name else each for each in plan.groups))
 
 
-def _has_own_flags(plan: GroupsPlan, group: RankGroup) -> bool:
+def _has_own_flags(plan: GroupsPlan, group: PlannedGroup) -> bool:
     """True unless several samplers share the flags of this one."""
     return bool(group.roles) or sum(not each.roles for each in plan.groups) == 1
 
 
-def _flags(group: RankGroup, spec: ParallelSpec) -> str:
+def _flags(group: PlannedGroup, spec: ParallelSpec) -> str:
     if not group.roles:
         layout = "" if spec.num_ranks == 1 else f" --sampler-parallel {spec.axes}"
         return f"--sampler-device {group.devices[0]}{layout}"

@@ -21,7 +21,7 @@ _PROCESS_BYTES = 500_000_000
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class PlannedGroup:
     """A group of ranks to plan.
 
     roles: of the runs that it trains or scores; none if it only samples. devices: of its ranks, in order.
@@ -118,7 +118,7 @@ class GroupsPlan:
     """
 
     shape: ModelShape
-    groups: tuple[RankGroup, ...]
+    groups: tuple[PlannedGroup, ...]
     takes_turns: bool
     device_bytes: int | None
     host_model_bytes: int
@@ -165,7 +165,7 @@ class GroupsPlan:
         groups = (replace(each, load=replace(each.load, **changes)) for each in self.groups)  # pyright: ignore
         return replace(self, groups=tuple(groups))
 
-    def _moves(self, group: RankGroup) -> Moves:
+    def _moves(self, group: PlannedGroup) -> Moves:
         moved = self.memory[group.name].moved
         of_models, is_cpu = moved.models + moved.optimizer, group.devices[0] == CPU
         beyond = max(0, of_models - self.host_model_bytes)
@@ -181,7 +181,7 @@ class GroupsPlan:
             disk=on_disk,
         )
 
-    def _pinned_bytes(self, group: RankGroup, moved: RankBytes, of_vectors: int) -> int:
+    def _pinned_bytes(self, group: PlannedGroup, moved: RankBytes, of_vectors: int) -> int:
         """Returns what torch allocates for base weights, the cache and vectors of models: each block is rounded up to a
         power of two. The cache's blocks are not known here, and counted as they are."""
         table, number_bytes = parameters(self.shape, group.spec), group.load.number_bytes

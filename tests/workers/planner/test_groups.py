@@ -10,7 +10,7 @@ from trainhouse.workers.planner.activations import activations, forward_activati
 from trainhouse.workers.planner.estimate import estimate
 from trainhouse.workers.planner.group_memory import group_memory
 from trainhouse.workers.planner.group_remedies import group_remedies
-from trainhouse.workers.planner.groups_plan import GroupsPlan, RankGroup
+from trainhouse.workers.planner.groups_plan import GroupsPlan, PlannedGroup
 from trainhouse.workers.planner.parameters import adapter_size, value_head_size
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import RunSpec
@@ -89,14 +89,14 @@ def test_the_policies_group_is_planned_as_without_other_groups() -> None:
             assert memory.phases["step"].total < whole.total
 
 
-def plan(*groups: RankGroup, takes_turns: bool = False, device_bytes: int | None = 80 * 10**9) -> GroupsPlan:
+def plan(*groups: PlannedGroup, takes_turns: bool = False, device_bytes: int | None = 80 * 10**9) -> GroupsPlan:
     return GroupsPlan(public("Llama-3.1-8B"), groups, takes_turns, device_bytes, 4 << 30)
 
 
-def group(name: str, *devices: str, samples: bool = False, **changes: Any) -> RankGroup:
+def group(name: str, *devices: str, samples: bool = False, **changes: Any) -> PlannedGroup:
     load = replace(Workload(longest=8192, samples=samples), **changes)
     roles = {"sampler": ()}.get(name, (name,))
-    return RankGroup(name, roles, ParallelSpec(tp=len(devices)), load, devices, 4096)
+    return PlannedGroup(name, roles, ParallelSpec(tp=len(devices)), load, devices, 4096)
 
 
 def test_groups_share_a_device_at_once_or_in_turns() -> None:

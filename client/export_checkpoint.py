@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="write the base model of this directory with the adapter added to its weights, instead of the adapter",
     )
-    parser.add_argument("--base-url", help="URL of the server (default: TRAINHOUSE_BASE_URL or http://127.0.0.1:8000)")
+    parser.add_argument(
+        "--base-url", help="URL of the server (default: TRAINHOUSE_BASE_URL, TINKER_BASE_URL or http://127.0.0.1:8000)"
+    )
     parser.add_argument("--api-key", help="API key; the environment variable TRAINHOUSE_API_KEY is safer")
     return parser
 

@@ -37,7 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="DIRECTORY_OR_URL", help=f"contains {' and '.join(PEFT_FILES)}")
     parser.add_argument("--base-model", help="base model on the server (default: the one in adapter_config.json)")
     parser.add_argument("--name", default="imported", help="name of the new checkpoint (default: %(default)s)")
-    parser.add_argument("--base-url", help="URL of the server (default: TRAINHOUSE_BASE_URL or http://127.0.0.1:8000)")
+    parser.add_argument(
+        "--base-url", help="URL of the server (default: TRAINHOUSE_BASE_URL, TINKER_BASE_URL or http://127.0.0.1:8000)"
+    )
     parser.add_argument("--api-key", help="API key; the environment variable TRAINHOUSE_API_KEY is safer")
     return parser
 

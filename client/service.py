@@ -58,9 +58,9 @@ class ServiceClient:
     lists the errors of both. The class is long because it creates every kind of client.
 
     Args:
-        base_url: default TRAINHOUSE_BASE_URL, else http://127.0.0.1:8000.
-        api_key: default TRAINHOUSE_API_KEY, else "tml-local", which a server on a loopback address without configured
-            keys accepts.
+        base_url: default TRAINHOUSE_BASE_URL, else TINKER_BASE_URL, else http://127.0.0.1:8000.
+        api_key: default TRAINHOUSE_API_KEY, else TINKER_API_KEY if the URL is that of TINKER_BASE_URL, else
+            "tml-local", which a server on a loopback address without configured keys accepts.
         user_metadata: stored with the session.
         retry_seconds: how long requests to an unreachable or failing server are retried before a call raises.
     Raises:
@@ -75,8 +75,11 @@ class ServiceClient:
         user_metadata: Metadata = None,
         retry_seconds: float = 300,
     ) -> None:
-        base_url = base_url or os.environ.get("TRAINHOUSE_BASE_URL", "http://127.0.0.1:8000")
-        api_key = api_key or os.environ.get("TRAINHOUSE_API_KEY", "tml-local")
+        official_url = os.environ.get("TINKER_BASE_URL")
+        base_url = base_url or os.environ.get("TRAINHOUSE_BASE_URL") or official_url or "http://127.0.0.1:8000"
+        # The key of another service is sent to no other URL than its own.
+        official_key = os.environ.get("TINKER_API_KEY") if base_url == official_url else None
+        api_key = api_key or os.environ.get("TRAINHOUSE_API_KEY") or official_key or "tml-local"
         self._user_metadata = dict(user_metadata or {})
         self._connection = ServerConnection(base_url, api_key, retry_seconds)
         self._opening = asyncio.Lock()

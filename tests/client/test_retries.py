@@ -220,3 +220,28 @@ def test_a_timeout_while_waiting_does_not_cancel_the_request(shared_server: Live
         with pytest.raises(TimeoutError):
             future.result(0)
         assert len(future.result(60).sequences[0].tokens) == 50
+
+
+A, B = "http://a:1", "http://b:1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "url", "key"),
+    [
+        ({}, "http://127.0.0.1:8000", "tml-local"),
+        ({"TINKER_BASE_URL": B, "TINKER_API_KEY": "b"}, B, "b"),
+        ({"TRAINHOUSE_BASE_URL": A, "TRAINHOUSE_API_KEY": "a", "TINKER_API_KEY": "b"}, A, "a"),
+        ({"TRAINHOUSE_BASE_URL": A, "TINKER_BASE_URL": B, "TINKER_API_KEY": "b"}, A, "tml-local"),
+        ({"TINKER_API_KEY": "b"}, "http://127.0.0.1:8000", "tml-local"),
+    ],
+)
+def test_url_and_key_of_the_environment_belong_together(
+    variables: dict[str, str], url: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRAINHOUSE_BASE_URL", "TRAINHOUSE_API_KEY", "TINKER_BASE_URL", "TINKER_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with ServiceClient() as service:
+        connection = service._connection
+        assert (connection.base_url, connection._http.headers["X-API-Key"]) == (url, key)

@@ -324,6 +324,8 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
 
     `plan`, `serve` and the ranks all decide by this. Ranks check the modules and numbers in addition, after loading.
     """
+    if "model_type" not in config:
+        return "its config.json names no model_type: give the directory of a release, as transformers saves it"
     if (missing := missing_part(model_type := text_type_of(config))) is not None:
         return f"{model_type} models are not supported: trainhouse has no {missing}"
     every, family = _of_text(config), FAMILIES.get(model_type)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from ..batch.validated import ModelLimits
 from ..lora import LoraLayers
@@ -36,9 +37,18 @@ def load_base(config: WorkerConfig, mesh: Mesh) -> BaseModel:
     if source.startswith(("/", ".")) and not Path(source).is_dir():
         raise ValueError(f"{source} is not a directory: give the model's directory or its hub id")
     try:
+        _leave_logs_to_rank()
         return BaseModel(config, mesh)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{source} is not readable: {error}") from error
+        elsewhere = "" if Path(source).is_dir() else " (files that are on this machine: --base-model NAME=DIRECTORY)"
+        raise ValueError(f"{source} is not readable: {' '.join(str(error).split())}{elsewhere}") from error
+
+
+def _leave_logs_to_rank() -> None:
+    """Keeps huggingface_hub from printing what the rank also logs, and transformers from logging what does not apply
+    here, such as packages that its own layers would use."""
+    logging.getLogger("huggingface_hub").handlers.clear()
+    transformers_logging.set_verbosity_error()
 
 
 def sized_for_device(config: WorkerConfig, base: BaseModel, lora: LoraLayers, mesh: Mesh) -> WorkerConfig:

@@ -53,7 +53,7 @@ class SavedModel:
             _ = model.exp_avg, model.exp_avg_sq  # allocates them, before the weights are changed
         if self.missing_tensors:
             model.initialize()
-        layout.copy_parts(model.weights, self.weights, self.missing_tensors)
+        model.fill("weights", partial(layout.copy_parts, saved=self.weights, lacking=self.missing_tensors))
         if self.num_steps:
             for name in MOMENT_VECTORS:
                 model.fill(name, partial(layout.copy_parts, saved=self.moments[name], lacking=self.missing_tensors))

@@ -90,7 +90,9 @@ class TrainedState:
             if model.trunk_model in (None, model)
             else TrainedState.without_gradients(model.trunk_model, mesh, optimizer=False)
         )
-        return replace(_learned(model, model.live_vectors(), mesh), window=window, target=target)
+        live = model.live_vectors()
+        names = [name for name in (*TRAINED_VECTORS, "accumulator") if name in live]
+        return replace(_learned(model, names, mesh), window=window, target=target)
 
     @property
     def has_part_to_write(self) -> bool:

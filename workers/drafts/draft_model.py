@@ -87,13 +87,17 @@ class DraftModel(Trainable):
         return FeatureKind(self.target_version, layers, target_repr, self.shape.hidden, self._base.dtype)
 
     def initialize(self) -> None:
+        self.fill("weights", self._draw)
+
+    def _draw(self, weights: Tensor) -> None:
+        """Draws the weights of a new draft, float32 [P]."""
         generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)
         whole = self.layout.unsharded
-        drawn = self.weights if whole is self.layout else torch.zeros(whole.size)
+        drawn = weights if whole is self.layout else torch.zeros(whole.size)
         with self._base.whole_unembedding():
             self._algorithm.initialize(_by_name(whole, drawn), self._base, self.vocabulary, generator)
-        if drawn is not self.weights:
-            self.layout.copy_parts(self.weights, whole.named_views(drawn))
+        if drawn is not weights:
+            self.layout.copy_parts(weights, whole.named_views(drawn))
 
     def set_vocabulary(self, token_ids: np.ndarray) -> None:
         """Sets the draft's vocabulary and reinitializes its weights.

@@ -131,7 +131,7 @@ class ModelRegistry:
         """Returns a copy of the model's weights as a model without an id yet. Raises as `resident`."""
         with self.resident([model_id], FORWARD_VECTORS) as (source,):
             model = self.build(source.training)
-            model.weights.copy_(source.weights)
+            model.copy_weights_of(source)
         return model
 
     def make_room(self, model_id: str, model: Trainable, is_copy: bool) -> None:
@@ -156,7 +156,7 @@ class ModelRegistry:
         """
         if self.is_overwritten(model_id, model.training, model.program):
             with self.resident([model_id]) as (target,):
-                target.weights.copy_(model.weights)
+                target.copy_weights_of(model)
             return target
         self.drop(model_id)
         self._models[model_id] = model

@@ -39,10 +39,10 @@ class Gradients:
     window: what the accumulator holds.
     """
 
-    def __init__(self, vectors: StateVectors, zero: ZeroShards | None) -> None:
-        """Starts without gradients; `zero` shards the accumulator over ranks."""
+    def __init__(self, vectors: StateVectors, size: int, zero: ZeroShards | None) -> None:
+        """Starts without gradients of `size` numbers; `zero` shards the accumulator over ranks."""
         self.window = GradientWindow()
-        self._vectors, self._zero = vectors, zero
+        self._vectors, self._size, self._zero = vectors, size, zero
         self._operation_is_open = False
         # The first lane uses scratch.
         self._other_lanes: dict[int, ViewedVector] = {}
@@ -50,15 +50,13 @@ class Gradients:
     @property
     def scratch(self) -> Tensor:
         """The gradients of the running operation; meaningless between operations."""
-        return (self._vectors.get("scratch") or self._allocate_scratch()).tensor
+        return (self._vectors.get("scratch") or self._allocate("scratch", self._size)).tensor
 
     @property
     def accumulator(self) -> Tensor:
         """The summed gradients of the window, or this rank's part of them."""
         if (vector := self._vectors.get("accumulator")) is None:
-            weights = self._vectors.weights
-            own = weights if self._zero is None else weights[self._zero.own_range]
-            vector = self._vectors.set("accumulator", torch.zeros_like(own))
+            vector = self._allocate("accumulator", self._size if self._zero is None else self._zero.size)
         return vector.tensor
 
     @property
@@ -74,7 +72,7 @@ class Gradients:
     def of_lane(self) -> ViewedVector:
         """Returns the vector that collects the gradients of this thread's lane."""
         own = self._other_lanes.get(current_lane()) if self._other_lanes else None
-        return own or self._vectors.get("scratch") or self._allocate_scratch()
+        return own or self._vectors.get("scratch") or self._allocate("scratch", self._size)
 
     def begin_operation(self, lanes: Sequence[int] = ()) -> None:
         """Zeroes scratch, and keeps it until the operation is committed or abandoned.
@@ -125,6 +123,8 @@ class Gradients:
         """Discards the gradients of a failed operation."""
         self._operation_is_open = False
         self._other_lanes = {}
+        if self._zero is not None:
+            self._vectors.discard("scratch")
 
     def clear_window(self) -> None:
         """Discards the accumulated gradients; their memory becomes the next operation's scratch."""
@@ -133,5 +133,5 @@ class Gradients:
         self._vectors.discard("accumulator")
         self.window = GradientWindow()
 
-    def _allocate_scratch(self) -> ViewedVector:
-        return self._vectors.set("scratch", torch.zeros_like(self._vectors.weights))
+    def _allocate(self, name: str, size: int) -> ViewedVector:
+        return self._vectors.set(name, torch.zeros(size, device=self._vectors.weights.device))

@@ -273,9 +273,7 @@ def _step_together(models: Sequence[Trainable], **hyper_parameters: float) -> No
     if in_float32:
         _fused_adamw(in_float32, **hyper_parameters)
     for model in models:
-        if model.zero is not None:
-            model.zero.all_gather(model.weights)
-            increment_version([model.weights])
+        model.gather_weights()
 
 
 def _fused_adamw(models: Sequence[Trainable], **hyper_parameters: float) -> None:

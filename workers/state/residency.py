@@ -18,6 +18,7 @@ from ...schemas.errors import OperationError
 from ..resources.memory import is_out_of_memory, reporting_out_of_memory
 from .page_file import FilePage, PageFile
 from .trainable import Trainable
+from .vectors import MOMENT_VECTORS
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ class Residency:
         }
         self._pages.read(saved.page, list(vectors.values()))
         # An optimizer that was cleared on disk is still in the page.
-        return vectors if model.num_steps else {"weights": vectors["weights"]}
+        return {name: each for name, each in vectors.items() if model.num_steps or name not in MOMENT_VECTORS}
 
     def _forget_page(self, model: Trainable) -> None:
         saved = self._saved.pop(model, None)

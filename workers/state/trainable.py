@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ...schemas.models import TrainingConfig
 from ..parallel.mesh import Mesh
@@ -16,7 +17,7 @@ from .flat_params import FlatLayout
 from .gradients import Gradients
 from .moments import MOMENTS, MomentFormat
 from .program import Program
-from .vectors import MOMENT_VECTORS, TRAINED_VECTORS, Arrange, StateVectors
+from .vectors import MOMENT_VECTORS, Arrange, StateVectors
 from .zero import ZeroShards
 
 SEED_MASK = (1 << 64) - 1
@@ -59,12 +60,17 @@ class Trainable(ABC):
 
         Args:
             moments: the storage format of exp_avg and exp_avg_sq.
-            zero: shards accumulator, exp_avg and exp_avg_sq over ranks; None if each rank keeps all of them.
+            zero: shards accumulator, exp_avg and exp_avg_sq over ranks, and the weights if products need a copy of
+                them in another dtype; None if each rank keeps all of them.
         """
         self.layout, self.program = layout, program
         self.moments, self.zero = moments, zero
-        self.vectors = StateVectors(torch.zeros(layout.size, device=device), dtype, arrange)
-        self.gradients = Gradients(self.vectors, zero)
+        self._has_gathered = zero is not None and dtype != torch.float32
+        if zero is not None and self._has_gathered:
+            self.vectors = StateVectors(torch.zeros(zero.size, device=device), dtype, arrange, layout.size)
+        else:
+            self.vectors = StateVectors(torch.zeros(layout.size, device=device), dtype, arrange)
+        self.gradients = Gradients(self.vectors, layout.size, zero)
         self.num_steps = 0
         self._num_changes_when_finite = -1
 
@@ -84,7 +90,7 @@ class Trainable(ABC):
 
     @property
     def weights(self) -> Tensor:
-        """All weights that this rank has: float32 [P]."""
+        """The weights that this rank keeps in float32: all of its layout [P], or its part of them."""
         return self.vectors.weights
 
     def has_finite_weights(self) -> bool:
@@ -93,7 +99,8 @@ class Trainable(ABC):
         Losses would not show it: attention returns finite numbers for scores that are NaN.
         """
         if self._num_changes_when_finite != self.vectors.num_changes:
-            low, high = torch.aminmax(self.weights)
+            gathered = self.vectors.get("gathered")  # the same on all ranks
+            low, high = torch.aminmax(self.weights if gathered is None else gathered.tensor)
             if not bool(torch.isfinite(low) & torch.isfinite(high)):
                 return False
             self._num_changes_when_finite = self.vectors.num_changes
@@ -102,7 +109,21 @@ class Trainable(ABC):
     @property
     def local_weights(self) -> Tensor:
         """A view of the weights that this rank steps."""
-        return self.weights if self.zero is None else self.weights[self.zero.own_range]
+        return self.weights if self.zero is None or self._has_gathered else self.weights[self.zero.own_range]
+
+    def gather_weights(self) -> None:
+        """Gathers the weights that the ranks have stepped. All ranks that have parts of them call it together."""
+        if self.zero is not None:
+            gathered = self.vectors.get("gathered")
+            self.zero.all_gather(self.local_weights, self.weights if gathered is None else gathered.tensor)
+            increment_version([self.weights])
+
+    def copy_weights_of(self, other: "Trainable") -> None:
+        """Copies the weights of a model of equal shape, both on the device."""
+        self.weights.copy_(other.weights)
+        gathered, of_other = (each.vectors.get("gathered") for each in (self, other))
+        if gathered is not None and of_other is not None:
+            gathered.tensor.copy_(of_other.tensor)
 
     @property
     def exp_avg(self) -> Tensor:
@@ -123,20 +144,22 @@ class Trainable(ABC):
 
     def live_vectors(self) -> dict[str, Tensor]:
         """Returns the vectors in memory whose content matters."""
-        trained = TRAINED_VECTORS if self.num_steps else ("weights",)
+        trained = ("weights", "gathered", *(MOMENT_VECTORS if self.num_steps else ()))
         vectors = self.vectors.in_memory()
         return {name: vectors[name] for name in (*trained, *self.gradients.live_vectors()) if name in vectors}
 
     def fill(self, name: str, fill: Callable[[Tensor], None]) -> None:
-        """Sets exp_avg, exp_avg_sq or accumulator. `fill` writes its values to a float32 [P]."""
-        vector = self.gradients.accumulator if name == "accumulator" else self._moment(name)
-        if self.zero is None:
+        """Sets weights, exp_avg, exp_avg_sq or accumulator. `fill` writes all of its values to a float32 [P]."""
+        vector = self._vector(name)
+        if self.zero is None or not self._is_in_parts(name):
             values = self._float32(name, vector)
             fill(values)
         else:
             whole = torch.zeros(self.layout.size)
             fill(whole)
             values = whole[self.zero.own_range].to(vector.device)
+            if name == "weights" and (gathered := self.vectors.get("gathered")) is not None:
+                gathered.tensor.copy_(whole)
         if name in MOMENT_VECTORS and values is not vector:
             self.moments.store(vector, name, values)
         elif values is not vector:
@@ -148,12 +171,21 @@ class Trainable(ABC):
         If ranks keep parts of it, they all call it together.
         """
         found = self._float32(name, self.vectors.in_memory()[name])
-        return found if self.zero is None or name == "weights" else self.zero.whole(found)
+        return self.zero.whole(found) if self.zero is not None and self._is_in_parts(name) else found
 
     def clear_optimizer(self) -> None:
         """Resets the optimizer to its state before the first step."""
         self.vectors.clear_moments()
         self.num_steps = 0
+
+    def _is_in_parts(self, name: str) -> bool:
+        """True if ranks that shard the vectors keep parts of this one."""
+        return self.zero is not None and (name != "weights" or self._has_gathered)
+
+    def _vector(self, name: str) -> Tensor:
+        if name == "weights":
+            return self.weights
+        return self.gradients.accumulator if name == "accumulator" else self._moment(name)
 
     def _moment(self, name: str) -> Tensor:
         vector = self.vectors.get(name) or self.vectors.set(name, self.moments.zeros(self.local_weights))

@@ -18,7 +18,7 @@ MOMENT_VECTORS = ("exp_avg", "exp_avg_sq")
 TRAINED_VECTORS = ("weights", *MOMENT_VECTORS)
 
 # The vectors needed by a forward pass, sampling or a copy; by a backward pass; and by a step, which needs all.
-FORWARD_VECTORS: frozenset[str] = frozenset({"weights"})
+FORWARD_VECTORS: frozenset[str] = frozenset({"weights", "gathered"})
 BACKWARD_VECTORS = FORWARD_VECTORS | {"scratch", "accumulator"}
 STEP_VECTORS = BACKWARD_VECTORS.union(MOMENT_VECTORS)
 
@@ -38,20 +38,24 @@ class ViewedVector:
 class StateVectors:
     """Holds `weights`, and from first use `scratch`, `accumulator`, `exp_avg` and `exp_avg_sq`.
 
-    They can be read only on the device, and are other tensors after each move (see Residency): hold this object and not
-    its tensors. place: where they are.
+    If ranks keep parts of the weights, `gathered` has all of them in the dtype of products. They can be read only on
+    the device, and are other tensors after each move (see Residency): hold this object and not its tensors. place:
+    where they are.
     """
 
-    def __init__(self, weights: Tensor, dtype: torch.dtype, arrange: Arrange) -> None:
+    def __init__(self, weights: Tensor, dtype: torch.dtype, arrange: Arrange, gathered_size: int | None = None) -> None:
         """Takes the weights, float32 on the device.
 
         Args:
             dtype: of products with the weights.
             arrange: makes the views of a vector that the model's products need.
+            gathered_size: of `gathered`; None if `weights` has all weights.
         """
         self.place: Place = "device"
         self._dtype, self._arrange = dtype, arrange
         self._on_device = {"weights": ViewedVector(weights, arrange)}
+        if gathered_size is not None:
+            self.set("gathered", weights.new_zeros(gathered_size, dtype=dtype))
         # While some vectors are on the device, others may have stayed in host memory.
         self._on_host: dict[str, ViewedVector] = {}
         # A copy of the weights in `dtype`, and their version when it was made.
@@ -92,6 +96,8 @@ class StateVectors:
 
     def weight_views(self) -> Any:
         """Returns the weights' views in the dtype of products. If that needs a copy, the first call makes it."""
+        if (gathered := self.get("gathered")) is not None:
+            return gathered.views
         weights = self._on_device.get("weights") or self._unavailable("weights")
         if self._dtype == torch.float32:
             return weights.views

@@ -1,4 +1,5 @@
-"""ZeRO stage 2: gradients and optimizer states sharded over ranks that all have the whole weights.
+"""ZeRO stage 2: gradients, optimizer states and float32 weights sharded over ranks that all compute with the whole
+weights.
 
 Rajbhandari et al., ZeRO (2020), https://arxiv.org/abs/1910.02054, stage 2.
 """
@@ -51,10 +52,13 @@ class ZeroShards:
             whole[:, some] = self._team.all_gather(part[some]).unflatten(0, (self._team.size, -1))
         return whole.flatten()
 
-    def all_gather(self, vector: Tensor) -> None:
-        """Gathers all parts of a vector [P] in place, after each rank changed its own."""
+    def all_gather(self, part: Tensor, into: Tensor) -> None:
+        """Writes the parts of all ranks into a vector [P], of which `part` may be a view, in its dtype."""
+        sent = part.to(into.dtype, copy=True)
         if self._team.size > 1:
-            self._team.start_all_gather(vector[self.own_range].clone(), into=vector).wait()
+            self._team.start_all_gather(sent, into=into).wait()
+        else:
+            into.copy_(sent)
 
     def norm(self, part: Tensor) -> float:
         """Returns the norm of the whole vector."""

@@ -59,13 +59,26 @@ def test_gradients_and_moments_are_sharded_and_weights_are_whole(
     assert many_ranks.after_steps != num * [near(4 + 8)]
 
 
-@pytest.mark.full
-def test_bfloat16_weights_have_float32_masters(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    case = Case("tp=2")
-    with layout(tiny_models["qwen3"], case.parallel, tmp_path, dtype="bfloat16") as many:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("sp=2"),
+        *(
+            pytest.param(case, marks=pytest.mark.full)
+            for case in (Case("tp=2"), Case("fsdp=2,sp=2"), Case("fsdp=2,tp=2", draft="sp=2,replicas=2"))
+        ),
+    ],
+    ids=str,
+)
+def test_float32_masters_of_bfloat16_weights_are_sharded(
+    case: Case, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    num = case.parallel.num_ranks
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, dtype="bfloat16", **case.knobs) as many:
         found = Bytes(many, "eagle3")
-    near = pytest.approx(4 + 2 + 8 / 2, rel=0.02)
-    assert found.after_steps == [near, near]
+    for ours, whole, sharded in ((found.new, 2, 4), (found.with_gradients, 2, 8), (found.after_steps, 2, 12)):
+        assert ours == num * [pytest.approx(whole + sharded / num, rel=0.02)]
+    assert found.after_steps != num * [pytest.approx(2 + 4 + 8 / num, rel=0.02)]
 
 
 def test_tp_ranks_hold_parts_of_the_weights(tiny_models: dict[str, Path], tmp_path: Path) -> None:

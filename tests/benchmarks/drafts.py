@@ -18,8 +18,8 @@ from trainhouse.examples.sft import rows as questions
 from trainhouse.schemas import training
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.server.cli.demo import MODEL, converted_model
-from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.shapes.logit_budget import LogitBudget
 
 from ..live import live_server
 from ..tiny import tiny_model

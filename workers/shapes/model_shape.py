@@ -77,7 +77,8 @@ class ModelShape(ModelDescription):
     vocab: tokens of the embedding. runs_own_layers: whether its layers are exactly those of the family, so that our
     own forward pass can run them. embedding_scale: by which the embedding's output is multiplied. other_weights:
     shapes of the parameters outside the layers, the embedding, the head and the last norm, by names below the trunk.
-    has_head_bias: whether the output head has a bias.
+    has_head_bias: whether the output head has a bias. intermediate_size: that of config.json, of which drafts have
+    theirs by default.
     """
 
     family: Family
@@ -89,6 +90,7 @@ class ModelShape(ModelDescription):
     embedding_scale: float = 1.0
     other_weights: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     has_head_bias: bool = False
+    intermediate_size: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -272,6 +274,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         embedding_scale=family.embedding_scale(reader),
         other_weights=family.other_weights(reader),
         has_head_bias=reader.is_set(family.head_bias_key),
+        intermediate_size=optional_number(name, text, "intermediate_size"),
     )
 
 

@@ -15,7 +15,6 @@ from ..batch.micro_batch import MicroBatch, select_examples
 from ..batch.partial_result import PartialResult
 from ..batch.validated import ValidatedBatch
 from ..drafts.algorithms.algorithm import DraftPass
-from ..drafts.algorithms.logit_budget import LogitBudget
 from ..drafts.draft_model import DraftModel
 from ..drafts.sequences.captured_features import CapturedFeatures, address_of
 from ..drafts.sequences.features import DraftInputs
@@ -41,6 +40,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard
 from ..protocol.calls import Failure
 from ..registry.model_registry import ModelRegistry
+from ..shapes.logit_budget import LogitBudget
 from ..state.trainable import Trainable
 from .feature_capture import store_features, write_failure_message
 from .rank_operation import RankOperation
@@ -94,7 +94,7 @@ class DraftPassRunner:
             shard_of: returns this rank's shard of a micro-batch's tokens.
         """
         self._base, self._models, self._mesh, self._head, self._shard_of = base, models, mesh, head, shard_of
-        self._budget = LogitBudget.on(base.device, head.chunk_tokens)
+        self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
 
     def find_stored(
         self, request: ForwardBackwardRequest, location: FeatureLocation, datum_indices: Sequence[int]

@@ -10,7 +10,6 @@ from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.workers.drafts.algorithms.algorithm import DraftNetwork, DraftPass
 from trainhouse.workers.drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
-from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
 from trainhouse.workers.drafts.sequences.features import DraftInputs, TargetHead
 from trainhouse.workers.drafts.sequences.labels import Labels
 from trainhouse.workers.drafts.sequences.sequence_shard import SequenceShard
@@ -18,6 +17,7 @@ from trainhouse.workers.heads.head import chunks
 from trainhouse.workers.losses import DRAFT_LOSSES
 from trainhouse.workers.losses.draft_scores import DraftGradients
 from trainhouse.workers.ops.attention import Packing, pack_lengths
+from trainhouse.workers.shapes.logit_budget import LogitBudget
 from transformers import LlamaConfig
 
 ALGORITHMS: tuple[Algorithm, ...] = ("eagle3", "dflash")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from trainhouse.workers.drafts.algorithms.draft_token_chunk import TargetDistribution
-from trainhouse.workers.drafts.algorithms.logit_budget import LogitBudget
+from trainhouse.workers.shapes.logit_budget import LogitBudget
 
 from .case import AMPLE, SOME_TOKENS, VOCABULARY, Case, TargetSequence, new_case, target_sequences, trained
 from .naive import NaiveEagle3, naively_trained

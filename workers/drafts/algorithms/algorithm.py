@@ -11,13 +11,13 @@ from ....schemas.models import DraftConfig
 from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
 from ...parallel.mesh import ALONE, Team
+from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
 from ..sequences.captured_features import TargetRepr
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
 from ..sequences.features import DraftInputs
 from ..sequences.labels import Labels, Options
 from .draft_shape import DraftShape
-from .logit_budget import LogitBudget
 
 # Weights by name.
 Tensors = Mapping[str, Tensor]

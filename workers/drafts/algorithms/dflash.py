@@ -22,6 +22,8 @@ from ...ops.attention import AttentionKind
 from ...ops.kv_cache import CachedRow
 from ...parallel.collectives import copy_to_team
 from ...parallel.mesh import ALONE, Team
+from ...shapes.draft_sizes import dflash_shapes
+from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
 from ..sequences.block_attention import KeyValues, attend_blocks
 from ..sequences.blocks import Blocks
@@ -32,7 +34,6 @@ from ..sequences.labels import Labels, Options
 from ..sequences.sequence_shard import shard_slice
 from .algorithm import Tensors
 from .draft_shape import DraftShape, with_defaults
-from .logit_budget import LogitBudget
 from .modules import CosSin, DraftModules, initialize, rotated
 
 _BLOCK_SIZE = 16
@@ -94,10 +95,7 @@ class DFlash:
         }
 
     def parameters(self, shape: DraftShape) -> Sequence[ModelParameter]:
-        shapes = {"fc": (shape.hidden, shape.captured * shape.hidden), "hidden_norm": (shape.hidden,)}
-        for layer in range(shape.layers):
-            shapes |= {f"layers.{layer}.{name}": size for name, size in _layer_shapes(shape).items()}
-        shapes["norm"] = (shape.hidden,)
+        shapes = dflash_shapes(shape)
         return [ModelParameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
 
     def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
@@ -303,23 +301,6 @@ def _embedded_anchors(inputs: DraftInputs, blocks: Blocks) -> Tensor:
     embedded = inputs.embedded.new_zeros(len(blocks.anchors), inputs.embedded.shape[1])
     embedded[is_here] = inputs.embedded[blocks.anchors[is_here] - own.start]
     return inputs.shard.summed(embedded)
-
-
-def _layer_shapes(shape: DraftShape) -> dict[str, tuple[int, ...]]:
-    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "self_attn.q_norm": (shape.head_dim,),
-        "self_attn.k_norm": (shape.head_dim,),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (shape.intermediate, hidden),
-        "mlp.up_proj": (shape.intermediate, hidden),
-        "mlp.down_proj": (hidden, shape.intermediate),
-    }
 
 
 def _evenly_spaced(num_layers: int, count: int) -> tuple[int, ...]:

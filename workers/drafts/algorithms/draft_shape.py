@@ -11,28 +11,18 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
+from ...shapes.draft_sizes import DraftSizes
 from ...shapes.other_models import logit_scale_of
 
 
 @dataclass(frozen=True)
-class DraftShape:
-    """The sizes of a draft's modules.
+class DraftShape(DraftSizes):
+    """The sizes of a draft's modules, and what their computation needs beside weights.
 
-    hidden: the target's, since the draft reads its embeddings and features. captured: the number of captured layers.
-    vocabulary: the number of tokens that the draft can propose, out of target_vocabulary.
     config: in the format of transformers, for rotations and export.
     block_size, mask_token: set for dflash only. logit_scale: the factor by which the target multiplies its logits.
     """
 
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-    captured: int
-    vocabulary: int
-    target_vocabulary: int
     eps: float
     config: LlamaConfig
     block_size: int | None = None

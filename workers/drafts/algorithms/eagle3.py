@@ -22,6 +22,8 @@ from ...ops.attention import AttendingPacking, AttentionKind, attend
 from ...ops.kv_cache import CachedRow, ContinuationChunk
 from ...parallel.collectives import copy_to_team
 from ...parallel.mesh import ALONE, Team
+from ...shapes.draft_sizes import eagle3_shapes
+from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
 from ..sequences.captured_features import TargetRepr
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
@@ -32,7 +34,6 @@ from ..sequences.unrolled_attention import attend_unrolled
 from .algorithm import Tensors
 from .draft_shape import DraftShape, with_defaults
 from .draft_token_chunk import AcceptanceProducts, DraftTokenChunk, TargetDistribution
-from .logit_budget import LogitBudget
 from .modules import DraftModules, initialize, rotated
 from .recompute import RunPart, run_keeping, run_recomputing
 
@@ -78,22 +79,7 @@ class Eagle3:
         }
 
     def parameters(self, shape: DraftShape) -> Sequence[ModelParameter]:
-        hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        shapes = {
-            "fc": (hidden, shape.captured * hidden),
-            f"{_LAYER}.input_layernorm": (hidden,),
-            f"{_LAYER}.hidden_norm": (hidden,),
-            f"{_LAYER}.self_attn.q_proj": (queries, 2 * hidden),
-            f"{_LAYER}.self_attn.k_proj": (keys, 2 * hidden),
-            f"{_LAYER}.self_attn.v_proj": (keys, 2 * hidden),
-            f"{_LAYER}.self_attn.o_proj": (hidden, queries),
-            f"{_LAYER}.post_attention_layernorm": (hidden,),
-            f"{_LAYER}.mlp.gate_proj": (shape.intermediate, hidden),
-            f"{_LAYER}.mlp.up_proj": (shape.intermediate, hidden),
-            f"{_LAYER}.mlp.down_proj": (hidden, shape.intermediate),
-            "norm": (hidden,),
-            "lm_head": (shape.vocabulary, hidden),
-        }
+        shapes = eagle3_shapes(shape)
         return [ModelParameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
 
     def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:

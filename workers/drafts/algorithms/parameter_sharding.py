@@ -9,11 +9,9 @@ from dataclasses import replace
 
 from ....schemas.errors import OperationError
 from ...parallel.mesh import Mesh
+from ...shapes.draft_sizes import DIVIDED_DIMS
 from ...shapes.split import Split
 from ...state.parameter import DimensionSplit, ModelParameter
-
-# The dimension that ranks divide, by module name.
-_DIMS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0) | {"o_proj": 1, "down_proj": 1}
 
 # Modules that are whole on each rank, while each rank has only a summand of their gradient.
 _SUMMED = ("lm_head", "q_norm", "k_norm")
@@ -27,9 +25,9 @@ def shard_parameters(parameters: Sequence[ModelParameter], mesh: Mesh) -> list[M
 
 def _shard(parameter: ModelParameter, mesh: Mesh) -> ModelParameter:
     module, team = parameter.key.split(".")[-2], mesh.along("tp")
-    if module not in _DIMS:
+    if module not in DIVIDED_DIMS:
         return replace(parameter, is_replicated_over_tp=module not in _SUMMED)
-    dim = _DIMS[module]
+    dim = DIVIDED_DIMS[module]
     if parameter.shape[dim] % team.size:
         raise OperationError(
             f"tp={team.size} of this server cannot divide a draft's {module} evenly: it has {parameter.shape[dim]}"

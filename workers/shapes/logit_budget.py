@@ -1,13 +1,11 @@
 """The chunk size for scoring draft tokens: as many rows as there is memory for their logits, for any size of
-vocabulary.
+vocabulary. Imports no torch.
 
 Chunks are whole rows, not tiles of the vocabulary with a running maximum and sum. Tiles would need each product three
 times: for the sums, for the sum of min(p, q), and for the gradients (docs/performance.md compares both).
 """
 
 from dataclasses import dataclass
-
-import torch
 
 _FLOAT32 = 4
 _ON_CPU = 64 << 20
@@ -28,8 +26,8 @@ class LogitBudget:
     max_bytes: int = _ON_CPU
 
     @staticmethod
-    def on(device: torch.device, max_draft_tokens: int) -> "LogitBudget":
-        return LogitBudget(max_draft_tokens, _ON_CPU if device.type == "cpu" else _ON_GPU)
+    def on(is_cpu: bool, max_draft_tokens: int) -> "LogitBudget":
+        return LogitBudget(max_draft_tokens, _ON_CPU if is_cpu else _ON_GPU)
 
     def chunk_rows(self, depth: int, num_logits: int) -> int:
         """Returns the number of rows in a chunk.

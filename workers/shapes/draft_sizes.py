@@ -1,6 +1,6 @@
 """The sizes of a draft's weights, and the parts of them that ranks along tp have. Imports no torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 # The dimension that ranks along tp divide, by module name; all other modules are whole on each rank.
@@ -71,10 +71,6 @@ def dflash_shapes(sizes: DraftSizes) -> Shapes:
             **_mlp_shapes(sizes, layer),
         }
     return shapes | {"norm": (hidden,)}
-
-
-SHAPES: Mapping[str, Callable[[DraftSizes], Shapes]] = {"eagle3": eagle3_shapes, "dflash": dflash_shapes}
-"""The shapes of weights, by algorithm."""
 
 
 def own_shape(module: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:

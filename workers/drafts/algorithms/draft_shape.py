@@ -17,7 +17,7 @@ from ...shapes.other_models import logit_scale_of
 
 @dataclass(frozen=True)
 class DraftShape(DraftSizes):
-    """The sizes of a draft's modules, and what their computation needs beside weights.
+    """The sizes of a draft's modules, and what their computation needs in addition.
 
     config: in the format of transformers, for rotations and export.
     block_size, mask_token: set for dflash only. logit_scale: the factor by which the target multiplies its logits.

@@ -12,7 +12,7 @@ import httpx
 from ..schemas import models
 from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, SamplerInfo
-from ..schemas.training import Wire
+from ..schemas.training import TargetRepr, Wire
 from ..schemas.version import VERSION
 from .connection import ServerConnection, log, to_json
 from .errors import APIStatusError, GoneError
@@ -183,6 +183,8 @@ class ServiceClient:
         intermediate_size: int | None = None,
         block_size: int | None = None,
         mask_token_id: int | None = None,
+        target_repr: TargetRepr | None = None,
+        target_top_k: int | None = None,
         seed: int | None = None,
         user_metadata: Metadata = None,
     ) -> APIFuture[TrainingClient]:
@@ -192,6 +194,8 @@ class ServiceClient:
 
         Args:
             target_path: checkpoint of a policy to predict; None for the base model.
+            target_repr: the form in which an eagle3 draft reads the target's distribution, and in which `capture`
+                stores it; with "pruned_logits", target_top_k of them per token, or those of the draft's vocabulary.
         """
         with readable_validation_errors():
             draft = models.NewDraft(
@@ -202,6 +206,8 @@ class ServiceClient:
                 intermediate_size=intermediate_size,
                 block_size=block_size,
                 mask_token_id=mask_token_id,
+                target_repr=target_repr,
+                target_top_k=target_top_k,
                 seed=seed,
             )
         fields = {"base_model": base_model, "model_role": "draft", "draft": draft, "target_path": target_path}

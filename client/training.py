@@ -299,7 +299,7 @@ class TrainingClient:
     def capture(
         self, data: Sequence[Datum], uses: int | None = None, ttl_seconds: float | None = None
     ) -> APIFuture[CapturedData]:
-        """Stores the target's hidden states for these data on the server; returns the data with a `feature_ref` each.
+        """Stores on the server what the draft reads of its target; returns the data with a `feature_ref` each.
 
         The draft's forward and forward_backward then do not run the target for them, until the next `set_target`.
 

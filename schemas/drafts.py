@@ -92,7 +92,7 @@ class Captured(Wire):
 
 
 class CaptureRequest(Wire):
-    """Runs the draft's target over sequences and stores its hidden states as features.
+    """Runs the draft's target over sequences and stores what the draft reads of it as features.
 
     ttl_seconds: how long the features are kept; absent: as long as the server allows.
     uses: how many forward_backward requests use each of them; the optim_step after the last one deletes it. Absent: no

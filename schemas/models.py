@@ -8,7 +8,7 @@ from pydantic import Field
 
 from .bounds import Detail, Id, Metadata, Path, Tags, Text
 from .schedules import RunSchedules
-from .training import Integer, Natural, Seed, Strict, Wire
+from .training import Integer, Natural, Seed, Strict, TargetRepr, Wire
 
 Role = Literal["policy", "critic", "reference", "draft"]
 """The kinds of models that can be created: see docs/roles.md, docs/drafts.md."""
@@ -66,6 +66,9 @@ class DraftConfig(Wire):
     draft_vocab_size: size of the draft's vocabulary, null for all of the target's tokens. intermediate_size: of its
     MLP, null for the target's. block_size: for dflash, one known token and the draft tokens after it. mask_token_id:
     for dflash, the input in the place of draft tokens.
+    target_repr: for eagle3, the form in which the draft reads its target's distribution, see TargetRepr.
+    target_top_k: with pruned_logits, the number of logits that are kept of each token; null for those of the draft's
+    vocabulary.
     """
 
     training: Literal["draft"] = "draft"
@@ -76,6 +79,8 @@ class DraftConfig(Wire):
     intermediate_size: Annotated[int, Field(ge=1, le=1 << 18)] | None = None
     block_size: Annotated[int, Field(ge=2, le=64)] | None = None
     mask_token_id: Index | None = None
+    target_repr: TargetRepr | None = None
+    target_top_k: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     seed: Seed | None = None
 
 

@@ -44,18 +44,37 @@ class Datum:
     feature_ref: str | None = None
 
 
+TargetRepr = Literal["hidden_state", "logits", "pruned_logits"]
+"""The form in which a draft reads its target's distribution and in which captured features store it. "hidden_state":
+final hidden states, from which the output head computes all logits again. "logits": all logits. "pruned_logits": logits
+of some tokens, and the probability of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFeatures:
+    """Says which features a draft reads.
+
+    target_repr, target_top_k: as in DraftConfig. vocabulary: the draft's, int32 ids, if the logits are pruned to it.
+    """
+
+    algorithm: str
+    layers: tuple[int, ...]
+    target_repr: TargetRepr | None = None
+    target_top_k: int | None = None
+    vocabulary: bytes = b""
+
+
 @dataclass(frozen=True, slots=True)
 class FeatureLocation:
     """Locates captured features.
 
     captures: true if the request only captures features and does nothing else.
-    algorithm, layers: those of the draft, if a policy's pass captures features for it in addition to training.
+    draft: what a draft reads, if a policy's pass captures features for it in addition to training.
     """
 
     directory: str
     captures: bool = False
-    algorithm: str | None = None
-    layers: tuple[int, ...] = ()
+    draft: DraftFeatures | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,10 @@ class WorkerDispatch:
         """
         await self._call_worker(run_id, "set_vocabulary", run_id, token_ids)
 
+    async def vocabulary(self, run_id: str) -> np.ndarray:
+        """Returns the tokens that a draft model can propose. Raises OperationError if they were not chosen."""
+        return await self._call_worker(run_id, "vocabulary", run_id)
+
     async def save_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
         """Writes the run as of its last optimizer step into an existing empty directory.
 

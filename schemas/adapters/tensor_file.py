@@ -17,16 +17,25 @@ _MAX_HEADER_BYTES = 100 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class FileTensor:
-    """A tensor of a file that is written.
+class TensorEntry:
+    """Describes a tensor in the header of a file.
 
-    dtype: as safetensors names it, such as F32. num_bytes: of all its numbers. content: returns the numbers as arrays
-    whose bytes follow each other in the file; called when the tensor is written, so that one is in memory at a time.
+    dtype: as safetensors names it, such as F32. num_bytes: of all its numbers.
     """
 
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor(TensorEntry):
+    """A tensor of a file that is written.
+
+    content: returns the numbers as arrays whose bytes follow each other in the file; called when the tensor is written,
+    so that one is in memory at a time.
+    """
+
     content: Callable[[], Iterable[np.ndarray]]
 
     @staticmethod
@@ -90,7 +99,21 @@ class TensorFile(Mapping[str, np.ndarray]):
 
 def write_tensors(path: Path, tensors: Mapping[str, FileTensor], metadata: Mapping[str, str] | None = None) -> None:
     """Writes a file, in the place of any there once it is complete."""
-    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    header = encoded_header(tensors, metadata or {"format": "pt"})
+    new = path.with_name(f"{path.name}.new")
+    with new.open("wb") as file:
+        file.write(header)
+        for tensor in tensors.values():
+            for array in tensor.content():
+                file.write(np.ascontiguousarray(array).data)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    assert new.stat().st_size == len(header) + num_bytes, "a tensor has other bytes than it said"
+    new.replace(path)
+
+
+def encoded_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    """Returns what a file begins with. The tensors follow, in this order."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
     position = 0
     for name, tensor in tensors.items():
         offsets = [position, position + tensor.num_bytes]
@@ -98,14 +121,7 @@ def write_tensors(path: Path, tensors: Mapping[str, FileTensor], metadata: Mappi
         position = offsets[1]
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    new = path.with_name(f"{path.name}.new")
-    with new.open("wb") as file:
-        file.write(len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded)
-        for tensor in tensors.values():
-            for array in tensor.content():
-                file.write(np.ascontiguousarray(array).data)
-    assert new.stat().st_size == _LENGTH_BYTES + len(encoded) + position, "a tensor has other bytes than it said"
-    new.replace(path)
+    return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
 def _read_header(path: Path) -> tuple[dict[str, dict], int]:

@@ -13,7 +13,7 @@ import numpy as np
 from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from ...schemas.errors import OperationError
 from ...schemas.models import draft_of
-from ...schemas.training import Datum, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
+from ...schemas.training import Datum, DraftFeatures, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
 from ..features.feature_store import FEATURES
 from ..journal.futures import Result
 from ..journal.journal import Header
@@ -154,8 +154,11 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
             return await _run_without_capture(context, request)
         async with AsyncExitStack() as held:
             try:
-                location = _with_layers(await _open_capture(context, run, held), draft)
+                location = replace(await _open_capture(context, run, held), captures=False)
+                location = replace(location, draft=await _features_of(context, draft))
             except OperationError as error:
+                if error.category == "user":
+                    raise
                 logger.error("run %s captures nothing for %s: %s", run.run_id, draft.run_id, error)
                 return await _run_without_capture(context, request)
             output = await context.dispatch.forward_backward(replace(request, features=location))
@@ -198,11 +201,16 @@ def _check_draft(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None
         raise OperationError(f"capture_for is only for policies, and this is a {run.role}: leave it out")
 
 
-def _with_layers(location: FeatureLocation, draft: RunRecord) -> FeatureLocation:
-    """Returns the location with what a policy's pass must capture for the draft while it trains."""
+async def _features_of(context: OperationContext, draft: RunRecord) -> DraftFeatures:
+    """Returns what a policy's pass must capture for the draft while it trains. Raises OperationError if this cannot be
+    known."""
     config = draft_of(draft.training)
     assert config is not None and config.capture_layers is not None
-    return replace(location, captures=False, algorithm=config.algorithm, layers=config.capture_layers)
+    features = DraftFeatures(config.algorithm, config.capture_layers, config.target_repr, config.target_top_k)
+    if config.target_repr != "pruned_logits" or config.target_top_k is not None:
+        return features
+    vocabulary = await context.dispatch.vocabulary(draft.run_id)
+    return replace(features, vocabulary=vocabulary.astype(np.int32).tobytes())
 
 
 async def _run_without_capture(context: OperationContext, request: ForwardBackwardRequest) -> ForwardBackwardOutput:

@@ -1,6 +1,5 @@
 """Draft vocabulary: the tokens that a draft model can produce, which are the most frequent ones."""
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -9,8 +8,7 @@ import numpy as np
 
 from ...schemas.drafts import BuildVocabMapRequest, BuildVocabMapResponse
 from ...schemas.errors import OperationError
-
-_HASH_DIGITS = 16
+from ...workers.shapes.draft_features import vocabulary_hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +28,7 @@ class DraftVocabulary:
             num_tokens=self.num_tokens,
             covered=self.num_covered / self.num_tokens,
             size=len(self.token_ids),
-            hash=hashlib.sha256(self.token_ids.astype("<i8").tobytes()).hexdigest()[:_HASH_DIGITS],
+            hash=vocabulary_hash(self.token_ids.astype("<i8").tobytes()),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,10 +39,12 @@ def texts() -> list[list[int]]:
     return np.random.default_rng(0).integers(5, 60, (4, 24)).tolist()
 
 
-def trained(service: ServiceClient, faults: Faults) -> Results:
+def trained(service: ServiceClient, faults: Faults, fields: Mapping[str, Any]) -> Results:
     results = Results()
     policy = service.create_lora_training_client(MODEL, rank=4, seed=0)
-    draft = service.create_draft_client(MODEL, "eagle3", seed=1)
+    draft = service.create_draft_client(MODEL, "eagle3", seed=1, **fields)
+    if fields:
+        draft.build_vocab_map(texts())
     supervised = [Datum(text[:-1], {"target_tokens": text[1:], "weights": [1.0] * 23}) for text in texts()]
     for step in range(NUM_STEPS):
         path = _saved(policy, f"policy-{step}")
@@ -94,14 +97,19 @@ def delayed(crashing: Crashing, strikes: Mapping[int, str]) -> Faults:
     return pass_faults | {100 + step - 1: fault for step, fault in pass_faults.items()}
 
 
-def test_draft_training_survives_crashes_unchanged(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields", [{}, {"target_repr": "pruned_logits", "draft_vocab_size": 48}], ids=["hidden_state", "pruned_logits"]
+)
+def test_draft_training_survives_crashes_unchanged(
+    fields: dict[str, Any], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
     found = []
     for name, strikes in (("undisturbed", {}), ("struck", STRIKES)):
         with (
             Crashing(tiny_models["qwen3"], tmp_path / name).running() as crashing,
             ServiceClient(crashing.url, "tml-draft") as service,
         ):
-            found.append(trained(service, delayed(crashing, strikes)))
+            found.append(trained(service, delayed(crashing, strikes), fields))
     wanted, struck = found
     np.testing.assert_allclose(struck.losses, wanted.losses, rtol=TOLERANCE)
     assert not np.allclose(wanted.losses[1:], wanted.losses[:-1], rtol=TOLERANCE), "the draft does not learn"

@@ -1,5 +1,6 @@
 """Drafts: memory and time of a pass against draft tokens, vocabulary and length, online and from captured features, and
-on two ranks; and speculative sampling, where a policy and its draft learn short answers.
+on two ranks; the forms in which a draft reads its target's distribution; and speculative sampling, where a policy and
+its draft learn short answers.
 """
 
 import statistics
@@ -207,6 +208,104 @@ def _row(what: str, tokens: int, cost: Cost) -> Row:
         "KiB per token": cost.growth / 1024 / tokens,
         "seconds": cost.seconds,
     }
+
+
+# The forms of the target's distribution, with SmolLM2-135M-Instruct
+
+FORMS: dict[str, dict[str, Any]] = {
+    "hidden_state": {},
+    "logits": {"target_repr": "logits"},
+    "pruned_logits of the vocabulary": {"target_repr": "pruned_logits"},
+    "pruned_logits, top 64": {"target_repr": "pruned_logits", "target_top_k": 64},
+    "pruned_logits, top 4": {"target_repr": "pruned_logits", "target_top_k": 4},
+}
+FORM_STEPS, FORM_BATCH = 40, 8
+EXACT_OFF, TOP_LOSS = 0.002, 0.02
+"""The largest differences from hidden_state's acceptance length, as shares of it."""
+
+
+@dataclass(frozen=True)
+class OfForm:
+    """token_bytes: captured. *_seconds: for all captured tokens; medians of a step, online and with captured features.
+    acceptance_lengths: on held-out answers after the same training, by kind, against the exact distribution.
+    """
+
+    token_bytes: float
+    capture_seconds: float
+    online_seconds: float
+    stored_seconds: float
+    acceptance_lengths: Mapping[str, float]
+
+
+def target_forms(setup: Setup) -> Section:
+    models = {MODEL: converted_model()}
+    with (
+        live_server(models, setup.scratch / "forms", setup.pool, threads=THREADS) as server,
+        ServiceClient(server.url, KEY) as service,
+    ):
+        tokenizer_of = service.create_lora_training_client(MODEL, rank=1, seed=0)
+        train, held_out = (_prompts(tokenizer_of, split) for split in ("train", "held_out"))
+        sampler = service.create_sampling_client(base_model=MODEL)
+        texts = _answers(sampler, train, 1.0, 1)
+        judged = {kind: _answers(sampler, held_out, temperature, 1) for kind, temperature in KINDS.items()}
+        found = {name: _of_form(service, fields, texts, judged) for name, fields in FORMS.items()}
+    num_tokens = sum(len(each.tokens) for each in texts)
+    table: list[Row] = [
+        {
+            "form": name,
+            "bytes per token": each.token_bytes,
+            "capture, ms per token": 1000 * each.capture_seconds / num_tokens,
+            "step online, s": each.online_seconds,
+            "step stored, s": each.stored_seconds,
+            **{f"tokens per pass, {kind}": length for kind, length in each.acceptance_lengths.items()},
+        }
+        for name, each in found.items()
+    ]
+    first, *others = found
+    lines = [
+        Line(
+            f"{name}, {kind} tokens per pass off hidden_state's",
+            abs(found[name].acceptance_lengths[kind] / found[first].acceptance_lengths[kind] - 1),
+            "at most",
+            TOP_LOSS if "top" in name else EXACT_OFF,
+        )
+        for name in others[:-1]
+        for kind in KINDS
+    ]
+    notes = [
+        f"{MODEL} is the target, in float32; eagle3 of {VOCABULARY} tokens, trained for {FORM_STEPS} steps of",
+        f"{FORM_BATCH} sampled answers, from features after the first three steps; judged with hidden_state.",
+    ]
+    return Section("Forms of the target's distribution", table, lines, notes)
+
+
+def _of_form(
+    service: ServiceClient, fields: Mapping[str, Any], texts: Sequence[Datum], judged: Mapping[str, Sequence[Datum]]
+) -> OfForm:
+    draft, judge = (
+        service.create_draft_client(MODEL, "eagle3", seed=1, draft_vocab_size=VOCABULARY, **each)
+        for each in (fields, {})
+    )
+    tokens, weights = ([each.loss_fn_inputs[name] for each in texts] for name in ("target_tokens", "weights"))
+    draft.build_vocab_map(tokens, weights).result()
+    started = time.perf_counter()
+    captured = draft.capture(texts).result()
+    capture_seconds = time.perf_counter() - started
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for step in range(FORM_STEPS):
+        is_stored = step >= 3
+        started = time.perf_counter()
+        data = batch(captured if is_stored else texts, step, FORM_BATCH)
+        draft.forward_backward(data, "eagle3", LOSS).result()
+        seconds[is_stored].append(time.perf_counter() - started)
+        adam = AdamParams(learning_rate=1e-3 * schedule(step, 10, FORM_STEPS), grad_clip_norm=0.5)
+        draft.optim_step(adam, gradient_scale="mean").result()
+    draft.release_features().result()
+    judge.load_state(draft.save_state("learnt").result().path or "").result()
+    lengths = {kind: _acceptance_length(judge, answers, kind) for kind, answers in judged.items()}
+    num_tokens = sum(len(each.tokens) for each in texts)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    return OfForm(captured.num_bytes / num_tokens, capture_seconds, medians[False], medians[True], lengths)
 
 
 # Speculative sampling, with SmolLM2-135M-Instruct

@@ -86,6 +86,8 @@ def test_a_draft_is_created_and_described_with_the_resolved_defaults(service: Se
         "intermediate_size": 32,
         "block_size": 4,
         "mask_token_id": 1,
+        "target_repr": None,
+        "target_top_k": None,
         "seed": 9,
     }
     assert (info.model_role, info.target_path, info.is_lora) == ("draft", path, False)
@@ -247,6 +249,57 @@ def test_a_policys_pass_is_captured_for_its_draft(real_service: ServiceClient) -
     found = draft.forward(captured, "eagle3").result(60).metrics["loss:sum"]
     assert found == pytest.approx(draft.forward(data, "eagle3").result(60).metrics["loss:sum"], rel=1e-4)
     assert draft.release_features().result(60).num_released == 10
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "hidden_state": {"draft_vocab_size": 40},
+    "logits": {"draft_vocab_size": 40, "target_repr": "logits"},
+    "vocabulary": {"draft_vocab_size": 40, "target_repr": "pruned_logits"},
+    "top": {"draft_vocab_size": 40, "target_repr": "pruned_logits", "target_top_k": 6},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_the_targets_distribution_is_captured_alone_and_with_a_policy(
+    form: str, real_service: ServiceClient
+) -> None:
+    policy = real_service.create_lora_training_client(MODEL, rank=4, seed=3)
+    path = policy.save_weights_for_sampler("a").result(60).path
+    draft = real_service.create_draft_client(MODEL, "eagle3", target_path=path, seed=1, **FORMS[form])
+    draft.build_vocab_map([[5, 6, 7, 8, 9]]).result(60)
+    config = draft.get_info().draft
+    assert config is not None and FORMS[form].items() <= config.model_dump().items()
+    tokens = [[number, 5, 6, 7] for number in range(5)]
+    data = [Datum(each[:-1], {"target_tokens": each[1:], "weights": [1.0] * 3}) for each in tokens]
+    online = draft.forward(data, "eagle3").result(60).metrics
+    captured = draft.capture(data).result(60)
+    # Float32: two layers of 64, and what is stored of the output.
+    of_output = {"hidden_state": 64, "logits": 512, "vocabulary": 40 + 2, "top": 2 * 6 + 1}[form]
+    assert 0 < captured.num_bytes / 5 - 4 * 3 * (2 * 64 + of_output) < 600, "a header for each file"
+    refs = policy.forward_backward(data, "cross_entropy", capture_for=draft).result(60).feature_refs
+    with_policy = [
+        Datum(each.tokens, each.loss_fn_inputs, feature_ref=ref) for each, ref in zip(data, refs, strict=True)
+    ]
+    for given in (captured, with_policy):
+        assert draft.forward(given, "eagle3").result(60).metrics == pytest.approx(online, rel=1e-4)
+    again = real_service.create_training_client_from_state(draft.save_state("a").result(60).path)
+    assert again.get_info().draft == config
+    assert again.forward(captured, "eagle3").result(60).metrics == pytest.approx(online, rel=1e-4)
+    other = "logits" if form == "hidden_state" else "hidden_state"
+    reads_other = real_service.create_draft_client(MODEL, "eagle3", target_path=path, seed=1, **FORMS[other])
+    reads_other.build_vocab_map([[5, 6, 7, 8, 9]]).result(60)
+    with pytest.raises(TrainhouseError, match=f"but the draft reads 0, 1 with {other}: capture them again with"):
+        reads_other.forward(captured, "eagle3").result(60)
+    draft.release_features().result(60)
+
+
+def test_logits_of_a_vocabulary_that_was_not_chosen_are_not_captured(real_service: ServiceClient) -> None:
+    policy = real_service.create_lora_training_client(MODEL, rank=4, seed=3)
+    draft = real_service.create_draft_client(MODEL, "eagle3", draft_vocab_size=40, target_repr="pruned_logits")
+    with pytest.raises(TrainhouseError, match="call build_vocab_map with your corpus first"):
+        draft.capture(DATA).result(60)
+    with pytest.raises(TrainhouseError, match="call build_vocab_map with your corpus first"):
+        policy.forward_backward([SUPERVISED], "cross_entropy", capture_for=draft).result(60)
 
 
 def test_a_step_sent_after_a_captured_pass_runs_after_it(real_service: ServiceClient) -> None:

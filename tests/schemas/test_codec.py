@@ -24,6 +24,7 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from trainhouse.schemas.training import (
     Datum,
+    DraftFeatures,
     FeatureLocation,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
@@ -565,7 +566,7 @@ def test_feature_refs_are_kept_in_outputs_and_requests() -> None:
         Datum(int32(5, number), {"weights": float32([0, 1])}, feature_ref=ref) for number, ref in enumerate(refs)
     )
     request = ForwardBackwardRequest(
-        "m", 1, data, "eagle3", capture_for="b", features=FeatureLocation("c", layers=(1,))
+        "m", 1, data, "eagle3", capture_for="b", features=FeatureLocation("c", draft=DraftFeatures("eagle3", (1,)))
     )
     decoded, pickled = decode(codec.encode_forward_backward_request(request)), pickle.loads(pickle.dumps(request))
     for found in (decoded, pickled):

@@ -13,7 +13,7 @@ from ..drafts.draft_model import DraftModel
 from .description import CheckpointDescription, write_json
 
 # Fields of the configuration that do not change the shape of a draft.
-_NO_SHAPE = frozenset({"seed"})
+_NO_SHAPE = frozenset({"seed", "target_repr", "target_top_k"})
 
 
 class DraftFormat:

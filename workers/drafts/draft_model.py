@@ -22,6 +22,7 @@ from .algorithms.parameter_sharding import shard_parameters
 from .groups import DraftGroups
 from .sequences.captured_features import FeatureKind
 from .sequences.labels import Options
+from .sequences.target_form import TargetForm, target_form
 
 
 class DraftModel(Trainable):
@@ -61,6 +62,7 @@ class DraftModel(Trainable):
         self.groups, self.mesh = groups, groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.vocabulary_is_chosen = self.has_full_vocabulary
+        self._form: TargetForm | None = None
         self.target: Trainable | None = None
         self.target_version = ""
         self.has_loaded_weights = False
@@ -83,8 +85,29 @@ class DraftModel(Trainable):
     @property
     def feature_kind(self) -> FeatureKind:
         """Returns the kind of captured features that the draft needs of its current target."""
-        layers, target_repr = tuple(self.capture_layers), self._algorithm.target_repr
-        return FeatureKind(self.target_version, layers, target_repr, self.shape.hidden, self._base.dtype)
+        layers = tuple(self.capture_layers)
+        return FeatureKind(self.target_version, layers, self.target_form, self.shape.hidden, self._base.dtype)
+
+    @property
+    def target_form(self) -> TargetForm | None:
+        """Returns the form in which the draft reads its target's distribution, None if it does not learn from it."""
+        if self.draft.target_repr is None:
+            return None
+        if self._form is None or self._form.vocabulary is not self.vocabulary:
+            shape = self.shape
+            self._form = target_form(
+                self.draft.target_repr,
+                self.draft.target_top_k,
+                shape.hidden,
+                shape.target_vocabulary,
+                self.vocabulary,
+                self._base.logit_cap,
+            )
+        return self._form
+
+    @property
+    def needs_vocabulary_to_capture(self) -> bool:
+        return self.draft.target_repr == "pruned_logits" and self.draft.target_top_k is None
 
     def initialize(self) -> None:
         self.fill("weights", self._draw)

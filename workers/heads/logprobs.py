@@ -50,12 +50,16 @@ class LogprobHead:
             pair.add_projection_up(logits, pair.project_down(hidden))
         return soft_capped(logits.float(), self.cap)
 
-    @torch.no_grad()
     def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Computes logits for hidden states of several adapters, [n, hidden] -> float32 [n, vocab]."""
+        return soft_capped(self.uncapped_logits(hidden, segments).float(), self.cap)
+
+    @torch.no_grad()
+    def uncapped_logits(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Computes logits before their cap like `logits_of_segments`, in the precision of the hidden states."""
         logits = self.product(hidden, self.unembedding, self.bias)
         _add_pairs(logits, hidden, segments)
-        return soft_capped(logits.float(), self.cap)
+        return logits
 
 
 class _LogprobPass:

@@ -1,6 +1,7 @@
 """Runs passes of draft models: the target runs without gradients, then the draft runs over its hidden states."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..drafts.algorithms.algorithm import DraftPass
 from ..drafts.draft_model import DraftModel
 from ..drafts.sequences.captured_features import CapturedFeatures, address_of
 from ..drafts.sequences.features import DraftInputs
+from ..drafts.sequences.target_distribution import TargetDistribution
 from ..drafts.training.acceptance import Survivals, SurvivalTable, acceptance_lengths
 from ..drafts.training.feature_source import FeatureSource, HookedTarget, StoredFeatureSource, TargetFeatures
 from ..drafts.training.sharding import (
@@ -29,6 +31,7 @@ from ..drafts.training.sharding import (
     gather_draft_batches,
     tokens_by_rank,
 )
+from ..drafts.training.target_outputs import TargetLogits
 from ..heads import LogprobHead
 from ..heads.head import chunks
 from ..lora import LoraPair, Segment
@@ -42,7 +45,7 @@ from ..protocol.calls import Failure
 from ..registry.model_registry import ModelRegistry
 from ..shapes.logit_budget import LogitBudget
 from ..state.trainable import Trainable
-from .feature_capture import store_features, write_failure_message
+from .feature_capture import TargetChunks, store_features, write_failure_message
 from .rank_operation import RankOperation
 from .scoring import ScoredTokens
 from .scoring_pass import RunMicroBatch
@@ -111,7 +114,10 @@ class DraftPassRunner:
         """
         if not self._models.is_draft(request.model_id):
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        kind = self._models.draft(request.model_id).feature_kind
+        draft = self._models.draft(request.model_id)
+        if location.captures and draft.needs_vocabulary_to_capture and draft.missing_state is not None:
+            raise OperationError(draft.missing_state)
+        kind = draft.feature_kind
         stored: dict[int, CapturedFeatures] = {}
         for example, (datum_index, datum) in enumerate(zip(datum_indices, request.data, strict=True)):
             address = kind.address(datum.tokens)
@@ -163,7 +169,8 @@ class DraftPassRunner:
             features = self._features_of_all_tokens(draft, needed, micro_batch, operations)
         else:
             features = self._hooked(draft).own(micro_batch)
-        self._store(draft, features, micro_batch, operations)
+        if any(captures):
+            self._store(draft, features, micro_batch, operations)
         if all(captures):
             return
         own = draft_batches(micro_batch, [operation.batch.datum_indices for operation in operations])
@@ -216,14 +223,19 @@ class DraftPassRunner:
     def _store(
         self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankOperation]
     ) -> None:
-        """Stores the features of operations that capture. They must cover all tokens if there is such an operation."""
-        for segment in micro_batch.segments:
-            operation = operations[segment.operation]
-            if (directory := operation.capture_directory) is not None:
-                own = features if self._shard_of(micro_batch).is_first else None
-                error = store_features(directory, draft.feature_kind, operation, segment, own)
-                if error is not None:
-                    operation.fail(Failure(write_failure_message(directory, error), "server"))
+        """Stores the features of operations that capture. They must cover all tokens."""
+        kind, own = draft.feature_kind, features if self._shard_of(micro_batch).is_first else None
+        chunks_of = TargetChunks(self._logits(draft), self._budget.chunk_rows(1, draft.shape.target_vocabulary))
+        with self._head.gathered() if kind.stores_logits else nullcontext():
+            for segment in micro_batch.segments:
+                operation = operations[segment.operation]
+                if (directory := operation.capture_directory) is not None:
+                    error = store_features(directory, kind, operation, segment, own, chunks_of)
+                    if error is not None:
+                        operation.fail(Failure(write_failure_message(directory, error), "server"))
+
+    def _logits(self, draft: DraftModel) -> TargetLogits:
+        return lambda hidden: self._head.uncapped_logits(hidden, [Segment(0, len(hidden), draft)])
 
     def _exchange(
         self,
@@ -248,7 +260,7 @@ class DraftPassRunner:
         if covers_all:
             features = features.mapped(self._shard_of(micro_batch).of_scored)
         computed = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
-        return features.mapped(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
+        return features.exchanged(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
 
     def _mask_embedding(self, draft: DraftModel) -> Tensor | None:
         """Returns the embedding of the mask token, [hidden], None if the draft has no such token.
@@ -264,9 +276,10 @@ class DraftPassRunner:
     ) -> DraftInputs:
         """Returns the draft's inputs for its share of a batch; `features` are those of the tokens that it needs."""
 
-        def logits(rows: Tensor) -> Tensor:
-            assert features.last is not None
-            return self._head.logits_of_segments(features.last[rows], [Segment(0, len(rows), draft)])
+        def distribution(tokens: Tensor) -> TargetDistribution:
+            form = draft.target_form
+            assert features.outputs is not None and form is not None
+            return form.distribution(features.outputs.kept(tokens, form, self._logits(draft)))
 
         adapter = Segment(0, len(features.captured), draft).adapter
         return DraftInputs(
@@ -274,7 +287,7 @@ class DraftPassRunner:
             packing=share.packing,
             embedded=features.embedded,
             captured=features.captured,
-            logits=logits,
+            distribution=distribution,
             shard=share.shard(draft.groups.mesh.along("sp")),
             mask=mask,
             head=_TargetHead(self._head, None if adapter is None else adapter.unembed),

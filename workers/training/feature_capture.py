@@ -6,31 +6,46 @@ forward serves both.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from shutil import disk_usage
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ...schemas.training import FeatureLocation
+from ...schemas.training import DraftFeatures, FeatureLocation
 from ..batch.micro_batch import MicroBatch, MicroBatchSegment
 from ..drafts.algorithms.draft_programs import DRAFT_PROGRAMS
-from ..drafts.sequences.captured_features import CapturedFeatures, FeatureKind, TargetRepr
+from ..drafts.sequences.captured_features import CapturedFeatures, FeatureKind
+from ..drafts.sequences.target_form import target_form
 from ..drafts.training.feature_source import TargetFeatures
+from ..drafts.training.target_outputs import TargetLogits, TargetOutputs
 from ..drafts.version import version_of_parts
+from ..heads import LogprobHead
+from ..lora import Segment
 from ..models.model import BaseModel
 from ..parallel.token_shard import TokenShard
 from ..planner.footprint import gigabytes
 from ..registry.model_registry import ModelRegistry
+from ..shapes.logit_budget import LogitBudget
 from ..state.trainable import Trainable
 from .rank_operation import RankOperation
 from .scoring_pass import RunMicroBatch, ScoringPassRunner
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TargetChunks:
+    """Computes the target's logits, of at most `num_tokens` tokens at a time."""
+
+    logits: TargetLogits
+    num_tokens: int
 
 
 def store_features(
@@ -39,11 +54,13 @@ def store_features(
     operation: RankOperation,
     segment: MicroBatchSegment,
     target_features: TargetFeatures | None,
+    chunks: TargetChunks,
 ) -> OSError | None:
     """Stores the features of the segment's examples that have none yet.
 
     Args:
         target_features: those of the micro-batch; None if another rank stores them.
+        chunks: of the segment's target.
     Returns:
         The error of the last example that could not be stored.
     """
@@ -55,7 +72,8 @@ def store_features(
         try:
             if features is None:
                 address = kind.address(operation.batch.examples[example].tokens)
-                features = CapturedFeatures.store(directory, address, kind, target_features.stored(tokens, kind))
+                parts = target_features.stored(tokens, kind, chunks.logits, chunks.num_tokens)
+                features = CapturedFeatures.store(directory, address, kind, tokens.stop - tokens.start, parts)
             operation.record_features(example, features)
         except OSError as error:
             failure = error
@@ -81,8 +99,9 @@ class CapturingPassRunner:
     these weights. If features cannot be stored, they are missing from the result; the operation still succeeds.
     """
 
-    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringPassRunner) -> None:
-        self._base, self._models, self._scoring = base, models, scoring
+    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringPassRunner, head: LogprobHead) -> None:
+        """Creates the runner. `head` computes the policies' logits."""
+        self._base, self._models, self._scoring, self._head = base, models, scoring, head
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
 
     def check(self, run_id: str, location: FeatureLocation) -> None:
@@ -91,7 +110,8 @@ class CapturingPassRunner:
         if not program.samples:
             raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)
-        assert all(layer < num_layers for layer in location.layers), "the draft has the same base model"
+        assert location.draft is not None
+        assert all(layer < num_layers for layer in location.draft.layers), "the draft has the same base model"
 
     def plan(self, operations: Sequence[RankOperation]) -> dict[str, str]:
         """Returns the version by run of this rank's part of the weights, for runs that capture features.
@@ -111,62 +131,29 @@ class CapturingPassRunner:
         of_ranks = plans or [self.plan(operations)]
         run_ids = {each.run_id for each in operations if each.policy_capture is not None}
         versions = {run_id: version_of_parts([of_rank[run_id] for of_rank in of_ranks]) for run_id in run_ids}
-        hidden_states = partial(self._hidden_states, operations, versions)
-        return self._scoring.start(operations, models, num_lanes, hidden_states=hidden_states)
+        kinds = [
+            None if (capture := each.policy_capture) is None else self._kind(capture, versions[each.run_id])
+            for each in operations
+        ]
+        capture = _PolicyCapture(self._base, self._head, operations, models, kinds, num_lanes)
+        return self._scoring.start(operations, models, num_lanes, hidden_states=capture.hidden_states)
 
-    def _hidden_states(
-        self,
-        operations: Sequence[RankOperation],
-        versions: Mapping[str, str],
-        micro_batch: MicroBatch,
-        share: TokenShard,
-    ) -> Tensor:
-        """Returns the hidden states of the base model, and stores those of the layers that operations capture."""
-        locations = [operations[segment.operation].policy_capture for segment in micro_batch.segments]
-        layers = sorted({layer for location in locations if location is not None for layer in location.layers})
-        if not layers:
-            return self._base.shared_hidden_states(micro_batch, share)
-        captured = dict.fromkeys(layers, torch.empty(0))
-        hidden = self._base.shared_hidden_states(micro_batch, share, captured)
-        gathered = {layer: _gather_on_first(each, share) for layer, each in captured.items()}
-        needs_last = any(each is not None and _target_repr(each) is not None for each in locations)
-        last = _gather_on_first(hidden, share) if needs_last else None
-        of_layers = {layer: each for layer, each in gathered.items() if each is not None}
-        for segment, location in zip(micro_batch.segments, locations, strict=True):
-            if location is not None and of_layers:
-                operation = operations[segment.operation]
-                self._store(operation, location, segment, versions[operation.run_id], of_layers, last)
-        return hidden
-
-    def _store(
-        self,
-        operation: RankOperation,
-        location: FeatureLocation,
-        segment: MicroBatchSegment,
-        version: str,
-        of_layers: Mapping[int, Tensor],
-        last: Tensor | None,
-    ) -> None:
-        """Stores the features of one segment.
-
-        `of_layers` has the hidden states of all tokens by layer, `last` the final ones if the draft's algorithm reads
-        them.
-        """
-        captured, directory = (
-            torch.cat([of_layers[layer] for layer in location.layers], dim=-1),
-            Path(location.directory),
-        )
-        # Embeddings are not stored: the draft looks them up in its target.
-        target_features = TargetFeatures(captured, captured, last)
-        hidden = captured.shape[1] // len(location.layers)
-        kind = FeatureKind(version, tuple(location.layers), _target_repr(location), hidden, self._base.dtype)
-        failure = store_features(directory, kind, operation, segment, target_features)
-        if failure is not None and not operation.has_warned:
-            operation.has_warned = True
-            message = write_failure_message(directory, failure)
-            logger.warning(
-                "run %s continues without the features it should have captured: %s", operation.run_id, message
+    def _kind(self, wanted: DraftFeatures, version: str) -> FeatureKind:
+        """Returns the kind of features that a draft wants of weights with this version."""
+        base, target_repr = self._base, DRAFT_PROGRAMS[wanted.algorithm].algorithm.default_target_repr
+        hidden = int(base.config.get_text_config().hidden_size)
+        form = None
+        if target_repr is not None:
+            vocabulary = torch.from_numpy(np.frombuffer(wanted.vocabulary, np.int32).astype(np.int64)).to(base.device)
+            form = target_form(
+                wanted.target_repr or target_repr,
+                wanted.target_top_k,
+                hidden,
+                base.vocab_size,
+                vocabulary,
+                base.logit_cap,
             )
+        return FeatureKind(version, tuple(wanted.layers), form, hidden, base.dtype)
 
     def _version(self, model: Trainable) -> str:
         """Returns the version of the model's weights; it is computed only after a change."""
@@ -177,9 +164,71 @@ class CapturingPassRunner:
         return version
 
 
-def _target_repr(location: FeatureLocation) -> TargetRepr | None:
-    assert location.algorithm is not None
-    return DRAFT_PROGRAMS[location.algorithm].algorithm.target_repr
+@dataclass(frozen=True, eq=False)
+class _PolicyCapture:
+    """Runs the base model in a pass of policies, and stores features.
+
+    models, kinds: of each operation; the kind is that of the features that it captures, None = it captures none.
+    """
+
+    base: BaseModel
+    head: LogprobHead
+    operations: Sequence[RankOperation]
+    models: Sequence[Trainable]
+    kinds: Sequence[FeatureKind | None]
+    num_lanes: int
+
+    def hidden_states(self, micro_batch: MicroBatch, share: TokenShard) -> Tensor:
+        """Returns the hidden states of the base model, and stores those of the layers that operations capture."""
+        kinds = [self.kinds[segment.operation] for segment in micro_batch.segments]
+        layers = sorted({layer for kind in kinds if kind is not None for layer in kind.layers})
+        captured = dict.fromkeys(layers, torch.empty(0))
+        hidden = self.base.shared_hidden_states(micro_batch, share, captured or None)
+        of_layers = {layer: _gather_on_first(each, share) for layer, each in captured.items()}
+        needs_last = any(kind is not None and kind.form is not None for kind in kinds)
+        last = _gather_on_first(hidden, share) if needs_last else None
+        # All ranks enter together, even if a micro-batch of theirs captures nothing.
+        stores_logits = any(kind is not None and kind.stores_logits for kind in self.kinds)
+        with torch.no_grad(), self.head.gathered() if stores_logits else nullcontext():
+            for segment, kind in zip(micro_batch.segments, kinds, strict=True):
+                if kind is not None:
+                    self._store(kind, segment, of_layers, last)
+        return hidden
+
+    def _store(
+        self,
+        kind: FeatureKind,
+        segment: MicroBatchSegment,
+        of_layers: Mapping[int, Tensor | None],
+        last: Tensor | None,
+    ) -> None:
+        """Stores the features of one segment.
+
+        `of_layers` has the hidden states of all tokens by layer, None if another rank stores them, `last` the final
+        ones if the draft's algorithm reads them.
+        """
+        layers = [each for layer in kind.layers if (each := of_layers[layer]) is not None]
+        if not layers:
+            return
+        operation, model = self.operations[segment.operation], self.models[segment.operation]
+        location = operation.part.request.features
+        assert location is not None
+        directory, captured = Path(location.directory), torch.cat(layers, dim=-1)
+        # Embeddings are not stored: the draft looks them up in its target.
+        outputs = None if last is None else TargetOutputs(last)
+        features = TargetFeatures(captured, captured, outputs if kind.form is not None else None)
+        budget = LogitBudget.on(self.base.device.type == "cpu", self.head.chunk_tokens)
+        chunks = TargetChunks(
+            lambda each: self.head.uncapped_logits(each, [Segment(0, len(each), model)]),
+            budget.chunk_rows(self.num_lanes, self.num_lanes * self.base.vocab_size),
+        )
+        failure = store_features(directory, kind, operation, segment, features, chunks)
+        if failure is not None and not operation.has_warned:
+            operation.has_warned = True
+            message = write_failure_message(directory, failure)
+            logger.warning(
+                "run %s continues without the features it should have captured: %s", operation.run_id, message
+            )
 
 
 def _examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:

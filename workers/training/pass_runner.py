@@ -97,8 +97,8 @@ class PassRunner:
         self._lanes = Lanes(base.device)
         self._max_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self.scoring = ScoringPassRunner(base, models.lora, mesh, config.head_chunk_tokens)
-        self._capturing = CapturingPassRunner(base, models, self.scoring)
         head = LogprobHead(base, config.head_chunk_tokens)
+        self._capturing = CapturingPassRunner(base, models, self.scoring, head)
         self._draft_passes = DraftPassRunner(base, models, mesh, head, self.scoring.shard_of)
         self._token_budget = config.micro_batch_tokens
         self._max_runs = config.adapter_slots
@@ -132,7 +132,7 @@ class PassRunner:
         if self._models.is_draft(parts[0].request.model_id):
             return self._draft_passes
         locations = [part.request.features for part in parts]
-        captures = any(each is not None and each.algorithm is not None for each in locations)
+        captures = any(each is not None and each.draft is not None for each in locations)
         return self._capturing if captures else self.scoring
 
     def _begin(self, part: OperationPart) -> RankOperation:
@@ -174,7 +174,7 @@ class PassRunner:
 
     def _stored(self, operation: RankOperation, location: FeatureLocation) -> dict[int, CapturedFeatures]:
         """Returns the stored features by example. Raises OperationError unless the run is a draft and they are its."""
-        if location.algorithm is not None:
+        if location.draft is not None:
             self._capturing.check(operation.run_id, location)
             return {}
         return self._draft_passes.find_stored(operation.part.request, location, operation.batch.datum_indices)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ...schemas.training import FeatureLocation, ForwardBackwardOutput
+from ...schemas.training import DraftFeatures, ForwardBackwardOutput
 from ..batch.micro_batch import MicroBatchSegment, split_by_example
 from ..batch.partial_result import PartialResult
 from ..batch.validated import ValidatedBatch
@@ -68,10 +68,10 @@ class RankOperation:
         return Path(location.directory) if location is not None and location.captures else None
 
     @property
-    def policy_capture(self) -> FeatureLocation | None:
-        """The directory and layers of the features if a policy's part captures in addition to training; else None."""
+    def policy_capture(self) -> DraftFeatures | None:
+        """The features that a policy's part captures in addition to training; None if it does not."""
         location = self.part.request.features
-        return location if location is not None and location.algorithm is not None else None
+        return None if location is None else location.draft
 
     def add_scores(self, segment: MicroBatchSegment, scored: ScoredTokens) -> None:
         """Adds the scores of a segment. Refuses the operation if its loss is not finite."""

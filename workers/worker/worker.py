@@ -239,6 +239,15 @@ class Worker:
         with self._rank_models.resident(run_id, FORWARD_VECTORS):
             self._models.draft(run_id).set_vocabulary(token_ids)
 
+    def vocabulary(self, run_id: str) -> np.ndarray:
+        """Returns the tokens that a draft can propose, int64 ascending. Raises OperationError if they were not
+        chosen."""
+        self._rank_models.check_draft(run_id)
+        draft = self._models.draft(run_id)
+        if draft.missing_state is not None:
+            raise OperationError(draft.missing_state)
+        return draft.vocabulary.cpu().numpy()
+
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for a sampler, overwriting the same id. See WorkerConfig.full_sampling."""
         self._rank_models.check_samples(run_id)

@@ -535,7 +535,9 @@ async def test_a_checkpoint_of_a_draft_records_its_config_and_target(
     assert record is not None and (record.role, record.target_path) == ("draft", target)
     manifest = read_manifest(Path(record.directory))
     assert (manifest["role"], manifest["target_path"]) == ("draft", target)
-    assert manifest["training"] == (await info(draft))["draft"] | {"block_size": None, "mask_token_id": None}
+    assert manifest["training"] == (await info(draft))["draft"] | dict.fromkeys(
+        ("block_size", "mask_token_id", "target_repr", "target_top_k")
+    )
 
 
 async def test_a_draft_from_a_checkpoint_has_the_saved_config_and_target(server: Server) -> None:

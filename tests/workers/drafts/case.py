@@ -13,6 +13,7 @@ from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
 from trainhouse.workers.drafts.sequences.features import DraftInputs, TargetHead
 from trainhouse.workers.drafts.sequences.labels import Labels
 from trainhouse.workers.drafts.sequences.sequence_shard import SequenceShard
+from trainhouse.workers.drafts.sequences.target_distribution import TargetDistribution
 from trainhouse.workers.heads.head import chunks
 from trainhouse.workers.losses import DRAFT_LOSSES
 from trainhouse.workers.losses.draft_scores import DraftGradients
@@ -101,7 +102,7 @@ class Case:
             packing=Packing(pack_lengths(lengths)),
             embedded=joined(sequences, "embedded").to(dtype),
             captured=joined(sequences, "captured").to(dtype),
-            logits=lambda rows: logits[rows],
+            distribution=lambda rows: TargetDistribution.of(logits[rows], self.vocabulary),
             shard=SequenceShard(sum(lengths)),
             mask=None if (mask := self.shape.mask_token) is None else self.embedding[mask].to(dtype),
             head=head,

@@ -33,7 +33,7 @@ def resolved(requested: DraftConfig, **fields: Any) -> DraftConfig:
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("eagle3", {"capture_layers": (1, 3, 4), "block_size": None, "mask_token_id": None}),
+        ("eagle3", {"capture_layers": (1, 3, 4), "target_repr": "hidden_state"}),
         ("dflash", {"capture_layers": (4,), "block_size": 16, "mask_token_id": 7}),
     ],
 )
@@ -43,10 +43,13 @@ def test_defaults_are_filled_in_once(name: Any, fields: dict[str, Any]) -> None:
     assert resolved(found, num_hidden_layers=8, pad_token_id=7) == found
 
 
-def test_explicit_settings_are_kept() -> None:
-    requested = DraftConfig(
-        algorithm="eagle3", num_layers=1, capture_layers=(0, 5), draft_vocab_size=9, intermediate_size=7, seed=3
-    )
+@pytest.mark.parametrize(
+    "fields",
+    [{"target_repr": "logits"}, {"target_repr": "pruned_logits"}, {"target_repr": "pruned_logits", "target_top_k": 4}],
+)
+def test_explicit_settings_are_kept(fields: dict[str, Any]) -> None:
+    sizes = {"num_layers": 1, "capture_layers": (0, 5), "draft_vocab_size": 9, "intermediate_size": 7, "seed": 3}
+    requested = DraftConfig(algorithm="eagle3", **sizes, **fields)
     assert resolved(requested, num_hidden_layers=8) == requested
 
 
@@ -95,6 +98,33 @@ def test_mask_is_the_padding_token_or_the_last(padding: int | None, ends: int | 
         ("eagle3", {"mask_token_id": 0}, "mask_token_id is a setting of dflash, not of eagle3: leave it out"),
         ("eagle3", {"capture_layers": (1, 8)}, "capture_layers has 8: the target has layers 0 to 7, counted from 0"),
         ("eagle3", {"draft_vocab_size": 513}, "draft_vocab_size 513 exceeds the target's vocabulary of 512: lower it"),
+        (
+            "eagle3",
+            {"target_repr": "pruned_logits"},
+            "target_repr 'pruned_logits' prunes to the draft's vocabulary, which has all 512 tokens of the target: set"
+            " draft_vocab_size or target_top_k, or choose 'logits'",
+        ),
+        (
+            "eagle3",
+            {"target_repr": "pruned_logits", "target_top_k": 512},
+            "target_top_k is 512, and the target has 512 tokens: lower it, or choose target_repr 'logits'",
+        ),
+        *(
+            ("eagle3", fields, "target_top_k is 5: it is only for target_repr 'pruned_logits': leave it out")
+            for fields in ({"target_top_k": 5}, {"target_repr": "logits", "target_top_k": 5})
+        ),
+        (
+            "dflash",
+            {"target_repr": "hidden_state"},
+            "target_repr is 'hidden_state': a dflash draft learns the text's tokens and does not read its target's"
+            " distribution: leave it out",
+        ),
+        (
+            "dflash",
+            {"target_top_k": 5},
+            "target_top_k is 5: a dflash draft learns the text's tokens and does not read its target's distribution:"
+            " leave it out",
+        ),
         ("dflash", {"capture_layers": (1, 9)}, "capture_layers has 9: the target has layers 0 to 7, counted from 0"),
         (
             "dflash",

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from trainhouse.workers.drafts.algorithms.algorithm import DraftPass
+from trainhouse.workers.drafts.sequences.target_form import TargetForm, target_form
 from trainhouse.workers.heads.head import chunks
 from trainhouse.workers.losses.draft_scores import DraftGradients
 from trainhouse.workers.shapes.logit_budget import LogitBudget
 
 from ..parallel.live_bytes import LiveBytes
-from .case import labels, learnable, new_case, target_sequences
+from .case import HIDDEN, joined, labels, learnable, new_case, target_sequences
 
 LENGTHS = (70, 30)
 BUDGET, UNLIMITED = 1 << 20, 1 << 40
@@ -20,13 +21,18 @@ SIZES = (512, 8192, 65536)
 TENSORS = 6
 
 
-def new_pass(name: Any, vocabulary: Sequence[int], size: int, budget: LogitBudget) -> DraftPass:
+def new_pass(
+    name: Any, vocabulary: Sequence[int], size: int, budget: LogitBudget, form: TargetForm | None = None
+) -> DraftPass:
+    """Returns a pass in which the target's distribution does not exist before it is needed. `form`: in which it is
+    read, None = all logits."""
     case = new_case(name, vocabulary, size, num_anchors=50)
     sequences = [replace(each, weights=torch.ones_like(each.weights)) for each in target_sequences(case, LENGTHS)]
     parameters, _ = learnable(case.parameters, torch.float32)
-    given = case.inputs(sequences, torch.float32)
-    # The target's logits do not exist before they are needed.
-    inputs = replace(given, logits=lambda rows: given.logits(rows).clone())
+    inputs = case.inputs(sequences, torch.float32)
+    if form is not None:
+        logits = joined(sequences, "logits").float()
+        inputs = replace(inputs, distribution=lambda rows: form.distribution(form.kept(logits[rows])))
     return case.network(parameters).training_pass(inputs, labels(sequences, torch.float32), case.options, budget)
 
 
@@ -41,11 +47,14 @@ def peak(draft_pass: DraftPass) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, pruned", "eagle3, pruned logits", "eagle3, top logits", "dflash"])
 def test_logits_memory_does_not_grow_with_the_vocabulary(name: str) -> None:
     def peak_of(size: int, max_bytes: int) -> int:
-        step = size // 256 if "pruned" in name else 1
-        return peak(new_pass(name.split(",")[0], range(0, size, step), size, LogitBudget(512, max_bytes)))
+        vocabulary = range(0, size, size // 256 if "pruned" in name else 1)
+        top_k = 64 if "top" in name else None
+        form = target_form("pruned_logits", top_k, HIDDEN, size, torch.tensor(vocabulary), None)
+        form = form if "logits" in name else None
+        return peak(new_pass(name.split(",")[0], vocabulary, size, LogitBudget(512, max_bytes), form))
 
     for size in SIZES:
         assert peak_of(size, BUDGET) < TENSORS * BUDGET, size

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
-from trainhouse.schemas.training import FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.schemas.training import DraftFeatures, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.protocol.calls import DataShare, Failure, OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 from trainhouse.workers.training.rank_operation import FEATURES
@@ -37,8 +38,21 @@ CASES = [
 ]
 
 
-def create_draft(where: Layout, algorithm: Algorithm) -> None:
-    where.call("create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=1, **SHAPES[algorithm]), "draft"))
+FORMS: dict[str, dict[str, Any]] = {
+    "hidden_state": {},
+    "logits": {"target_repr": "logits"},
+    "vocabulary": {"target_repr": "pruned_logits", "draft_vocab_size": 200},
+    "top": {"target_repr": "pruned_logits", "target_top_k": 12},
+}
+"""Configurations of eagle3 drafts that differ in how they read their target's distribution, by name."""
+VOCABULARY = np.arange(20, 220)
+
+
+def create_draft(where: Layout, algorithm: Algorithm, form: str = "hidden_state", run_id: str = "draft") -> None:
+    config = DraftConfig(algorithm=algorithm, seed=1, **SHAPES[algorithm], **FORMS[form])
+    where.call("create_run", RunSpec(run_id, config, "draft"))
+    if config.draft_vocab_size is not None:
+        where.call("set_vocabulary", run_id, VOCABULARY)
 
 
 def referring(where: Layout, request: ForwardBackwardRequest, directory: Path) -> ForwardBackwardRequest:
@@ -67,11 +81,11 @@ def refs_of(request: ForwardBackwardRequest) -> list[str | None]:
     return [datum.feature_ref for datum in request.data]
 
 
-def learned(where: Layout, request: ForwardBackwardRequest) -> list[float]:
+def learned(where: Layout, request: ForwardBackwardRequest, run_id: str = "draft") -> list[float]:
     """Returns losses and gradient norm of a pass; a step with learning rate 0 leaves the draft unchanged."""
     (output,) = where.run_pass(request)
     assert isinstance(output, ForwardBackwardOutput), output
-    step = OptimizerStep("draft", ADAM.model_copy(update={"learning_rate": 0.0}), "mean")
+    step = OptimizerStep(run_id, ADAM.model_copy(update={"learning_rate": 0.0}), "mean")
     (metrics,) = where.call("apply_steps", (step,))
     assert isinstance(metrics, dict), metrics
     losses = np.concatenate([each["losses"] for each in output.loss_fn_outputs]).tolist()
@@ -121,6 +135,45 @@ SHARED = [
         )
     ),
 ]
+
+
+# Beyond one rank alone: features are sent from rank to rank with the last two.
+LOGIT_CASES = [
+    (Case("tp=2"), "top"),
+    (Case("fsdp=2", draft="tp=2"), "vocabulary"),
+    *(
+        pytest.param(case, form, marks=pytest.mark.full)
+        for case in (Case("fsdp=2"), Case("sp=2"), Case("tp=2"), Case("fsdp=2,tp=2", draft="sp=2,tp=2"))
+        for form in ("logits", "vocabulary", "top")
+    ),
+    *(pytest.param(Case("fsdp=2", draft="sp=2"), form, marks=pytest.mark.full) for form in ("logits", "top")),
+]
+
+
+@pytest.mark.parametrize(("case", "form"), LOGIT_CASES, ids=str)
+def test_stored_logits_of_any_rank_serve_all_ranks(
+    case: Case, form: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    model, online = case.model(tiny_models, tmp_path), draft_request("eagle3", 1, *LENGTHS)
+    with (
+        layout(model, SINGLE, tmp_path) as alone,
+        layout(model, case.parallel, tmp_path, **case.knobs) as many,
+    ):
+        for where in (alone, many):
+            create_draft(where, "eagle3", form)
+        offline = referring(many, online, tmp_path / "features")
+        wanted = learned(many, online)
+        assert close(wanted, learned(alone, online)), "the target read in the same form"
+        assert close(wanted, learned(many, offline)) and close(wanted, learned(alone, offline))
+        # Some data have no reference, on one rank or on both.
+        for is_stored in (lambda number: number % 2 == 0, lambda number: number == 1):
+            data = [(offline if is_stored(number) else online).data[number] for number in range(len(LENGTHS))]
+            assert close(wanted, learned(many, replace(offline, data=tuple(data))))
+        assert not close(wanted, [1.001 * each for each in wanted])
+        if form == "top":
+            create_draft(alone, "eagle3", run_id="exact")
+            exact = replace(online, model_id="exact")
+            assert not close(wanted, learned(alone, exact, "exact")), "the top logits approximate"
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
@@ -185,9 +238,9 @@ CAPTURE_CASES = [
 class Pair:
     """A trained policy, and a draft whose target it is."""
 
-    def __init__(self, where: Layout, training: TrainingConfig) -> None:
-        self.where, self.online = where, draft_request("eagle3", 1, *LENGTHS)
-        create_draft(where, "eagle3")
+    def __init__(self, where: Layout, training: TrainingConfig, form: str = "hidden_state") -> None:
+        self.where, self.form, self.online = where, form, draft_request("eagle3", 1, *LENGTHS)
+        create_draft(where, "eagle3", form)
         where.call("create_run", RunSpec("policy", training))
         inputs = [{"target_tokens": np.roll(datum.tokens, -1), **datum.loss_fn_inputs} for datum in self.online.data]
         data = tuple(replace(datum, loss_fn_inputs=each) for datum, each in zip(self.online.data, inputs, strict=True))
@@ -198,7 +251,10 @@ class Pair:
         where.call("set_target", "draft", str(where.saved("policy")))
 
     def capturing(self, directory: Path) -> ForwardBackwardRequest:
-        return replace(self.asked, features=FeatureLocation(str(directory), algorithm="eagle3", layers=(0, 1)))
+        fields = {name: FORMS[self.form].get(name) for name in ("target_repr", "target_top_k")}
+        vocabulary = VOCABULARY.astype(np.int32).tobytes() if self.form == "vocabulary" else b""
+        wanted = DraftFeatures("eagle3", (0, 1), **fields, vocabulary=vocabulary)
+        return replace(self.asked, features=FeatureLocation(str(directory), draft=wanted))
 
     def step(self) -> float:
         (metrics,) = self.where.call("apply_steps", (OptimizerStep("policy", ADAM),))
@@ -245,6 +301,36 @@ def test_draft_learns_from_features_captured_by_its_policy(
         assert isinstance(failure, Failure) and "captured from target" in failure.message, (
             "the policy was trained since"
         )
+
+
+@pytest.mark.parametrize(
+    ("case", "training", "form"),
+    [
+        (Case("fsdp=2"), FULL, "vocabulary"),
+        *(
+            pytest.param(case, training, form, marks=pytest.mark.full)
+            for case, training in ((Case("tp=2"), LORA), (Case("sp=2"), FULL), (Case("fsdp=2,tp=2"), LORA))
+            for form in ("logits", "vocabulary", "top")
+        ),
+    ],
+    ids=lambda value: getattr(value, "training", None) or str(value),
+)
+def test_policies_capture_their_logits_for_drafts(
+    case: Case, training: TrainingConfig, form: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = tmp_path / "features"
+    directory.mkdir()
+    with layout(case.model(tiny_models, tmp_path), case.parallel, tmp_path, **case.knobs) as where:
+        pair = Pair(where, training, form)
+        (wanted,) = where.run_pass(pair.asked)
+        where.call("clear_gradients", "policy")
+        (output,) = where.run_pass(pair.capturing(directory))
+        assert isinstance(output, ForwardBackwardOutput) and isinstance(wanted, ForwardBackwardOutput), output
+        assert repeatable(output.metrics) == repeatable(wanted.metrics)
+        losses = learned(where, pair.online)
+        assert close(learned(where, with_addresses(pair.online, output, directory)), losses)
+        assert not close(losses, [1.001 * each for each in losses])
+        assert pair.step() > 0
 
 
 @pytest.mark.parametrize("case", [Case("tp=2"), pytest.param(Case("sp=2,tp=2"), marks=pytest.mark.full)], ids=str)

@@ -8,12 +8,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ....schemas.models import DraftConfig
+from ....schemas.training import TargetRepr
 from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
 from ...parallel.mesh import ALONE, Team
 from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
-from ..sequences.captured_features import TargetRepr
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
 from ..sequences.features import DraftInputs
 from ..sequences.labels import Labels, Options
@@ -80,8 +80,9 @@ class DraftAlgorithm(Protocol):
         ...
 
     @property
-    def target_repr(self) -> TargetRepr | None:
-        """Returns in which form its drafts read the target's distribution, None if they do not learn from it."""
+    def default_target_repr(self) -> TargetRepr | None:
+        """Returns in which form its drafts read the target's distribution unless their configuration names another,
+        None if they do not read it."""
         ...
 
     def lookahead(self, options: Options) -> int:

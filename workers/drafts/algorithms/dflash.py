@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
+from ....schemas.training import TargetRepr
 from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
 from ...ops.attention import AttentionKind
@@ -27,7 +28,6 @@ from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
 from ..sequences.block_attention import KeyValues, attend_blocks
 from ..sequences.blocks import Blocks
-from ..sequences.captured_features import TargetRepr
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
 from ..sequences.features import DraftInputs, TargetHead
 from ..sequences.labels import Labels, Options
@@ -48,7 +48,7 @@ BlockAttention = Callable[[Tensor, KeyValues], Tensor]
 class DFlash:
     """Implements DraftAlgorithm for DFlash drafts."""
 
-    target_repr: TargetRepr | None = None
+    default_target_repr: TargetRepr | None = None
 
     def draft_lengths(self, shape: DraftShape) -> DraftLengths:
         assert shape.block_size is not None
@@ -71,6 +71,12 @@ class DFlash:
                 f"draft_vocab_size is {config.draft_vocab_size}: a dflash draft predicts all {vocab_size} tokens with"
                 " the target's output head: leave draft_vocab_size out"
             )
+        for name in ("target_repr", "target_top_k"):
+            if (given := getattr(config, name)) is not None:
+                raise OperationError(
+                    f"{name} is {given!r}: a dflash draft learns the text's tokens and does not read its target's"
+                    " distribution: leave it out"
+                )
         resolved = with_defaults(config, target, vocab_size, 1)
         text = target.get_text_config()
         mask = _mask_token(text, vocab_size) if config.mask_token_id is None else config.mask_token_id

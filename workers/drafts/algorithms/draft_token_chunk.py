@@ -1,6 +1,5 @@
 """Scores of draft tokens against the target's distribution, in chunks of rows: logits exist for one chunk at a time."""
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -8,34 +7,7 @@ from torch import Tensor
 
 from ...losses.draft_scores import DraftGradients, DraftScores
 from ...ops.linear import add_product
-
-
-@dataclass(frozen=True, eq=False)
-class TargetDistribution:
-    """The target's distribution at m positions.
-
-    restricted: [m, V], its distribution restricted to the draft's vocabulary.
-    share: [m, 1], the probability that it gives to the draft's vocabulary.
-    top_token: int64 [m], the likeliest among all tokens.
-    covered: bool [m], True where the draft's vocabulary contains it.
-    """
-
-    restricted: Tensor
-    share: Tensor
-    top_token: Tensor
-    covered: Tensor
-
-    @staticmethod
-    def of(logits: Tensor, vocabulary: Tensor) -> "TargetDistribution":
-        """Returns the distribution with these logits, [m, target's vocabulary]. `vocabulary` is the draft's, int64 [V],
-        ascending."""
-        top_token = logits.argmax(-1)
-        if len(vocabulary) == logits.shape[1]:
-            covered = torch.ones_like(top_token, dtype=torch.bool)
-            return TargetDistribution(logits.softmax(-1), logits.new_ones(len(logits), 1), top_token, covered)
-        own = logits[:, vocabulary]
-        share = (own.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)).exp()
-        return TargetDistribution(own.softmax(-1), share, top_token, torch.isin(top_token, vocabulary))
+from ..sequences.target_distribution import TargetDistribution
 
 
 class DraftTokenChunk:

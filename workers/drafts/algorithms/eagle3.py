@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
+from ....schemas.training import TargetRepr
 from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
 from ...ops.attention import AttendingPacking, AttentionKind, attend
@@ -25,7 +26,6 @@ from ...parallel.mesh import ALONE, Team
 from ...shapes.draft_sizes import eagle3_shapes
 from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
-from ..sequences.captured_features import TargetRepr
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
 from ..sequences.features import DraftInputs
 from ..sequences.labels import Labels, Options
@@ -33,7 +33,7 @@ from ..sequences.sequence_shard import SequenceShard, shard_slice
 from ..sequences.unrolled_attention import attend_unrolled
 from .algorithm import Tensors
 from .draft_shape import DraftShape, with_defaults
-from .draft_token_chunk import AcceptanceProducts, DraftTokenChunk, TargetDistribution
+from .draft_token_chunk import AcceptanceProducts, DraftTokenChunk
 from .modules import DraftModules, initialize, rotated
 from .recompute import RunPart, run_keeping, run_recomputing
 
@@ -43,7 +43,7 @@ _LAYER = "midlayer"
 class Eagle3:
     """Implements DraftAlgorithm for EAGLE-3 drafts."""
 
-    target_repr: TargetRepr | None = "hidden_state"
+    default_target_repr: TargetRepr | None = "hidden_state"
 
     def draft_lengths(self, shape: DraftShape) -> DraftLengths:
         return DraftLengths(default=4, most=16)
@@ -62,7 +62,8 @@ class Eagle3:
         num_layers = int(target.get_text_config().num_hidden_layers)
         defaults = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
         captured = config.capture_layers or tuple(sorted(defaults))
-        return with_defaults(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
+        resolved = with_defaults(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
+        return _with_target_repr(resolved, vocab_size)
 
     def inference_config(self, config: DraftConfig) -> Mapping[str, Any]:
         """Returns the config entries of published drafts.
@@ -246,7 +247,7 @@ class Eagle3Pass:
         # States that belong to another sequence may not be finite, and 0 * inf is NaN.
         hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
-        target = TargetDistribution.of(self._inputs.logits(self._all_rows[rows]), network.vocabulary)
+        target = self._inputs.distribution(self._all_rows[rows])
         self._chunk = DraftTokenChunk(hidden, head, network.vocabulary, target, exists)
         return self._chunk.scores(self._products, sources)
 
@@ -297,6 +298,25 @@ class Eagle3Pass:
 
     def _tokens(self, rows: slice) -> Tensor:
         return self._first + self._all_rows[rows]
+
+
+def _with_target_repr(config: DraftConfig, vocab_size: int) -> DraftConfig:
+    """Fills in `target_repr` of an otherwise resolved configuration. Raises OperationError if it cannot be done."""
+    top_k, size = config.target_top_k, config.draft_vocab_size
+    if config.target_repr != "pruned_logits":
+        if top_k is not None:
+            raise OperationError(f"target_top_k is {top_k}: it is only for target_repr 'pruned_logits': leave it out")
+        return config.model_copy(update={"target_repr": config.target_repr or Eagle3.default_target_repr})
+    if top_k is None and size == vocab_size:
+        raise OperationError(
+            f"target_repr 'pruned_logits' prunes to the draft's vocabulary, which has all {vocab_size} tokens of the"
+            " target: set draft_vocab_size or target_top_k, or choose 'logits'"
+        )
+    if top_k is not None and top_k >= vocab_size:
+        raise OperationError(
+            f"target_top_k is {top_k}, and the target has {vocab_size} tokens: lower it, or choose target_repr 'logits'"
+        )
+    return config
 
 
 def _cached_packing(chunks: Sequence[ContinuationChunk]) -> CachedRow:

@@ -1,61 +1,67 @@
 """Captured features of one sequence, stored in a file that is named by the hash of everything that determines them."""
 
 import hashlib
+import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ....schemas.adapters.tensor_file import TensorEntry, encoded_header
 from ....schemas.errors import OperationError
-
-CAPTURED = "captured"
-
-TargetRepr = Literal["hidden_state"]
-"""The form in which the target's distribution is stored: as final hidden states [T, hidden]. Logits are computed from
-these when they are needed, since they would take more space than everything else."""
+from ...shapes.draft_features import FeatureColumn, feature_columns, token_bytes
+from .target_form import TargetForm
 
 _DIGITS = 32
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FeatureKind:
     """Everything that determines features, apart from the tokens.
 
     target: the version of its weights. layers: those that are captured.
-    target_repr: None = the target's distribution is not stored. hidden, dtype: the target's hidden size and precision.
+    form: in which the target's distribution is stored, None = it is not stored.
+    hidden, dtype: the target's hidden size and precision.
     """
 
     target: str
     layers: tuple[int, ...]
-    target_repr: TargetRepr | None
+    form: TargetForm | None
     hidden: int
     dtype: torch.dtype
 
     @property
-    def widths(self) -> Mapping[str, int]:
-        """Returns the numbers per token of each tensor, by name."""
-        target = {} if self.target_repr is None else {self.target_repr: self.hidden}
-        return {CAPTURED: len(self.layers) * self.hidden} | target
+    def columns(self) -> Mapping[str, FeatureColumn]:
+        """Returns the stored tensors, by name."""
+        return feature_columns(len(self.layers), self.hidden, {} if self.form is None else self.form.columns)
+
+    @property
+    def stores_logits(self) -> bool:
+        """True if something computed from the target's logits is stored."""
+        return self.form is not None and self.form.stores_logits
 
     @property
     def token_bytes(self) -> int:
-        return sum(self.widths.values()) * self.dtype.itemsize
+        return token_bytes(self.columns, self.dtype.itemsize)
 
     @property
     def parts(self) -> str:
         """Returns the captured parts of the target, as text."""
-        return ", ".join(map(str, self.layers)) + (f" with {self.target_repr}" if self.target_repr else "")
+        return ", ".join(map(str, self.layers)) + (f" with {self.form.name}" if self.form else "")
 
     @property
     def precision(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    def dtype_of(self, column: FeatureColumn) -> torch.dtype:
+        return self.dtype if column.dtype is None else getattr(torch, column.dtype)
 
     def metadata(self) -> dict[str, str]:
         return {"target": self.target, "parts": self.parts, "hidden": str(self.hidden), "dtype": self.precision}
@@ -67,16 +73,19 @@ class FeatureKind:
         return digest.hexdigest()[:_DIGITS]
 
     def difference(self, metadata: Mapping[str, str]) -> str | None:
-        """Returns how stored features with this metadata differ from this kind, None if they do not."""
-        own = self.metadata()
+        """Returns how stored features with this metadata differ from this kind, and what to do; None if they do not."""
+        own, again = self.metadata(), "capture them again with this draft"
         if "parts" not in metadata:
-            return "captured by an earlier version of the server"
+            return f"captured by an earlier version of the server: {again}"
         if own["parts"] != metadata["parts"]:
-            return f"captured from layers {metadata['parts']}, but the draft reads {self.parts}"
+            return f"captured from layers {metadata['parts']}, but the draft reads {self.parts}: {again}"
         if own["dtype"] != metadata["dtype"]:
-            return f"captured in {metadata['dtype']}, but the draft's target runs in {self.precision}"
+            return f"captured in {metadata['dtype']}, but the draft's target runs in {self.precision}: {again}"
         if own["target"] != metadata["target"]:
-            return f"captured from target {metadata['target']}, but the draft's target is {self.target}"
+            return (
+                f"captured from target {metadata['target']}, but the draft's target is {self.target}: {again}, or"
+                " set_target to a checkpoint of the weights that they were captured from"
+            )
         return None
 
 
@@ -110,46 +119,68 @@ class CapturedFeatures:
             return None
 
     @staticmethod
-    def store(directory: Path, address: str, kind: FeatureKind, tensors: Mapping[str, Tensor]) -> "CapturedFeatures":
+    def store(
+        directory: Path, address: str, kind: FeatureKind, num_tokens: int, chunks: Iterable[Mapping[str, Tensor]]
+    ) -> "CapturedFeatures":
         """Stores features, unless the address has a complete file: equal addresses mean equal contents.
 
         Args:
-            tensors: by name, [T, ...].
+            chunks: the tensors by name, [m, ...] of some tokens after the other, `num_tokens` in all.
         Raises:
             OSError: the file cannot be written.
         """
         found = CapturedFeatures.find(directory, address)
-        if found is not None and found.is_complete(kind, len(tensors[CAPTURED])):
+        if found is not None and found.is_complete(kind, num_tokens):
             return found
         staging = directory / f".staging-{secrets.token_hex(8)}"
         try:
-            save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, staging, kind.metadata())
+            _write(staging, kind, num_tokens, chunks)
             staging.rename(_path(directory, address))
             return CapturedFeatures(_path(directory, address))
-        except (OSError, SafetensorError) as error:
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        finally:
             staging.unlink(missing_ok=True)
-            raise error if isinstance(error, OSError) else OSError(str(error)) from None
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor, [T, ...]."""
+        """Returns a tensor, [T, ...], in the host's memory. It is mapped: only the rows that are used are read."""
         return self._file.get_tensor(name)
 
     def is_complete(self, kind: FeatureKind, num_tokens: int) -> bool:
         """True if the file has all tensors of this kind for this many tokens. Reads no tensor."""
         shapes = {name: self._file.get_slice(name).get_shape() for name in self._file.keys()}  # noqa: SIM118 (no mapping)
-        return shapes == {name: [num_tokens, width] for name, width in kind.widths.items()}
+        return shapes == {name: [num_tokens, column.width] for name, column in kind.columns.items()}
 
     def check(self, kind: FeatureKind, address: str, number: int) -> None:
         """Raises OperationError if these are not the features of this kind at this address. `number` is the datum's,
         for the message."""
         if self.address == address:
             return
-        difference = kind.difference(self._file.metadata()) or "captured from other tokens than its model_input"
-        raise OperationError(
-            f"datum {number}: its feature_ref names features {difference}: capture them again with this draft, or"
-            " set_target to a checkpoint of the weights that they were captured from"
-        )
+        other_tokens = "captured from other tokens than its model_input: capture these tokens, or send those"
+        difference = kind.difference(self._file.metadata()) or other_tokens
+        raise OperationError(f"datum {number}: its feature_ref names features {difference}")
 
 
 def _path(directory: Path, address: str) -> Path:
     return directory / f"{address}.safetensors"
+
+
+def _write(path: Path, kind: FeatureKind, num_tokens: int, chunks: Iterable[Mapping[str, Tensor]]) -> None:
+    """Writes a file in safetensors' format, chunk by chunk, so that no tensor is in memory as a whole."""
+    dtypes = {name: kind.dtype_of(column) for name, column in kind.columns.items()}
+    # Wide numbers first: each tensor must begin at a multiple of its numbers' size.
+    names = sorted(dtypes, key=lambda name: -dtypes[name].itemsize)
+    shapes = {name: (num_tokens, kind.columns[name].width) for name in names}
+    entries = {
+        name: TensorEntry(_DTYPES[dtypes[name]], shapes[name], math.prod(shapes[name]) * dtypes[name].itemsize)
+        for name in names
+    }
+    header = encoded_header(entries, kind.metadata())
+    ends = accumulate((entry.num_bytes for entry in entries.values()), initial=len(header))
+    positions = dict(zip(names, ends, strict=False))
+    with path.open("wb") as file:
+        file.write(header)
+        for chunk in chunks:
+            for name, tensor in chunk.items():
+                file.seek(positions[name])
+                positions[name] += file.write(tensor.contiguous().cpu().view(torch.uint8).numpy().data)

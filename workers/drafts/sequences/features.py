@@ -8,9 +8,10 @@ from torch import Tensor
 
 from ...ops.attention import Packing
 from .sequence_shard import SequenceShard
+from .target_distribution import TargetDistribution
 
-# Computes the target's logits at m of its tokens, int64 [m] -> float32 [m, vocabulary].
-Logits = Callable[[Tensor], Tensor]
+# Computes the target's distribution at m of its tokens, int64 [m].
+Distribution = Callable[[Tensor], TargetDistribution]
 
 
 class TargetHead(Protocol):
@@ -33,8 +34,8 @@ class DraftInputs:
 
     positions: int64 [n], restarting with each sequence. embedded: [n, hidden], the input of the target's first layer.
     captured: [n, layers * hidden], outputs of the captured layers, concatenated.
-    logits: computes the target's logits for the token after each of the given tokens.
-    shard: this rank's shard of the n tokens. Where ranks share them, embedded, captured and logits cover only the
+    distribution: computes the target's distribution of the token after each of the given tokens.
+    shard: this rank's shard of the n tokens. Where ranks share them, embedded, captured and distribution cover only the
     shard, and the tokens after it as far as the draft looks ahead.
     mask: [hidden], the embedding of the draft's mask token, if it has one. head: for drafts without an output head.
     """
@@ -43,7 +44,7 @@ class DraftInputs:
     packing: Packing
     embedded: Tensor
     captured: Tensor
-    logits: Logits
+    distribution: Distribution
     shard: SequenceShard
     mask: Tensor | None = None
     head: TargetHead | None = None

@@ -4,7 +4,7 @@ earlier.
 Both give the same numbers, bit for bit, if the target ran over the same sequences together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,48 +17,61 @@ from ...lora.segment import clip_segments
 from ...models.fused_decoder import EMBEDDING
 from ...models.model import BaseModel
 from ...parallel.token_shard import TokenShard
+from ...shapes.draft_features import CAPTURED
 from ..draft_model import DraftModel
-from ..sequences.captured_features import CAPTURED, CapturedFeatures, FeatureKind
+from ..sequences.captured_features import CapturedFeatures, FeatureKind
+from ..sequences.target_form import HIDDEN_STATE, Kept
+from .target_outputs import StoredOutputs, TargetLogits, TargetOutputs
 
 
 @dataclass(frozen=True, eq=False)
 class TargetFeatures:
-    """The target's hidden states at n tokens.
+    """Everything that a draft reads of its target at n tokens.
 
     embedded: [n, hidden], the input of the first layer.
     captured: [n, layers * hidden], the outputs of the captured layers.
-    last: [n, hidden], the final hidden states, None if the draft does not learn from the target's distribution.
+    outputs: None if the draft does not learn from the target's distribution.
     """
 
     embedded: Tensor
     captured: Tensor
-    last: Tensor | None
+    outputs: TargetOutputs | None
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "TargetFeatures":
-        last = None if self.last is None else function(self.last)
-        return TargetFeatures(function(self.embedded), function(self.captured), last)
+        outputs = None if self.outputs is None else self.outputs.mapped(function)
+        return TargetFeatures(function(self.embedded), function(self.captured), outputs)
 
-    def stored(self, rows: slice, kind: FeatureKind) -> dict[str, Tensor]:
-        """Returns the tensors to store for these rows. The embedding is frozen and need not be stored."""
-        tensors = {CAPTURED: self.captured[rows]}
-        if kind.target_repr is not None:
-            assert self.last is not None
-            tensors[kind.target_repr] = self.last[rows]
-        return tensors
+    def exchanged(self, exchange: Callable[[Tensor], Tensor]) -> "TargetFeatures":
+        outputs = None if self.outputs is None else self.outputs.exchanged(exchange)
+        return TargetFeatures(exchange(self.embedded), exchange(self.captured), outputs)
+
+    def stored(self, tokens: slice, kind: FeatureKind, logits: TargetLogits, chunk_tokens: int) -> Iterator[Kept]:
+        """Yields the tensors to store for these tokens, chunk by chunk. The embedding is frozen and need not be stored.
+
+        Args:
+            chunk_tokens: the most tokens whose logits exist at a time.
+        """
+        hidden = None if self.outputs is None else self.outputs.hidden
+        if not kind.stores_logits:
+            yield {CAPTURED: self.captured[tokens]} | ({} if hidden is None else {HIDDEN_STATE: hidden[tokens]})
+            return
+        assert hidden is not None and kind.form is not None
+        for start in range(tokens.start, tokens.stop, chunk_tokens):
+            chunk = slice(start, min(start + chunk_tokens, tokens.stop))
+            yield {CAPTURED: self.captured[chunk], **kind.form.kept(logits(hidden[chunk]))}
 
     @staticmethod
     def join(parts: Sequence[tuple[Tensor, "TargetFeatures"]]) -> "TargetFeatures":
         """Joins parts, given with the int64 rows of the whole that each covers. Rows of a part beyond these are
         padding."""
         order = torch.cat([rows for rows, _ in parts]).argsort()
-
-        def joined(tensors: Sequence[Tensor]) -> Tensor:
-            own = [tensor[: len(rows)] for tensor, (rows, _) in zip(tensors, parts, strict=True)]
-            return torch.cat(own)[order]
-
-        embedded, captured = (joined([getattr(part, name) for _, part in parts]) for name in ("embedded", "captured"))
-        lasts = [part.last for _, part in parts if part.last is not None]
-        return TargetFeatures(embedded, captured, joined(lasts) if len(lasts) == len(parts) else None)
+        embedded, captured = (
+            torch.cat([getattr(part, name)[: len(rows)] for rows, part in parts])[order]
+            for name in ("embedded", "captured")
+        )
+        outputs = [(len(rows), part.outputs) for rows, part in parts if part.outputs is not None]
+        joined = TargetOutputs.join(outputs).mapped(lambda each: each[order]) if outputs else None
+        return TargetFeatures(embedded, captured, joined)
 
 
 class FeatureSource(Protocol):
@@ -95,7 +108,8 @@ class HookedTarget:
         with self._lora.applied(clip_segments(segments, shard.tokens)):
             last = self._base.shared_hidden_states(micro_batch, shard, captured)
         of_layers = torch.cat([captured[layer] for layer in layers], dim=-1)
-        return TargetFeatures(captured[EMBEDDING], of_layers, last).mapped(shard.select_scored)
+        outputs = None if self._draft.target_form is None else TargetOutputs(last)
+        return TargetFeatures(captured[EMBEDDING], of_layers, outputs).mapped(shard.select_scored)
 
 
 class StoredFeatureSource:
@@ -110,10 +124,28 @@ class StoredFeatureSource:
     @torch.no_grad()
     def features(self, micro_batch: MicroBatch) -> TargetFeatures:
         embedded, kind = self._base.embedded(micro_batch.tokens), self._draft.feature_kind
-        tensors = {name: self._read(name, embedded.new_empty(0, width)) for name, width in kind.widths.items()}
-        return TargetFeatures(embedded, tensors[CAPTURED], tensors[kind.target_repr] if kind.target_repr else None)
+        empty = {
+            name: embedded.new_empty(0, column.width, dtype=kind.dtype_of(column))
+            for name, column in kind.columns.items()
+        }
+        return TargetFeatures(embedded, self._read(CAPTURED, empty[CAPTURED]), self._outputs(kind, empty))
 
-    def _read(self, name: str, like: Tensor) -> Tensor:
-        """Reads one tensor of all sequences. `like` is its empty value, which sets device and dtype."""
+    def _outputs(self, kind: FeatureKind, empty: Kept) -> TargetOutputs | None:
+        if kind.form is None:
+            return None
+        if not kind.form.stores_logits:
+            return TargetOutputs(self._read(HIDDEN_STATE, empty[HIDDEN_STATE]))
+        of_outputs = {name: empty[name] for name in kind.form.columns}
+        files = [{name: each.tensor(name) for name in of_outputs} for each in self._stored]
+        places = [
+            torch.stack([torch.full((num,), number), torch.arange(num)], dim=1)
+            for number, num in enumerate((len(file[next(iter(of_outputs))]) for file in files), 1)
+        ]
+        device = empty[CAPTURED].device
+        whole = torch.cat([torch.empty(0, 2, dtype=torch.int64), *places]).to(device)
+        return TargetOutputs(None, StoredOutputs(files, whole, of_outputs))
+
+    def _read(self, name: str, empty: Tensor) -> Tensor:
+        """Reads one tensor of all sequences. `empty` sets device and dtype."""
         tensors = {each.address: each.tensor(name) for each in self._stored}
-        return torch.cat([like, *(tensors[each.address].to(like.device, non_blocking=True) for each in self._stored)])
+        return torch.cat([empty, *(tensors[each.address].to(empty.device, non_blocking=True) for each in self._stored)])

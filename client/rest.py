@@ -14,6 +14,7 @@ from ..schemas.checkpoints import (
     ImportWeightsResponse,
     WeightsInfoResponse,
 )
+from ..schemas.history import RunMetrics, RunOperationList
 from ..schemas.models import CheckpointList, SessionInfo, SessionList, TrainingRun, TrainingRunList
 from ..schemas.sampling import SamplerInfo
 from ..schemas.training import Wire
@@ -45,6 +46,34 @@ class RestClient:
 
     def get_training_run(self, training_run_id: str) -> APIFuture[TrainingRun]:
         return self._get(f"training_runs/{training_run_id}", TrainingRun)
+
+    def get_metrics(
+        self,
+        training_run_id: str,
+        after: int = -1,
+        logged_after: int = -1,
+        limit: int = 1000,
+        points: int | None = None,
+    ) -> APIFuture[RunMetrics]:
+        """Returns the metrics of one of your runs: of its optimizer steps, and those that were logged.
+
+        Args:
+            after, logged_after: `next` of an earlier answer, for the steps that follow.
+            limit: of steps, at most 2,000, or 100,000 with `points`.
+            points: most values of each series, which are then means of consecutive steps.
+        """
+        query = {"after": after, "logged_after": logged_after, "limit": limit}
+        if points is not None:
+            query["points"] = points
+        return self._get(f"training_runs/{training_run_id}/metrics", RunMetrics, **query)
+
+    def list_operations(
+        self, training_run_id: str, before: int | None = None, limit: int = 100
+    ) -> APIFuture[RunOperationList]:
+        """Lists the ended operations of one of your runs, the last first: how long each waited and ran, and why it
+        failed. `before` is `next` of an earlier answer."""
+        query = {"limit": limit} if before is None else {"limit": limit, "before": before}
+        return self._get(f"training_runs/{training_run_id}/operations", RunOperationList, **query)
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointList]:
         """Lists the checkpoints of one training run, oldest first; only the public ones of another tenant's run."""

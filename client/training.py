@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from ..schemas import checkpoints, drafts, schedules, training
+from ..schemas import checkpoints, drafts, history, schedules, training
 from ..schemas.batches import merge_outputs, split_into_chunks
 from ..schemas.codec import decode_forward_backward_output, encode_forward_backward_request
 from ..schemas.futures import SubmitResponse
@@ -240,6 +240,19 @@ class TrainingClient:
             self._next_seq_id += 1
             answer = schedules.CreateEvaluationResponse
             return self._connection.run(self._run_operation("create_evaluation", body, answer, PROTOBUF))
+
+    def log(self, metrics: Mapping[str, float], step: int | None = None) -> APIFuture[history.LogMetricsResponse]:
+        """Adds metrics of your own, such as reward and KL, to a step of the run, where get_metrics returns them.
+
+        Args:
+            metrics: at most 64, all finite. One that the step has is replaced.
+            step: any number from 0 on; None for the number of optim_step calls so far (see at_steps for resumed runs).
+        """
+        step = self._num_steps if step is None else step
+        with readable_validation_errors():
+            entry = history.LoggedMetrics(step=step, metrics={name: float(value) for name, value in metrics.items()})
+        request, path = history.LogMetricsRequest(entries=[entry]), f"training_runs/{self.model_id}/metrics"
+        return self._connection.run(self._connection.post(path, request, history.LogMetricsResponse))
 
     def delete_evaluation(self, name: str) -> APIFuture[schedules.DeleteEvaluationResponse]:
         """Ends an evaluation, and deletes its data on the server."""

@@ -29,16 +29,21 @@ def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOu
     """Merges the outputs of one call's chunks into one. Metrics without a known reduction are dropped."""
     if len(outputs) == 1:
         return outputs[0]
-    sizes = np.asarray([len(output.loss_fn_outputs) for output in outputs], dtype=np.float64)
-    metrics = {}
-    for name in outputs[0].metrics:
-        reduce = _REDUCTIONS.get(name.rpartition(":")[2])
-        if reduce and all(name in output.metrics for output in outputs):
-            metrics[name] = reduce(np.asarray([output.metrics[name] for output in outputs]), sizes)
-    metrics |= _ratios(metrics)
+    metrics = merge_metrics([output.metrics for output in outputs], [len(output.loss_fn_outputs) for output in outputs])
     rows = tuple(row for output in outputs for row in output.loss_fn_outputs)
     refs = tuple(ref for output in outputs for ref in output.feature_refs)
     return ForwardBackwardOutput(rows, metrics, outputs[0].loss_fn_output_type, refs)
+
+
+def merge_metrics(of_passes: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> dict[str, float]:
+    """Merges the metrics of passes by the reduction in their names; those without a known one, or that a pass does not
+    have, are dropped. Means without sums are weighted by `sizes`."""
+    weights, metrics = np.maximum(np.asarray(sizes, np.float64), 1e-9), {}
+    for name in of_passes[0]:
+        reduce = _REDUCTIONS.get(name.rpartition(":")[2])
+        if reduce and all(name in one for one in of_passes):
+            metrics[name] = reduce(np.asarray([one[name] for one in of_passes]), weights)
+    return metrics | _ratios(metrics)
 
 
 def _ratios(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -107,6 +107,14 @@ class ForwardBackwardRequest:
     evaluation: EvaluationSchedule | None = None
     features: FeatureLocation | None = None
 
+    @property
+    def total_weight(self) -> float:
+        """Returns the sum of the weights of the data, or their number of tokens if they have none."""
+        return sum(
+            float(each.loss_fn_inputs["weights"].sum()) if "weights" in each.loss_fn_inputs else float(len(each.tokens))
+            for each in self.data
+        )
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the data as columns."""
         rest = self.capture_for, self.evaluation, self.features

@@ -18,7 +18,8 @@ PRODUCT_USED_ELSEWHERE = {
     "client/rest.py": """
         list_training_runs get_training_run list_user_checkpoints get_weights_info_by_tinker_path
         delete_checkpoint_from_tinker_path publish_checkpoint_from_tinker_path unpublish_checkpoint_from_tinker_path
-        set_checkpoint_ttl_from_tinker_path download_checkpoint list_sessions get_sampler""",
+        set_checkpoint_ttl_from_tinker_path download_checkpoint list_sessions get_sampler get_metrics
+        list_operations""",
     "client/sampling.py": "compute_logprobs",
     "client/service.py": """
         _heartbeat get_limits get_workers create_full_training_client create_training_client_from_state""",

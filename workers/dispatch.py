@@ -136,13 +136,17 @@ class WorkerDispatch:
             await self._call_worker(run_id, "drop_run", run_id, drops=run_id)
         self._locations.pop(run_id, None)
 
-    async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+    async def forward_backward(
+        self, request: ForwardBackwardRequest, on_begin: Callable[[], None] | None = None
+    ) -> ForwardBackwardOutput:
+        """Runs a pass; `on_begin` is called when the ranks are sent each part of it."""
         location = self._location(request.model_id)
-        return await location.group.submit(PassWork(request.model_id, location.tenant_id, request))
+        return await location.group.submit(PassWork(request.model_id, location.tenant_id, request, on_begin=on_begin))
 
-    async def optim_step(self, step: OptimizerStep) -> dict[str, float]:
+    async def optim_step(self, step: OptimizerStep, on_begin: Callable[[], None] | None = None) -> dict[str, float]:
+        """Takes a step; `on_begin` is called when the ranks are sent it."""
         location = self._location(step.run_id)
-        return await location.group.submit(StepWork(step.run_id, location.tenant_id, step))
+        return await location.group.submit(StepWork(step.run_id, location.tenant_id, step, on_begin=on_begin))
 
     async def clear_gradients(self, run_id: str) -> None:
         await self._call_worker(run_id, "clear_gradients", run_id)

@@ -276,6 +276,9 @@ class JournalSection(Section):
     snapshot_steps: int = knob(20, "optimizer steps of a run between two snapshots of it", check=POSITIVE)
     snapshot_bytes: Bytes = knob(256 << 20, "most bytes of a run's operations between two snapshots", check=POSITIVE)
     result_ttl_seconds: float = knob(86400.0, "how long results stay retrievable", check=above(0))
+    history_ttl_seconds: float = knob(
+        7776000.0, "how long metrics and operations of runs are kept (docs/metrics.md)", check=above(0)
+    )
     result_memory_bytes: Bytes = knob(64 << 20, "memory for results; the oldest are kept on disk only", check=POSITIVE)
 
 

@@ -10,10 +10,10 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -22,7 +22,7 @@ from ...schemas.futures import Pending, RequestFailed
 from ..files.segment import MAX_BODY_BYTES, read_segment
 from ..files.segment_log import Guard, RecordPosition, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
-from ..store import ResultRecord, Store
+from ..store import OperationRecord, ResultRecord, Store
 from .journal import Header
 from .kept_bytes import KeptBytes
 from .long_polls import LongPolls
@@ -42,6 +42,8 @@ _LINGER_SECONDS = 0.25
 Encoding = Literal["json", "forward_backward", "sample", "user_error", "server_error"]
 
 _ERRORS = ("user_error", "server_error")
+_ENDED = "ended"
+"""Key of an operation's record in the header of its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Future:
 
     pending: says why there is no result yet. on_stored: called as soon as the store has the result's place.
     num_bytes: size of the result's body.
+    ended: of a run's operation, what its history keeps.
     """
 
     request_id: str
@@ -94,17 +97,19 @@ class Future:
     num_bytes: int = 0
     place: RecordPosition | None = None
     resolved_at: float = 0.0
+    ended: OperationRecord | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def header(self) -> dict[str, object]:
-        """Returns what the store records about the result, except its place and size."""
+        """Returns what the store records, except the result's place and size."""
         assert self.result is not None
-        return {
+        header = {
             "request_id": self.request_id,
             "tenant_id": self.tenant_id,
             "encoding": self.result.encoding,
             "created_at": self.resolved_at,
         }
+        return header if self.ended is None else {**header, _ENDED: asdict(self.ended)}
 
     def end(self) -> None:
         """Calls `on_stored`, and drops the references to the operation, which no callback needs any more."""
@@ -189,9 +194,11 @@ class Futures:
         future = self._live[request_id] = Future(request_id, tenant_id, pending, on_stored)
         return future
 
-    def resolve(self, future: Future, result: Result) -> None:
+    def resolve(self, future: Future, result: Result, ended: OperationRecord | None = None) -> None:
+        """Sets the result, unless there is one. `ended`: what the run's history keeps of the operation."""
         if future.result is not None:
             return
+        future.ended = ended
         if len(result.body) > MAX_BODY_BYTES:
             words = f"the result has {len(result.body)} bytes, and at most {MAX_BODY_BYTES} can be stored: request less"
             result = failure(words, "user")
@@ -199,8 +206,8 @@ class Futures:
         self.kept_bytes.add(future.tenant_id, future.num_bytes)
         self._append(future)
 
-    def fail(self, future: Future, message: str, category: Category) -> None:
-        self.resolve(future, failure(message, category))
+    def fail(self, future: Future, message: str, category: Category, ended: OperationRecord | None = None) -> None:
+        self.resolve(future, failure(message, category), ended)
 
     def forget(self, future: Future) -> None:
         """Removes a future whose operation was not accepted after all."""
@@ -304,7 +311,7 @@ class Futures:
             batch = self._unstored[:_MAX_PER_WRITE]
             try:
                 await self._store.results.put(
-                    [_record(str(future.place), future.num_bytes, future.header()) for future in batch]
+                    *_records(_Stored(str(one.place), one.num_bytes, one.header()) for one in batch)
                 )
             except SQLAlchemyError as error:
                 if self._closing.is_set():
@@ -330,15 +337,15 @@ class Futures:
         start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
         records = await asyncio.to_thread(lambda: list(self._records_after(start)))
         for first in range(0, len(records), _MAX_PER_WRITE):
-            await self._store.results.put(records[first : first + _MAX_PER_WRITE])
+            await self._store.results.put(*_records(records[first : first + _MAX_PER_WRITE]))
 
-    def _records_after(self, start: RecordPosition) -> Iterator[ResultRecord]:
+    def _records_after(self, start: RecordPosition) -> Iterator["_Stored"]:
         for segment in self._segments.earlier:
             if segment < start.segment:
                 continue
             for stored in read_segment(self._segments.path(segment)):
                 if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
-                    yield _record(str(RecordPosition(segment, stored.offset)), len(stored.body), stored.header)
+                    yield _Stored(str(RecordPosition(segment, stored.offset)), len(stored.body), stored.header)
 
     def _evict_oldest(self) -> None:
         request_id, future = self._stored.popitem(last=False)
@@ -350,8 +357,24 @@ def _nothing() -> None:
     """Replaces Future.on_stored after Future.end."""
 
 
-def _record(place: str, num_bytes: int, header: Mapping[str, object]) -> ResultRecord:
-    return ResultRecord(place=place, size_bytes=num_bytes, **header)  # pyright: ignore[reportArgumentType]
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A result in a segment; header: as Future.header returns it."""
+
+    place: str
+    num_bytes: int
+    header: Mapping[str, object]
+
+
+def _records(stored: Iterable[_Stored]) -> tuple[list[ResultRecord], list[OperationRecord]]:
+    """Returns the records of results, and of the operations that they end."""
+    results, operations = [], []
+    for one in stored:
+        header = dict(one.header)
+        if (ended := header.pop(_ENDED, None)) is not None:
+            operations.append(OperationRecord(**cast(dict[str, Any], ended)))
+        results.append(ResultRecord(place=one.place, size_bytes=one.num_bytes, **cast(dict[str, Any], header)))
+    return results, operations
 
 
 def _lost(header: Header) -> str:

@@ -4,9 +4,11 @@ A Run gives an operation its place in the queue and decides when it is performed
 """
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, ClassVar, Self
@@ -18,7 +20,7 @@ from ..files.segment_log import RecordPosition
 from ..http.bodies import ReceivedBody
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
-from ..store import RunRecord
+from ..store import OperationRecord, RunRecord
 from ..tenants.reservation import Reservation
 from .context import OperationContext
 
@@ -27,6 +29,12 @@ REFUSED = "refused"
 
 MISSING = "an operation"
 """Kind of an operation that has not arrived."""
+
+WEIGHT = "weight:sum"
+"""Metric of a pass in a run's history: the weight of its data, by which summed losses are divided."""
+
+_MAX_ERROR = 1000
+"""Characters of an error that a run's history keeps."""
 
 
 class Outcome(Enum):
@@ -84,6 +92,9 @@ class Operation(ABC):
     reservation: the reservation of an operation that this process accepted.
     num_strikes: crashes of workers in earlier processes that ran it.
     failed_before: an earlier process answered it with a failure of the server.
+    begun_at: when the workers first received it or a part of it; None before.
+    metrics: of its result, empty if it has none.
+    step: the number of the optimizer step that it took; None if it took none.
     """
 
     kind: ClassVar[str]
@@ -100,6 +111,9 @@ class Operation(ABC):
     reservation: Reservation | None = field(init=False, default=None)
     num_strikes: int = field(init=False, default=0)
     failed_before: bool = field(init=False, default=False)
+    begun_at: float | None = field(init=False, default=None)
+    metrics: Mapping[str, float] = field(init=False, default_factory=dict)
+    step: int | None = field(init=False, default=None)
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
@@ -115,6 +129,26 @@ class Operation(ABC):
     @property
     def seq_id(self) -> int:
         return self.log_entry.seq_id
+
+    def mark_begun(self) -> None:
+        self.begun_at = self.begun_at or time.monotonic()
+
+    def ended(self, run_id: str, error: str | None) -> OperationRecord:
+        """Returns what the run's history keeps of the operation, which has just ended."""
+        now = time.monotonic()
+        begun_at = self.begun_at or now
+        return OperationRecord(
+            run_id,
+            self.seq_id,
+            self.kind,
+            ended_at=time.time(),
+            queued_seconds=begun_at - self.arrived_at,
+            busy_seconds=now - begun_at,
+            num_tokens=self.num_tokens,
+            step=self.step if error is None else None,
+            error=error and error[:_MAX_ERROR],
+            metrics={name: value for name, value in self.metrics.items() if math.isfinite(value)},
+        )
 
     @property
     def num_bytes(self) -> int:

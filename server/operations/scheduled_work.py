@@ -60,7 +60,7 @@ class ScheduledWork:
             outputs, weight = [], 0.0
             async for piece in self._pieces(evaluation):
                 outputs.append(without_rows(await self.context.dispatch.forward_backward(piece)))
-                weight += total_weight(piece)
+                weight += piece.total_weight
             found = evaluation_metrics(name, outputs, weight)
         except (WorkerLost, *OUTAGE_ERRORS):
             raise
@@ -162,14 +162,6 @@ def evaluation_metrics(name: str, outputs: Sequence[ForwardBackwardOutput], weig
     if weight > 0:
         metrics.setdefault("loss:mean", metrics["loss:sum"] / weight)
     return {f"{_prefix(name)}{metric}": value for metric, value in metrics.items() if metric not in _OF_PASSES}
-
-
-def total_weight(request: ForwardBackwardRequest) -> float:
-    """Returns the sum of the weights of the data, or their number of tokens if they have none."""
-    return sum(
-        float(datum.loss_fn_inputs["weights"].sum()) if "weights" in datum.loss_fn_inputs else float(len(datum.tokens))
-        for datum in request.data
-    )
 
 
 def without_rows(output: ForwardBackwardOutput) -> ForwardBackwardOutput:

@@ -21,7 +21,7 @@ from ..store import RunRecord
 from .context import OperationContext
 from .evaluation_data import pieces_of
 from .operation import Operation, json_result
-from .scheduled_work import evaluation_metrics, total_weight, without_rows
+from .scheduled_work import evaluation_metrics, without_rows
 from .training import STABLE_REINFORCE, Forward
 
 
@@ -64,7 +64,7 @@ class CreateEvaluation(Forward):
         await context.store.runs.set_schedules(run.run_id, schedules)
         if replaced is not None and replaced.seq_id != self.seq_id:
             await data.remove(run.run_id, replaced.seq_id)
-        metrics = evaluation_metrics(schedule.name, outputs, sum(map(total_weight, pieces)))
+        metrics = evaluation_metrics(schedule.name, outputs, sum(piece.total_weight for piece in pieces))
         response = CreateEvaluationResponse(
             name=schedule.name, every=schedule.every, num_tokens=self.num_tokens, metrics=metrics
         )

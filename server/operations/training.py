@@ -20,7 +20,7 @@ from ..journal.futures import Result
 from ..journal.journal import Header
 from ..store import RunRecord
 from .context import OperationContext
-from .operation import Operation, json_result
+from .operation import WEIGHT, Operation, json_result
 from .scheduled_work import ScheduledWork
 
 STABLE_REINFORCE = "stable_reinforce"
@@ -66,6 +66,7 @@ class ForwardBackward(Operation):
         if self.feature_uses:
             request = context.features.with_feature_location(run, request)
         output = await self._run_pass(context, run, request)
+        self.metrics = {**output.metrics, WEIGHT: self.request.total_weight}
         arrays = (array for datum in output.loss_fn_outputs for array in datum.values())
         if sum(array.nbytes for array in arrays) < LARGE_BYTES:
             return Result(encode_forward_backward_output(output), "forward_backward")
@@ -74,7 +75,7 @@ class ForwardBackward(Operation):
     async def _run_pass(
         self, context: OperationContext, run: RunRecord, request: ForwardBackwardRequest
     ) -> ForwardBackwardOutput:
-        return await context.dispatch.forward_backward(request)
+        return await context.dispatch.forward_backward(request, self.mark_begun)
 
     async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
         # After an internal error, the gradients may be there: the next step releases the features.
@@ -108,7 +109,6 @@ class OptimStep(Operation):
     """Takes an optimizer step, and then does what is scheduled after it.
 
     runs_alone: something may be due after it. skips_schedules: nothing is done after it, since workers died twice.
-    step: its number, None until it is taken.
     """
 
     kind = "optim_step"
@@ -117,7 +117,6 @@ class OptimStep(Operation):
     request: OptimStepRequest
     runs_alone: bool = False
     skips_schedules: bool = False
-    step: int | None = None
     # The metrics of the step, and what the workers reported about the run when it was taken, which a rebuild replaces.
     _taken: tuple[dict[str, float], RunInfo | None] | None = None
 
@@ -137,6 +136,7 @@ class OptimStep(Operation):
         self.step = int(metrics["optimizer_step:last"])
         if run.schedules.is_due_within(self.step, self.step):
             metrics, warnings = await self._do_scheduled_work(context, run, self.step, metrics)
+        self.metrics = {**metrics, "learning_rate": self._adam_params.learning_rate}
         # Last, since the passes before the step are repeated if the worker is lost before its result is known.
         await context.features.release_holds_before(run, self.seq_id, were_used=True)
         return json_result(OptimStepResponse(metrics=metrics, warnings=warnings or None))
@@ -160,9 +160,12 @@ class OptimStep(Operation):
             raise OperationError(
                 f"optimizer {self.request.optimizer_params.get('type')!r} is not supported: send adam_params (AdamW)"
             )
-        params = self.request.adam_params or AdamParams()
-        step = OptimizerStep(run.run_id, params, self.request.gradient_scale, seq_id=self.seq_id)
-        return await context.dispatch.optim_step(step)
+        step = OptimizerStep(run.run_id, self._adam_params, self.request.gradient_scale, seq_id=self.seq_id)
+        return await context.dispatch.optim_step(step, self.mark_begun)
+
+    @property
+    def _adam_params(self) -> AdamParams:
+        return self.request.adam_params or AdamParams()
 
     async def undo(self, context: OperationContext, run: RunRecord, error: Exception) -> None:
         is_refusal = isinstance(error, OperationError) and error.category == "user"

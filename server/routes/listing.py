@@ -60,9 +60,9 @@ async def get_training_run(
     """Describes a training run: its base model, its newest checkpoints, and when it was last used."""
     run = await services.store.runs.get(run_id)
     if run is None or (run.tenant_id != tenant.id and not await _readable(services, tenant, run, access_scope)):
-        raise _no_run(run_id)
+        raise no_run(run_id)
     if not (found := await _training_runs(services, tenant, [run])):  # its public checkpoint has just expired
-        raise _no_run(run_id)
+        raise no_run(run_id)
     return found[0]
 
 
@@ -73,10 +73,10 @@ async def list_run_checkpoints(
     """Lists the checkpoints of a run, oldest first; only the public ones if the run belongs to another tenant."""
     run = await services.store.runs.get(run_id)
     if run is None:
-        raise _no_run(run_id)
+        raise no_run(run_id)
     readable = await _readable(services, tenant, run, "accessible")
     if run.tenant_id != tenant.id and not readable:
-        raise _no_run(run_id)
+        raise no_run(run_id)
     return CheckpointList(checkpoints=await _checkpoints(services, tenant, readable))
 
 
@@ -182,7 +182,7 @@ def _cursor(page: PageInfo) -> Cursor:
     return Cursor(offset=page.offset, limit=page.limit, total_count=page.total_count)
 
 
-def _no_run(run_id: str) -> RequestError:
+def no_run(run_id: str) -> RequestError:
     return RequestError(f"no training run {run_id} exists: list yours with GET /api/v1/training_runs", status=404)
 
 

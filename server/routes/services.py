@@ -14,6 +14,7 @@ from ..journal.journal import Journal
 from ..journal.recordings import Recordings
 from ..operations.evaluation_data import EvaluationData
 from ..replication.leases import Tenure
+from ..runs.history import RunHistory
 from ..runs.runs import Runs
 from ..sampling.draft_loader import DraftLoader
 from ..sampling.sampler_weights import SamplerWeights
@@ -35,6 +36,7 @@ class Services:
     sessions: Sessions
     checkpoints: Checkpoints
     runs: Runs
+    history: RunHistory
     sampler_weights: SamplerWeights
     drafts: DraftLoader
     features: FeatureStore

@@ -33,7 +33,7 @@ class Execution:
         Args:
             window: the gradient window that the operation is part of, or ends.
         """
-        entry, state = operation.log_entry, self._state
+        entry, state, run_id = operation.log_entry, self._state, self._state.record.run_id
         try:
             result = await self._perform(operation, window)
         except Exception as error:
@@ -42,13 +42,13 @@ class Execution:
                 window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
             await self._undo(operation, error)
             if isinstance(operation, CreateRun):
-                state.unusable = f"run {state.record.run_id} could not be created: {message}"
+                state.unusable = f"run {run_id} could not be created: {message}"
             if operation.future is not None:
-                self._services.futures.fail(operation.future, message, category)
+                self._services.futures.fail(operation.future, message, category, operation.ended(run_id, message))
         else:
             entry.outcome, state.outage = Outcome.DONE, None
             if operation.future is not None:
-                self._services.futures.resolve(operation.future, result)
+                self._services.futures.resolve(operation.future, result, operation.ended(run_id, None))
 
     async def _perform(self, operation: Operation, window: OperationWindow) -> Result:
         """Performs the operation, again after each crash and outage.
@@ -84,6 +84,8 @@ class Execution:
 
     async def _perform_once(self, operation: Operation, window: OperationWindow) -> Result:
         state, context = self._state, self._services.context
+        if not operation.is_chained:
+            operation.mark_begun()
         try:
             result = await operation.perform(context, state.record)
         except OperationError as error:

@@ -213,12 +213,13 @@ class Runs:
         """Takes snapshots of all idle runs, so that the next process has no operations to replay."""
         await asyncio.gather(*(run.snapshot() for run in self._runs.values()))
 
-    async def save_request_times(self) -> None:
-        """Stores when runs were last used, for listings of runs."""
+    async def save_request_times(self) -> Iterable[str]:
+        """Stores when runs were last used, for listings of runs; returns those that were used since the last call."""
         saved_at, self._saved_at = self._saved_at, time.time()
         times = {run_id: run.last_request_at for run_id, run in self._runs.items() if run.last_request_at >= saved_at}
         if times:
             await self._store.runs.touch(times)
+        return times
 
     async def close(self) -> None:
         for ending in self._ending:

@@ -29,9 +29,10 @@ from ..operations.context import OperationContext
 from ..operations.evaluation_data import EvaluationData
 from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..replication.leases import Tenure
-from ..routes import auth, checkpoints, futures, listing, models, openai, pages, sampling, sessions, training
+from ..routes import auth, checkpoints, futures, history, listing, models, openai, pages, sampling, sessions, training
 from ..routes.fast import FastRoutes, find_endpoints
 from ..routes.services import Services
+from ..runs.history import RunHistory
 from ..runs.run_services import RunServices
 from ..runs.runs import Runs
 from ..sampling.draft_loader import DraftLoader
@@ -105,7 +106,7 @@ def create_app(
         # It would not see requests that bypass FastAPI, but cost every request a lookup of listeners.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai, pages):
+    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, history, auth, openai, pages):
         app.include_router(routes.router)
     for kind, handler in ERROR_HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -181,6 +182,7 @@ def _services(
         sessions=sessions,
         checkpoints=checkpoints,
         runs=runs,
+        history=RunHistory(store, journal_config.history_ttl_seconds),
         sampler_weights=sampler_weights,
         drafts=drafts,
         features=features,
@@ -250,7 +252,7 @@ async def _warn_of_unknown_tenants(services: Services) -> None:
 
 
 async def _tidy_up(services: Services) -> None:
-    await services.runs.save_request_times()
+    await services.history.tidy_up(await services.runs.save_request_times())
     await services.futures.expire()
     await services.recordings.expire()
     await services.features.delete_unneeded()

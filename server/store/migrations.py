@@ -49,6 +49,31 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
     7: ("ALTER TABLE samplers ADD COLUMN draft_path VARCHAR_C",),
     8: ("ALTER TABLE runs ADD COLUMN asked VARCHAR_C",),
     9: ("ALTER TABLE runs ADD COLUMN schedules JSON",),
+    10: (
+        """CREATE TABLE operations (
+            run_id VARCHAR_C NOT NULL,
+            seq_id BIGINT NOT NULL,
+            kind VARCHAR_C NOT NULL,
+            ended_at FLOAT NOT NULL,
+            queued_seconds FLOAT NOT NULL,
+            busy_seconds FLOAT NOT NULL,
+            num_tokens BIGINT NOT NULL,
+            step BIGINT,
+            error VARCHAR_C,
+            metrics JSON NOT NULL,
+            PRIMARY KEY (run_id, seq_id)
+        )""",
+        "CREATE INDEX ix_operations_ended_at ON operations (ended_at)",
+        """CREATE TABLE logged_metrics (
+            run_id VARCHAR_C NOT NULL,
+            step BIGINT NOT NULL,
+            logged_at FLOAT NOT NULL,
+            num_bytes BIGINT NOT NULL,
+            metrics JSON NOT NULL,
+            PRIMARY KEY (run_id, step)
+        )""",
+        "CREATE INDEX ix_logged_metrics_logged_at ON logged_metrics (logged_at)",
+    ),
 }
 """Version -> statements that migrate from the version before. They use SQL that both databases accept, and must never
 be changed after a release.

@@ -7,6 +7,8 @@ from .tables.checkpoint_table import CheckpointTable
 from .tables.copy_table import CopyTable
 from .tables.key_table import KeyTable
 from .tables.lease_table import LeaseTable
+from .tables.logged_metrics_table import LoggedMetricsTable
+from .tables.operation_table import OperationTable
 from .tables.result_table import ResultTable
 from .tables.run_table import RunTable
 from .tables.sampler_table import SamplerTable
@@ -33,3 +35,5 @@ class Store(Database):
         self.leases = LeaseTable(self)
         self.samplers = SamplerTable(self)
         self.results = ResultTable(self)
+        self.operations = OperationTable(self)
+        self.logged_metrics = LoggedMetricsTable(self)

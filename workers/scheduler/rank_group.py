@@ -213,6 +213,9 @@ class RankGroup:
         while True:
             call = self._call = scheduler.next_call(await self._wait_for_work())
             started = time.monotonic()
+            for work in call.works:
+                if isinstance(work, WorkItem) and work.on_begin is not None:
+                    work.on_begin()
             answer = await supervisor.answer(call.send(supervisor.ranks, supervisor.timeouts))
             seconds = time.monotonic() - started
             call.record(supervisor.timeouts, seconds)

@@ -41,6 +41,7 @@ class WorkItem(AwaitedWork):
     number: never reused in a group, whose queue sets it.
     tokens: of the data left in a forward or forward_backward, at least 1, because one without tokens is still work.
     creates, drops: the run or adapter that the ranks hold, or no longer hold, after it.
+    on_begin: called when the ranks are sent it, or each part of it.
     """
 
     key: str
@@ -49,6 +50,7 @@ class WorkItem(AwaitedWork):
     tokens: int = field(init=False, default=0)
     creates: str | None = field(kw_only=True, default=None)
     drops: str | None = field(kw_only=True, default=None)
+    on_begin: Callable[[], None] | None = field(kw_only=True, default=None)
 
     @property
     def has_begun(self) -> bool:

@@ -237,6 +237,41 @@ class ResultRecord:
     created_at: float
 
 
+@dataclass(frozen=True)
+class OperationRecord:
+    """An operation of a run that has ended. Key: (run_id, seq_id).
+
+    queued_seconds: from its arrival to the first pass, or call of the workers, that it was part of.
+    busy_seconds: from then to its end.
+    num_tokens: to be trained on or scored.
+    step: the optimizer step that it took; None for other operations and failed steps.
+    error: why it failed; None if it succeeded.
+    metrics: of its result. Older steps have those of the passes before them, too (see RunHistory).
+    """
+
+    run_id: str
+    seq_id: int
+    kind: str
+    ended_at: float
+    queued_seconds: float
+    busy_seconds: float
+    num_tokens: int
+    step: int | None
+    error: str | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class LoggedMetricsRecord:
+    """Metrics that a client logged for a step of a run. Key: (run_id, step). num_bytes: of the row."""
+
+    run_id: str
+    step: int
+    logged_at: float
+    num_bytes: int
+    metrics: dict[str, float]
+
+
 def string_metadata(metadata: Mapping[str, JsonValue] | None) -> dict[str, str] | None:
     """Converts JSON values to strings: requests may carry any values, but responses must have strings."""
     if metadata is None:

@@ -178,6 +178,32 @@ results = Table(
     Column("created_at", Float, nullable=False, index=True),
 )
 
+# No foreign keys to runs: rows of both tables are written in batches, which one unknown run must not fail.
+operations = Table(
+    "operations",
+    metadata,
+    Column("run_id", PortableText, primary_key=True),
+    Column("seq_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("kind", PortableText, nullable=False),
+    Column("ended_at", Float, nullable=False, index=True),
+    Column("queued_seconds", Float, nullable=False),
+    Column("busy_seconds", Float, nullable=False),
+    Column("num_tokens", BigInteger, nullable=False),
+    Column("step", BigInteger),
+    Column("error", PortableText),
+    Column("metrics", PortableJson, nullable=False),
+)
+
+logged_metrics = Table(
+    "logged_metrics",
+    metadata,
+    Column("run_id", PortableText, primary_key=True),
+    Column("step", BigInteger, primary_key=True, autoincrement=False),
+    Column("logged_at", Float, nullable=False, index=True),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("metrics", PortableJson, nullable=False),
+)
+
 checkpoint_copies = Table(
     "checkpoint_copies",
     metadata,

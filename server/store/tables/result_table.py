@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from sqlalchemy import Connection, delete, func, insert, select
 
 from ..database.database import Database
-from ..database.records import ResultRecord
+from ..database.records import OperationRecord, ResultRecord
 from ..database.rows import row_values
 from ..database.schema import results
+from .operation_table import OperationTable
 
 _MAX_NAMED = 500
 
@@ -16,12 +17,14 @@ class ResultTable:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def put(self, put: Sequence[ResultRecord]) -> None:
-        """Inserts the results, replacing earlier ones of the same requests."""
+    async def put(self, put: Sequence[ResultRecord], ended: Sequence[OperationRecord] = ()) -> None:
+        """Inserts results and the operations that they end, replacing earlier records of the same ones."""
 
         def statements(connection: Connection) -> None:
-            connection.execute(delete(results).where(results.c.request_id.in_([one.request_id for one in put])))
-            connection.execute(insert(results), [row_values(one) for one in put])
+            if put:
+                connection.execute(delete(results).where(results.c.request_id.in_([one.request_id for one in put])))
+                connection.execute(insert(results), [row_values(one) for one in put])
+            OperationTable.put(connection, ended)
 
         await self._database.write(statements)
 

@@ -8,7 +8,7 @@ from sqlalchemy.sql import ColumnElement
 from ..database.database import Database
 from ..database.records import SessionEnd, SessionRecord
 from ..database.rows import record_of, row_values
-from ..database.schema import checkpoints, runs, samplers, sessions
+from ..database.schema import checkpoints, logged_metrics, operations, runs, samplers, sessions
 
 
 class SessionTable:
@@ -101,11 +101,15 @@ class SessionTable:
         return await self._database.read(statements)
 
     async def delete(self, session_ids: Sequence[str]) -> None:
-        """Deletes sessions with their runs and samplers; skips those that have a checkpoint or have not ended."""
+        """Deletes sessions with their samplers, their runs and the history of these; skips those that have a checkpoint
+        or have not ended."""
         these = sessions.c.session_id.in_(session_ids) & sessions.c.finished_at.is_not(None) & ~_has_checkpoint()
 
         def statements(connection: Connection) -> None:
             ids = connection.execute(select(sessions.c.session_id).where(these)).scalars().all()
+            run_ids = connection.execute(select(runs.c.run_id).where(runs.c.session_id.in_(ids))).scalars().all()
+            for table in (operations, logged_metrics):
+                connection.execute(delete(table).where(table.c.run_id.in_(run_ids)))
             for table in (samplers, runs, sessions):
                 connection.execute(delete(table).where(table.c.session_id.in_(ids)))
 

@@ -68,6 +68,7 @@ ANSWER_MODELS = {
     *("ClientDynamicConfig", "Health", "Readiness", "TokenizerFiles", "KeyOrganization", "KeyUser", "KeyDetails"),
     *("OwnKey", "SupportedModel", "ServerCapabilities", "Limit", "Limits", "FeatureStock", "Workers", "ModelData"),
     *("ExternalWeightsUrls", "FutureCompletion", "RequestFailed", "Pending", "RunSchedules"),
+    *("MetricSeries", "RunMetrics", "RunOperation", "RunOperationList"),
 }
 """Models that the server sends, in addition to the classes named ...Response."""
 

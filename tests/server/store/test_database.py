@@ -69,6 +69,8 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
     """Format 2 is the oldest that exists on PostgreSQL."""
     store = PostgresStore(postgres_url)
     for back in (
+        "DROP TABLE operations",
+        "DROP TABLE logged_metrics",
         "ALTER TABLE samplers ADD COLUMN directory VARCHAR",
         "ALTER TABLE samplers DROP COLUMN draft_path",
         "ALTER TABLE runs DROP COLUMN role",

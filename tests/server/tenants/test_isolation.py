@@ -133,6 +133,9 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "POST", "retrieve_futures", {"target": {"sampling_session_id": things.sampler_id}, "timeout": 0}
     yield "GET", "training_runs/{run_id}", None
     yield "GET", "training_runs/{run_id}/checkpoints", None
+    yield "GET", "training_runs/{run_id}/metrics", None
+    yield "GET", "training_runs/{run_id}/operations", None
+    yield "POST", "training_runs/{run_id}/metrics", {"entries": [{"step": 1, "metrics": {"reward": 1.0}}]}
     yield "DELETE", CHECKPOINT, None
     yield "POST", f"{CHECKPOINT}/publish", None
     yield "DELETE", f"{CHECKPOINT}/publish", None

@@ -1,0 +1,185 @@
+"""RunHistory: what a run has done, and the metrics that its client logs.
+
+Ended operations are written together with their results (see Futures), so that a crash neither loses nor repeats one.
+"""
+
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...schemas.batches import merge_metrics
+from ...schemas.errors import RequestError
+from ...schemas.history import LoggedMetrics, MetricSeries
+from ..operations.operation import WEIGHT
+from ..store import LoggedMetricsRecord, OperationRecord, Store
+
+_BLOCK = 1000
+"""Steps that are read at a time."""
+_MAX_NAMES = 200
+"""Metrics in a response; a step of a draft has about 100."""
+_MAX_LOGGED_BYTES = 16 << 20
+_KEPT_OPERATIONS = 10_000
+"""Newest operations of a run that are kept one by one; of older ones only the steps, with the metrics of their
+passes."""
+
+
+@dataclass(frozen=True)
+class SeriesQuery:
+    """Selects steps of a run, and metrics of them.
+
+    after: only steps after this one: by seq_id for optimizer steps, by number for the client's.
+    limit: of steps.
+    points: None, or how many values to return at most: each is then the mean over as many consecutive steps.
+    names: of metrics; empty for all.
+    """
+
+    after: int
+    limit: int
+    points: int | None
+    names: Sequence[str]
+
+    def steps_per_point(self, num_steps: int) -> int:
+        return 1 if self.points is None else max(1, -(-min(num_steps, self.limit) // self.points))
+
+
+class RunHistory:
+    """Stores, reads and shortens the history of runs; `tidy_up` deletes what is older than `ttl_seconds`."""
+
+    def __init__(self, store: Store, ttl_seconds: float) -> None:
+        self._store = store
+        self._ttl_seconds = ttl_seconds
+        self._shortened: dict[str, int] = {}  # by run id: the seq_id up to which only steps are kept
+
+    async def log(self, run_id: str, entries: Iterable[LoggedMetrics]) -> None:
+        """Adds the client's metrics. Raises RequestError 413 if the run would have too many."""
+        by_step: dict[int, dict[str, float]] = {}
+        for entry in entries:
+            by_step.setdefault(entry.step, {}).update(entry.metrics)
+        if not await self._store.logged_metrics.merge(run_id, time.time(), by_step, _MAX_LOGGED_BYTES):
+            raise RequestError(
+                f"the metrics logged for {run_id} would take more than {_MAX_LOGGED_BYTES} bytes: log fewer metrics, or"
+                " log them less often",
+                413,
+            )
+
+    async def training_metrics(self, run_id: str, query: SeriesQuery) -> MetricSeries:
+        """Returns the metrics of optimizer steps, each with those of the passes since the one before."""
+        num_steps = await self._store.operations.count_steps(run_id, query.after)
+        points, last = _Points(query.steps_per_point(num_steps)), None
+        async for last in self._steps(run_id, query):
+            points.add(last.step or 0, last.ended_at, last.metrics)
+        return points.series(query.names, last.seq_id if last is not None and num_steps > query.limit else None)
+
+    async def logged_metrics(self, run_id: str, query: SeriesQuery) -> MetricSeries:
+        """Returns the metrics that the client has logged."""
+        num_steps = await self._store.logged_metrics.count_steps(run_id, query.after)
+        points, last = _Points(query.steps_per_point(num_steps)), None
+        async for last in self._logged(run_id, query):
+            points.add(last.step, last.logged_at, last.metrics)
+        return points.series(query.names, last.step if last is not None and num_steps > query.limit else None)
+
+    async def tidy_up(self, run_ids: Iterable[str]) -> None:
+        """Deletes what is too old, and shortens the history of these runs."""
+        oldest = time.time() - self._ttl_seconds
+        await self._store.operations.delete(oldest)
+        await self._store.logged_metrics.delete(oldest)
+        for run_id in run_ids:
+            await self._shorten(run_id)
+
+    async def _shorten(self, run_id: str) -> None:
+        if (shortened := self._shortened.get(run_id)) is None:
+            shortened = await self._store.operations.last_seq_id_of_steps_only(run_id)
+        last = await self._store.operations.newest_seq_id(run_id) - _KEPT_OPERATIONS
+        while last - shortened > _BLOCK:
+            steps = [step async for step in self._steps(run_id, SeriesQuery(shortened, _BLOCK, None, ()))]
+            old = [step for step in steps if step.seq_id <= last]
+            if not old:
+                return
+            await self._store.operations.keep_steps_only(old)
+            self._shortened[run_id] = shortened = old[-1].seq_id
+
+    async def _steps(self, run_id: str, query: SeriesQuery) -> AsyncIterator[OperationRecord]:
+        """Yields optimizer steps with the metrics of their windows."""
+        after, left = query.after, query.limit
+        while left > 0:
+            operations = await self._store.operations.list_of_steps(run_id, after, min(left, _BLOCK))
+            if not operations:
+                return
+            window: list[OperationRecord] = []
+            for operation in operations:
+                window.append(operation)
+                if operation.step is not None:
+                    yield replace(operation, metrics=window_metrics(window))
+                    window, left = [], left - 1
+            after = operations[-1].seq_id
+
+    async def _logged(self, run_id: str, query: SeriesQuery) -> AsyncIterator[LoggedMetricsRecord]:
+        after, left = query.after, query.limit
+        while left > 0 and (entries := await self._store.logged_metrics.list_of_run(run_id, after, min(left, _BLOCK))):
+            for entry in entries:
+                yield entry
+            after, left = entries[-1].step, left - len(entries)
+
+
+def window_metrics(window: Sequence[OperationRecord]) -> dict[str, float]:
+    """Returns the metrics of a step: its own, and those of the passes before it in its window.
+
+    Args:
+        window: the operations since the step before; the last is the step itself.
+    """
+    step, passes = window[-1], [one for one in window[:-1] if one.kind == "forward_backward" and one.error is None]
+    if not passes:
+        return dict(step.metrics)  # or those of the passes were merged into it
+    metrics = merge_metrics([one.metrics for one in passes], [one.num_tokens for one in passes])
+    if (weight := metrics.get(WEIGHT, 0.0)) > 0:
+        metrics.setdefault("loss:mean", metrics["loss:sum"] / weight)
+    num_tokens = sum(one.num_tokens for one in passes)
+    seconds = step.ended_at - min(one.ended_at - one.busy_seconds for one in passes)
+    metrics |= {
+        "tokens": float(num_tokens),
+        "tokens_per_second": num_tokens / max(seconds, 1e-6),
+        "step_seconds": seconds,
+        "queued_seconds": max(one.queued_seconds for one in (*passes, step)),
+    }
+    return metrics | step.metrics
+
+
+class _Points:
+    """Collects a series, each point being the mean of `size` consecutive steps."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._group: list[Mapping[str, float]] = []
+        self._steps: list[int] = []
+        self._times: list[float] = []
+        self._points: list[Mapping[str, float]] = []
+
+    def add(self, step: int, ended_at: float, metrics: Mapping[str, float]) -> None:
+        if not self._group:
+            self._steps.append(step)
+            self._times.append(ended_at)
+            self._points.append({})
+        self._group.append(metrics)
+        self._steps[-1], self._times[-1] = step, ended_at
+        if len(self._group) == self._size:
+            self._end_group()
+
+    def series(self, names: Sequence[str], next_: int | None) -> MetricSeries:
+        if self._group:
+            self._end_group()
+        found = dict.fromkeys(name for point in self._points for name in point)
+        shown = [name for name in found if not names or name in names][:_MAX_NAMES]
+        values = {name: [point.get(name) for point in self._points] for name in shown}
+        return MetricSeries(steps=self._steps, times=self._times, metrics=values, next=next_)
+
+    def _end_group(self) -> None:
+        if self._size == 1:
+            (self._points[-1],) = self._group
+        else:
+            sums: dict[str, tuple[float, int]] = {}
+            for metrics in self._group:
+                for name, value in metrics.items():
+                    total, number = sums.get(name, (0.0, 0))
+                    sums[name] = total + value, number + 1
+            self._points[-1] = {name: total / number for name, (total, number) in sums.items()}
+        self._group = []

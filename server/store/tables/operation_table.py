@@ -1,0 +1,81 @@
+"""Queries on ended operations."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, delete, func, insert, select, tuple_, update
+
+from ..database.database import Database
+from ..database.records import OperationRecord
+from ..database.rows import row_values
+from ..database.schema import operations
+
+_seq_id = operations.c.seq_id
+
+
+class OperationTable:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @staticmethod
+    def put(connection: Connection, ended: Sequence[OperationRecord]) -> None:
+        """Inserts the operations in the caller's transaction, replacing earlier records of the same ones."""
+        if ended:
+            key = tuple_(operations.c.run_id, operations.c.seq_id)
+            connection.execute(delete(operations).where(key.in_([(one.run_id, one.seq_id) for one in ended])))
+            connection.execute(insert(operations), [row_values(one) for one in ended])
+
+    async def list_newest(
+        self, run_id: str, before: int | None, limit: int, failed: bool = False
+    ) -> tuple[OperationRecord, ...]:
+        """Returns operations of the run, those with the highest seq_id first.
+
+        Args:
+            before: only with a lower seq_id. failed: only failed ones.
+        """
+        query = select(operations).where(operations.c.run_id == run_id)
+        if before is not None:
+            query = query.where(_seq_id < before)
+        if failed:
+            query = query.where(operations.c.error.is_not(None))
+        return await self._database.select_all(OperationRecord, query.order_by(_seq_id.desc()).limit(limit))
+
+    async def list_of_steps(self, run_id: str, after: int, num_steps: int) -> tuple[OperationRecord, ...]:
+        """Returns the operations after a seq_id, in order, up to and including the `num_steps`-th optimizer step."""
+        ahead = (operations.c.run_id == run_id) & (_seq_id > after)
+        steps = select(_seq_id).where(ahead, operations.c.step.is_not(None)).order_by(_seq_id).limit(num_steps)
+        last = select(func.max(steps.subquery().c.seq_id)).scalar_subquery()
+        query = select(operations).where(ahead, _seq_id <= last).order_by(_seq_id)
+        return await self._database.select_all(OperationRecord, query)
+
+    async def count_steps(self, run_id: str, after: int) -> int:
+        ahead = (operations.c.run_id == run_id) & (_seq_id > after)
+        query = select(func.count()).where(ahead, operations.c.step.is_not(None))
+        return await self._database.read(lambda connection: connection.execute(query).scalar_one())
+
+    async def newest_seq_id(self, run_id: str) -> int:
+        """Returns the highest seq_id of the run's operations, -1 if it has none."""
+        query = select(func.coalesce(func.max(_seq_id), -1)).where(operations.c.run_id == run_id)
+        return await self._database.read(lambda connection: connection.execute(query).scalar_one())
+
+    async def last_seq_id_of_steps_only(self, run_id: str) -> int:
+        """Returns the seq_id up to which the run has only steps (see keep_steps_only), or one before; -1 if it has none
+        such."""
+        others = (operations.c.run_id == run_id) & operations.c.step.is_(None)
+        query = select(func.coalesce(func.min(_seq_id), 0) - 1).where(others)
+        return await self._database.read(lambda connection: connection.execute(query).scalar_one())
+
+    async def keep_steps_only(self, steps: Sequence[OperationRecord]) -> None:
+        """Replaces the metrics of these steps of one run, and deletes its other operations up to the last of them."""
+        of_run = operations.c.run_id == steps[0].run_id
+
+        def statements(connection: Connection) -> None:
+            for step in steps:
+                changed = update(operations).where(of_run, _seq_id == step.seq_id)
+                connection.execute(changed.values(metrics=step.metrics))
+            others = of_run & (_seq_id <= steps[-1].seq_id) & operations.c.step.is_(None)
+            connection.execute(delete(operations).where(others))
+
+        await self._database.write(statements)
+
+    async def delete(self, ended_before: float) -> None:
+        await self._database.delete(operations, operations.c.ended_at < ended_before)

@@ -1,0 +1,220 @@
+"""The history of runs: metrics by step and operations, through crashes, pages, averages and shortening."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainhouse.server.runs import history
+from trainhouse.server.store import OperationRecord
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ..real import ADAM, BOB, MODEL, Run, Server, batch, running_server, server_config, started_dispatch
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+NORM = "unclipped_grad_l2:mean"
+
+
+@pytest.fixture(scope="module")
+async def dispatch(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[WorkerDispatch]:
+    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("config"))) as started:
+        yield started
+
+
+@pytest.fixture
+async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> AsyncIterator[Server]:
+    async with running_server(server_config(tiny_models["qwen3"], tmp_path / "state"), dispatch) as running:
+        yield running
+
+
+async def get(server: Server, run: Run, what: str, /, key: str | None = None, status: int = 200, **query: Any) -> Any:
+    response = await server.clients[key or run.key].get(f"training_runs/{run.model_id}/{what}", params=query)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+async def operations_of(server: Server, run: Run, number: int) -> list[dict[str, Any]]:
+    """Waits until the store has so many operations, which are written a quarter of a second after their results."""
+    async with asyncio.timeout(30):
+        while len(found := (await get(server, run, "operations"))["operations"]) < number:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert len(found) == number
+    return found
+
+
+async def log(server: Server, run: Run, entries: object, status: int = 200, key: str | None = None) -> Any:
+    return await server.post(f"training_runs/{run.model_id}/metrics", {"entries": entries}, key or run.key, status)
+
+
+def entry(step: int, **metrics: float) -> dict[str, object]:
+    return {"step": step, "metrics": metrics}
+
+
+async def test_a_step_has_the_metrics_of_the_passes_since_the_one_before(server: Server) -> None:
+    run = await server.create_run()
+    outputs, steps = [], []
+    for num_passes in (2, 1):
+        outputs.append([await run.forward_backward(batch()) for _ in range(num_passes)])
+        steps.append((await run.optim_step())["metrics"])
+    operations = await operations_of(server, run, 6)
+    assert [one["kind"] for one in operations[::-1]] == [
+        *("create_model", "forward_backward", "forward_backward", "optim_step", "forward_backward", "optim_step")
+    ]
+    assert all(one["busy_seconds"] > 0 and one["queued_seconds"] >= 0 and "error" not in one for one in operations)
+    training = (await get(server, run, "metrics"))["training"]
+    assert training["steps"] == [1, 2] and training["next"] is None
+    found, losses = training["metrics"], [sum(float(each.metrics["loss:sum"]) for each in one) for one in outputs]
+    assert found["loss:sum"] == pytest.approx(losses)
+    weights = [sum(sum(each.loss_fn_inputs["weights"].data) for each in batch()) * number for number in (2, 1)]
+    assert found["weight:sum"] == weights and found["loss:mean"] == pytest.approx(
+        [loss / weight for loss, weight in zip(losses, weights, strict=True)]
+    )
+    assert found[NORM] == pytest.approx([metrics[NORM] for metrics in steps])
+    assert found["learning_rate"] == [ADAM["learning_rate"]] * 2
+    assert min(found["step_seconds"]) > 0 and min(found["tokens_per_second"]) > 0
+
+
+async def test_failed_operations_say_why(server: Server) -> None:
+    run = await server.create_run()
+    assert "error" in await run.optim_step()
+    await operations_of(server, run, 2)
+    (failed,) = (await get(server, run, "operations", failed=True))["operations"]
+    assert failed["kind"] == "optim_step" and "step" not in failed and "gradients" in failed["error"]
+    assert (await get(server, run, "metrics"))["training"]["steps"] == []
+
+
+async def test_crashes_neither_lose_nor_repeat_steps(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path / "state")
+    norms = []
+    async with running_server(config, dispatch) as server:
+        run = await server.create_run()
+        for _ in range(3):
+            await run.forward_backward(batch())
+            norms.append((await run.optim_step())["metrics"][NORM])
+        # As after a kill: results are in their file, and their places not in the store.
+        server.services.futures._unstored.clear()
+    for _ in range(2):
+        async with running_server(config, dispatch) as server:
+            run.server = server
+            os.kill(dispatch.pids(MODEL)[0], signal.SIGKILL)
+            await run.forward_backward(batch())
+            norms.append((await run.optim_step())["metrics"][NORM])
+            await operations_of(server, run, 1 + 2 * len(norms))
+            training = (await get(server, run, "metrics"))["training"]
+            assert training["steps"] == list(range(1, len(norms) + 1))
+            assert training["metrics"][NORM] == pytest.approx(norms)
+            assert None not in training["metrics"]["loss:mean"]
+
+
+async def test_clients_log_their_own_metrics(server: Server) -> None:
+    run, stranger = await server.create_run(), await server.create_run(BOB)
+    await log(server, run, [entry(1, reward=0.5, kl=0.1), entry(3, reward=0.75)])
+    await log(server, run, [entry(3, kl=0.2), entry(1, reward=0.25)])
+    await log(server, run, [entry(3, kl=0.2), entry(1, reward=0.25)])  # a retry
+    logged = (await get(server, run, "metrics"))["logged"]
+    assert logged["steps"] == [1, 3]
+    assert logged["metrics"] == {"reward": [0.25, 0.75], "kl": [0.1, 0.2]}
+    only = (await get(server, run, "metrics", names="kl", logged_after=1))["logged"]
+    assert (only["steps"], only["metrics"]) == ([3], {"kl": [0.2]})
+    for what in ("metrics", "operations"):
+        assert "no training run" in (await get(server, run, what, BOB, 404))["detail"]
+    await log(server, run, [entry(1, reward=1.0)], 404, BOB)
+    assert (await get(server, stranger, "metrics"))["logged"]["steps"] == []
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        [entry(-1, reward=1.0)],
+        [entry(2**53 + 1, reward=1.0)],
+        [entry(1, **{f"m{number}": 0.0 for number in range(65)})],
+        [entry(1, **{"m" * 129: 0.0})],
+        [{"step": 1, "metrics": {"reward": "NaN"}}],
+        [{"step": 1, "metrics": {"reward": None}}],
+        [entry(1, reward=0.0)] * 1001,
+    ],
+)
+async def test_logged_metrics_are_bounded(server: Server, entries: object) -> None:
+    run = await server.create_run()
+    await log(server, run, entries, 400)
+    assert (await get(server, run, "metrics"))["logged"]["steps"] == []
+
+
+async def test_a_run_cannot_log_without_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await server.create_run()
+    monkeypatch.setattr(history, "_MAX_LOGGED_BYTES", 1000)
+    await log(server, run, [entry(step, reward=0.5) for step in range(8)])
+    refused = await log(server, run, [entry(8, reward=0.5)], 413)
+    assert "1000 bytes: log fewer metrics" in refused["detail"]
+    await log(server, run, [entry(7, reward=0.75)])  # takes no more room
+    assert (await get(server, run, "metrics"))["logged"]["steps"] == list(range(8))
+
+
+def operation(run: Run, seq_id: int, step: int | None, since: float) -> OperationRecord:
+    """A pass of 10 tokens with loss 2, or a step with learning rate `step`."""
+    metrics = {"loss:sum": 2.0, "weight:sum": 8.0} if step is None else {"learning_rate": float(step)}
+    kind, tokens = ("forward_backward", 10) if step is None else ("optim_step", 0)
+    return OperationRecord(run.model_id, seq_id, kind, since + seq_id, 0.5, 1.0, tokens, step, None, metrics)
+
+
+async def with_steps(server: Server, num_steps: int, since: float | None = None) -> Run:
+    """Returns a run with a history of so many steps of two passes each, a second apart."""
+    since = time.time() if since is None else since
+    run = await server.create_run()
+    await operations_of(server, run, 1)
+    records = [
+        operation(run, 3 * (step - 1) + part, step if part == 3 else None, since)
+        for step in range(1, num_steps + 1)
+        for part in (1, 2, 3)
+    ]
+    for first in range(0, len(records), 300):
+        await server.services.store.results.put((), records[first : first + 300])
+    return run
+
+
+async def test_long_histories_come_in_pages_or_averaged(server: Server) -> None:
+    run = await with_steps(server, 2100)
+    pages, after = [], -1
+    while after is not None:
+        pages.append((await get(server, run, "metrics", after=after, limit=900))["training"])
+        after = pages[-1]["next"]
+    assert [len(page["steps"]) for page in pages] == [900, 900, 300]
+    rates = [rate for page in pages for rate in page["metrics"]["learning_rate"]]
+    assert rates == [float(step) for step in range(1, 2101)]
+    assert set(pages[0]["metrics"]["loss:mean"]) == {0.25} and set(pages[0]["metrics"]["tokens"]) == {20.0}
+    averaged = (await get(server, run, "metrics", points=100, limit=100_000))["training"]
+    assert averaged["steps"] == list(range(21, 2101, 21)) and averaged["next"] is None
+    assert averaged["metrics"]["learning_rate"][:2] == [11.0, 32.0]
+    assert set(averaged["metrics"]["loss:mean"]) == {0.25}
+
+
+async def test_old_operations_are_merged_into_their_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await with_steps(server, 2100)
+    before = (await get(server, run, "metrics", points=2000, limit=100_000))["training"]
+    monkeypatch.setattr(history, "_KEPT_OPERATIONS", 100)
+    for _ in range(2):
+        await server.services.history.tidy_up([run.model_id])
+    after = (await get(server, run, "metrics", points=2000, limit=100_000))["training"]
+    assert after == before
+    operations = (await get(server, run, "operations", limit=1000))["operations"]
+    passes = [one["seq_id"] for one in operations if "step" not in one]
+    # Blocks of 1,000 steps are shortened; the last 100 steps have three operations each.
+    assert (len(passes), min(passes)) == (200, 6001)
+
+
+async def test_history_expires(server: Server) -> None:
+    run = await with_steps(server, 2, since=1000.0)
+    await log(server, run, [entry(1, reward=1.0)])
+    await server.services.history.tidy_up([])
+    found = await get(server, run, "metrics")
+    assert found["training"]["steps"] == [] and found["logged"]["steps"] == [1]

@@ -19,7 +19,7 @@ from ...tiny import tiny_model
 from .measuring import HANG_SECONDS, LORA, measured
 from .training import Layout, largest_error, layout, supervised
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(2400)]
 
 LOAD = Workload(65536, "float32", head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1, samples=False)
 KNOBS = {"dtype": "float32", "head_chunk_tokens": 64, "hang_seconds": HANG_SECONDS}

@@ -30,7 +30,7 @@ engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray po
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
 checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
 models/layers batch state losses parallel ops/recurrences ops/norms ops/frozen ops ops/libraries resources
-planner shapes shapes/families shapes/parts protocol
+planner/drafts planner shapes shapes/families shapes/parts protocol
 """
 FOLDERS = [
     "server",

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
+from ...workers.planner.drafts.draft_layouts import draft_layout_that_fits, draft_spec_of
+from ...workers.planner.drafts.draft_load import draft_load
+from ...workers.planner.drafts.draft_memory import draft_memory
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
 from ...workers.planner.footprint import gigabytes
 from ...workers.planner.layout_reasons import reasons_of
@@ -42,6 +45,7 @@ from ..config.knob_values import (
     parse_served_model,
 )
 from .columns import aligned
+from .plan_drafts import DraftPlan, parse_draft
 
 DOES_NOT_FIT = 1
 WRONGLY_USED = 2
@@ -132,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, 1 if the layout is impossible or does not fit, 2 if the command was used wrongly."""
     options = _parser().parse_args(arguments)
     try:
-        planned = plan_of_groups(options) if _names_groups(options) else plan_of(options)
+        planned = _planned(options)
     except NoEstimate as served:
         print(json.dumps({"fits": None, "note": str(served)}, indent=2) if options.json else served)
         return 0
@@ -143,6 +147,14 @@ def main(arguments: Sequence[str]) -> int:
         return WRONGLY_USED if isinstance(error, ConfigError) else DOES_NOT_FIT
     print(json.dumps(planned.as_json(), indent=2) if options.json else "\n".join(planned.text()))
     return DOES_NOT_FIT if planned.fits is False else 0
+
+
+def _planned(options: argparse.Namespace) -> "Planned":
+    if options.draft is not None:
+        return plan_of_draft(options)
+    if options.draft_parallel is not None:
+        raise ConfigError("--draft-parallel has no effect without --draft: name the algorithm, as in --draft eagle3")
+    return plan_of_groups(options) if _names_groups(options) else plan_of(options)
 
 
 class Planned(Protocol):
@@ -187,6 +199,8 @@ def _parser() -> argparse.ArgumentParser:
         ("tp-activations", "sharded|whole", f"as for serve ({Workload.tp_activations})"),
         ("zero-stage", "3|2", f"as for serve ({Workload.zero_stage})"),
         ("activations", "keep|recompute|offload", f"as for serve ({Workload.activations})"),
+        ("draft", "ALGORITHM[,FIELD=N...]", "plans draft training: eagle3 or dflash, such as eagle3,ttt_length=4"),
+        ("draft-parallel", "LAYOUT", "as for serve, with --draft (the target's ranks along sp and replicas)"),
     )
     groups = parser.add_argument_group("several rank groups (docs/roles.md, docs/samplers.md)")
     for where, rows in ((parser, knobs), (groups, _OF_GROUPS)):
@@ -232,6 +246,38 @@ def plan_of(options: argparse.Namespace) -> MemoryPlan:
         choice = _choice(model, loads, device_bytes, num_devices, speeds)
         spec, load = choice.spec, choice.load
     return MemoryPlan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice, speeds)
+
+
+def plan_of_draft(options: argparse.Namespace) -> Planned:
+    """Returns the plan of the ranks that train drafts of a model. Raises as `plan_of`."""
+    if _names_groups(options):
+        raise ConfigError(
+            "--draft plans the ranks that train drafts: give their layout by --parallel, and leave out the flags of "
+            "several rank groups"
+        )
+    algorithm, fields = parse_draft(options.draft)
+    model = _model(_served(options))
+    dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
+    device_bytes, num_devices = _device_bytes(options), _number(options, "num_devices")
+    wanted = parse_layout(options.draft_parallel) if options.draft_parallel else None
+    is_auto = options.parallel == AUTO
+    spec = SINGLE if is_auto else parse_layout(options.parallel or str(SINGLE), options.shard or ())
+    activations = options.activations or Workload.activations
+    quantization = options.base_quantization or Workload.base_quantization
+    check_layout(spec, model, num_devices, longest, dtype, activations, quantization)
+    if not isinstance(model, ModelShape):
+        raise _no_estimate(model)
+    load = _load(options, model, longest, dtype)
+    draft = draft_load(model, algorithm, fields, load)
+    if is_auto:
+        if device_bytes is None:
+            raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
+        loads = [load] if options.activations else [load, replace(load, activations="recompute")]
+        found = draft_layout_that_fits(model, loads, draft, device_bytes, num_devices, wanted)
+        return DraftPlan(model, found.spec, found.draft_spec, found.load, draft, found.memory, device_bytes)
+    draft_spec = draft_spec_of(model, spec, draft, wanted)
+    memory = draft_memory(model, spec, load, draft, draft_spec)
+    return DraftPlan(model, spec, draft_spec, load, draft, memory, device_bytes)
 
 
 def plan_of_groups(options: argparse.Namespace) -> Planned:

@@ -18,19 +18,24 @@ logger = logging.getLogger(__name__)
 
 _COPY = "-copy"
 
+# The directory in which earlier versions stored the target of a draft.
+EARLIER_TARGET = "target"
+
 
 @dataclass(frozen=True)
 class RunSnapshot:
     """The state after the operation with this seq_id.
 
     tainted_by: why the step that ends its gradient window must be refused. held: the uses of captured features that
-    this step will consume, by seq_id of the window's operations.
+    this step will consume, by seq_id of the window's operations. target: the seq_id of the operation that pinned the
+    target of a draft, which the snapshot does not contain; None without one.
     """
 
     seq_id: int
     directory: Path
     tainted_by: str | None = None
     held: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    target: int | None = None
 
 
 class SnapshotStore:
@@ -58,10 +63,16 @@ class SnapshotStore:
         return staging
 
     async def publish(
-        self, staging: Path, run_id: str, seq_id: int, tainted_by: str | None, held: Mapping[int, Mapping[str, int]]
+        self,
+        staging: Path,
+        run_id: str,
+        seq_id: int,
+        tainted_by: str | None,
+        held: Mapping[int, Mapping[str, int]],
+        target: int | None,
     ) -> RunSnapshot:
         """Seals the staged files and renames them into place. Raises OSError."""
-        snapshot = RunSnapshot(seq_id, self._run_directory(run_id) / str(seq_id), tainted_by, held)
+        snapshot = RunSnapshot(seq_id, self._run_directory(run_id) / str(seq_id), tainted_by, held, target)
         await asyncio.to_thread(self._seal_and_rename, staging, snapshot)
         return snapshot
 
@@ -104,7 +115,7 @@ class SnapshotStore:
                 seq_id = int(path.name.removesuffix(_COPY))
                 manifest = read_manifest(path)
                 held = {int(number): uses for number, uses in manifest.get("held", {}).items()}
-                found.append(RunSnapshot(seq_id, path, manifest.get("tainted_by"), held))
+                found.append(RunSnapshot(seq_id, path, manifest.get("tainted_by"), held, manifest.get("target")))
             except ValueError as error:
                 logger.error("a snapshot cannot be used: %s", error)
         return sorted(found, key=lambda one: -one.seq_id)
@@ -122,7 +133,7 @@ class SnapshotStore:
     def _seal_and_rename(self, staging: Path, snapshot: RunSnapshot) -> None:
         if (snapshot.directory / MANIFEST).exists():  # the same state, published before a crash
             shutil.rmtree(snapshot.directory)
-        entries = {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by, "held": snapshot.held}
+        entries = {name: getattr(snapshot, name) for name in ("seq_id", "tainted_by", "held", "target")}
         write_manifest(staging, entries, sync=self._sync)
         # The first snapshot also creates the directories above it, which must be synced too.
         move_into_place(staging, snapshot.directory, root=self._root.parent if self._sync else None)

@@ -1,7 +1,6 @@
 """Holds the parts of the server that operations use, and acts on runs in the workers."""
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
@@ -9,6 +8,7 @@ from ...workers.protocol.calls import RunInfo
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
 from ..features.feature_store import FeatureStore
 from ..journal.recordings import Recordings
+from ..journal.snapshot_store import RunSnapshot
 from ..sampling.samplers import Samplers
 from ..store import CheckpointRecord, RunRecord, Store
 from ..tenants.sessions import Sessions
@@ -52,10 +52,15 @@ class OperationContext:
         await self.evaluation_data.end_run(run)
         await self.dispatch.drop_run(run.run_id)
 
-    async def restore(self, run: RunRecord, snapshot: Path) -> None:
-        """Loads a snapshot into a run that has been created. Raises OperationError."""
-        with hiding_directory_as(f"snapshot {snapshot.name}", snapshot):
-            await self.dispatch.load_run(run.run_id, snapshot, optimizer=True)
+    async def restore(self, run: RunRecord, snapshot: RunSnapshot) -> None:
+        """Loads a snapshot into a run that has been created, and the target of a draft. Raises OperationError."""
+        directory = snapshot.directory
+        with hiding_directory_as(f"snapshot {directory.name}", directory):
+            await self.dispatch.load_run(run.run_id, directory, optimizer=True)
+        if snapshot.target is not None:
+            target = self.pinned_checkpoints.target(run.run_id, snapshot.target)
+            with hiding_directory_as("its target", target):
+                await self.dispatch.set_target(run.run_id, target)
 
     async def find_checkpoint(self, path: str) -> CheckpointRecord:
         """Returns the checkpoint without an access check, for a tenant whose access was checked before."""

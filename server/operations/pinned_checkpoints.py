@@ -1,6 +1,8 @@
 """Pinned checkpoints: copies of the checkpoints that live runs have loaded, kept until snapshots cover the load.
 
-Their owners may delete or overwrite the originals meanwhile. Files are hard-linked where the file system allows it.
+Targets of drafts, which may be as large as the base model, are not in snapshots: theirs are kept as long as a snapshot
+names them. The owners of checkpoints may delete or overwrite the originals meanwhile. Files are hard-linked where the
+file system allows it.
 Layout below state_dir/loaded: RUN/SEQ_ID of the operation, RUN/SEQ_ID-target for the target of a draft model, and
 .staging-* while they are written.
 """
@@ -15,7 +17,7 @@ from typing import Literal
 from ...schemas.errors import OperationError
 from ..checkpoints.checkpoint_files import link_files, link_or_copy
 from ..files.directories import directory_name, make_directory, move_into_place, staging_path, sweep_runs, sync_files
-from ..files.manifest import MANIFEST, check_directory
+from ..files.manifest import MANIFEST, check_directory, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +61,25 @@ class PinnedCheckpoints:
             reason = f"the checkpoint was not loaded: the server cannot keep a copy of it ({error.strerror})"
             raise OperationError(f"{reason}: free space on its disk", "server") from error
 
-    async def unpin_up_to(self, run_id: str, seq_id: int) -> None:
-        """Deletes the checkpoints of operations up to this seq_id, which snapshots cover."""
-        await asyncio.to_thread(self._retain, self._run_directory(run_id), lambda number: number > seq_id)
+    async def unpin_up_to(self, run_id: str, seq_id: int, targets: Collection[int]) -> None:
+        """Deletes the checkpoints of operations up to this seq_id, which snapshots cover, except for these targets."""
+        await asyncio.to_thread(self._retain, self._run_directory(run_id), lambda number: number > seq_id, targets)
 
-    async def retain(self, run_id: str, seq_ids: Collection[int]) -> None:
-        """Deletes the checkpoints of all other operations, at server start.
+    async def retain(self, run_id: str, seq_ids: Collection[int], targets: Collection[int]) -> None:
+        """Deletes the checkpoints of all other operations, except for these targets, at server start.
 
         An operation that the journal lost in a machine crash may be sent again as a different one.
         """
-        await asyncio.to_thread(self._retain, self._run_directory(run_id), lambda number: number in seq_ids)
+        await asyncio.to_thread(self._retain, self._run_directory(run_id), lambda number: number in seq_ids, targets)
+
+    def target(self, run_id: str, seq_id: int) -> Path:
+        """Returns the directory of the target that the operation has pinned, which exists if it has."""
+        return self._run_directory(run_id) / _name(seq_id, "target")
+
+    async def adopt_target(self, run_id: str, seq_id: int, directory: Path) -> None:
+        """Pins the files of a target that an earlier version stored in a snapshot, as the target of this operation.
+        Raises OSError."""
+        await asyncio.to_thread(self._adopt, self._run_directory(run_id), _name(seq_id, "target"), directory)
 
     async def unpin_all(self, run_id: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._run_directory(run_id), ignore_errors=True)
@@ -95,9 +106,20 @@ class PinnedCheckpoints:
             raise
         return run_directory / name
 
-    def _retain(self, run_directory: Path, is_needed: Callable[[int], bool]) -> None:
+    def _adopt(self, run_directory: Path, name: str, directory: Path) -> None:
+        if (run_directory / name).exists():
+            return
+        staging = staging_path(run_directory)
+        make_directory(staging, self._sync)
+        for path in directory.iterdir():
+            link_or_copy(path, staging / path.name)
+        write_manifest(staging, {}, sync=self._sync)
+        move_into_place(staging, run_directory / name, root=run_directory if self._sync else None)
+
+    def _retain(self, run_directory: Path, is_needed: Callable[[int], bool], targets: Collection[int]) -> None:
+        kept = {_name(seq_id, "target") for seq_id in targets}
         for directory in run_directory.glob("[0-9]*"):
-            if not is_needed(int(directory.name.partition("-")[0])):
+            if directory.name not in kept and not is_needed(int(directory.name.partition("-")[0])):
                 shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -120,7 +120,7 @@ class Rebuilder:
         assert created is not None
         await created.replay(context, record)
         if snapshot is not None:
-            await context.restore(record, snapshot.directory)
+            await context.restore(record, snapshot)
         after, is_tainted = (-1, False) if snapshot is None else (snapshot.seq_id, snapshot.tainted_by is not None)
         replays = list(self._state.log.replay_actions(after, is_tainted))
         await self._replay(replays)

@@ -9,7 +9,7 @@ from enum import Enum
 from ...schemas.errors import OperationError
 from ..files.segment_log import RecordPosition
 from ..journal.strikes import REBUILD_STRIKE, STRIKES
-from ..operations.loading import CreateRun, CreateRunFromCheckpoint
+from ..operations.loading import CreateRun, CreateRunFromCheckpoint, SetTarget
 from ..operations.operation import Outcome, RefusedOperation, ReplayEntry
 from ..operations.registry import CLEARING_KINDS, STATE_KINDS, TAINTING_KINDS
 from ..operations.training import OptimStep
@@ -18,6 +18,9 @@ _PAUSE_SECONDS = 0.05
 
 _REPLAYED_KINDS = STATE_KINDS - {CreateRun.kind, CreateRunFromCheckpoint.kind, OptimStep.kind, RefusedOperation.kind}
 """Kinds that a rebuild replays, in addition to creation and optimizer steps."""
+
+
+_TARGET_KINDS = {CreateRun.kind, CreateRunFromCheckpoint.kind, SetTarget.kind}
 
 
 class ReplayAction(Enum):
@@ -81,6 +84,16 @@ class ReplayLog:
         """Waits until the results of all operations up to this seq_id are durable."""
         while any(not entry.is_result_stored for entry in self._entries if entry.seq_id <= seq_id):  # noqa: ASYNC110
             await asyncio.sleep(_PAUSE_SECONDS)
+
+    def newest_target(self, after: int, until: int) -> int | None:
+        """Returns the seq_id of the newest successful operation that set the target of a draft, or may have when it
+        created the run, after one seq_id and up to another; None if there is none."""
+        found = (
+            entry.seq_id
+            for entry in self._entries
+            if entry.kind in _TARGET_KINDS and after < entry.seq_id <= until and entry.outcome is Outcome.DONE
+        )
+        return max(found, default=None)
 
     def replay_actions(self, after: int, is_tainted: bool) -> Iterator[tuple[ReplayEntry, ReplayAction]]:
         """Yields what a rebuild must do after loading a snapshot of seq_id `after`, in order.

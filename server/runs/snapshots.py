@@ -8,12 +8,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...schemas.errors import OperationError
 from ...workers.protocol.calls import WorkerLost
-from ..journal.snapshot_store import RunSnapshot
+from ..journal.snapshot_store import EARLIER_TARGET, RunSnapshot
 from ..operations.operation import Outcome, ReplayEntry
 from .run_services import RunServices
 from .run_state import OperationWindow, RunState
@@ -62,7 +62,7 @@ class RunSnapshots:
             ValueError: the run cannot be rebuilt from what exists.
         """
         found = await self._services.snapshot_store.find(self._run_id)
-        self._kept = found[:_NUM_KEPT]
+        self._kept = [await self._with_pinned_target(each) for each in found[:_NUM_KEPT]]
         for old in found[_NUM_KEPT:]:
             await self._services.snapshot_store.remove(old.directory)
         has_beginning = all(seq_id in journaled for seq_id in range(self.newest_seq_id + 1 if self._kept else 1))
@@ -71,7 +71,7 @@ class RunSnapshots:
         elif not has_beginning:
             raise ValueError(f"{self._run_id} has no snapshot, and its first operations are not in the journal")
         needed = {seq_id for seq_id in journaled if seq_id >= self._first_held}
-        await self._services.pinned_checkpoints.retain(self._run_id, needed)
+        await self._services.pinned_checkpoints.retain(self._run_id, needed, self._targets)
         return self._first_held
 
     def __bool__(self) -> bool:
@@ -103,7 +103,7 @@ class RunSnapshots:
     async def newest_whole(self) -> RunSnapshot | None:
         """Returns the newest snapshot that is undamaged, deleting damaged ones; call it while holding `keeping`."""
         for snapshot in list(self._kept):
-            if await self._services.snapshot_store.is_whole(snapshot):
+            if await self._services.snapshot_store.is_whole(snapshot) and await self._has_its_target(snapshot):
                 return snapshot
             self._kept.remove(snapshot)
             await self._services.snapshot_store.remove(snapshot.directory)
@@ -192,11 +192,44 @@ class RunSnapshots:
         is used.
         """
         held = self._services.features.pending_uses(self._state.record, boundary.seq_id)
+        target = await self._target_at(boundary.seq_id)
         await self._keep(
             await self._services.snapshot_store.publish(
-                staging, self._run_id, boundary.seq_id, boundary.window.tainted_by, held
+                staging, self._run_id, boundary.seq_id, boundary.window.tainted_by, held, target
             )
         )
+
+    async def _target_at(self, seq_id: int) -> int | None:
+        """Returns which operation pinned the target that a draft has after this one, None for the base model."""
+        before = next((each for each in self._kept if each.seq_id <= seq_id), None)
+        setting = self._state.log.newest_target(-1 if before is None else before.seq_id, seq_id)
+        if setting is None:
+            return None if before is None else before.target
+        pinned = self._services.pinned_checkpoints.target(self._run_id, setting)
+        return setting if await asyncio.to_thread(pinned.exists) else None
+
+    async def _has_its_target(self, snapshot: RunSnapshot) -> bool:
+        if snapshot.target is None:
+            return True
+        try:
+            found = await self._services.pinned_checkpoints.find(self._run_id, snapshot.target, "target")
+        except ValueError as error:
+            logger.error("the target of %s cannot be used: %s", snapshot.directory, error)
+            return False
+        return found is not None
+
+    async def _with_pinned_target(self, snapshot: RunSnapshot) -> RunSnapshot:
+        """Pins the target in a snapshot of an earlier version."""
+        target = snapshot.directory / EARLIER_TARGET
+        if snapshot.target is not None or not await asyncio.to_thread(target.is_dir):
+            return snapshot
+        await self._services.pinned_checkpoints.adopt_target(self._run_id, snapshot.seq_id, target)
+        return replace(snapshot, target=snapshot.seq_id)
+
+    @property
+    def _targets(self) -> set[int]:
+        """The operations that pinned the targets of the kept snapshots."""
+        return {each.target for each in self._kept if each.target is not None}
 
     async def _keep_copy(self, snapshot: RunSnapshot) -> None:
         try:
@@ -214,7 +247,8 @@ class RunSnapshots:
             if len(self._kept) == _NUM_KEPT:
                 self._first_held = self._kept[-1].seq_id + 1
                 self._state.log.cover(self._kept[-1].seq_id)
-                await self._services.pinned_checkpoints.unpin_up_to(self._run_id, self._kept[-1].seq_id)
+                oldest = self._kept[-1].seq_id
+                await self._services.pinned_checkpoints.unpin_up_to(self._run_id, oldest, self._targets)
             for old in dropped:
                 await self._services.snapshot_store.remove(old.directory)
 

@@ -75,6 +75,7 @@ class NotingWorker(RecordingWorker):
         if (state := Path(directory, _STATE)).exists():
             self._drafts[run_id] = DraftState(**json.loads(state.read_text()))
             self._drafts[run_id].vocabulary = tuple(self._drafts[run_id].vocabulary)
+            self._drafts[run_id].target_seed = -1  # not in snapshots
         elif run_id in self._drafts:
             self._drafts[run_id].num_loads += 1
 

@@ -19,8 +19,9 @@ from ..state.trainable import Trainable
 from ..state.vectors import MOMENT_VECTORS
 from .description import CheckpointDescription
 from .formats import format_of
-from .saving import TARGET
 from .tensor_files import SavedTensors, has_tensors
+
+_TARGET = "target"
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +97,9 @@ def read_saved(model: Trainable, directory: Path, *, optimizer: bool) -> SavedMo
 
 
 def target_directory(directory: Path) -> Path | None:
-    """Returns the directory of the target in a draft's snapshot, None if the target is the bare base model."""
-    return directory / TARGET if (directory / TARGET).is_dir() else None
+    """Returns the directory of the target in a draft's snapshot, None if there is none. Only earlier versions stored
+    targets there."""
+    return directory / _TARGET if (directory / _TARGET).is_dir() else None
 
 
 def is_snapshot(directory: Path) -> bool:

@@ -17,9 +17,6 @@ from .formats import format_of
 from .tensor_files import file_name, save_tensors
 from .trained_state import TrainedState
 
-# The directory of the draft's target in a draft's snapshot.
-TARGET = "target"
-
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _FULL = (
     f"the weights were not saved because the server's disk is full ({os.strerror(errno.ENOSPC)}): free space on it and "
@@ -39,9 +36,6 @@ def save(learned: TrainedState, directory: Path, *, base_name: str) -> None:
     try:
         if learned.part < learned.num_parts:
             _write(learned, directory, base_name)
-        if learned.target is not None:
-            (directory / TARGET).mkdir(exist_ok=True)
-            save(learned.target, directory / TARGET, base_name=base_name)
     except (OSError, SafetensorError) as error:
         if _is_for_want_of_room(error):
             raise OperationError(_FULL, "server") from None

@@ -59,7 +59,6 @@ class TrainedState:
     window: set if the gradients since the last step are included; these are among the vectors, if there are any.
     has_optimizer: whether the optimizer state is included.
     part, num_parts: this rank's number among the writing ranks, at least num_parts if it is not one of them.
-    target: for a draft, the weights of its target.
     """
 
     model: Trainable
@@ -69,7 +68,6 @@ class TrainedState:
     has_optimizer: bool = True
     part: int = 0
     num_parts: int = 1
-    target: "TrainedState | None" = None
 
     @staticmethod
     def without_gradients(model: Trainable, mesh: Mesh, optimizer: bool = True) -> "TrainedState":
@@ -85,19 +83,14 @@ class TrainedState:
     def with_window(model: Trainable, mesh: Mesh) -> "TrainedState":
         """Returns the state of a model on the device with gradients and moments, outside of any operation."""
         window = replace(model.gradients.window, losses=dict(model.gradients.window.losses))
-        target = (
-            None
-            if model.trunk_model in (None, model)
-            else TrainedState.without_gradients(model.trunk_model, mesh, optimizer=False)
-        )
         live = model.live_vectors()
         names = [name for name in (*TRAINED_VECTORS, "accumulator") if name in live]
-        return replace(_learned(model, names, mesh), window=window, target=target)
+        return replace(_learned(model, names, mesh), window=window)
 
     @property
     def has_part_to_write(self) -> bool:
         """True if this rank writes any of it."""
-        return self.part < self.num_parts or (self.target is not None and self.target.has_part_to_write)
+        return self.part < self.num_parts
 
     def copied(self) -> "TrainedState":
         """Returns the state with tensors that stay unchanged while the model trains on, and whose storage holds nothing
@@ -109,12 +102,10 @@ class TrainedState:
             is_its_own = storage.data_ptr() not in of_model and storage.nbytes() == each.nbytes
             return each if is_its_own else _copied(each)
 
-        own = replace(self, target=None).mapped(kept)
-        return replace(own, target=None if self.target is None else self.target.copied())
+        return self.mapped(kept)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "TrainedState":
-        vectors = {name: vector.mapped(function) for name, vector in self.vectors.items()}
-        return replace(self, vectors=vectors, target=None if self.target is None else self.target.mapped(function))
+        return replace(self, vectors={name: vector.mapped(function) for name, vector in self.vectors.items()})
 
 
 def _copied(vector: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from .workload import Workload
 # The share of device memory for CUDA and its libraries, collectives' buffers, and fragmentation. An estimate.
 _RESERVE = 0.08
 
-_MAX_RANKS = 1024
+MAX_RANKS = 1024
 
 # The token counts of micro-batches that are tried are multiples of this.
 _STEP = 256
@@ -126,8 +126,8 @@ def smallest_sampler_layout(
     """
     load = replace(load, samples=True)
     least: Candidate | None = None
-    for num_ranks in _numbers_of_ranks(num_devices or _MAX_RANKS):
-        specs = [spec for spec in _layouts(shape, num_ranks) if spec.tp * spec.ep == num_ranks]
+    for num_ranks in numbers_of_ranks(num_devices or MAX_RANKS):
+        specs = [spec for spec in layouts(shape, num_ranks) if spec.tp * spec.ep == num_ranks]
         needs = [Candidate(spec, group_memory(shape, spec, load, (), prefill_tokens).peak) for spec in specs]
         considered = _by_cost(needs, device_bytes, lambda spec: sampling_cost(shape, spec, load, speeds))
         if considered and considered[0].cost is not None:
@@ -280,15 +280,15 @@ def largest_that_fits(limit: int, fits: Callable[[int], bool]) -> int:
 
 def _by_ranks(shape: ModelShape, load: Workload, num_devices: int | None) -> Iterator[list[PlannedLayout]]:
     """Yields all layouts, grouped by number of ranks in ascending order."""
-    for num_ranks in _numbers_of_ranks(num_devices or _MAX_RANKS):
-        yield [PlannedLayout(spec, load, estimate(shape, spec, load)) for spec in _layouts(shape, num_ranks)]
+    for num_ranks in numbers_of_ranks(num_devices or MAX_RANKS):
+        yield [PlannedLayout(spec, load, estimate(shape, spec, load)) for spec in layouts(shape, num_ranks)]
 
 
 def _need(choice: PlannedLayout) -> int:
     return choice.memory.total
 
 
-def _numbers_of_ranks(most: int) -> Iterator[int]:
+def numbers_of_ranks(most: int) -> Iterator[int]:
     """Yields powers of two, and last the number of all devices."""
     number = 1
     while number < most:
@@ -297,7 +297,7 @@ def _numbers_of_ranks(most: int) -> Iterator[int]:
     yield most
 
 
-def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
+def layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
     for tp in valid_tp(shape):
         if tp > DEVICES_PER_NODE or num_ranks % tp:
             continue

@@ -130,18 +130,19 @@ def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
 
 def _adapter_size(layer: Layer, spec: ParallelSpec, lora_rank: int) -> int:
     pairs = (pair for part in layer.parts for pair in part.adapter_pairs(spec))
-    return sum(_aligned(lora_rank * features) for pair in pairs for features in pair)
+    return sum(aligned(lora_rank * features) for pair in pairs for features in pair)
 
 
 def full_size(shape: ModelShape, spec: ParallelSpec) -> int:
     """Returns the size of one flat vector of a fully fine-tuned model: what a rank keeps of each parameter."""
-    return sum(each.count * _aligned(each.kept // each.count) for each in parameters(shape, spec))
+    return sum(each.count * aligned(each.kept // each.count) for each in parameters(shape, spec))
 
 
 def value_head_size(shape: ModelShape) -> int:
     """Returns the numbers that a critic's head adds to a flat vector: a weight for each feature, and a bias."""
-    return _aligned(shape.hidden) + _aligned(1)
+    return aligned(shape.hidden) + aligned(1)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """Returns the numbers that a matrix of this size takes in a flat vector."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

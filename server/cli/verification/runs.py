@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from ...files.directories import directory_name
-from ...files.manifest import ManifestMismatch, check_directory
+from ...files.manifest import ManifestMismatch, check_directory, read_manifest
 from ...journal.journal import read_journal
 from ...sampling.ephemeral_weights import EphemeralWeights
 from .problem import UNTIL_ITS_END, Problem, Repair, remove
@@ -18,7 +18,8 @@ async def check_snapshots(state: VerifiedState) -> AsyncIterator[Problem]:
     begun = await asyncio.to_thread(_runs_from_their_beginning, state.live_dir / "journal")
     for run in await state.live_runs():
         directory = state.live_dir / "snapshots" / directory_name(run.run_id)
-        whole, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
+        pins = state.live_dir / "loaded" / directory_name(run.run_id)
+        whole, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")), pins)
         for path, error in damaged.items():
             can_go = bool(whole) or run.run_id in begun
             meaning = f"a snapshot of {run.run_id} is damaged: {error.reason}"
@@ -48,12 +49,20 @@ async def check_evaluations(state: VerifiedState) -> AsyncIterator[Problem]:
             yield Problem(str(path), meaning, "create the evaluation again; its steps have warnings until then")
 
 
-def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, ManifestMismatch]]:
-    """Returns the directories that match their manifests, and the error of each other one."""
+def _check_all(
+    directories: Sequence[Path], pins: Path | None = None
+) -> tuple[list[Path], dict[Path, ManifestMismatch]]:
+    """Returns the directories that match their manifests, and the error of each other one.
+
+    Args:
+        pins: where the targets are that manifests of snapshots name.
+    """
     damaged = {}
     for directory in directories:
         try:
             check_directory(directory)
+            if pins is not None and (target := read_manifest(directory).get("target")) is not None:
+                check_directory(pins / f"{target}-target")
         except ManifestMismatch as error:
             damaged[directory] = error
     return [directory for directory in directories if directory not in damaged], damaged

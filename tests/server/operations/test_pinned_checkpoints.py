@@ -131,10 +131,10 @@ async def test_a_pinned_copy_outlives_the_checkpoint(checkpoint: Path, tmp_path:
     shutil.rmtree(checkpoint)
     assert await loaded.find(RUN_ID, 3) == kept
     assert (kept / "adapter_model.safetensors").read_bytes() == b"weights"
-    await loaded.unpin_up_to(RUN_ID, 2)
-    await loaded.retain(RUN_ID, {2, 3})
+    await loaded.unpin_up_to(RUN_ID, 2, ())
+    await loaded.retain(RUN_ID, {2, 3}, ())
     assert kept.exists()
-    await loaded.unpin_up_to(RUN_ID, 3)
+    await loaded.unpin_up_to(RUN_ID, 3, ())
     assert await loaded.find(RUN_ID, 3) is None
 
 
@@ -144,11 +144,15 @@ async def test_weights_and_target_of_one_operation_are_pinned_separately(checkpo
     assert await loaded.find(RUN_ID, 3, "target") is None
     target = await loaded.pin(RUN_ID, 3, checkpoint, "target")
     assert [await loaded.find(RUN_ID, 3, part) for part in ("weights", "target")] == [weights, target]
-    await loaded.retain(RUN_ID, {3})
-    await loaded.unpin_up_to(RUN_ID, 2)
+    await loaded.retain(RUN_ID, {3}, ())
+    await loaded.unpin_up_to(RUN_ID, 2, ())
     assert target.exists() and weights.exists()
-    await loaded.unpin_up_to(RUN_ID, 3)
-    assert not target.exists() and not weights.exists()
+    await loaded.unpin_up_to(RUN_ID, 3, {3})
+    assert target.exists() and not weights.exists(), "a snapshot names the target"
+    await loaded.retain(RUN_ID, (), {3})
+    assert target.exists()
+    await loaded.unpin_up_to(RUN_ID, 3, ())
+    assert not target.exists()
 
 
 async def test_a_damaged_pinned_copy_is_reported_and_replaced(checkpoint: Path, tmp_path: Path) -> None:
@@ -202,7 +206,7 @@ async def test_a_pin_without_a_journal_record_is_dropped(checkpoint: Path, tmp_p
     """The next operation with that seq_id may be a different one."""
     loaded = PinnedCheckpoints(tmp_path / "loaded", sync=False)
     await loaded.pin(RUN_ID, 3, checkpoint)
-    await loaded.retain(RUN_ID, {2})
+    await loaded.retain(RUN_ID, {2}, ())
     assert await loaded.find(RUN_ID, 3) is None
 
 

@@ -3,9 +3,11 @@
 Most workers here compute nothing, but report the state of the draft in the metrics of a pass.
 """
 
+import asyncio
 import hashlib
 import json
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator
 from itertools import chain
@@ -17,9 +19,10 @@ import pytest
 from tinker import types
 from trainhouse.schemas.drafts import BuildVocabMapRequest
 from trainhouse.schemas.models import DraftConfig
+from trainhouse.server.cli.commands import main
 from trainhouse.server.config.knob_values import parse_role_group
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.files.manifest import read_manifest
+from trainhouse.server.files.manifest import read_manifest, write_manifest
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.server.operations.vocabulary import build_vocabulary
 from trainhouse.server.routes.examples import DRAFT_ID, MODEL_ID
@@ -314,19 +317,95 @@ async def test_a_draft_is_rebuilt_with_its_newest_target(
         assert ((await draft_metrics(draft))["target_seed"], (await info(draft))["target_path"]) == (6, paths[2])
 
 
-async def test_a_target_is_pinned_until_a_snapshot_holds_it(config: ServerConfig, dispatch: WorkerDispatch) -> None:
+async def test_a_target_is_pinned_as_long_as_snapshots_name_it(config: ServerConfig, dispatch: WorkerDispatch) -> None:
     async with running_server(config, dispatch) as server:
-        first, second = [await saved_policy(server, seed) for seed in (3, 4)]
-        draft = await create_draft(server, target_path=first)
+        paths = [await saved_policy(server, seed) for seed in (3, 4)]
+        draft = await create_draft(server, target_path=paths[0])
+        for path, seed, pinned in ((paths[0], 3, ["0-target"]), (paths[1], 4, None), (None, BARE, [])):
+            if path != paths[0]:
+                await draft.do("set_target", path=path)
+            if path is not None:
+                await remove(server, path)
+            for _ in range(2):
+                await server.services.runs.snapshot_old_runs(held_seconds=0)
+                await kill_worker(server)
+                assert (await draft_metrics(draft))["target_seed"] == seed
+            if pinned is not None:
+                assert pinned_names(server, draft) == pinned
+            else:
+                assert len(pinned_names(server, draft)) == 1
+    async with running_server(config, dispatch) as server:
+        draft.server = server
+        assert (await draft_metrics(draft))["target_seed"] == BARE
+
+
+async def test_a_target_stored_in_a_snapshot_of_an_earlier_version_is_kept(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    async with running_server(config, dispatch) as server:
+        draft = await create_draft(server, target_path=await saved_policy(server, 3))
         await server.services.runs.snapshot_old_runs(held_seconds=0)
-        await until(lambda: not pinned_names(server, draft))
-        await remove(server, first)
-        await kill_worker(server)
-        assert (await draft_metrics(draft))["target_seed"] == 3, "the snapshot has it"
-        await draft.do("set_target", path=second)
-        await remove(server, second)
-        await kill_worker(server)
-        assert (await draft_metrics(draft))["target_seed"] == 4
+    state_dir, name = config.store.state_dir, draft.model_id.replace(":", "_")
+    pinned = state_dir / "loaded" / name / "0-target"
+    for snapshot in (state_dir / "snapshots" / name).iterdir():
+        (snapshot / "target").mkdir()
+        (snapshot / "target" / "training.json").write_bytes((pinned / "training.json").read_bytes())
+        entries = {key: each for key, each in read_manifest(snapshot).items() if key not in ("target", "files")}
+        (snapshot / "manifest.json").unlink()
+        write_manifest(snapshot, entries)
+    shutil.rmtree(pinned)
+    for _ in range(2):
+        async with running_server(config, dispatch) as server:
+            draft.server = server
+            assert (await draft_metrics(draft))["target_seed"] == 3
+            await draft.do("forward_backward", data=DATA, loss_fn="eagle3")
+            await server.services.runs.snapshot_old_runs(held_seconds=0)
+
+
+@pytest.mark.slow
+async def test_a_full_target_is_stored_once_and_survives_crashes(config: ServerConfig, tmp_path: Path) -> None:
+    """The checkpoint is deleted before the workers die."""
+    config = config.with_knobs(snapshot_steps=1)
+    async with started_dispatch(config) as dispatch:
+        async with running_server(config, dispatch) as server:
+            policy = await create(server, training="full", seed=3)
+            tensors = {"target_tokens": ([6, 7, 9], "int64"), "weights": ([1, 1, 1], "float32")}
+            inputs = {name: {"data": data, "dtype": dtype, "shape": [3]} for name, (data, dtype) in tensors.items()}
+            data = [{"model_input": [5, 6, 7], "loss_fn_inputs": inputs}]
+            await policy.do("forward_backward", data=data, loss_fn="cross_entropy")
+            await policy.do("optim_step", adam_params={"learning_rate": 0.1})
+            path = (await policy.do("save_weights_for_sampler", path="a"))["path"]
+            plain, draft = await create_draft(server), await create_draft(server, target_path=path)
+            await remove(server, path)
+            wanted = []
+            for each in (plain, draft):
+                for _ in range(3):
+                    await each.do("forward_backward", data=DATA, loss_fn="eagle3")
+                    await each.do("optim_step", adam_params={"learning_rate": 0.01})
+                wanted.append((await draft_metrics(each))["loss"])
+                await server.services.runs.snapshot_old_runs(held_seconds=0)
+            assert wanted[0] != pytest.approx(wanted[1], rel=1e-3)
+            sizes = [snapshot_bytes(config, each) for each in (plain, draft)]
+            assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+            (pinned,) = (config.store.state_dir / "loaded" / draft.model_id.replace(":", "_")).iterdir()
+            target_bytes = sum(file.stat().st_size for file in pinned.iterdir())
+            assert target_bytes > 0.05 * sizes[1]
+            await kill_worker(server)
+            assert (await draft_metrics(draft))["loss"] == pytest.approx(wanted[1], rel=1e-4)
+        copy = tmp_path / "copy"
+        assert await asyncio.to_thread(main, ["backup", str(copy), f"--state-dir={config.store.state_dir}"]) == 0
+        assert await asyncio.to_thread(main, ["verify", f"--state-dir={copy}"]) == 0
+        async with running_server(config.with_knobs(state_dir=copy), dispatch) as server:
+            draft.server = server
+            await kill_worker(server)
+            assert (await draft_metrics(draft))["loss"] == pytest.approx(wanted[1], rel=1e-4)
+        shutil.rmtree(next((copy / "loaded").glob("*/*-target")))
+        assert await asyncio.to_thread(main, ["verify", f"--state-dir={copy}"]) != 0
+
+
+def snapshot_bytes(config: ServerConfig, run: Run) -> int:
+    directory = config.store.state_dir / "snapshots" / run.model_id.replace(":", "_")
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 @pytest.mark.parametrize("lost", ["2", "02"])

@@ -1,0 +1,156 @@
+"""`trainhouse plan --draft`: what each rank that trains drafts of a model holds. Loads no torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import get_args
+
+from ...workers.planner.drafts.draft_layouts import heaviest
+from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
+from ...workers.planner.drafts.draft_memory import DraftMemory, longest_sequence, sequences_of
+from ...workers.planner.footprint import gigabytes
+from ...workers.planner.layout_search import usable_bytes
+from ...workers.planner.parameters import num_parameters
+from ...workers.planner.workload import Workload
+from ...workers.protocol.parallel_spec import ParallelSpec
+from ...workers.shapes.model_shape import ModelShape
+from ..config.knob_values import ConfigError
+from .columns import aligned
+
+# Most of any field of a draft.
+_MOST = 1 << 24
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """The estimate for a draft. spec: the layout of its target on the ranks that train it.
+
+    device_bytes: memory of each device; None if the estimate is not compared with one.
+    """
+
+    shape: ModelShape
+    spec: ParallelSpec
+    draft_spec: ParallelSpec
+    load: Workload
+    draft: DraftLoad
+    memory: DraftMemory
+    device_bytes: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.device_bytes is None else self.memory.total <= usable_bytes(self.device_bytes)
+
+    @property
+    def longest(self) -> int | None:
+        """The tokens of the longest sequence that fits, of those that the model can run; None without a device."""
+        if self.device_bytes is None:
+            return None
+        most = self.shape.max_positions or self.load.longest
+        return longest_sequence(self.shape, self.spec, self.load, self.draft, self.draft_spec, self.device_bytes, most)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(map(prod, self.draft.shapes().values()))
+
+    def as_json(self) -> dict[str, object]:
+        memory = self.memory
+        parts = {name: value for name, value in asdict(memory).items() if isinstance(value, int)}
+        return {
+            "model": {"name": self.shape.name, "type": self.shape.model_type, "parameters": num_parameters(self.shape)},
+            "draft": {"algorithm": self.draft.algorithm, "parameters": self.num_parameters}
+            | {name: getattr(self.draft, name) for name in ("ttt_length", "block_size", "num_anchors")}
+            | asdict(self.draft.sizes),
+            "load": asdict(self.load),
+            "parallel": self.spec.axes,
+            "draft_parallel": self.draft_spec.axes,
+            "ranks": self.spec.num_ranks,
+            "memory": parts
+            | {
+                "draft": asdict(memory.vectors) | {"kept": memory.vectors.kept},
+                "draft_pass": asdict(memory.activations) | {"total": memory.activations.total},
+                "least": memory.held,
+                "total": memory.total,
+            },
+            "usable": None if self.device_bytes is None else usable_bytes(self.device_bytes),
+            "fits": self.fits,
+            "longest_sequence": self.longest,
+        }
+
+    def text(self) -> Iterator[str]:
+        shape = self.shape
+        yield (
+            f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters in "
+            f"{self.load.dtype}; draft: {self.draft.algorithm}, {self.num_parameters / 1e9:.2f} billion"
+        )
+        yield f"context: {self.load.longest} tokens, in micro-batches of {self.load.tokens}"
+        ranks = f"{self.spec.num_ranks} rank{'s' if self.spec.num_ranks > 1 else ''}"
+        yield f"layout: {self.spec} for the target, {self.draft_spec.axes} for the draft, {ranks}"
+        if self.load.activations != "keep":
+            yield f"layers are recomputed in the backward pass: --activations {self.load.activations}"
+        yield ""
+        yield from aligned(("memory of each rank", "bytes", ""), [row for row in self._rows() if row[1] != "0 MB"])
+        yield ""
+        yield from self._verdict()
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        memory, of_pass, vectors, load = self.memory, self.memory.activations, self.memory.vectors, self.load
+        num_shards = self.draft_spec.num_ranks // self.draft_spec.tp
+        share = f"1/{num_shards}" if num_shards > 1 else "all"
+        own = -(-sequences_of(self.spec, self.draft_spec, load).num_tokens // self.draft_spec.sp)
+        learned = f"an adapter of rank {load.lora_rank}" if load.training == "lora" else "all weights of a full model"
+        yield "the target's base parameters", gigabytes(memory.target), ""
+        yield "what the target has learned", gigabytes(memory.policy), learned
+        yield "key/value cache", gigabytes(memory.kv_cache), "" if load.samples else "sampling happens elsewhere"
+        yield "the draft's weights", gigabytes(vectors.weights), f"{load.dtype}, of its part along tp"
+        yield "its float32 weights", gigabytes(vectors.masters), share
+        yield "its pending gradients", gigabytes(vectors.gradients), share
+        yield "its moments", gigabytes(vectors.moments), share
+        yield "gradients of an operation", gigabytes(vectors.scratch), "while it runs"
+        yield "the target's pass", gigabytes(memory.target_pass), "without a backward pass, with captured features"
+        yield "features exchanged", gigabytes(memory.exchange), "after the target's pass"
+        yield f"features of {own} tokens", gigabytes(of_pass.features), "during the draft's pass"
+        yield "the draft's pass", gigabytes(of_pass.kept), "kept for its backward pass"
+        yield "a chunk of logits", gigabytes(of_pass.logits), "the target's and the draft's, with gradients"
+        yield "its backward pass", gigabytes(of_pass.working), "after the last chunk"
+        yield "the output head gathered", gigabytes(memory.head), "during the draft's pass"
+        yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
+        yield "at least, between passes", gigabytes(memory.held), ""
+        yield "at most at a time", gigabytes(memory.total), ""
+
+    def _verdict(self) -> Iterator[str]:
+        if self.device_bytes is None:
+            least, most = gigabytes(self.memory.held), gigabytes(self.memory.total)
+            yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
+            return
+        usable = usable_bytes(self.device_bytes)
+        room = (
+            f"{gigabytes(self.device_bytes)}, of which {gigabytes(self.device_bytes - usable)} are left to CUDA and "
+            "fragmentation"
+        )
+        if self.fits:
+            yield f"fits {room}: {gigabytes(usable - self.memory.total)} to spare"
+        else:
+            more = gigabytes(self.memory.total - usable)
+            yield f"does not fit {room}: {more} too much; most is {heaviest(self.memory)}"
+        if self.longest:
+            yield f"the longest sequence that fits: {self.longest} tokens"
+        else:
+            yield "no sequence of 256 tokens fits: use more ranks along the target's fsdp, ep or tp"
+
+
+def parse_draft(text: str) -> tuple[Algorithm, Mapping[str, int]]:
+    """Reads "eagle3,draft_vocab_size=32000". Raises ConfigError."""
+    algorithm, *given = text.split(",")
+    if algorithm not in get_args(Algorithm):
+        raise ConfigError(
+            f"--draft is {algorithm!r}: expected eagle3 or dflash, and fields such as eagle3,ttt_length=4"
+        )
+    known, fields = FIELDS[algorithm], dict[str, int]()
+    for each in given:
+        name, _, value = each.partition("=")
+        if name not in known:
+            raise ConfigError(f"--draft has no {name!r} for {algorithm}: expected {', '.join(known)}")
+        if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= _MOST:
+            raise ConfigError(f"--draft has {name} {value!r}: expected a whole number from 1 to {_MOST}")
+        fields[name] = int(value)
+    return algorithm, fields

@@ -1,0 +1,119 @@
+"""`trainhouse plan --draft`: its output, its refusals, and the table in docs/drafts.md that quotes it."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+from trainhouse.server.cli.plan import main
+
+from .test_plan import CONFIGS, ROOT, printed, refused
+
+DOCUMENT = (ROOT / "docs" / "drafts.md").read_text()
+DRAFT = "eagle3,draft_vocab_size=32000"
+KNOBS = ("--device-memory=80GB", "--train-only")
+DEVICES = {"Llama-3.1-8B": (1, 2), "Qwen3-30B-A3B": (1, 2), "Llama-3.1-70B": (2, 4, 8)}
+
+
+def of_model(name: str) -> str:
+    return f"--base-model={name}={CONFIGS / name}.json"
+
+
+def test_the_planned_memory_of_a_draft_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    model, length = of_model("Llama-3.1-8B"), "--max-context-length=8192"
+    layouts = ("--parallel=fsdp=8", "--draft-parallel=replicas=4,tp=2")
+    plan = json.loads(printed(capsys, model, f"--draft={DRAFT}", *layouts, length, *KNOBS, "--json"))
+    memory, draft = plan["memory"], plan["memory"]["draft"]
+    assert (plan["parallel"], plan["draft_parallel"], plan["ranks"]) == ("fsdp=8", "replicas=4,tp=2", 8)
+    assert draft["masters"] == 2 * draft["weights"] // 4 == draft["gradients"] == draft["moments"] // 2
+    assert draft["kept"] == draft["weights"] + draft["masters"] + draft["gradients"] + draft["moments"]
+    assert memory["least"] == memory["target"] + memory["policy"] + draft["kept"]
+    of_passes = memory["target_pass"], memory["exchange"], memory["head"] + memory["draft_pass"]["total"]
+    assert memory["total"] == memory["least"] + max(*of_passes, memory["sampling"]) + draft["scratch"]
+    assert plan["fits"] and plan["longest_sequence"] > 8192
+    text = printed(capsys, model, f"--draft={DRAFT}", *layouts, length, *KNOBS)
+    assert f"\nat most at a time             {memory['total'] / 1e9:.1f} GB" in text
+    assert "layout: fsdp=8 for the target, replicas=4,tp=2 for the draft, 8 ranks" in text
+    assert f"the longest sequence that fits: {plan['longest_sequence']} tokens" in text
+
+
+def test_a_full_target_and_longer_unrolling_need_more(capsys: pytest.CaptureFixture[str]) -> None:
+    def total(draft: str, *flags: str) -> int:
+        length = "--max-context-length=4096"
+        plan = printed(capsys, of_model("Llama-3.1-8B"), f"--draft={draft}", length, *flags, "--json")
+        return json.loads(plan)["memory"]["total"]
+
+    assert total(DRAFT) < total(f"{DRAFT},ttt_length=9") and total(DRAFT) < total("eagle3")
+    # Weights in float32 and bfloat16.
+    assert total(DRAFT, "--training=full") - total(DRAFT) == pytest.approx(6 * 8.03e9, rel=0.02)
+    assert total("dflash") < total("dflash,num_layers=4") < total("dflash,num_layers=4,num_anchors=1024")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("--draft=medusa", 2, "--draft is 'medusa': expected eagle3 or dflash"),
+        ("--draft=eagle3,num_anchors=4", 2, "--draft has no 'num_anchors' for eagle3: expected capture_layers, "),
+        ("--draft=eagle3,ttt_length=0", 2, "--draft has ttt_length '0': expected a whole number from 1 to 16777216"),
+        ("--draft-parallel=tp=2", 2, "--draft-parallel has no effect without --draft"),
+        ("--draft=eagle3 --sampler-workers=1", 2, "leave out the flags of several rank groups"),
+        ("--draft=eagle3 --parallel=auto", 2, "--parallel auto needs the memory of a device"),
+        ("--draft=eagle3,draft_vocab_size=200000", 1, "draft_vocab_size 200000 exceeds the vocabulary of M, 128256"),
+        ("--draft=eagle3,capture_layers=40", 1, "eagle3 captures 40 layers, and M has 32"),
+        ("--draft=eagle3 --parallel=fsdp=2 --draft-parallel=tp=4", 1, "this is 4 ranks, but the model has 2"),
+        ("--draft=eagle3 --parallel=replicas=2 --draft-parallel=tp=2", 1, "use fsdp in place of replicas"),
+    ],
+)
+def test_impossible_drafts_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: str, status: int, message: str
+) -> None:
+    model = f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"
+    assert message in refused(capsys, status, model, "--max-context-length=4096", *arguments.split())
+
+
+@pytest.mark.slow
+def test_the_table_in_the_document_matches_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = list(rows(capsys))
+    found = re.findall(r"^\| (?:Qwen3|Llama)\S* \|.*\|$", DOCUMENT, re.MULTILINE)
+    assert found == expected, "\n" + "\n".join(expected)
+    assert " ".join(f"{knob} ".replace("=", " ", 1).strip() for knob in (f"--draft={DRAFT}", *KNOBS)) in " ".join(
+        DOCUMENT.replace("\\\n", " ").split()
+    )
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """Yields a row for each number of devices with which auto chooses otherwise."""
+    for model, numbers in DEVICES.items():
+        for kilotokens in (8, 16, 32):
+            before = ""
+            for number in numbers:
+                found = cells(capsys, model, kilotokens, number)
+                if found != before:
+                    yield f"| {model} | {kilotokens}k | {number} | {found} |"
+                before = found
+
+
+def cells(capsys: pytest.CaptureFixture[str], model: str, kilotokens: int, number: int) -> str:
+    flags = (f"--draft={DRAFT}", *KNOBS, f"--max-context-length={kilotokens * 1024}")
+    status = main([of_model(model), *flags, "--parallel=auto", f"--num-devices={number}", "--json"])
+    captured = capsys.readouterr()
+    if status:
+        pattern = r"devices: (\S+) with --draft-parallel (\S+) and --activations (\S+) needs least, .* rank, (.*):"
+        ((target, draft, way, reason),) = re.findall(pattern, captured.err)
+        layout = (f"--parallel={target}", f"--draft-parallel={draft}", f"--activations={way}")
+        main([of_model(model), *flags, *layout, "--json"])
+        plan, verdict = json.loads(capsys.readouterr().out), f"does not fit: {reason}"
+    else:
+        plan = json.loads(captured.out)
+        verdict = f"{plan['longest_sequence']:,} tokens"
+    memory = plan["memory"]
+    parts = [
+        memory["target"] + memory["policy"],
+        memory["draft"]["kept"],
+        memory["draft"]["scratch"],
+        max(memory["target_pass"], memory["exchange"]),
+        memory["draft_pass"]["total"] + memory["head"],
+        memory["total"],
+    ]
+    shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
+    return f"`{plan['parallel']}` | `{plan['draft_parallel']}` | {plan['load']['activations']} | {shown} | {verdict}"

@@ -1,0 +1,200 @@
+"""The planner's memory estimate for draft training equals what ranks use."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainhouse.schemas.models import Algorithm, DraftConfig
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.drafts.algorithms.draft_programs import DRAFT_PROGRAMS
+from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
+from trainhouse.workers.drafts.draft_model import DraftModel
+from trainhouse.workers.planner.drafts.draft_layouts import draft_layout_that_fits, draft_spec_of
+from trainhouse.workers.planner.drafts.draft_load import draft_load
+from trainhouse.workers.planner.drafts.draft_memory import DraftMemory, draft_memory, longest_sequence
+from trainhouse.workers.planner.layout_search import usable_bytes
+from trainhouse.workers.planner.workload import Workload
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.scheduler.supervision.ranks import Ranks
+from trainhouse.workers.shapes.draft_sizes import DraftSizes
+from trainhouse.workers.shapes.model_shape import ModelShape
+from trainhouse.workers.worker.worker import Worker
+
+from ...tiny import tiny_model
+from ..parallel.measuring import ACCOUNTING, HANG_SECONDS
+from ..parallel.test_full_memory import near
+from .test_estimate import SCALED, public, shape_at
+
+LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """fields: of the draft and its loss. more: fields of a draft that needs much more memory."""
+
+    algorithm: Algorithm
+    fields: Mapping[str, int]
+    more: Mapping[str, int]
+    spec: str = "single"
+    draft: str | None = None
+    dtype: str = "float32"
+    activations: str = "keep"
+    vocab: int = 512
+
+    def __str__(self) -> str:
+        draft = f"-draft-{self.draft}" if self.draft else ""
+        return f"{self.algorithm}-{self.spec}{draft}-{self.dtype}-{self.activations}"
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        return {
+            "parallel": ParallelSpec.parse(self.spec),
+            "draft_parallel": ParallelSpec.parse(self.draft) if self.draft else None,
+            "dtype": self.dtype,
+            "activations": self.activations,
+            "micro_batch_tokens": LENGTH,
+        }
+
+    def planned(self, shape: ModelShape, fields: Mapping[str, int]) -> DraftMemory:
+        spec, wanted = self.knobs["parallel"], self.knobs["draft_parallel"]
+        of_worker = {name: self.knobs[name] for name in ("dtype", "activations", "micro_batch_tokens")}
+        load = Workload(longest=LENGTH, samples=False, lora_rank=1, **of_worker)
+        draft = draft_load(shape, self.algorithm, fields, load, is_cpu=True)
+        return draft_memory(shape, spec, load, draft, draft_spec_of(shape, spec, draft, wanted))
+
+    @property
+    def config(self) -> DraftConfig:
+        return DraftConfig(algorithm=self.algorithm, seed=1, num_layers=self.fields.get("num_layers"))
+
+    @property
+    def options(self) -> dict[str, float | str]:
+        if self.algorithm == "eagle3":
+            return {"ttt_length": self.fields["ttt_length"]}
+        return {"num_anchors": self.fields["num_anchors"], "seed": 1}
+
+
+class Drafting:
+    """Ranks that train a draft, with the bytes that it made them allocate."""
+
+    def __init__(self, runner: asyncio.Runner, pool: LocalPool, ranks: Ranks, case: Case) -> None:
+        self._runner, self._pool, self._ranks, self._case = runner, pool, ranks, case
+        self._num_operations = 0
+        self.of_each("create_run", RunSpec("draft", case.config, "draft"))
+
+    def of_each(self, method: str, *arguments: object) -> list[Any]:
+        return self._runner.run(self._pool.call_all(method, *arguments, hang_seconds=HANG_SECONDS))
+
+    def step(self) -> None:
+        self.of_each("apply_steps", (OptimizerStep("draft", AdamParams()),))
+
+    def run_pass(self) -> None:
+        """Runs a micro-batch of one sequence on each rank that has data."""
+        random, self._num_operations = np.random.default_rng(0), self._num_operations + 1
+        num_data = self._case.knobs["parallel"].num_data_shares
+        data = tuple(Datum(random.integers(3, 512, LENGTH).astype(np.int32)) for _ in range(num_data))
+        request = ForwardBackwardRequest("draft", 1, data, self._case.algorithm, self._case.options)
+        part = OperationPart(self._num_operations, request)
+        (output,) = self._runner.run(self._ranks.run_pass(Pass((part,)), HANG_SECONDS))
+        assert isinstance(output, ForwardBackwardOutput), output
+
+
+@contextmanager
+def drafting(model: Path, case: Case) -> Iterator[Drafting]:
+    worker = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, **case.knobs)
+    configs = tuple(replace(worker, rank=rank) for rank in range(worker.parallel.num_ranks))
+    with asyncio.Runner() as runner:
+        pool = LocalPool(PoolSpec(ACCOUNTING, configs))
+        ranks = Ranks(pool, worker.parallel)
+        runner.run(ranks.start())
+        try:
+            yield Drafting(runner, pool, ranks, case)
+        finally:
+            runner.run(ranks.close())
+
+
+UNROLLED, MORE_UNROLLED = {"ttt_length": 3}, {"ttt_length": 5}
+BLOCKS, MORE_BLOCKS = {"num_anchors": 64}, {"num_anchors": 256}
+EAGLE, DFLASH = ("eagle3", UNROLLED, MORE_UNROLLED), ("dflash", BLOCKS, MORE_BLOCKS)
+CASES = [
+    Case(*EAGLE, "sp=2"),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            Case(*EAGLE, vocab=4096),
+            Case(*EAGLE, dtype="bfloat16"),
+            Case("eagle3", UNROLLED, {"ttt_length": 9}, activations="recompute"),
+            Case("eagle3", UNROLLED, {"ttt_length": 9}, dtype="bfloat16", activations="recompute"),
+            Case(*EAGLE, "fsdp=2", "tp=2"),
+            Case(*EAGLE, "fsdp=2", "sp=2"),
+            Case(*DFLASH),
+            Case("dflash", BLOCKS | {"num_layers": 2}, MORE_BLOCKS | {"num_layers": 2}, dtype="bfloat16"),
+            Case(*DFLASH, "tp=2", "sp=2"),
+        )
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_memory_of_a_rank_that_trains_a_draft_is_as_planned(case: Case, tmp_path: Path) -> None:
+    model = tiny_model("qwen3", tmp_path, **(SCALED | {"vocab_size": case.vocab}))
+    shape = shape_at(model)
+    planned, more = case.planned(shape, case.fields), case.planned(shape, case.more)
+    with drafting(model, case) as where:
+        where.run_pass()
+        where.step()
+        where.run_pass()
+        held = max(where.of_each("alive"))
+        where.run_pass()
+        peak = max(where.of_each("peak"))
+    of_draft = planned.total - planned.target - planned.policy
+    print(f"\n{case}: held {planned.vectors.kept / held:.3f}, peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
+    assert near(planned.vectors.kept, held, 0.02)
+    assert near(of_draft, peak)
+    assert not near(more.total - more.target - more.policy, peak)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+def test_planned_sizes_are_those_of_drafts(algorithm: Algorithm, tiny_models: dict[str, Path]) -> None:
+    directory = tiny_models["qwen3"]
+    planned = draft_load(shape_at(directory), algorithm, {}, Workload(longest=8))
+    worker = Worker(WorkerConfig(ServedModel("m", str(directory)), device="cpu", threads=1))
+    draft = worker._models.build(DraftConfig(algorithm=algorithm), DRAFT_PROGRAMS[algorithm])
+    assert planned.vector_size(1, 1) == draft.layout.size
+    assert planned.vector_size(2, 1) < 0.9 * draft.layout.size
+    assert isinstance(draft, DraftModel) and planned.sizes == sizes_of(draft.shape)
+
+
+def sizes_of(shape: DraftShape) -> DraftSizes:
+    return DraftSizes(**{each.name: getattr(shape, each.name) for each in fields(DraftSizes)})
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+    shape, load = public("Llama-3.1-8B"), Workload(longest=8192, samples=False)
+    draft = draft_load(shape, "eagle3", {}, load)
+    spec, own = ParallelSpec.parse("fsdp=8"), ParallelSpec.parse("replicas=8")
+    most = longest_sequence(shape, spec, load, draft, own, 80 * 10**9, 131072)
+
+    def need(length: int) -> int:
+        return draft_memory(shape, spec, replace(load, longest=length), draft, own).total
+
+    assert 0 < most < 131072 and need(most) <= usable_bytes(80 * 10**9) < need(most + 256)
+
+
+def test_auto_finds_layouts_that_fit_or_says_what_needs_most() -> None:
+    shape, load = public("Llama-3.1-70B"), Workload(longest=8192, samples=False)
+    draft = draft_load(shape, "eagle3", {"draft_vocab_size": 32000}, load)
+    loads = [load, replace(load, activations="recompute")]
+    found = draft_layout_that_fits(shape, loads, draft, 80 * 10**9)
+    assert found.memory.total <= usable_bytes(80 * 10**9) and found.spec.num_ranks == found.draft_spec.num_ranks
+    with pytest.raises(ValueError, match=r"fits on 2 devices: .* needs least, .* of the target's weights"):
+        draft_layout_that_fits(shape, loads, draft, 80 * 10**9, 2)

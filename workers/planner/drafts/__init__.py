@@ -1,0 +1,1 @@
+"""Plans the memory of ranks that train drafts. Imports no torch."""

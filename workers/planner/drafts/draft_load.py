@@ -1,0 +1,104 @@
+"""The draft whose training is planned, as far as it determines memory. Imports no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from ...shapes.draft_sizes import DraftSizes, dflash_shapes, eagle3_shapes, own_shape
+from ...shapes.logit_budget import LogitBudget
+from ...shapes.model_shape import ModelShape
+from ...shapes.parts import SoftmaxAttention
+from ..parameters import aligned
+from ..workload import Workload
+
+Algorithm = Literal["eagle3", "dflash"]
+
+_SHAPES = {"eagle3": eagle3_shapes, "dflash": dflash_shapes}
+
+# Vectors are padded to parts of whole blocks of 8-bit moments.
+_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class DraftLoad:
+    """A draft that a rank trains.
+
+    ttt_length: of eagle3's loss. block_size, num_anchors: of dflash. budget: of a chunk of logits.
+    """
+
+    algorithm: Algorithm
+    sizes: DraftSizes
+    budget: LogitBudget
+    ttt_length: int = 7
+    block_size: int = 16
+    num_anchors: int = 512
+
+    def shapes(self, tp: int = 1) -> Mapping[str, tuple[int, ...]]:
+        """Returns the shapes of a rank's weights, by module."""
+        return {name: own_shape(name, shape, tp) for name, shape in _SHAPES[self.algorithm](self.sizes).items()}
+
+    def vector_size(self, tp: int, num_shards: int) -> int:
+        """Returns the size of a rank's flat vector, in as many equal parts as there are shards."""
+        size = sum(aligned(prod(shape)) for shape in self.shapes(tp).values())
+        multiple = num_shards * _BLOCK if num_shards * tp > 1 else 1
+        return -(-size // multiple) * multiple
+
+
+def draft_load(
+    shape: ModelShape, algorithm: Algorithm, fields: Mapping[str, int], load: Workload, is_cpu: bool = False
+) -> DraftLoad:
+    """Returns the draft of a target with these fields, and defaults for others.
+
+    Args:
+        fields: of the draft and of its loss, by name; capture_layers is their number.
+    Raises:
+        ValueError: the target cannot have such a draft.
+    """
+    attention = shape.attentions[0] if shape.attentions else None
+    if not isinstance(attention, SoftmaxAttention):
+        raise ValueError(f"drafts of {shape.name} are not planned: its first attention is not softmax attention")
+    intermediate = fields.get("intermediate_size", shape.intermediate_size)
+    if intermediate is None:
+        raise ValueError(
+            f"the config.json of {shape.name} has no intermediate_size: give the draft's, as in --draft "
+            f"{algorithm},intermediate_size=4096"
+        )
+    layers = fields.get("num_layers", 1)
+    sizes = DraftSizes(
+        hidden=shape.hidden,
+        intermediate=intermediate,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        layers=layers,
+        captured=fields.get("capture_layers", _num_captured(algorithm, layers, shape.num_layers)),
+        vocabulary=fields.get("draft_vocab_size", shape.vocab),
+        target_vocabulary=shape.vocab,
+    )
+    _check(sizes, algorithm, shape)
+    of_loss = {name: fields[name] for name in ("ttt_length", "block_size", "num_anchors") if name in fields}
+    return DraftLoad(algorithm, sizes, LogitBudget.on(is_cpu, load.head_chunk_tokens), **of_loss)
+
+
+FIELDS: Mapping[Algorithm, tuple[str, ...]] = {
+    "eagle3": ("capture_layers", "draft_vocab_size", "intermediate_size", "ttt_length"),
+    "dflash": ("num_layers", "capture_layers", "intermediate_size", "block_size", "num_anchors"),
+}
+"""The fields that a plan may set, by algorithm."""
+
+
+def _num_captured(algorithm: Algorithm, layers: int, num_layers: int) -> int:
+    """Returns how many layers of the target a draft captures by default."""
+    if algorithm == "eagle3":
+        return len({min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)})
+    return min(layers, max(1, num_layers - 3))
+
+
+def _check(sizes: DraftSizes, algorithm: Algorithm, shape: ModelShape) -> None:
+    if sizes.captured > shape.num_layers:
+        raise ValueError(f"{algorithm} captures {sizes.captured} layers, and {shape.name} has {shape.num_layers}")
+    if sizes.vocabulary > shape.vocab:
+        raise ValueError(
+            f"draft_vocab_size {sizes.vocabulary} exceeds the vocabulary of {shape.name}, {shape.vocab}: lower it"
+        )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..tiny import tiny_model
-from .drafts import drafts, speculation, target_forms
+from .drafts import draft_memory, drafts, speculation, target_forms
 from .durability import durability
 from .families import families
 from .harness import SHAPE, Section, Setup
@@ -40,6 +40,7 @@ ON_REQUEST: dict[str, Callable[[Setup], Section]] = {
     "vllm": against_vllm,
     "drafts": drafts,
     "target-forms": target_forms,
+    "draft-memory": draft_memory,
     "speculation": speculation,
     "layouts": layout_steps,
     "layout-memory": layout_memory,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ from trainhouse.examples.sft import rows as questions
 from trainhouse.schemas import training
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.server.cli.demo import MODEL, converted_model
+from trainhouse.workers.planner.drafts.draft_load import draft_load
+from trainhouse.workers.planner.workload import Workload
+from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.logit_budget import LogitBudget
+from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 
 from ..live import live_server
 from ..tiny import tiny_model
@@ -198,6 +204,56 @@ def _layout_cost(target: Target, layout: str, lengths: tuple[int, ...]) -> Cost:
 
 def _named(lengths: Sequence[int]) -> str:
     return f"{len(lengths)}x{lengths[0]}"
+
+
+# What ranks keep of a draft
+
+STATE_SHAPE = SHAPE | {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 16384}
+STATE_LAYOUTS = ("single", "sp=2", "fsdp=2,sp=2")
+STEP_TOKENS = 64
+# Bytes per parameter: in bfloat16; and float32 weights, pending gradients and moments, divided over the ranks.
+LEAST_BYTES, DIVIDED_BYTES = 2, 4 + 4 + 8
+MOST_ABOVE = 1.02
+
+
+def draft_memory(setup: Setup) -> Section:
+    model = tiny_model("qwen3", setup.scratch / "draft-memory-target", **STATE_SHAPE)
+    target, table, lines = Target(model, setup.scratch), list[Row](), list[Line]()
+    for layout in STATE_LAYOUTS:
+        spec = ParallelSpec.parse(layout)
+        with target.draft(spec=spec, dtype="bfloat16", threads=1) as draft:
+            seconds = statistics.median(_step_seconds(draft) for _ in range(1 + setup.rounds))
+            draft.cost(lesson("eagle3", STEP_TOKENS, ttt_length=1))
+            held = max(each["drafts_on_device"] for each in draft.where.answers("memory"))
+        num_parameters = sum(map(prod, _shapes(model).values()))
+        per_parameter, wanted = held / num_parameters, LEAST_BYTES + DIVIDED_BYTES / spec.num_ranks
+        table.append({
+            "layout": layout,
+            "MiB of a rank": held / 2**20,
+            "bytes per parameter": per_parameter,
+            "step, ms": 1000 * seconds,
+        })  # fmt: skip
+        what = f"{layout}, what a rank keeps, times {wanted:g} bytes per parameter"
+        lines.append(Line(what, per_parameter / wanted, "at most", MOST_ABOVE))
+    notes = [
+        f"An eagle3 draft of {num_parameters / 1e6:.1f} million parameters in bfloat16, after steps and with pending",
+        "gradients. A step: of AdamW, with the exchange of weights; the median. One thread for each rank.",
+    ]
+    return Section("What ranks keep of a draft", table, lines, notes)
+
+
+def _step_seconds(draft: MeasuredRun) -> float:
+    draft.cost(lesson("eagle3", STEP_TOKENS, ttt_length=1))
+    started = time.perf_counter()
+    (metrics,) = draft.where.call("apply_steps", (OptimizerStep("run", training.AdamParams()),))
+    assert isinstance(metrics, dict), metrics
+    return time.perf_counter() - started
+
+
+def _shapes(model: Path) -> Mapping[str, tuple[int, ...]]:
+    shape = read_model(ServedModel("m", str(model)))
+    assert isinstance(shape, ModelShape)
+    return draft_load(shape, "eagle3", {}, Workload(longest=STEP_TOKENS)).shapes()
 
 
 def _row(what: str, tokens: int, cost: Cost) -> Row:

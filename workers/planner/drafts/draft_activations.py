@@ -118,7 +118,7 @@ class _Eagle3(_Pass):
         return distributions + 2 * self._number * rows * depth * self._hidden
 
     def working(self) -> float:
-        """Returns the bytes of the backward pass of the last step, which is the first, or of what is there when that
+        """Returns the bytes of the backward pass of the last step, which is the first, or of what is held when that
         has ended: the gradients of all weights, which are summed over the steps."""
         again = self._run_again() if self._recomputes else 0.0
         shapes = self._draft.shapes(self._spec.tp)

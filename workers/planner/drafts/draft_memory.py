@@ -48,8 +48,8 @@ class DraftMemory:
 
     target: of the base model. policy: what the target has learned, an adapter or all weights. target_pass: of the
     target's forward pass, with gathered weights and the features of its tokens. exchange: of features between ranks,
-    before the draft's pass. head: the target's output head, gathered. saving: gathered, when the draft is sampled or
-    no pass runs.
+    before the draft's pass. head: the target's output head, gathered. sampling: the target gathered to sample, when no
+    pass runs.
     """
 
     target: int

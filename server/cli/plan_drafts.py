@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import get_args
 
 from ...workers.planner.drafts.draft_layouts import heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
@@ -140,11 +139,10 @@ class DraftPlan:
 
 def parse_draft(text: str) -> tuple[Algorithm, Mapping[str, int]]:
     """Reads "eagle3,draft_vocab_size=32000". Raises ConfigError."""
-    algorithm, *given = text.split(",")
-    if algorithm not in get_args(Algorithm):
-        raise ConfigError(
-            f"--draft is {algorithm!r}: expected eagle3 or dflash, and fields such as eagle3,ttt_length=4"
-        )
+    wanted, *given = text.split(",")
+    algorithm = next((each for each in FIELDS if each == wanted), None)
+    if algorithm is None:
+        raise ConfigError(f"--draft is {wanted!r}: expected eagle3 or dflash, and fields such as eagle3,ttt_length=4")
     known, fields = FIELDS[algorithm], dict[str, int]()
     for each in given:
         name, _, value = each.partition("=")

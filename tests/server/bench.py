@@ -20,7 +20,7 @@ from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal
 from trainhouse.server.journal.request_decoding import RunRequest
 from trainhouse.server.journal.restore_marker import RestoreMarker
-from trainhouse.server.journal.snapshot_store import SnapshotStore
+from trainhouse.server.journal.snapshot_store import RunSnapshot, SnapshotStore
 from trainhouse.server.operations.loading import CreateRun
 from trainhouse.server.operations.operation import Operation
 from trainhouse.server.operations.pinned_checkpoints import PinnedCheckpoints
@@ -80,8 +80,8 @@ class RecordingOperations:
     async def create_in_workers(self, run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> None:
         self.performed.append("create")
 
-    async def restore(self, run: RunRecord, snapshot: Path) -> None:
-        self.performed.append(f"restore {snapshot.name}")
+    async def restore(self, run: RunRecord, snapshot: RunSnapshot) -> None:
+        self.performed.append(f"restore {snapshot.directory.name}")
 
     async def snapshot_run(self, run_id: str, directory: Path) -> None:
         self.performed.append("snapshot")

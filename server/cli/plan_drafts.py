@@ -140,15 +140,14 @@ class DraftPlan:
 def parse_draft(text: str) -> tuple[Algorithm, Mapping[str, int]]:
     """Reads "eagle3,draft_vocab_size=32000". Raises ConfigError."""
     wanted, *given = text.split(",")
-    algorithm = next((each for each in FIELDS if each == wanted), None)
-    if algorithm is None:
+    if wanted not in ("eagle3", "dflash"):
         raise ConfigError(f"--draft is {wanted!r}: expected eagle3 or dflash, and fields such as eagle3,ttt_length=4")
-    known, fields = FIELDS[algorithm], dict[str, int]()
+    known, fields = FIELDS[wanted], dict[str, int]()
     for each in given:
         name, _, value = each.partition("=")
         if name not in known:
-            raise ConfigError(f"--draft has no {name!r} for {algorithm}: expected {', '.join(known)}")
+            raise ConfigError(f"--draft has no {name!r} for {wanted}: expected {', '.join(known)}")
         if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= _MOST:
             raise ConfigError(f"--draft has {name} {value!r}: expected a whole number from 1 to {_MOST}")
         fields[name] = int(value)
-    return algorithm, fields
+    return wanted, fields

@@ -98,6 +98,11 @@ class WorkerDispatch:
         await asyncio.gather(*(group.close() for group in self._all_groups()))
         await self._pool_factory.close()
 
+    @property
+    def groups(self) -> list[RankGroup]:
+        """Returns all groups: of base models, of roles, and those that only sample."""
+        return [*self._all_groups(), *(group for engine in self._engines.values() for group in engine.groups)]
+
     def status(self, base_model: str, role: str | None = None) -> str | None:
         """Describes for the user why work on this base model is waiting; None if nothing waits.
 
@@ -273,8 +278,7 @@ class WorkerDispatch:
 
     async def utilization(self) -> dict[str, Utilization]:
         """Returns the use of their devices for every group that is up, by the names of `memory`."""
-        of_engines = [group for engine in self._engines.values() for group in engine.groups]
-        groups = [group for group in (*self._all_groups(), *of_engines) if not group.is_restarting]
+        groups = [group for group in self.groups if not group.is_restarting]
         answers = await asyncio.gather(*(group.utilization() for group in groups))
         return {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
 

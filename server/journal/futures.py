@@ -250,6 +250,11 @@ class Futures:
             self._evict_oldest()
         await self.kept_bytes.recount(self._sizes_not_stored)
 
+    @property
+    def num_unstored(self) -> int:
+        """Returns the number of results whose place the store does not have yet."""
+        return len(self._unstored) + len(self._appending)
+
     def _sizes_not_stored(self) -> list[tuple[str, int]]:
         return [(future.tenant_id, future.num_bytes) for future in (*self._unstored, *self._appending)]
 

@@ -1,4 +1,4 @@
-"""Routes for browsers: a home page, and Swagger UI for the API, served without any CDN."""
+"""Routes for browsers and Prometheus: a home page, Swagger UI for the API, served without any CDN, and metrics."""
 
 from html import escape
 from importlib.resources import files
@@ -122,3 +122,10 @@ async def asset(file: str) -> FileResponse:
     if file not in _FILES:
         raise RequestError(f"no GET /docs/{file[:80]} here: see /docs for the endpoints", status=404)
     return FileResponse(_ASSETS / file, headers=_HEADERS)
+
+
+@router.get("/metrics")
+async def metrics(request: Request, services: ServicesDependency) -> Response:
+    """Returns the server's metrics for Prometheus."""
+    body, content_type = await services.metrics.answer(request.headers.get("Accept", ""))
+    return Response(body, headers={"Content-Type": content_type})

@@ -21,6 +21,7 @@ from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
 from ..store import Store
+from ..telemetry.server_metrics import ServerMetrics
 from ..tenants.auth import Auth
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
@@ -47,6 +48,7 @@ class Services:
     journal: Journal
     recordings: Recordings
     quotas: Quotas
+    metrics: ServerMetrics
     tokenizers: Tokenizers
     tenure: Tenure | None
 

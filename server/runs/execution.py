@@ -33,7 +33,8 @@ class Execution:
         Args:
             window: the gradient window that the operation is part of, or ends.
         """
-        entry, state, run_id = operation.log_entry, self._state, self._state.record.run_id
+        entry, state, futures = operation.log_entry, self._state, self._services.futures
+        result, message, category = None, "", "user"
         try:
             result = await self._perform(operation, window)
         except Exception as error:
@@ -42,13 +43,17 @@ class Execution:
                 window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
             await self._undo(operation, error)
             if isinstance(operation, CreateRun):
-                state.unusable = f"run {run_id} could not be created: {message}"
-            if operation.future is not None:
-                self._services.futures.fail(operation.future, message, category, operation.ended(run_id, message))
+                state.unusable = f"run {state.record.run_id} could not be created: {message}"
         else:
             entry.outcome, state.outage = Outcome.DONE, None
-            if operation.future is not None:
-                self._services.futures.resolve(operation.future, result, operation.ended(run_id, None))
+        if operation.future is None:
+            return
+        ended = operation.ended(state.record.run_id, None if result is not None else message)
+        self._services.metrics.operation_ended(ended)
+        if result is not None:
+            futures.resolve(operation.future, result, ended)
+        else:
+            futures.fail(operation.future, message, category, ended)
 
     async def _perform(self, operation: Operation, window: OperationWindow) -> Result:
         """Performs the operation, again after each crash and outage.

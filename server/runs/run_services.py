@@ -11,6 +11,7 @@ from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
 from ..operations.pinned_checkpoints import PinnedCheckpoints
+from ..telemetry.server_metrics import ServerMetrics
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
 
@@ -33,3 +34,4 @@ class RunServices:
     quotas: Quotas
     status: Callable[[str, str], str | None]
     restore_marker: RestoreMarker
+    metrics: ServerMetrics

@@ -1,6 +1,7 @@
 """Samples for a job: loads what it needs into the workers, and repeats it after their crashes."""
 
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
+from ..telemetry.server_metrics import ServerMetrics
 from .draft_loader import DraftLoader
 from .sampling_job import SamplingJob
 from .weight_loader import WeightLoader
@@ -21,10 +23,13 @@ OnProgress = Callable[[tuple[SampledPart, ...]], None]
 class SamplingExecution:
     """Runs jobs in the workers."""
 
-    def __init__(self, dispatch: WorkerDispatch, loader: WeightLoader, drafts: DraftLoader) -> None:
+    def __init__(
+        self, dispatch: WorkerDispatch, loader: WeightLoader, drafts: DraftLoader, metrics: ServerMetrics
+    ) -> None:
         self._dispatch = dispatch
         self._loader = loader
         self._drafts = drafts
+        self._metrics = metrics
 
     async def sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
@@ -32,11 +37,13 @@ class SamplingExecution:
         sampler.running_jobs.add(job.request_id)
         progress = _ProgressForwarder(on_progress)
         work = job.for_worker(streams=on_progress is not None)
+        sampled, began_at = None, time.monotonic()
         try:
             while True:
                 job.strikes.check()
                 try:
-                    return await self._attempt(job, work, progress)
+                    sampled = await self._attempt(job, work, progress)
+                    return sampled
                 except WorkerLost as lost:
                     if progress.has_streamed:
                         raise
@@ -44,6 +51,8 @@ class SamplingExecution:
                     await job.strikes.add(lost)
         finally:
             sampler.running_jobs.discard(job.request_id)
+            seconds, base_model = time.monotonic() - began_at, sampler.record.base_model
+            self._metrics.sample_ended(base_model, len(work.prompt), sampled, seconds)
 
     async def _attempt(self, job: SamplingJob, work: SampleJob, progress: "_ProgressForwarder") -> SampleResponse:
         sampler = job.sampler

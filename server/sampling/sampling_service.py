@@ -34,7 +34,6 @@ from .execution import OnProgress, SamplingExecution, log_draft_lost
 from .sampler import Sampler
 from .samplers import Samplers
 from .sampling_job import SamplingJob, Stops, check_alternatives
-from .weight_loader import WeightLoader
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class SamplingService:
         self,
         dispatch: WorkerDispatch,
         samplers: Samplers,
-        loader: WeightLoader,
+        execution: SamplingExecution,
         drafts: DraftLoader,
         sessions: Sessions,
         futures: Futures,
@@ -69,7 +68,7 @@ class SamplingService:
     ) -> None:
         self._dispatch = dispatch
         self._samplers = samplers
-        self._execution = SamplingExecution(dispatch, loader, drafts)
+        self._execution = execution
         self._drafts = drafts
         self._sessions = sessions
         self._futures = futures

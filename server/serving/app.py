@@ -37,11 +37,13 @@ from ..runs.run_services import RunServices
 from ..runs.runs import Runs
 from ..sampling.draft_loader import DraftLoader
 from ..sampling.ephemeral_weights import EphemeralWeights
+from ..sampling.execution import SamplingExecution
 from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
 from ..sampling.weight_loader import WeightLoader
 from ..store import Store, open_store
+from ..telemetry.server_metrics import ServerMetrics
 from ..tenants.auth import Auth
 from ..tenants.gate import Gate
 from ..tenants.quotas import Quotas
@@ -168,11 +170,20 @@ def _services(
         quotas=quotas,
         status=dispatch.status,
         restore_marker=RestoreMarker(directory),
+        metrics=(metrics := ServerMetrics(dispatch)),
     )
     runs = Runs(store, dispatch, checkpoints, run_services)
+    for name, words, read in (
+        ("live_runs", "Runs that the server holds", runs.num_live),
+        ("lost_runs", "Runs that are still to be rebuilt", lambda: runs.num_lost),
+        ("open_sessions", "Sessions that are open", lambda: len(sessions.open_ids)),
+        ("unstored_results", "Results whose place is not stored yet", lambda: futures.num_unstored),
+    ):
+        metrics.add_gauge(f"trainhouse_{name}", words, read)
     loader = WeightLoader(dispatch, checkpoints, sampler_weights.files, live=runs)
+    execution = SamplingExecution(dispatch, loader, drafts, metrics)
     sampling = SamplingService(
-        dispatch, samplers, loader, drafts, sessions, futures, journal, recordings, completions, quotas
+        dispatch, samplers, execution, drafts, sessions, futures, journal, recordings, completions, quotas
     )
     return Services(
         config=config,
@@ -193,6 +204,7 @@ def _services(
         journal=journal,
         recordings=recordings,
         quotas=quotas,
+        metrics=metrics,
         tokenizers=Tokenizers(config.models.base_models),
         tenure=None if live is None else live.tenure,
     )

@@ -1,12 +1,17 @@
 """Checks a request before its body is read: its tenant, its scope, its rate, and the size of its body."""
 
+import time
+
 from fastapi import Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config.server_config import ServerConfig
 from ..http.bodies import body_limits, has_body, limited
 from ..http.errors import HANDLED_ERRORS, handle_error
 from .scopes import LARGE_BODIES, find_route
+
+_WITHOUT_KEY = "other"
+"""The name, in metrics, of all routes that take no key, and of paths that do not exist."""
 
 
 class Gate:
@@ -24,13 +29,24 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
-        route = find_route(scope["method"], scope["path"])
-        if route is not None and (refusal := await self._refusal(request, route)) is not None:
-            await refusal(scope, receive, send)
-            return
-        request.state.body_limits = limits = self._limits[route in LARGE_BODIES]
-        await self._app(scope, limited(receive, limits.received_bytes), send)
+        request, route = Request(scope), find_route(scope["method"], scope["path"])
+        status, began_at = 500, time.monotonic()
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            if route is not None and (refusal := await self._refusal(request, route)) is not None:
+                await refusal(scope, receive, send_noting_status)
+                return
+            request.state.body_limits = limits = self._limits[route in LARGE_BODIES]
+            await self._app(scope, limited(receive, limits.received_bytes), send_noting_status)
+        finally:
+            seconds = time.monotonic() - began_at
+            request.app.state.services.metrics.request_ended(route or _WITHOUT_KEY, status, seconds)
 
     async def _refusal(self, request: Request, route: str) -> Response | None:
         """Returns the response to a request that is refused, without waiting for its body; None if it is admitted."""

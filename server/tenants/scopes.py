@@ -32,6 +32,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /api/v1/get_server_capabilities": SCOPES,
     "GET /api/v1/limits": SCOPES,
     "GET /api/v1/workers": (OPERATOR,),
+    "GET /metrics": (OPERATOR,),
     # Sessions hold models and samplers; listing needs none.
     "POST /api/v1/create_session": _WORK,
     "POST /api/v1/session_heartbeat": _WORK,

@@ -29,10 +29,12 @@ from trainhouse.server.runs.recovery import JournaledRun
 from trainhouse.server.runs.run import Run, Submitted
 from trainhouse.server.runs.run_services import RunServices
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
+from trainhouse.server.telemetry.server_metrics import ServerMetrics
 from trainhouse.server.tenants.quotas import Quotas
 from trainhouse.server.tenants.reservation import Reservation
 from trainhouse.server.tenants.sessions import Sessions
-from trainhouse.workers.protocol.worker_config import ServedModel
+from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.worker_config import DispatchConfig, ServedModel
 
 RUN_ID = "session:train:0"
 RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
@@ -233,6 +235,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 quotas=quotas,
                 status="busy: {}".format,
                 restore_marker=RestoreMarker(tmp_path),
+                metrics=ServerMetrics(WorkerDispatch(DispatchConfig(()))),
             )
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
             stack.push_async_callback(run.stop)

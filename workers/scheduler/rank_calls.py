@@ -1,7 +1,7 @@
 """Defines the calls of a group's ranks: what is sent, how long it may take, and what its answer means for the work."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..protocol.calls import Failure, Pass, SliceResult
@@ -12,16 +12,30 @@ from .group_work import AnyWork, GroupWork
 from .supervision.ranks import Ranks
 from .work import MethodWork, PassWork, SnapshotWork, StepWork
 
+IDLE, RESTARTING = "idle", "restarting"
+ACTIVITIES = ("pass", "step", "sampling", "saving", "loading", "publishing", "other", IDLE, RESTARTING)
+"""Everything that a group's ranks can be doing."""
+
+_ACTIVITIES: Mapping[str, str] = {
+    **dict.fromkeys(("save_run", "convert_adapter"), "saving"),
+    **dict.fromkeys(("create_run", "load_run", "load_adapter", "load_draft", "set_target"), "loading"),
+    **dict.fromkeys(("copy_adapter", "export_adapter", "import_adapter"), "publishing"),
+}
+"""The activity of a call, by the worker's method."""
+
 
 class RankCall(ABC):
     """A call of all ranks of a group.
 
-    kind: the ranks' time is shared between kinds of calls.
+    kind: the ranks' time is shared between kinds of calls. activity: what the ranks do, one of ACTIVITIES.
+    num_tokens: of the data in a pass.
     works: the work in the call, including large operations of which more passes will follow.
     uses_device: false if the call needs nothing on the devices.
     """
 
     kind: ClassVar[str]
+    activity: str
+    num_tokens = 0
     uses_device = True
 
     def __init__(self, works: Sequence[AnyWork] = ()) -> None:
@@ -52,11 +66,13 @@ class PassCall(RankCall):
     """A joint forward and backward of operations of many runs."""
 
     kind = "training"
+    activity = "pass"
 
     def __init__(self, works: Sequence[PassWork]) -> None:
         super().__init__(works)
         self._works = works
         self._cost = sum(work.cost for work in works)
+        self.num_tokens = sum(sum(work.lengths[work.chunk_start : work.num_taken]) for work in works)
 
     @property
     def num_taken(self) -> int:
@@ -86,6 +102,7 @@ class StepsCall(RankCall):
     """Optimizer steps of several runs."""
 
     kind = "training"
+    activity = "step"
 
     def __init__(self, works: Sequence[StepWork], group: GroupWork) -> None:
         super().__init__(works)
@@ -111,6 +128,7 @@ class MethodCall(RankCall):
     def __init__(self, work: MethodWork) -> None:
         super().__init__([work])
         self._work = work
+        self.activity = _ACTIVITIES.get(work.method, "other")
         self.uses_device = work.needs_device
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Any]:
@@ -134,6 +152,7 @@ class BeginSnapshotCall(RankCall):
     """Begins a snapshot, which the workers write while they do other work."""
 
     kind = "snapshots"
+    activity = "saving"
 
     def __init__(self, work: SnapshotWork, snapshot_id: int) -> None:
         super().__init__([work])
@@ -155,6 +174,7 @@ class PollSnapshotsCall(RankCall):
     """Asks which snapshots are written."""
 
     kind = "snapshots"
+    activity = "saving"
     uses_device = False
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Any]:
@@ -171,6 +191,7 @@ class SliceCall(RankCall):
     """A burst of decoding for the sampling jobs of one cohort."""
 
     kind = "sampling"
+    activity = "sampling"
 
     def __init__(self, cohort: Cohort, milliseconds: float) -> None:
         self._slice = cohort.slice(milliseconds)

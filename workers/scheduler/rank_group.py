@@ -20,7 +20,7 @@ from ..protocol.worker_config import WorkerConfig
 from .fair_queue import PassLimits
 from .group_work import GroupWork
 from .quarantine import Suspects
-from .rank_calls import RankCall
+from .rank_calls import IDLE, RESTARTING, RankCall
 from .scheduler import Scheduler
 from .supervision.device_sharing import DeviceScheduler
 from .supervision.supervisor import Supervisor
@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class RankGroup:
-    """Runs the work given to `submit` and `sample` in its loop, until `close`."""
+    """Runs the work given to `submit` and `sample` in its loop, until `close`.
+
+    on_call: called with the group's name, each call that has ended, and its seconds. The class is long because
+    submitting, cancelling and describing work share the state of the loop that runs it.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class RankGroup:
         self.supervisor = Supervisor(self.name, config, new_pool, device, self._wake.set, takes_turns)
         self.work = GroupWork(limits, suspect_jobs)
         self._scheduler = Scheduler(self.work, slice_milliseconds)
+        self.on_call: Callable[[str, RankCall, float], None] | None = None
         self._call: RankCall | None = None
         self._loop: asyncio.Task[None] | None = None
         self._closed: str | None = None
@@ -79,6 +84,13 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         return self.supervisor.pids
+
+    @property
+    def activity(self) -> str:
+        """Returns what the ranks are doing, one of ACTIVITIES."""
+        if self.is_restarting:
+            return RESTARTING
+        return IDLE if self._call is None else self._call.activity
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads the model.
@@ -219,6 +231,8 @@ class RankGroup:
             answer = await supervisor.answer(call.send(supervisor.ranks, supervisor.timeouts))
             seconds = time.monotonic() - started
             call.record(supervisor.timeouts, seconds)
+            if self.on_call is not None:
+                self.on_call(self.name, call, seconds)
             scheduler.finish(call, answer, seconds)
             self._call = None
             if call.uses_device:

@@ -25,6 +25,7 @@ OPEN_PAGES = {
     "/docs/{file}": "part of the page above",
     "/docs/start.js": "part of the page above",
     "/openapi.json": "read by the pages above",
+    "/metrics": "for Prometheus: takes a key with the scope operator, as ROUTE_SCOPES says",
     "/api/v1/downloads/{run_id}/{kind}/{name}/{file:path}": "signed URLs: the signature grants the access",
 }
 """Paths that are not in the OpenAPI document, and why they need no key."""

@@ -54,7 +54,7 @@ class BatchPlan:
             (group, choose_matmul(group.lengths, group.scales, kind.device, kind.aligned)) for group in groups
         ]
         adapters = [adapter for group in groups for adapter in group.adapters]
-        self._versions = [(adapter, adapter.vectors.num_changes) for adapter in adapters]
+        self._versions = [(adapter, _version(adapter)) for adapter in adapters]
         self._terms: dict[LinearSite, LoraDelta | None] = {}
         self._factors: dict[tuple[LinearSite, tuple[Adapter, ...]], StackedFactors] = {}
         previous = previous if previous is not None and previous.is_current else None
@@ -67,8 +67,8 @@ class BatchPlan:
 
     @property
     def is_current(self) -> bool:
-        """True if no weight has changed since the plan was built."""
-        return all(adapter.vectors.num_changes == num_changes for adapter, num_changes in self._versions)
+        """True if no weight has changed or moved since the plan was built."""
+        return all(_version(adapter) == version for adapter, version in self._versions)
 
     def is_valid_for(self, segments: tuple[Segment, ...]) -> bool:
         """True if the plan is of these segments and still current."""
@@ -87,3 +87,7 @@ class BatchPlan:
         if key not in self._factors:
             self._factors[key] = StackedFactors(site, adapters, rows)
         return self._factors[key]
+
+
+def _version(adapter: Adapter) -> tuple[int, int | None]:
+    return adapter.vectors.num_changes, adapter.vectors.weights_address

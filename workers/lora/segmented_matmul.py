@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ops.kernels import kernels_for
 
 # On the CPU, copying so few rows into a padded batch costs less than the calls that it saves.
-_FEW_ROWS, _LOW_RANK = 128, 8
+_FEW_ROWS, _LOW_RANK = 128, 64
 
 
 class SegmentedMatmul(Protocol):

@@ -107,7 +107,8 @@ class BaseModel:
     activations between linear layers in training. activations: as in WorkerConfig. unembedding: [vocab, hidden],
     possibly tied to the embedding; this rank's rows if ranks keep it in parts, except inside `whole_unembedding` and
     `gathered`. head_name, embedding_name: names of these parameters. head_bias: added to the logits, [vocab], whole on
-    every rank; None if there is none. head_names: of the unembedding and of this bias.
+    every rank; None if there is none. head_names: of the unembedding and of this bias. num_moves: how often the weights
+    that layers use have got other places in memory.
     """
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
@@ -128,7 +129,7 @@ class BaseModel:
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
         self.precision = f"{self.dtype} {config.base_quantization}"
-        self.threads = ThreadCount(self.device)
+        self.threads, self.num_moves = ThreadCount(self.device), 0
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
         loaded_config, self._text_part_of = _config_of(config.model.source)
         self.shape = describe_model(config.model.name, loaded_config.to_dict())
@@ -411,6 +412,7 @@ class BaseModel:
             gradients: float32, by name; backward passes add the weights' gradients to them.
         """
         parameters = {name: each for name, each in self.model.named_parameters() if name in weights}
+        self.num_moves += 1
         with ExitStack() as held:
             if self._fused is not None:
                 held.callback(self._fused.parameters_changed, are_original=True)
@@ -473,6 +475,7 @@ class BaseModel:
             yield
             return
         self._check_room(self._fused.num_gathered_bytes)
+        self.num_moves += 1
         with self._fused.gathered():
             yield
 

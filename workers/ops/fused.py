@@ -108,7 +108,7 @@ class RotaryTable:
         if longest > len(cos):
             cos, sin = self._tables = self._made(max(longest, 2 * len(cos)))
         scale = None if self._query_scale is None else self._query_scale(positions)[:, None, None]
-        return Rotation(cos[positions], sin[positions], scale)
+        return Rotation(cos.index_select(0, positions), sin.index_select(0, positions), scale)
 
     def _made(self, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=self._frequencies.device)

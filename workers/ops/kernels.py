@@ -13,11 +13,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,7 +60,56 @@ _ARGUMENTS = {
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2, _INT],
 }
 
+# Return 1 if they get no memory for their sums.
+_FALLIBLE = ("decode_attention", "add_low_rank", "sort_pairs", "run_experts", "delta_step")
+
 _log = logging.getLogger(__name__)
+
+Recorder = Callable[[Callable[[], object]], None]
+
+
+class CompiledLibrary:
+    """The compiled functions, as attributes. A thread can record its calls, to repeat them later."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self._recording = library, _Recording()
+
+    def declare(self, arguments: Mapping[str, Sequence[object]], fallible: Sequence[str]) -> None:
+        """Declares the types of functions' arguments, and the functions that return 1 if they get no memory."""
+        for name, types in arguments.items():
+            function = getattr(self._library, name)
+            function.argtypes = types
+            if name in fallible:
+                function.errcheck = _raise_if_failed
+            setattr(self, name, partial(self._call, function))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Callable[..., int]: ...
+
+    @contextmanager
+    def recorded_by(self, record: Recorder) -> Iterator[None]:
+        """Calls `record` on this thread, while inside, with a function that repeats the call, at each call."""
+        self._recording.record = record
+        try:
+            yield
+        finally:
+            self._recording.record = None
+
+    def _call(self, function: Callable[..., int], *arguments: object) -> int:
+        if (record := self._recording.record) is not None:
+            record(partial(function, *arguments))
+        return function(*arguments)
+
+
+class _Recording(threading.local):
+    record: Recorder | None = None
+
+
+def _raise_if_failed(failed: int, function: Any, arguments: Sequence[object]) -> int:
+    if failed:
+        raise MemoryError(f"kernel {function.__name__}: no memory for its sums")
+    return failed
 
 
 class _Matrices(ctypes.Structure):
@@ -116,9 +167,8 @@ class Kernels:
     for each kernel.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _ARGUMENTS.items():
-            getattr(library, name).argtypes = arguments
+    def __init__(self, library: CompiledLibrary) -> None:
+        library.declare(_ARGUMENTS, _FALLIBLE)
         self.library, self._most_threads = library, torch.get_num_threads()
         # On registers of 16 numbers (AVX-512) torch's products are as fast, and faster if all dimensions are large.
         self.outdo_torch = library.register_size() < _WIDE_REGISTER
@@ -208,9 +258,7 @@ class Kernels:
         sinks = None if kind.sinks is None else kind.sinks.scores
         cache = keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()
         scales = kind.scaling, kind.cap or 0.0
-        failed = self.library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, *scales, num_threads)
-        if failed:
-            raise MemoryError(f"attention of {query.shape[0]} rows: no memory for its sums")
+        self.library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, *scales, num_threads)
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
@@ -273,8 +321,7 @@ class Kernels:
         """Adds x a b to y [rows, q], for x [rows, p], a [p, rank] and b [rank, q]; the rows of y are contiguous."""
         x, a, b = with_rows(x), with_rows(a), with_rows(b)
         pointers = (part for tensor in (y, x, a, b) for part in (tensor.data_ptr(), tensor.stride(0)))
-        if self.library.add_low_rank(*pointers, *x.shape, *b.shape):
-            raise MemoryError(f"an adapter of rank {len(b)} for {len(x)} rows: no memory for their product")
+        self.library.add_low_rank(*pointers, *x.shape, *b.shape)
 
     def _threads_for_product(self, num_multiplications: int) -> int:
         return (lane_threads() or self._most_threads) if num_multiplications > WORTH_ALL else 1
@@ -291,8 +338,7 @@ class Kernels:
         keys, num_pairs = keys.contiguous(), keys.numel()
         tokens, places, counts = (keys.new_empty(size) for size in (num_pairs, num_pairs, num_groups))
         pointers = (x.data_ptr() for x in (tokens, places, counts, keys))
-        if self.library.sort_pairs(*pointers, first, num_pairs, keys.shape[1], num_groups):
-            raise MemoryError(f"{num_groups} groups of tokens and experts: no memory to sort by them")
+        self.library.sort_pairs(*pointers, first, num_pairs, keys.shape[1], num_groups)
         return tokens, places, counts
 
     def combine_pairs(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -342,8 +388,7 @@ class Kernels:
         pointers = (None if each is None else each.data_ptr() for each in (out, between, x, keys, weights))
         matrices = (ctypes.byref(_Matrices.of(each)) for each in (gate_up, down))
         sizes = first, num_tokens, keys.shape[1], experts, hidden, features
-        if self.library.run_experts(*pointers, *matrices, terms, *sizes, threads):
-            raise MemoryError(f"{keys.numel()} pairs of tokens and experts: no memory for their features")
+        self.library.run_experts(*pointers, *matrices, terms, *sizes, threads)
         return out, between
 
     def convolve_step(
@@ -386,8 +431,7 @@ class Kernels:
         pointers = (part for x in (q, k, v) for part in (x.data_ptr(), x.stride(0)))
         others = (x.data_ptr() for x in (g, beta, states, slots))
         sizes = len(q), q.shape[1], v.shape[1], q.shape[2], v.shape[2]
-        if self.library.delta_step(out.data_ptr(), *pointers, *others, *sizes, torch.get_num_threads()):
-            raise MemoryError(f"delta rule of {len(q)} rows: no memory for their keys")
+        self.library.delta_step(out.data_ptr(), *pointers, *others, *sizes, torch.get_num_threads())
         return out
 
     def sample(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -436,7 +480,7 @@ def load_kernels() -> Kernels | None:
         )
         return None
     try:
-        return Kernels(ctypes.CDLL(str(_compiled(compiler))))
+        return Kernels(CompiledLibrary(ctypes.CDLL(str(_compiled(compiler)))))
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
         _log.warning(

@@ -65,7 +65,7 @@ class SlotTensors:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.num_slots = 0
+        self.num_slots = self.num_resizes = 0
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._states: dict[StateKind, Tensor] = {}
@@ -121,6 +121,7 @@ class SlotTensors:
         """
         kept = min(num_slots, self.num_slots)
         self._reading = {}
+        self.num_resizes += 1
         for of_layers in (self._keys, self._values):
             _resize(of_layers, kept, num_slots)
         _resize(self._states, kept, num_slots)
@@ -177,7 +178,8 @@ class DecodeStep:
     rows: places of the tokens in the packed row. slots: int64 [n], the slot of each. in_order: whether the slots are 0
     to n - 1. lengths: int64 [n], the cached tokens of each; the new one is stored after them and attends to itself too.
     num_slots: the slots that are read, including those of all n. span: tokens of the longest sequence, including the
-    new one. groups: sequences that share a prefix. num_threads: used if the step is large enough.
+    new one. groups: sequences that share a prefix. num_threads: used if the step is large enough. last_span: the span
+    of the last step of the same sequences, if known. is_steady: False once an operation depended on the span.
     """
 
     tensors: SlotTensors
@@ -189,8 +191,15 @@ class DecodeStep:
     span: int
     groups: PrefixGroups
     num_threads: int = 1
+    last_span: int = 0
+    is_steady: bool = True
     _masks: dict[Hiding, Tensor] = field(default_factory=dict)
     _latent_step: LatentStep | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens that no sequence exceeds in this step and those after it."""
+        return max(self.span, self.last_span)
 
     def advance(self) -> None:
         """Moves to the next token of the same sequences."""
@@ -207,12 +216,13 @@ class DecodeStep:
         """Returns the attention output [n, heads, head_dim] for query, key and value of the packed row; for latent
         vectors perhaps only its first part, which is the value."""
         if kind.chosen is not None and self.span > kind.chosen.shape[1]:
+            self.is_steady = False
             cached = self._store_keys(key[self.rows], kind)
             own = replace(kind, chosen=kind.chosen[self.rows])
             return attend_to_copies(query[self.rows], cached, self.slots, self.lengths, own)
         if not isinstance(self.rows, slice) or self.rows.stop - self.rows.start < query.shape[0]:
             query, key, value = query[self.rows], key[self.rows], value[self.rows]
-        kind = kind.within(self.span)
+        kind = kind.within(self.longest)
         if kind.is_latent and key.is_cuda and (flash_mla := flash_mla_for(key, self.tensors.capacity)) is not None:
             return self.attend_by(flash_mla, query, key, kind)
         kernels = kernels_for(key) if kind.part is None else None
@@ -223,8 +233,9 @@ class DecodeStep:
                 self.lengths,
                 self.groups,
             )
-            num_threads = self.num_threads if self.span * key.numel() > _WORTH_THREADS else 1
+            num_threads = self.num_threads if self.longest * key.numel() > _WORTH_THREADS else 1
             return kernels.decode_attention(query, key, value, *cached, kind, num_threads)
+        self.is_steady = False
         if kind.part is None and (triton := triton_kernels_for(key)) is not None:
             cached = *self.tensors.of_layer(kind.layer, key, kind.values_are_keys), self.slots, self.lengths, self.span
             return triton.decode_attention(query, key, value, *cached, kind)
@@ -249,7 +260,10 @@ class DecodeStep:
     def choose(self, queries: IndexQueries | None, key: Tensor, kind: IndexKind) -> Tensor | None:
         """Computes `token_index.choose` for queries and keys of the packed row: int32 [n, most]."""
         cached = self._store_keys(key[self.rows], kind.keys)
-        if queries is None or self.span <= kind.most:
+        if queries is None or self.longest <= kind.most:
+            return None
+        self.is_steady = False
+        if self.span <= kind.most:
             return None
         own = queries.rows(self.rows)
         return choose_for_each(own, cached[:, : self.span], self.slots, self.lengths, kind.most)
@@ -414,7 +428,7 @@ class CachedRow:
     def longest(self) -> int:
         of_fresh = [self.fresh.longest] if self.fresh is not None else []
         chunks = (chunk.cached + chunk.stop - chunk.start for chunk in self.chunks)
-        return max((*(step.span for step in self.steps), *chunks, *of_fresh))
+        return max((*(step.longest for step in self.steps), *chunks, *of_fresh))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """Computes `attention.attend` without gradients."""

@@ -19,8 +19,9 @@ from .kernels import FEW_ROWS, kernels_for
 _MEASURED_SIZES = {"cpu": 512, "cuda": 8192}
 _LEAST_PRODUCTS, _MEASURING_SECONDS = 3, 0.03
 
-# With so many rows kernels are as fast as torch, or faster, on all processors.
-_FEWEST_ROWS = 4
+# Kernels are as fast as torch, or faster, on all processors with so few rows, and with more of them if the weights stay
+# in a cache.
+_FEWEST_ROWS, _FEW_ROWS, _CACHED_WEIGHTS = 4, 64, 2 << 20
 
 
 class Product(Protocol):
@@ -128,7 +129,8 @@ def torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
     """Multiplies by a kernel or, if there are many rows, by oneDNN, for float32 on the CPU."""
     kernels = kernels_for(x, weight) if len(x) <= FEW_ROWS and 1 in weight.stride() else None
-    if kernels is not None and (kernels.outdo_torch or len(x) <= _FEWEST_ROWS):
+    most_rows = _FEW_ROWS if weight.numel() <= _CACHED_WEIGHTS else _FEWEST_ROWS
+    if kernels is not None and (kernels.outdo_torch or len(x) <= most_rows):
         return kernels.linear(x, weight, bias, addend)
     if addend is None:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .attention_kind import AttentionKind
-from .kernels import kernels_for, threads_for, with_rows
+from .kernels import CompiledLibrary, kernels_for, threads_for, with_rows
 
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -26,6 +26,8 @@ _ARGUMENTS = {
     "attention_gradient": [*[_POINTER] * 10, _SIZE, _POINTER, _INT],
 }
 
+_FALLIBLE = ("attention", "attention_gradient")
+
 
 class _Attention(ctypes.Structure):
     """The struct attention of training.c."""
@@ -40,9 +42,8 @@ class TrainingKernels:
     The numbers of a row must be contiguous; a copy is made if they are not.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _ARGUMENTS.items():
-            getattr(library, name).argtypes = arguments
+    def __init__(self, library: CompiledLibrary) -> None:
+        library.declare(_ARGUMENTS, _FALLIBLE)
         self._library = library
 
     def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
@@ -117,8 +118,7 @@ class TrainingKernels:
         out, log_sums = query.new_empty(tokens, heads, value_size), query.new_empty(heads, tokens)
         pointers = (x.data_ptr() for x in (out, log_sums, query, key, value, bounds))
         of = _described(query, key, value, out, kind)
-        if self._library.attention(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads()):
-            raise MemoryError(f"attention of {tokens} tokens: no memory for the keys and scores of a head")
+        self._library.attention(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads())
         return out, log_sums
 
     def attention_gradient(
@@ -138,8 +138,7 @@ class TrainingKernels:
         tensors = (*found, grad, query, key, value, out.contiguous(), log_sums.contiguous(), bounds)
         pointers = (x.data_ptr() for x in tensors)
         of = _described(query, key, value, grad, kind)
-        if self._library.attention_gradient(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads()):
-            raise MemoryError(f"attention of {len(query)} tokens: no memory for the gradients of a head")
+        self._library.attention_gradient(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads())
         return found
 
 
@@ -150,7 +149,7 @@ def training_kernels_for(*tensors: Tensor) -> TrainingKernels | None:
 
 
 @cache
-def _of(library: ctypes.CDLL) -> TrainingKernels:
+def _of(library: CompiledLibrary) -> TrainingKernels:
     return TrainingKernels(library)
 
 

@@ -69,8 +69,12 @@ class ModelRunner:
 
     def decode_step(self, loop: DecodeLoop) -> SampledBatch:
         """Runs one step, inside `applied`, and samples."""
-        hidden = self._base.hidden_states(loop.tokens, loop.positions, loop.packing())
-        return self.sample(loop.sampling, hidden, loop.noise())
+
+        def logits() -> Tensor:
+            hidden = self._base.hidden_states(loop.tokens, loop.positions, loop.packing())
+            return self.logits(hidden, loop.sampling.adapter_spans)
+
+        return self._sample(loop.sampling, loop.run(logits, (self._plan, self._base.num_moves)), loop.noise())
 
     def sample(self, sampling: SamplingBatch, hidden: Tensor, noise: Tensor) -> SampledBatch:
         """Samples the next token of each sequence.
@@ -79,7 +83,9 @@ class ModelRunner:
             hidden: the hidden state of each, [rows, hidden].
             noise: in [0, 1), [rows].
         """
-        logits = self.logits(hidden, sampling.adapter_spans)
+        return self._sample(sampling, self.logits(hidden, sampling.adapter_spans), noise)
+
+    def _sample(self, sampling: SamplingBatch, logits: Tensor, noise: Tensor) -> SampledBatch:
         chosen = choose(logits, sampling.choice, noise.to(logits.dtype), sampling.processed(logits))
         return SampledBatch(sampling, logits, self._ranks.agree_on_tokens(chosen))
 

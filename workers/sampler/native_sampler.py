@@ -70,6 +70,7 @@ class NativeSampler:
             self._scheduler, self._speculation, self._runner, self._recorder, self._ranks, self._flops
         )
         self._sampling: SamplingBatch | None = None
+        self._loop: DecodeLoop | None = None
 
     def slice(self, work: SamplingSlice) -> SliceResult:
         """Adds and cancels jobs, and samples until the time budget is spent. Cancelled jobs get no result.
@@ -115,6 +116,7 @@ class NativeSampler:
     def forget_plan(self) -> None:
         """Drops tensors derived from the current weights; the next step rebuilds them."""
         self._runner.forget_plan()
+        self._loop = None
 
     @property
     def num_jobs(self) -> int:
@@ -168,7 +170,9 @@ class NativeSampler:
         """Runs decode steps until a sequence ends or may outgrow its slot."""
         if self._sampling is None or self._sampling.sequences is not decoding.sequences:
             self._sampling = self._sampling_batch(decoding.sequences)
-        loop = DecodeLoop(decoding, self._sampling, self._scheduler.table, self._base.device)
+        loop, self._loop = self._loop, None
+        if loop is None or not loop.continues(decoding):
+            loop = DecodeLoop(decoding, self._sampling, self._scheduler.table, self._base.device)
         num_run, num_steps = self._scheduler.table.length[self._sampling.lines] - 1, 0
         with self._runner.applied(self._sampling.adapter_spans, len(decoding.sequences)):
             while True:
@@ -181,6 +185,8 @@ class NativeSampler:
         self._flops.add_steps(self._sampling.adapter_spans, num_run, num_steps)
         if not has_more:
             self._recorder.append(sampled)
+        else:
+            self._loop = loop
 
     def _extend(self, batch: Batch, output: PassOutput) -> None:
         """Samples the next token of every sequence whose known tokens have all run, except those with draft tokens."""
@@ -223,4 +229,4 @@ class NativeSampler:
 
     def _forget_tensors(self) -> None:
         self._runner.forget_plan()
-        self._sampling = None
+        self._sampling = self._loop = None

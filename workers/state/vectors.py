@@ -135,6 +135,12 @@ class StateVectors:
         """Grows with every change of the trained vectors, in whichever place they are."""
         return self._earlier_changes + self._changes_in_memory()
 
+    @property
+    def weights_address(self) -> int | None:
+        """The weights have this address on the device; None if they are not there."""
+        weights = self._on_device.get("weights")
+        return None if weights is None else weights.tensor.data_ptr()
+
     def clear_moments(self) -> None:
         num_changes = self.num_changes
         for name in MOMENT_VECTORS:

@@ -148,8 +148,8 @@ def test_sequences_run_as_each_alone_in_transformers(kind: str, changes: dict[st
     adapter = bench.create("a", train_mlp=not bench.base.experts)
     found, wanted = run(fused_forward, bench, adapter), run_alone(bench, adapter)
     for one, other in zip(found, wanted, strict=True):
-        assert relative_error(one, other) < 4e-6
-        assert relative_error(one * (1 + 1e-5), other) > 4e-6
+        assert relative_error(one, other) < 8e-6
+        assert relative_error(one * (1 + 2e-5), other) > 8e-6
     if kind in RECURRENT_KINDS:  # transformers' modules carry states from one sequence of a row into the next
         leaking = run(transformers_forward, bench, adapter)
         assert relative_error(leaking[0], wanted[0]) > 1e-2

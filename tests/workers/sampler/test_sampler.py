@@ -17,6 +17,7 @@ from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBac
 from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.protocol.calls import Failure, OperationPart, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler.decoding.step_tape import StepTape
 from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
 from trainhouse.workers.sampler.logits.token_choice import SamplingSettings, SamplingTensors, choose
 from trainhouse.workers.sampler.native_sampler import NativeSampler
@@ -668,19 +669,23 @@ def test_a_streaming_job_reports_which_samples_have_ended(adapted: Adapted) -> N
 def test_gathering_layers_does_not_count_against_a_slices_time(
     gathering_seconds: float, adapted: Adapted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, run = [0.0], adapted.base.hidden_states
+    clock = [0.0]
 
     @contextmanager
     def gathered() -> Iterator[None]:
         clock[0] += gathering_seconds
         yield
 
-    def running(*arguments: Any, **more: Any) -> Tensor:
-        clock[0] += 1.0
-        return run(*arguments, **more)
+    def taking_a_second(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def running(*arguments: Any, **more: Any) -> Tensor:
+            clock[0] += 1.0
+            return run(*arguments, **more)
+
+        return running
 
     monkeypatch.setattr(adapted.base, "gathered", gathered)
-    monkeypatch.setattr(adapted.base, "hidden_states", running)
+    monkeypatch.setattr(adapted.base, "hidden_states", taking_a_second(adapted.base.hidden_states))
+    monkeypatch.setattr(StepTape, "repeat", taking_a_second(StepTape.repeat))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     sampler = new_sampler(adapted)
     for joining in ((job("one", prompt(9), max_tokens=30, streams=True),), ()):

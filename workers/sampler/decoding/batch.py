@@ -205,7 +205,8 @@ class DecodeBatch:
                 groups=_groups([self.sequences[number] for number in members], self._device),
             )
 
-    def steps(self, table: SequenceTable) -> list[DecodeStep]:
+    def steps(self, table: SequenceTable, num_steps: int = 1) -> list[DecodeStep]:
+        """Returns the first of so many steps, of each pool."""
         steps = []
         for part in self._pool_members:
             # All but the newest token, which runs now, are cached.
@@ -221,6 +222,7 @@ class DecodeBatch:
                     span=int(lengths.max()) + 1,
                     groups=part.groups,
                     num_threads=self._num_threads,
+                    last_span=int(lengths.max()) + num_steps,
                 )
             )
         return steps

@@ -64,6 +64,43 @@ def test_after_kill_9_everything_continues(tiny_models: dict[str, Path], tmp_pat
         assert client.post("create_model", create)["model_id"] == model_id
 
 
+@pytest.mark.slow
+def test_after_kill_9_a_draft_has_its_full_target_though_no_snapshot_contains_it(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    models = {MODEL: tiny_models["qwen3"]}
+    with live_server(models, tmp_path, snapshot_steps=1) as server:
+        client = Client(server)
+        session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
+        create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
+        policy_id = client.post("create_model", create | {"training": "full"})["model_id"]
+        client.post("forward_backward", {"model_id": policy_id, "data": DATA, "loss_fn": "cross_entropy"})
+        client.post("optim_step", {"model_id": policy_id, "adam_params": {"learning_rate": 0.1}})
+        path = client.post("save_weights_for_sampler", {"model_id": policy_id, "path": "a"})["path"]
+        draft = {"model_seq_id": 1, "model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": path}
+        model_id = client.post("create_model", create | draft)["model_id"]
+        losses = {"model_id": model_id, "data": [{"model_input": [5, 6, 7], "loss_fn_inputs": {}}], "loss_fn": "eagle3"}
+        for _ in range(3):
+            client.post("forward_backward", losses)
+            assert client.post("optim_step", {"model_id": model_id})["metrics"]
+        loss = client.post("forward", losses)["metrics"]["loss:sum"]
+        snapshots = tmp_path / "snapshots" / model_id.replace(":", "_")
+        deadline = time.monotonic() + 60
+        while not list(snapshots.glob("[1-9]*/manifest.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(20)
+    assert not list(snapshots.glob("*/target*"))
+    with live_server(models, tmp_path) as server:
+        client = Client(server)
+        again = client.post("forward", losses)["metrics"]["loss:sum"]
+        assert again == pytest.approx(loss, rel=1e-4)
+        assert "from the snapshot behind seq_id" in server.log.read_text()
+        client.post("set_target", {"model_id": model_id, "path": None})
+        assert client.post("forward", losses)["metrics"]["loss:sum"] != pytest.approx(loss, rel=1e-3)
+
+
 @pytest.mark.full
 def test_operations_of_a_model_no_longer_served_are_reported_as_lost(
     tiny_models: dict[str, Path], tmp_path: Path

@@ -73,6 +73,7 @@ class DraftPlan:
             "usable": None if self.device_bytes is None else usable_bytes(self.device_bytes),
             "fits": self.fits,
             "longest_sequence": self.longest,
+            "captured_bytes": dict(self._captured),
         }
 
     def text(self) -> Iterator[str]:
@@ -89,7 +90,14 @@ class DraftPlan:
         yield ""
         yield from aligned(("memory of each rank", "bytes", ""), [row for row in self._rows() if row[1] != "0 MB"])
         yield ""
+        rows = [(name, str(num_bytes)) for name, num_bytes in self._captured.items()]
+        yield from aligned(("captured features on disk", "bytes of a token"), rows)
+        yield ""
         yield from self._verdict()
+
+    @property
+    def _captured(self) -> Mapping[str, int]:
+        return self.draft.captured_bytes(self.load.number_bytes)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         memory, of_pass, vectors, load = self.memory, self.memory.activations, self.memory.vectors, self.load

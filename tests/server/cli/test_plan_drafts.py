@@ -37,6 +37,25 @@ def test_the_planned_memory_of_a_draft_adds_up(capsys: pytest.CaptureFixture[str
     assert f"the longest sequence that fits: {plan['longest_sequence']} tokens" in text
 
 
+def test_captured_features_are_sized_by_form(capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(draft: str, *flags: str) -> str:
+        return printed(capsys, of_model("Llama-3.1-8B"), f"--draft={draft}", "--max-context-length=4096", *flags)
+
+    def captured(draft: str, *flags: str) -> dict[str, int]:
+        return json.loads(planned(draft, *flags, "--json"))["captured_bytes"]
+
+    layers = 3 * 4096
+    assert captured(f"{DRAFT},target_top_k=8") == {
+        "hidden_state": 2 * (layers + 4096),
+        "logits": 2 * (layers + 128256),
+        "pruned_logits, 32000 tokens": 2 * (layers + 32000) + 8,
+        "pruned_logits, top 8": 2 * (layers + 8) + 4 * 8 + 4,
+    }
+    assert captured("eagle3", "--dtype=float32")["hidden_state"] == 4 * (layers + 4096)
+    assert captured("dflash,num_layers=2") == {"without the target's distribution": 2 * 2 * 4096}
+    assert "\npruned_logits, top 64        24964\n" in planned(DRAFT)
+
+
 def test_a_full_target_and_longer_unrolling_need_more(capsys: pytest.CaptureFixture[str]) -> None:
     def total(draft: str, *flags: str) -> int:
         length = "--max-context-length=4096"
@@ -59,6 +78,7 @@ def test_a_full_target_and_longer_unrolling_need_more(capsys: pytest.CaptureFixt
         ("--draft=eagle3 --sampler-workers=1", 2, "leave out the flags of several rank groups"),
         ("--draft=eagle3 --parallel=auto", 2, "--parallel auto needs the memory of a device"),
         ("--draft=eagle3,draft_vocab_size=200000", 1, "draft_vocab_size 200000 exceeds the vocabulary of M, 128256"),
+        ("--draft=eagle3,target_top_k=200000", 1, "target_top_k is 200000, and M has 128256 tokens: lower it"),
         ("--draft=eagle3,capture_layers=40", 1, "eagle3 captures 40 layers, and M has 32"),
         ("--draft=eagle3 --parallel=fsdp=2 --draft-parallel=tp=4", 1, "this is 4 ranks, but the model has 2"),
         ("--draft=eagle3 --parallel=replicas=2 --draft-parallel=tp=2", 1, "use fsdp in place of replicas"),

@@ -24,12 +24,15 @@ from trainhouse.schemas.training import (
 from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
 from trainhouse.workers.drafts.version import sums_of
 from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.planner.drafts.draft_load import draft_load
+from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from ..adapted import relative_error
 from ..parallel.live_bytes import LiveBytes
+from ..planner.test_estimate import shape_at
 from ..requests import repeatable
 from .test_worker import ALGORITHMS, SHAPES, create_draft, new_worker, request, run_pass, saved_policy, some_data, step
 
@@ -462,6 +465,17 @@ def test_open_features_survive_deletion_of_the_file(tiny_models: dict[str, Path]
     assert len(tensor) == 9
 
 
+def planned_bytes(model: Path, config: DraftConfig, dtype: str) -> int:
+    """Returns what `trainhouse plan` says of such a draft."""
+    sizes = {name: size for name in ("draft_vocab_size", "target_top_k") if (size := getattr(config, name))}
+    draft = draft_load(shape_at(model), config.algorithm, sizes, Workload(longest=512, dtype=dtype))
+    found = draft.captured_bytes(2 if dtype == "bfloat16" else 4)
+    top_k, target_repr = config.target_top_k, config.target_repr or "hidden_state"
+    pruned_to = f", top {top_k}" if top_k else f", {config.draft_vocab_size} tokens"
+    name = target_repr + (pruned_to if target_repr == "pruned_logits" else "")
+    return found["without the target's distribution" if config.algorithm == "dflash" else name]
+
+
 def test_feature_bytes_per_token_are_known_in_advance(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     for dtype in ("float32", "bfloat16"):
         worker = new_worker(tiny_models["llama"], dtype=dtype)
@@ -476,6 +490,7 @@ def test_feature_bytes_per_token_are_known_in_advance(tiny_models: dict[str, Pat
             (address,) = capture(worker, some_data(1, (499,)), directory, str(number))
             header = path_of(directory, address).stat().st_size - 499 * info.feature_bytes
             assert 0 < header < 1000
+            assert info.feature_bytes == planned_bytes(tiny_models["llama"], config, dtype)
 
 
 @pytest.mark.parametrize("form", ["logits", "top"])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from ...shapes.draft_features import feature_columns, target_columns, token_bytes
 from ...shapes.draft_sizes import DraftSizes, dflash_shapes, eagle3_shapes, own_shape
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
@@ -24,7 +25,8 @@ _BLOCK = 256
 class DraftLoad:
     """A draft that a rank trains.
 
-    ttt_length: of eagle3's loss. block_size, num_anchors: of dflash. budget: of a chunk of logits.
+    ttt_length: of eagle3's loss. block_size, num_anchors: of dflash. budget: of a chunk of logits. target_top_k: of the
+    form of captured features with fewest logits.
     """
 
     algorithm: Algorithm
@@ -33,6 +35,7 @@ class DraftLoad:
     ttt_length: int = 7
     block_size: int = 16
     num_anchors: int = 512
+    target_top_k: int = 64
 
     def shapes(self, tp: int = 1) -> Mapping[str, tuple[int, ...]]:
         """Returns the shapes of a rank's weights, by module."""
@@ -43,6 +46,24 @@ class DraftLoad:
         size = sum(aligned(prod(shape)) for shape in self.shapes(tp).values())
         multiple = num_shards * _BLOCK if num_shards * tp > 1 else 1
         return -(-size // multiple) * multiple
+
+    def captured_bytes(self, number_bytes: int) -> Mapping[str, int]:
+        """Returns the bytes of captured features, of one token, by the form of the target's distribution."""
+        sizes, vocab_size = self.sizes, self.sizes.target_vocabulary
+        forms: dict[str, tuple[str, int | None]] = {"hidden_state": ("hidden_state", None), "logits": ("logits", None)}
+        if sizes.vocabulary < vocab_size:
+            forms[f"pruned_logits, {sizes.vocabulary} tokens"] = ("pruned_logits", None)
+        forms[f"pruned_logits, top {self.target_top_k}"] = ("pruned_logits", self.target_top_k)
+        targets = {
+            name: target_columns(target_repr, sizes.hidden, vocab_size, sizes.vocabulary, top_k)
+            for name, (target_repr, top_k) in forms.items()
+        }
+        if self.algorithm == "dflash":
+            targets = {"without the target's distribution": {}}
+        return {
+            name: token_bytes(feature_columns(sizes.captured, sizes.hidden, columns), number_bytes)
+            for name, columns in targets.items()
+        }
 
 
 def draft_load(
@@ -77,12 +98,18 @@ def draft_load(
         target_vocabulary=shape.vocab,
     )
     _check(sizes, algorithm, shape)
-    of_loss = {name: fields[name] for name in ("ttt_length", "block_size", "num_anchors") if name in fields}
-    return DraftLoad(algorithm, sizes, LogitBudget.on(is_cpu, load.head_chunk_tokens), **of_loss)
+    others = ("ttt_length", "block_size", "num_anchors", "target_top_k")
+    given = {"target_top_k": min(DraftLoad.target_top_k, shape.vocab - 1)}
+    given |= {name: fields[name] for name in others if name in fields}
+    if given["target_top_k"] >= shape.vocab:
+        raise ValueError(
+            f"target_top_k is {given['target_top_k']}, and {shape.name} has {shape.vocab} tokens: lower it"
+        )
+    return DraftLoad(algorithm, sizes, LogitBudget.on(is_cpu, load.head_chunk_tokens), **given)
 
 
 FIELDS: Mapping[Algorithm, tuple[str, ...]] = {
-    "eagle3": ("capture_layers", "draft_vocab_size", "intermediate_size", "ttt_length"),
+    "eagle3": ("capture_layers", "draft_vocab_size", "intermediate_size", "ttt_length", "target_top_k"),
     "dflash": ("num_layers", "capture_layers", "intermediate_size", "block_size", "num_anchors"),
 }
 """The fields that a plan may set, by algorithm."""

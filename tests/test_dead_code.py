@@ -36,6 +36,8 @@ PRODUCT_USED_ELSEWHERE = {
         peak_flops""",
     "schemas/openai.py": "owned_by",
     "schemas/sampling.py": "client_counter",
+    # vLLM imports them by these names.
+    "workers/engines/vllm/serve.py": "WeightsEndpoint WeightsLoader",
     # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch and tokenizers.
     "server/serving/server_process.py": "should_exit capture_signals",
     "server/store/sqlite.py": "isolation_level",

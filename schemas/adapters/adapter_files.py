@@ -85,13 +85,15 @@ def write_for_vllm(directory: Path, form: VllmForm) -> None:
 
 
 def refusal_by_vllm(directory: Path, form: VllmForm) -> str | None:
-    """Returns what vLLM lacks for a checkpoint's adapter, such as "does not adapt ...", and how to train without that;
-    None if it takes the adapter, or the checkpoint is another model's."""
-    if not (directory / WEIGHTS).exists():
-        return None
+    """Returns what vLLM lacks for a checkpoint, such as "does not adapt ...", and how to train without that; None if it
+    takes the adapter or full model."""
     description = _description(directory)
     if description.get("role") == "critic":
         return "samples no critics"
+    if not (directory / WEIGHTS).exists():
+        names = (name for file in directory.glob("model*.safetensors") for name in TensorFile(file))
+        is_unread = form.unread_full is not None and any(form.unread_full in name for name in names)
+        return "does not read the weights of full models of this type: train LoRA" if is_unread else None
     if form.refusal is not None:
         return form.refusal
     if description["lora"]["train_unembed"] and not form.adapts_head:

@@ -1,11 +1,12 @@
-"""The forms in which vLLM 0.32 reads adapters, by the architecture that the config.json of the base model names.
+"""The forms in which vLLM 0.32 reads adapters and full models, by the architecture that the base model's config.json
+names.
 
 tests/workers/engines/test_vllm_adapters.py loads adapters of these models into vLLM, but of Kimi: its form follows from
 what its class in vLLM declares.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Experts = Literal["pairs", "joined", "mixed"]
@@ -16,7 +17,7 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class VllmForm:
-    """The form of an adapter.
+    """The form of an adapter, and whether full models are read.
 
     refusal: what vLLM lacks for adapters of such models, None if it takes them.
     adapts_head: whether it may adapt the output head.
@@ -27,6 +28,8 @@ class VllmForm:
     renamed: parts of paths that have another name in vLLM. split: linear layers that vLLM adapts in parts of equal
     sizes. repeated: linear layers whose weight vLLM has a second time under another name, in layers of the model that
     have no linear layer of that name. halved: linear layers of whose heads vLLM has the rows with even numbers first.
+    unread_full: a part of the names of a full model's weights that vLLM does not read, or not right; "" for all names,
+    None if it reads all.
     """
 
     refusal: str | None = None
@@ -37,9 +40,13 @@ class VllmForm:
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     repeated: Mapping[str, str] = field(default_factory=dict)
     halved: frozenset[str] = frozenset()
+    unread_full: str | None = None
 
 
 _WITHOUT_HEAD, _WITH_HEAD = VllmForm(), VllmForm(adapts_head=True)
+# Files of full models have other names than those of releases, among them all of models with images, whose full models
+# are of the text's type. Of gpt-oss vLLM reads other numbers, and its class of MiniMax M2 reads weights once alone.
+_WITHOUT_FULL = VllmForm(unread_full="")
 _EXPERTS = {".experts.": "train_mlp"}
 _WITHOUT_EXPERTS = VllmForm(ignored=_EXPERTS)
 _UNKNOWN = VllmForm(adapts_head=True, ignored=_EXPERTS)
@@ -60,38 +67,38 @@ FORMS: Mapping[str, VllmForm] = {
     "Cohere2ForCausalLM": _WITHOUT_HEAD,
     "DeepseekV3ForCausalLM": _WITHOUT_HEAD,
     "Ernie4_5ForCausalLM": _WITH_HEAD,
-    "Ernie4_5_MoeForCausalLM": _WITHOUT_HEAD,
+    "Ernie4_5_MoeForCausalLM": _WITHOUT_FULL,
     "Exaone4ForCausalLM": _WITH_HEAD,
-    "ExaoneMoeForCausalLM": _WITH_HEAD,
+    "ExaoneMoeForCausalLM": replace(_WITHOUT_FULL, adapts_head=True),
     "FalconH1ForCausalLM": _WITH_HEAD,
     "GemmaForCausalLM": _WITHOUT_HEAD,
     "Gemma2ForCausalLM": _WITHOUT_HEAD,
     "Gemma3ForCausalLM": _WITHOUT_HEAD,
-    "Gemma3ForConditionalGeneration": _WITHOUT_HEAD,
+    "Gemma3ForConditionalGeneration": _WITHOUT_FULL,
     "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": _GEMMA4,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, unread_full=""),
     "Glm4ForCausalLM": VllmForm(split={"gate_up_proj": ("gate_proj", "up_proj")}),
     "Glm4MoeForCausalLM": _WITHOUT_HEAD,
     "Glm4MoeLiteForCausalLM": _WITHOUT_HEAD,
-    "GptOssForCausalLM": VllmForm(experts="joined"),
+    "GptOssForCausalLM": VllmForm(experts="joined", unread_full=""),
     "GraniteForCausalLM": _WITH_HEAD,
     "GraniteMoeForCausalLM": _WITH_HEAD,
-    "GraniteMoeHybridForCausalLM": VllmForm(adapts_head=True, experts="mixed"),
+    "GraniteMoeHybridForCausalLM": VllmForm(adapts_head=True, experts="mixed", unread_full=".experts."),
     "GraniteMoeSharedForCausalLM": VllmForm(adapts_head=True, ignored={".shared_mlp.": "train_mlp"}),
-    "HYV3ForCausalLM": VllmForm(renamed={".shared_experts.": ".shared_mlp."}),
+    "HYV3ForCausalLM": VllmForm(renamed={".shared_experts.": ".shared_mlp."}, unread_full=""),
     "HyperCLOVAXForCausalLM": _WITH_HEAD,
     "InternLM3ForCausalLM": _WITH_HEAD,
     "IQuestCoderForCausalLM": _WITH_HEAD,
     "KimiK25ForConditionalGeneration": _WITHOUT_ADAPTERS,
     "Kolibri1ForCausalLM": _UNKNOWN_TO_VLLM,
-    "LagunaForCausalLM": _WITHOUT_HEAD,
+    "LagunaForCausalLM": _WITHOUT_FULL,
     "LlamaForCausalLM": _WITH_HEAD,
     "Llama4ForCausalLM": _LLAMA4,
-    "Llama4ForConditionalGeneration": _LLAMA4,
-    "MiniMaxM2ForCausalLM": VllmForm(renamed=_BLOCK_SPARSE),
+    "Llama4ForConditionalGeneration": replace(_LLAMA4, unread_full=""),
+    "MiniMaxM2ForCausalLM": VllmForm(renamed=_BLOCK_SPARSE, unread_full=""),
     "MistralForCausalLM": _WITHOUT_HEAD,
     "Ministral3ForCausalLM": _WITHOUT_HEAD,
-    "Mistral3ForConditionalGeneration": _WITHOUT_HEAD,
+    "Mistral3ForConditionalGeneration": _WITHOUT_FULL,
     "MixtralForCausalLM": VllmForm(adapts_head=True, renamed=_BLOCK_SPARSE),
     "NemotronForCausalLM": _WITH_HEAD,
     "NemotronHForCausalLM": VllmForm(adapts_head=True, ignored={"latent_proj": "train_mlp"}),
@@ -106,9 +113,9 @@ FORMS: Mapping[str, VllmForm] = {
     "Qwen3MoeForCausalLM": _WITH_HEAD,
     "Qwen3NextForCausalLM": _WITHOUT_HEAD,
     "Qwen3_5ForCausalLM": _WITH_HEAD,
-    "Qwen3_5ForConditionalGeneration": _WITH_HEAD,
+    "Qwen3_5ForConditionalGeneration": replace(_WITHOUT_FULL, adapts_head=True),
     "Qwen3_5MoeForCausalLM": _WITH_HEAD,
-    "Qwen3_5MoeForConditionalGeneration": VllmForm(adapts_head=True, experts="joined"),
+    "Qwen3_5MoeForConditionalGeneration": VllmForm(adapts_head=True, experts="joined", unread_full=""),
     "StableLmForCausalLM": _WITHOUT_ADAPTERS,
     # vLLM runs these by the layers of transformers.
     "ArceeForCausalLM": _WITHOUT_HEAD,

@@ -16,6 +16,7 @@ from ..tiny import tiny_model
 from .drafts import draft_memory, drafts, speculation, target_forms
 from .durability import durability
 from .families import families
+from .full_in_vllm import full_in_vllm
 from .harness import SHAPE, Section, Setup
 from .memory import memory, soak
 from .overlap import overlap, roles_apart
@@ -38,6 +39,7 @@ DEFAULT: dict[str, Callable[[Setup], Section]] = {
 }
 ON_REQUEST: dict[str, Callable[[Setup], Section]] = {
     "vllm": against_vllm,
+    "full-in-vllm": full_in_vllm,
     "drafts": drafts,
     "target-forms": target_forms,
     "draft-memory": draft_memory,

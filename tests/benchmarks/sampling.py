@@ -226,13 +226,17 @@ def against_vllm(setup: Setup) -> Section:
 
 @contextmanager
 def _vllm(about: object, *threads: str) -> Iterator[Child]:
+    program = Path(__file__).with_name("processes") / "local_vllm.py"
+    with running([vllm_python(), str(program), *threads]) as vllm:
+        vllm.ask(about)
+        yield vllm
+
+
+def vllm_python() -> str:
     python = os.environ.get("TRAINHOUSE_VLLM_PYTHON")
     if not python:
         raise SystemExit("TRAINHOUSE_VLLM_PYTHON names no Python that has vLLM: run make bench-vllm")
-    program = Path(__file__).with_name("processes") / "local_vllm.py"
-    with running([python, str(program), *threads]) as vllm:
-        vllm.ask(about)
-        yield vllm
+    return python
 
 
 def _ask(vllm: Child, unseen: Prompts) -> float:

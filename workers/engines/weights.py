@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,27 @@ async def drop_weights(group: RankGroup, weights_id: str) -> None:
     """Drops an adapter or draft. Unknown and lost ones are ignored. Raises OperationError."""
     if not group.forget_lost(weights_id):
         await group.submit(MethodWork(weights_id, "", "drop_adapter", (weights_id,), drops=weights_id))
+
+
+@dataclass
+class WeightTransferStats:
+    """Counts the transfers of fully trained weights into a sampler since the start."""
+
+    num: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self.num += 1
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "num_pushes": self.num,
+            "pushed_weights_bytes": self.num_bytes,
+            "pushed_weights_milliseconds": round(1000 * self.seconds),
+        }
 
 
 class ScratchDirectory:

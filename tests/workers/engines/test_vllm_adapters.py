@@ -1,4 +1,4 @@
-"""Adapters of every family in a real vLLM: their log-probabilities are ours, and what we refuse to send it refuses.
+"""Adapters and full models of every family in a real vLLM: it computes our log-probabilities, and refuses what we do.
 
 vLLM runs on a CPU here; vllm_models.py says what it lacks there, and replaces it.
 """
@@ -17,11 +17,14 @@ import torch
 from trainhouse import AdamParams, Datum, ServiceClient, TrainingClient
 from trainhouse.schemas.adapters.adapter_files import refusal_by_vllm, write_for_vllm
 from trainhouse.schemas.adapters.vllm_form import FORMS, form_of
+from trainhouse.schemas.models import FullConfig
 from trainhouse.workers.checkpoint import TrainedState, save
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.worker_config import ServedModel
+from trainhouse.workers.protocol.calls import RunSpec
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import read_architecture
+from trainhouse.workers.worker.worker import Worker
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...live import live_server
@@ -66,6 +69,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "afmoe": HEADS | {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v3": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "glm4_moe_lite": LATENT | {"first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    # vLLM has no biases of ERNIE, nor have releases.
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), HEADS | {"use_bias": False}),
     "gpt_oss": HEADS | {"rope_parameters": YARN},
     "minimax_m2": HEADS | {"scoring_func": "sigmoid", "use_routing_bias": True},
     "ministral3": HEADS | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3}},
@@ -114,8 +119,15 @@ def ask(vllm_python: str) -> Iterator[Ask]:
         requests, answers = host.stdin, host.stdout
         assert json.loads(answers.readline()) == "ready"
 
-        def asked(model: Path, adapters: Sequence[Path] = (), dtype: str = "float32", is_mixed: bool = False) -> Any:
-            about = {"model": str(model), "adapters": [str(each) for each in adapters], "dtype": dtype}
+        def asked(
+            model: Path,
+            adapters: Sequence[Path] = (),
+            dtype: str = "float32",
+            is_mixed: bool = False,
+            full: Path | None = None,
+        ) -> Any:
+            about: dict[str, Any] = {"model": str(model), "adapters": [str(each) for each in adapters], "dtype": dtype}
+            about |= {"full": full and str(full)}
             about |= {"max_rank": MAX_RANK, "is_mixed": is_mixed, "prompts": PROMPTS, "max_tokens": MAX_TOKENS}
             print(json.dumps(about), file=requests, flush=True)
             return json.loads(answers.readline())
@@ -160,6 +172,35 @@ def test_vllm_computes_our_logprobs(kind: str, ask: Ask, tmp_path: Path) -> None
 def test_it_computes_them_in_models_with_images(kind: str, ask: Ask, tmp_path: Path) -> None:
     tiny_container(kind, tmp_path / "model", **SETTINGS.get(kind, HEADS))
     assert_vllm_computes_ours(kind, tmp_path / "model", ask, tmp_path)
+
+
+@pytest.mark.parametrize("kind", COMPARED)
+def test_vllm_computes_full_models(kind: str, ask: Ask, tmp_path: Path) -> None:
+    """Their weights take the place of the base model's, which return. Control: the other's numbers differ. vLLM does
+    not read what we do not send."""
+    model, full = tiny(kind, tmp_path / "model"), tmp_path / "full"
+    dtype, tolerance = ("bfloat16", BFLOAT16_TOLERANCE) if kind in IN_BFLOAT16 else ("float32", TOLERANCE)
+    save_full(model, full)
+    form = form_of(read_architecture(ServedModel("tiny", str(model))))
+    answer = ask(model, [], dtype, form.experts == "mixed", full)
+    assert "error" not in answer, answer["error"]
+    rows, base, ours = answer["rows"], Adapted(model), Adapted(full)
+    if refusal_by_vllm(full, form) is not None:
+        assert isinstance(rows["full"], str) or distance(ours, None, rows["full"]) > tolerance
+        return
+    assert not isinstance(rows["full"], str), rows["full"]
+    assert distance(ours, None, rows["full"]) < tolerance < distance(base, None, rows["full"])
+    assert distance(base, None, rows["again"]) < tolerance < distance(ours, None, rows["again"])
+
+
+def save_full(model: Path, directory: Path) -> None:
+    """Saves a full model whose weights have changed."""
+    directory.mkdir()
+    worker = Worker(WorkerConfig(ServedModel("tiny", str(model)), threads=1, dtype="float32"))
+    worker.create_run(RunSpec("full", FullConfig(seed=0)))
+    weights = worker._models.get("full").weights
+    weights += weights.abs().mean() * torch.randn(weights.shape, generator=torch.Generator().manual_seed(0))
+    worker.save_run("full", str(directory), optimizer=False)
 
 
 def test_it_computes_them_in_releases_of_phi_moe(ask: Ask, tmp_path: Path) -> None:

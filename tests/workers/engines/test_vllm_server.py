@@ -93,7 +93,11 @@ async def test_models_that_vllm_does_not_run_on_cpus_are_refused_at_start(
 @pytest.mark.parametrize("architecture", ["StableLmForCausalLM", "KimiK25ForConditionalGeneration"])
 async def test_models_without_adapters_in_vllm_are_refused_at_start(architecture: str, tmp_path: Path) -> None:
     training, server = cast(RankGroup, SimpleNamespace(name="tiny")), VllmServer("http://127.0.0.1:9", None)
-    engine = VllmEngine(training, server, form_of(architecture), tmp_path)
+
+    async def save_run(run_id: str, directory: Path) -> None:
+        pytest.fail("there is no run")
+
+    engine = VllmEngine(training, save_run, server, form_of(architecture), 0, tmp_path)
     with pytest.raises(ValueError, match="is not used: vLLM takes no adapters of this model: use --sampler native"):
         await engine.start(lambda _: None)
     await engine.close()

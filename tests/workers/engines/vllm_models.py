@@ -1,9 +1,10 @@
 """Script for a Python that has vLLM: the log-probabilities of models with adapters.
 
 Reads a line of JSON for each model: model and adapters (directories), dtype, max_rank, is_mixed (the adapters are in
-the form that --enable-mixed-moe-lora-format reads), prompts (token ids), max_tokens. Answers a line of JSON: rows, by
-adapter and for "base", with the likeliest tokens after each prompt and their log-probabilities; or the error of vLLM
-in their place, or in place of all.
+the form that --enable-mixed-moe-lora-format reads), full (a directory with other weights, or null), prompts (token
+ids), max_tokens. Answers a line of JSON: rows, by adapter, for "base", for "full" with its weights in place of the
+model's, and for "again" after that, with the likeliest tokens after each prompt and their log-probabilities; or the
+error of vLLM in their place, or in place of all.
 
 vLLM's kernels for experts with adapters need a GPU, and its routers for CPUs lack some rules. Here loops compute what
 they compute, from the weights and matrices of adapters that vLLM has loaded. Experts without gates it loads on GPUs
@@ -14,12 +15,15 @@ import faulthandler
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 os.environ |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# The program that our server runs in such a Python.
+sys.path.append(str(Path(__file__).parents[3] / "workers" / "engines" / "vllm"))
 
 import torch
 from torch import Tensor
@@ -82,6 +86,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             override_generation_config={"attn_temperature_tuning": True},
             disable_log_stats=True,
             enable_prefix_caching=False,
+            worker_extension_cls="serve.WeightsLoader",
         )
         rows = {"base": greedy(llm, asked, None)}
     except Exception as error:
@@ -94,6 +99,13 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             rows[adapter] = greedy(llm, asked, request)
         except Exception as error:
             rows[adapter] = f"{type(error).__name__}: {error}"
+    if asked["full"] is not None:
+        try:
+            for name, weights in (("full", asked["full"]), ("again", asked["model"])):
+                llm.collective_rpc("replace_weights", args=(weights,))
+                rows[name] = greedy(llm, asked, None)
+        except Exception as error:
+            rows["full"] = f"{type(error).__name__}: {error}"
     return {"rows": rows}
 
 

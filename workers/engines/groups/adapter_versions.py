@@ -16,33 +16,13 @@ from ....schemas.models import FullConfig
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import MethodWork
 from ..in_flight import cancel_and_wait
+from ..weights import WeightTransferStats
 from .adapter_copies import AdapterCopies, AdapterCopy
 
 logger = logging.getLogger(__name__)
 
 # The number of a version that is not fully loaded.
 _NONE = 0
-
-
-@dataclass
-class WeightTransferStats:
-    """Counts the transfers of fully trained weights into a group since the start."""
-
-    num: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-
-    def add(self, num_bytes: int, seconds: float) -> None:
-        self.num += 1
-        self.num_bytes += num_bytes
-        self.seconds += seconds
-
-    def memory(self) -> dict[str, int]:
-        return {
-            "num_pushes": self.num,
-            "pushed_weights_bytes": self.num_bytes,
-            "pushed_weights_milliseconds": round(1000 * self.seconds),
-        }
 
 
 @dataclass(eq=False)

@@ -18,9 +18,9 @@ from ...scheduler.quarantine import MAX_STRIKES
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import MethodWork, OnProgress
 from ..in_flight import InFlightRequests, StreamDeduplicator
-from ..weights import drop_weights, load_weights
+from ..weights import WeightTransferStats, drop_weights, load_weights
 from .adapter_copies import AdapterCopies
-from .adapter_versions import GroupAdapter, GroupAdapterVersion, WeightTransferStats
+from .adapter_versions import GroupAdapter, GroupAdapterVersion
 
 
 class SamplerGroups:

@@ -1,7 +1,7 @@
-"""Versions of adapters, in directories that vLLM reads, each under a unique name.
+"""Versions of adapters and of full models, in directories that vLLM reads, each under a unique name.
 
 The weights behind a name never change, even if several of our servers use one vLLM. So vLLM's prefix cache stays valid,
-and a request keeps the version it began with.
+and a request keeps the version it began with. A full model takes the place of the base model's weights.
 """
 
 import asyncio
@@ -10,9 +10,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 
@@ -23,29 +22,12 @@ from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
 from ..in_flight import cancel_and_wait
 from ..weights import ScratchDirectory, adapter_gone_error, adapter_not_stored_error, drop_weights, load_weights
+from .adapter_version import VllmAdapterVersion, full_weight_files, weights_under
 from .api import VllmApi
+from .turns import Turns
 
 _READS_ON_SECONDS = 5.0
 """The time that files are kept: vLLM may still start a cancelled request, and crashes if its files are missing."""
-
-
-@dataclass(eq=False)
-class VllmAdapterVersion:
-    """One version of an adapter.
-
-    num_users: requests that use it.
-    vllm_epoch: the start (VllmServer.num_starts) of the vLLM that has loaded it.
-    training_crash_epoch: the training group's count of crashes when it loaded it.
-    """
-
-    name: str
-    directory: Path
-    num_users: int = 0
-    is_current: bool = True
-    vllm_epoch: int | None = None
-    training_crash_epoch: int | None = None
-    vllm_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    training_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class VllmAdapters:
@@ -58,16 +40,19 @@ class VllmAdapters:
         self._api = api
         self._training = training
         self._scratch = ScratchDirectory(directory)
+        self._turns: Turns[VllmAdapterVersion | None] = Turns()
         self._current: dict[str, VllmAdapterVersion] = {}
         self._numbers = count(1)
         self._server_id = secrets.token_hex(4)
         self._discarding: set[asyncio.Task[None]] = set()
 
-    async def put(self, adapter_id: str, write: Callable[[Path], Awaitable[None]]) -> None:
-        """Adds the newest version, which all new requests use. `write` writes it into an empty directory."""
-        name = f"{adapter_id}-v{next(self._numbers)}-{self._server_id}"
+    async def put(self, adapter_id: str, write: Callable[[Path], Awaitable[None]]) -> VllmAdapterVersion:
+        """Adds and returns the newest version, which new requests use. `write` writes it into an empty directory."""
+        number = next(self._numbers)
+        name = f"{adapter_id}-v{number}-{self._server_id}"
         try:
-            version = VllmAdapterVersion(name, await self._scratch.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:])
+            directory = await self._scratch.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:]
+            version = VllmAdapterVersion(adapter_id, number, name, directory)
             version.directory.mkdir()
         except OSError as error:
             raise adapter_not_stored_error(adapter_id, error) from None
@@ -76,28 +61,39 @@ class VllmAdapters:
         except BaseException:
             shutil.rmtree(version.directory, ignore_errors=True)
             raise
+        version.is_full = bool(full_weight_files(version.directory))
         earlier, self._current[adapter_id] = self._current.get(adapter_id), version
         self._retire(earlier)
+        return version
+
+    def num_full_besides(self, adapter_id: str) -> int:
+        """Returns how many other adapters are full models."""
+        return sum(each.is_full for name, each in self._current.items() if name != adapter_id)
 
     def drop(self, adapter_id: str) -> None:
         """Drops the adapter. Requests that use it keep it until they end. Unknown ids are ignored."""
         self._retire(self._current.pop(adapter_id, None))
 
-    @contextmanager
-    def in_use(self, adapter_id: str) -> Iterator[VllmAdapterVersion]:
-        """Yields the newest version, which is kept until the end of the block. Raises OperationError."""
-        version = self._current.get(adapter_id)
-        if version is None:
-            raise adapter_gone_error(adapter_id)
-        version.num_users += 1
-        try:
-            yield version
-        finally:
-            version.num_users -= 1
-            self._discard_unused(version)
+    @asynccontextmanager
+    async def in_use(self, adapter_id: str | None) -> AsyncIterator[VllmAdapterVersion | None]:
+        """Yields the newest version, which is kept until the end of the block; None for the base model.
+
+        Waits while vLLM samples with other weights than those under it. Raises OperationError.
+        """
+        async with self._turns.turn(lambda: weights_under(self._newest(adapter_id))):
+            version = self._newest(adapter_id)
+            if version is None:
+                yield None
+                return
+            version.num_users += 1
+            try:
+                yield version
+            finally:
+                version.num_users -= 1
+                self._discard_unused(version)
 
     async def load_into_vllm(self, version: VllmAdapterVersion, start: int) -> None:
-        """Loads the version into vLLM, unless it has it. Raises what VllmApi raises.
+        """Loads the version of an adapter into vLLM, unless it has it. Raises what VllmApi raises.
 
         Args:
             start: VllmServer.num_starts of the vLLM that must have it.
@@ -128,6 +124,13 @@ class VllmAdapters:
             await asyncio.wait_for(unloading, VLLM_UNLOAD_SECONDS)
         self._scratch.close()
 
+    def _newest(self, adapter_id: str | None) -> VllmAdapterVersion | None:
+        if adapter_id is None:
+            return None
+        if adapter_id not in self._current:
+            raise adapter_gone_error(adapter_id)
+        return self._current[adapter_id]
+
     def _retire(self, version: VllmAdapterVersion | None) -> None:
         if version is not None:
             version.is_current = False
@@ -155,10 +158,14 @@ class VllmAdapters:
 async def link_files(source: Path, form: VllmForm, target: Path) -> None:
     """Links a checkpoint's files into another directory, so that the checkpoint may be deleted.
 
-    Files in another form than the one that vLLM reads are rewritten there.
+    Files in another form than the one that vLLM reads are rewritten there. Optimizer states are left out: vLLM would
+    take them for weights.
     """
     try:
-        await asyncio.to_thread(shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True)
+        ignored = shutil.ignore_patterns("optimizer*", "window*")
+        await asyncio.to_thread(
+            shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True, ignore=ignored
+        )
         await asyncio.to_thread(write_for_vllm, target, form)
     except (OSError, shutil.Error) as error:
         raise OperationError(f"checkpoint {source} cannot be read: {error}", "server") from None

@@ -27,6 +27,7 @@ from ...protocol.timeouts import VLLM_CONNECT_SECONDS, VLLM_HEALTH_SECONDS, VLLM
 from ...scheduler.work import OnProgress
 from ..in_flight import cancel_and_wait
 from .requests import VllmModel, VllmRequest, is_greedy
+from .serve import PATH
 from .server import VllmServer
 
 logger = logging.getLogger(__name__)
@@ -118,6 +119,13 @@ class VllmApi:
                 " --enable-lora, a --max-lora-rank of at least this rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
                 "server",
             ) from None
+
+    async def load_weights(self, source: str) -> None:
+        """Replaces the base model's weights by those in the directory, or of the hub id.
+
+        After a failure they are undefined, and the server must start again.
+        """
+        await self._request_json("POST", PATH, {"path": source})
 
     async def is_healthy(self, within_seconds: float = VLLM_HEALTH_SECONDS) -> bool:
         try:

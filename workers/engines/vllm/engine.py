@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,10 @@ from ...scheduler.rank_group import RankGroup
 from ...scheduler.supervision.backoff import backoff
 from ...scheduler.work import MethodWork, OnProgress
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
-from .adapters import VllmAdapters, VllmAdapterVersion, link_files
+from .adapter_version import VllmAdapterVersion, full_weight_files, weights_under
+from .adapters import VllmAdapters, link_files
 from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
+from .base_weights import BaseWeights
 from .requests import VllmModel, VllmRequest, check_supported, split
 from .server import VllmServer
 
@@ -58,16 +60,29 @@ class VllmEngine:
     restarted, for one at a URL for two minutes.
     """
 
-    def __init__(self, training: RankGroup, server: VllmServer, form: VllmForm, directory: Path | None) -> None:
+    def __init__(
+        self,
+        training: RankGroup,
+        save_run: Callable[[str, Path], Awaitable[None]],
+        server: VllmServer,
+        form: VllmForm,
+        max_full_models: int,
+        directory: Path | None,
+    ) -> None:
+        """save_run: writes a run, after its previous operations, into an existing empty directory."""
         self._training = training
+        self._save_run = save_run
         self._server = server
         self._form = form
+        self._max_full_models = max_full_models
         self._api = VllmApi(server, is_mixed=form.experts == "mixed")
+        self._base_weights = BaseWeights(self._api, server)
         self._adapters = VllmAdapters(self._api, training, directory and directory / "adapters")
         self._in_flight = InFlightRequests()
         self._quarantine = Quarantine(server.name)
         self._model: VllmModel | None = None
-        self._base_adapter_id: str | None = None
+        # The base model as an adapter, where vLLM needs one.
+        self._bare: VllmAdapterVersion | None = None
 
     @property
     def groups(self) -> Sequence[RankGroup]:
@@ -83,6 +98,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         await self._in_flight.close()
+        await self._base_weights.close()
         await self._adapters.close()
         await self._api.close()
         await self._server.close()
@@ -103,14 +119,14 @@ class VllmEngine:
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
         async def save(directory: Path) -> None:
-            await self._training.submit(MethodWork(run_id, tenant_id, "save_run", (run_id, str(directory), False)))
-            self._check_adapter(directory)
+            await self._save_run(run_id, directory)
+            self._check_adapter(adapter_id, directory)
             await asyncio.to_thread(write_for_vllm, directory, self._form)
 
         await self._adapters.put(adapter_id, save)
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
-        self._check_adapter(directory)
+        self._check_adapter(adapter_id, directory)
         await self._adapters.put(adapter_id, partial(link_files, directory, self._form))
 
     async def drop_adapter(self, adapter_id: str) -> None:
@@ -135,11 +151,13 @@ class VllmEngine:
         self._in_flight.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
-        return {}
+        """Like Engine.memory; has only the transfers of fully trained weights."""
+        if not self._server.takes_full_models:
+            return {}
+        return {f"{self._training.name} (vLLM)": self._base_weights.pushes.memory()}
 
     async def _answer(self, job: SampleJob, on_progress: OnProgress | None) -> SampleResponse:
-        adapter_id = job.adapter_id or self._base_adapter_id
-        with nullcontext() if adapter_id is None else self._adapters.in_use(adapter_id) as version:
+        async with self._adapters.in_use(job.adapter_id) as version:
             sampling = self._sample(_RetriedJob(job, version, StreamDeduplicator(on_progress)))
             if not _wants_scores(job):
                 return await sampling
@@ -154,7 +172,7 @@ class VllmEngine:
         when it scores prompts together with other requests.
         """
         adapter_id = None
-        if version is not None and job.adapter_id is not None:
+        if version is not None:
             await self._adapters.load_into_training(version)
             adapter_id = version.name
         params = SamplingParams(max_tokens=1, seed=job.params.seed, temperature=job.params.temperature)
@@ -217,9 +235,12 @@ class VllmEngine:
     async def _attempt(self, retried: _RetriedJob, on_progress: OnProgress | None) -> SampleResponse:
         job, version = retried.job, retried.version
         model = self._model = self._model or await self._api.model(self._training.name)
-        requests = split(job, model, version and version.name)
-        if version is not None:
-            await self._adapters.load_into_vllm(version, self._server.num_starts)
+        full, start = weights_under(version), self._server.num_starts
+        adapter = self._bare if version is full else version
+        requests = split(job, model, adapter and adapter.name)
+        await self._base_weights.load(full, start)
+        if adapter is not None:
+            await self._adapters.load_into_vllm(adapter, start)
         samples = SampleCollector(job, on_progress)
         await _gather_or_cancel([self._draw(request, samples) for request in requests])
         return samples.response()
@@ -232,15 +253,27 @@ class VllmEngine:
             async for answer in answers:
                 samples.add(request, answer)
 
-    def _check_adapter(self, directory: Path) -> None:
+    def _check_adapter(self, adapter_id: str, directory: Path) -> None:
         """Raises OperationError if the checkpoint has what vLLM does not sample."""
-        if any(directory.glob("model*.safetensors")):
-            raise OperationError(
-                "vLLM samples only LoRA adapters, and this model is fully trained: sample it from a server with"
-                " --sampler native"
-            )
+        if full_weight_files(directory):
+            self._check_full_model(adapter_id)
         if (refused := refusal_by_vllm(directory, self._form)) is not None:
             raise OperationError(f"vLLM {refused}, or sample them from a server with --sampler native")
+
+    def _check_full_model(self, adapter_id: str) -> None:
+        if not self._server.takes_full_models:
+            raise OperationError(
+                f"{self._server.name} may be used by others, so its weights are not replaced by those of a full model:"
+                " train LoRA, or start the server with --vllm-python, which starts a vLLM of its own, or with"
+                " --sampler native"
+            )
+        others = self._adapters.num_full_besides(adapter_id)
+        if others >= self._max_full_models:
+            raise OperationError(
+                f"there are {others} samplers of full models, and max_full_models allows no more: save with kind"
+                " inflight, which updates one, end a session that has some, or start the server with a higher"
+                " --max-full-models"
+            )
 
     async def _add_base_adapter(self) -> None:
         """Adds the base model as an adapter that changes nothing.
@@ -254,8 +287,7 @@ class VllmEngine:
             await self._training.submit(MethodWork(_BARE, "", "save_run", (_BARE, str(directory), False)))
             await self._training.submit(MethodWork(_BARE, "", "drop_run", (_BARE,), drops=_BARE))
 
-        await self._adapters.put(_BARE, save)
-        self._base_adapter_id = _BARE
+        self._bare = await self._adapters.put(_BARE, save)
 
 
 async def _gather_or_cancel(works: Sequence[Coroutine[None, None, Done]]) -> list[Done]:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -46,11 +47,15 @@ class VllmServer:
     name: for messages.
     num_starts: increases with each start of our own server, which loses everything loaded before.
     retry_seconds: how long requests wait while the server is down; None means until it is back.
+    takes_full_models: whether the base model's weights can be replaced: others may use a server at a URL.
+    source: the directory or hub id of the base model, "" if unknown.
     """
 
     num_starts = 0
     retry_seconds: float | None = VLLM_SILENCE_SECONDS
     is_on_cpu = False
+    takes_full_models = False
+    source = ""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.name = f"the vLLM at {url}"
@@ -75,6 +80,9 @@ class VllmServer:
     async def ready(self) -> None:
         """Waits while the server restarts. Raises OperationError if it will not."""
 
+    def kill(self) -> None:
+        """Ends our own server, which then starts again."""
+
     def silence_error(self, reason: str) -> OperationError:
         """Returns the error of requests that have waited for `retry_seconds`."""
         assert self.retry_seconds is not None
@@ -92,12 +100,14 @@ class VllmProcess(VllmServer):
     """
 
     retry_seconds = None
+    takes_full_models = True
 
     def __init__(self, model: WorkerConfig, config: VllmConfig, form: VllmForm, directory: Path | None) -> None:
         """Starts nothing yet. `directory` is for the log; None means the system's directory for temporary files."""
         super().__init__("", secrets.token_hex(16))
         self.name = f"vLLM of {model.model.name}"
         self.is_on_cpu = runs_on_cpu(model)
+        self.source = model.model.source
         self._model = model
         self._config = config
         self._form = form
@@ -141,6 +151,11 @@ class VllmProcess(VllmServer):
         await self._ready.wait()
         if self._crash is not None:
             raise OperationError(f"{self.name} is out of service after an internal error: {self._crash}", "server")
+
+    def kill(self) -> None:
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
 
     async def _keep_running(self) -> None:
         while True:
@@ -237,6 +252,8 @@ class VllmProcess(VllmServer):
             # Defaults for missing parameters must not be read from the model's directory.
             "generation-config": "vllm",
             "max-logprobs": -1,
+            "middleware": "__main__.WeightsEndpoint",
+            "worker-extension-cls": "__main__.WeightsLoader",
         }
         if model.max_context_length is not None:
             flags["max-model-len"] = model.max_context_length
@@ -252,7 +269,8 @@ class VllmProcess(VllmServer):
         if _lacks_tokenizer(model.model.source):
             switches.append("--skip-tokenizer-init")
         named = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-        return [config.python, "-m", "vllm.entrypoints.cli.main", "serve", model.model.source, *named, *switches]
+        program = str(Path(__file__).with_name("serve.py"))
+        return [config.python, program, "serve", self.source, *named, *switches]
 
     @property
     def _dtype(self) -> str:

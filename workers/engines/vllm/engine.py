@@ -137,7 +137,8 @@ class VllmEngine:
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         raise OperationError(
-            "draft_path is not supported by vLLM: leave it out, or start the server with --sampler native"
+            "draft_path is not supported by vLLM, which has one draft for all requests from its start: leave it out, or"
+            " start the server with --sampler native"
         )
 
     async def drop_draft(self, draft_id: str) -> None:

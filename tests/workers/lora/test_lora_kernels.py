@@ -269,7 +269,7 @@ def test_long_segments_are_split_off_unless_equal(tiny_models: dict[str, Path]) 
     assert split(600, 30, 40, 700) == [[600], [30, 40], [700]]
 
 
-def test_plan_is_reused_until_a_weight_changes(tiny_models: dict[str, Path]) -> None:
+def test_plan_is_reused_until_a_weight_changes_or_moves(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     one, other = adapted.create("one"), adapted.create("other", rank=8)
     (module,) = layers(adapted, "mlp.up_proj")
@@ -285,11 +285,14 @@ def test_plan_is_reused_until_a_weight_changes(tiny_models: dict[str, Path]) -> 
         pass
     with adapted.lora.applied(segments):
         assert relative_error(module(x), y) > 1e-2
-    moved = adapted.lora.plan(segments)
-    one.vectors.move("device", {"weights": one.weights.clone()}, {})
-    assert moved.is_current
-    one.weights.mul_(2)
-    assert not moved.is_current
+    for change in (
+        lambda: one.vectors.move("device", {"weights": one.weights.clone()}, {}),
+        lambda: one.weights.mul_(2),
+    ):
+        plan = adapted.lora.plan(segments)
+        assert plan.is_current
+        change()
+        assert not plan.is_current
 
 
 def test_unadapted_layers_keep_no_graph_and_no_terms(tiny_models: dict[str, Path]) -> None:

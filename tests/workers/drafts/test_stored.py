@@ -343,7 +343,8 @@ def test_features_of_another_top_k_or_vocabulary_are_refused(tiny_models: dict[s
     worker, data, features = new_worker(tiny_models["llama"]), some_data(1, (9,)), tmp_path / "features"
     for name in ("top", "vocabulary"):
         create_draft_of(worker, name, name)
-    create_draft(worker, **(LOGITS["top"] | {"target_top_k": 13}))
+    fields: dict[str, Any] = {**LOGITS["top"], "target_top_k": 13}
+    create_draft(worker, **fields)
     message = refusal(worker, data, capture(worker, data, features, "top"), tmp_path)
     assert "with pruned_logits of the top 12, but the draft reads 0, 1 with pruned_logits of the top 13" in message
     before = capture(worker, data, features, "vocabulary")

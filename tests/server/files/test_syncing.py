@@ -62,8 +62,9 @@ async def test_durability_decides_what_a_run_leaves_on_disk(
             draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": path}
             body = {"session_id": run.session_id, "model_seq_id": 1, "base_model": MODEL} | draft
             assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
-            await wait_until(lambda: list(top.glob("snapshots/*/[0-9]*/target/*")))
-            assert list(top.glob("loaded/*/[0-9]*"))
+            await wait_until(lambda: list(top.glob("snapshots/*_train_1/[0-9]*")))
+            assert list(top.glob("loaded/*_train_0/[0-9]*"))
+            assert list(top.glob("loaded/*_train_1/*")), "its target"
     left = [path for name in KEPT for path in (top / name, *(top / name).rglob("*"))]
     lost = {path.relative_to(tmp_path).as_posix() for path in (top.parent, top, *left) if not disk.has_synced(path)}
     if durability == "power":

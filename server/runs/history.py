@@ -3,6 +3,7 @@
 Ended operations are written together with their results (see Futures), so that a crash neither loses nor repeats one.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,13 +106,11 @@ class RunHistory:
             operations = await self._store.operations.list_of_steps(run_id, after, min(left, _BLOCK))
             if not operations:
                 return
-            window: list[OperationRecord] = []
-            for operation in operations:
-                window.append(operation)
-                if operation.step is not None:
-                    yield replace(operation, metrics=window_metrics(window))
-                    window, left = [], left - 1
-            after = operations[-1].seq_id
+            # A block may have thousands of passes, and merging their metrics takes seconds.
+            steps = await asyncio.to_thread(_merged_steps, operations)
+            for step in steps:
+                yield step
+            after, left = operations[-1].seq_id, left - len(steps)
 
     async def _logged(self, run_id: str, query: SeriesQuery) -> AsyncIterator[LoggedMetricsRecord]:
         after, left = query.after, query.limit
@@ -119,6 +118,17 @@ class RunHistory:
             for entry in entries:
                 yield entry
             after, left = entries[-1].step, left - len(entries)
+
+
+def _merged_steps(operations: Sequence[OperationRecord]) -> list[OperationRecord]:
+    """Returns the optimizer steps among the operations, each with the metrics of its window."""
+    steps, window = [], []
+    for operation in operations:
+        window.append(operation)
+        if operation.step is not None:
+            steps.append(replace(operation, metrics=window_metrics(window)))
+            window = []
+    return steps
 
 
 def window_metrics(window: Sequence[OperationRecord]) -> dict[str, float]:

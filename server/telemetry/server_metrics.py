@@ -22,7 +22,7 @@ from ..store import OperationRecord
 
 logger = logging.getLogger(__name__)
 
-_MILLISECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = tuple(2.0**power for power in range(6, 21, 2))
 _MEMORY_SECONDS = 2.0
 """An answer waits this long for reports of the ranks' memory; if they are in a long pass, it has their last report."""
@@ -53,21 +53,21 @@ class ServerMetrics(Collector):
             "trainhouse_http_request_seconds",
             "Time from a request's arrival to the end of its response; polls wait for results",
             ("route", "status"),
-            buckets=_MILLISECONDS,
+            buckets=_SECONDS,
             registry=registry,
         )
         self._queued = Histogram(
             "trainhouse_operation_queued_seconds",
             "Time from an operation's arrival until the workers began it",
             ("kind",),
-            buckets=_MILLISECONDS,
+            buckets=_SECONDS,
             registry=registry,
         )
         self._busy = Histogram(
             "trainhouse_operation_busy_seconds",
-            "Time from then until the operation ended",
+            "Time from when the workers began an operation until it ended",
             ("kind", "outcome"),
-            buckets=_MILLISECONDS,
+            buckets=_SECONDS,
             registry=registry,
         )
         self._trained_tokens = Counter(
@@ -77,7 +77,7 @@ class ServerMetrics(Collector):
             "trainhouse_sample_seconds",
             "Time of a sampling request",
             ("base_model", "outcome"),
-            buckets=_MILLISECONDS,
+            buckets=_SECONDS,
             registry=registry,
         )
         self._sampled_tokens = Counter(
@@ -93,7 +93,7 @@ class ServerMetrics(Collector):
             "trainhouse_call_seconds",
             "Time of a call of a group's ranks",
             ("group", "activity"),
-            buckets=_MILLISECONDS,
+            buckets=_SECONDS,
             registry=registry,
         )
         self._pass_tokens = Histogram(

@@ -61,6 +61,7 @@ DEPENDING = {
     "numbers in Python": lambda x: x * x.tolist()[0][0],
     "one number in Python": lambda x: x * x[0, 0].item(),
     "numbers of numpy": lambda x: x * float(x.numpy()[0, 0]),
+    "an array of numpy": lambda x: x * float(np.asarray(x)[0, 0]),
     "a mask": lambda x: x[x > 0],
     "random numbers": torch.rand_like,
 }

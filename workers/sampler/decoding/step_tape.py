@@ -23,7 +23,8 @@ _ALLOCATIONS = {
 _UNREPEATABLE = {
     *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded),
 }
-_READS = {Tensor.tolist, Tensor.numpy}
+# numpy.asarray calls __array__, inside which calls of Tensor.numpy are not seen.
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 
 class StepTape(TorchDispatchMode):

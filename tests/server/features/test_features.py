@@ -320,8 +320,8 @@ async def test_features_found_by_a_capture_are_kept_until_it_is_answered(
     data = await capture(draft, some_data(1, 5), uses=1)
     forward_backward, deleted = server.services.dispatch.forward_backward, []
 
-    async def ending(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        output = await forward_backward(request)
+    async def ending(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
+        output = await forward_backward(request, *rest)
         if request.loss_fn != "capture":
             return output
         before = feature_files(server)
@@ -351,8 +351,8 @@ async def test_room_released_during_a_capture_is_freed_after_it(
 ) -> None:
     forward_backward, may_end = dispatch.forward_backward, asyncio.Event()
 
-    async def held_up(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        output = await forward_backward(request)
+    async def held_up(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
+        output = await forward_backward(request, *rest)
         await may_end.wait()
         return output
 
@@ -660,7 +660,7 @@ async def test_a_failed_forward_releases_its_features_at_once(server: Server, mo
     draft = await create_draft(server)
     data = await capture(draft, some_data(1))
 
-    async def broken(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+    async def broken(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
         raise RuntimeError(f"{request.loss_fn} is broken")
 
     with monkeypatch.context() as patch:
@@ -795,8 +795,8 @@ async def test_a_policy_trains_although_its_captured_files_disappear(
     policy, draft = await create_policy(server, 3), await create_draft(server)
     forward_backward = server.services.dispatch.forward_backward
 
-    async def delete_afterwards(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        output = await forward_backward(request)
+    async def delete_afterwards(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
+        output = await forward_backward(request, *rest)
         for path in (server.services.config.store.state_dir / "features").glob("*/*"):
             path.unlink()
         return output
@@ -810,8 +810,8 @@ async def test_a_policy_trains_although_its_captured_files_disappear(
 async def test_a_capture_whose_files_disappear_is_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     draft, forward_backward = await create_draft(server), server.services.dispatch.forward_backward
 
-    async def delete_afterwards(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        output = await forward_backward(request)
+    async def delete_afterwards(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
+        output = await forward_backward(request, *rest)
         next(tenant_directory(server).iterdir()).unlink()
         return output
 
@@ -891,8 +891,8 @@ async def test_nothing_is_captured_for_a_draft_that_has_ended(
         else:
             forward_backward = dispatch.forward_backward
 
-            async def ending(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-                output = await forward_backward(request)
+            async def ending(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
+                output = await forward_backward(request, *rest)
                 await end()
                 return output
 

@@ -174,8 +174,9 @@ class Backup:
         return self.target / "checkpoints" / key_of(directory)
 
     def _take_trees(self) -> None:
-        for pattern in ("snapshots/*/[0-9]*", "loaded/*/[0-9]*", "ephemeral/*/[0-9]*", "evaluations/*/[0-9]*"):
-            for directory in self._live.glob(pattern):
+        # Snapshots name what is in loaded/. It is taken before them, since it may go, and after, since they may be new.
+        for tree in ("loaded", "snapshots", "loaded", "ephemeral", "evaluations"):
+            for directory in self._live.glob(f"{tree}/*/[0-9]*"):
                 _take_directory(directory, self._target_of(directory))
 
     def _target_of(self, path: Path) -> Path:

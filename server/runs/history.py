@@ -93,11 +93,11 @@ class RunHistory:
         last = await self._store.operations.newest_seq_id(run_id) - _KEPT_OPERATIONS
         while last - shortened > _BLOCK:
             steps = [step async for step in self._steps(run_id, SeriesQuery(shortened, _BLOCK, None, ()))]
-            old = [step for step in steps if step.seq_id <= last]
-            if not old:
-                return
-            await self._store.operations.keep_steps_only(old)
-            self._shortened[run_id] = shortened = old[-1].seq_id
+            # A window that has not ended yet may lose its oldest passes: a run need not take steps at all.
+            old = [step for step in steps if step.seq_id <= last] or steps[:1]
+            shortened = old[-1].seq_id if old else last
+            await self._store.operations.keep_steps_only(run_id, old, shortened)
+            self._shortened[run_id] = shortened
 
     async def _steps(self, run_id: str, query: SeriesQuery) -> AsyncIterator[OperationRecord]:
         """Yields optimizer steps with the metrics of their windows."""

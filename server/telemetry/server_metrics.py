@@ -6,7 +6,7 @@ that the configuration or the code fixes (base models, routes, kinds of operatio
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 _TOKENS = tuple(2.0**power for power in range(6, 21, 2))
+_OPERATIONS = tuple(2.0**power for power in range(8))
 _MEMORY_SECONDS = 2.0
 """An answer waits this long for reports of the ranks' memory; if they are in a long pass, it has their last report."""
 
@@ -48,70 +49,43 @@ class ServerMetrics(Collector):
 
     def __init__(self, dispatch: WorkerDispatch) -> None:
         self._dispatch = dispatch
-        self._registry = registry = CollectorRegistry()
-        self._requests = Histogram(
-            "trainhouse_http_request_seconds",
+        self._registry = CollectorRegistry()
+        self._requests = self._seconds(
+            "http_request",
             "Time from a request's arrival to the end of its response; polls wait for results",
-            ("route", "status"),
-            buckets=_SECONDS,
-            registry=registry,
+            *("route", "status"),
         )
-        self._queued = Histogram(
-            "trainhouse_operation_queued_seconds",
-            "Time from an operation's arrival until the workers began it",
-            ("kind",),
-            buckets=_SECONDS,
-            registry=registry,
+        self._queued = self._seconds(
+            "operation_queued", "Time from an operation's arrival until the workers began it", "kind"
         )
-        self._busy = Histogram(
-            "trainhouse_operation_busy_seconds",
-            "Time from when the workers began an operation until it ended",
-            ("kind", "outcome"),
-            buckets=_SECONDS,
-            registry=registry,
+        self._busy = self._seconds(
+            "operation_busy", "Time from when the workers began an operation until it ended", "kind", "outcome"
         )
-        self._trained_tokens = Counter(
-            "trainhouse_trained_tokens", "Tokens of data in ended operations", ("kind",), registry=registry
-        )
-        self._samples = Histogram(
-            "trainhouse_sample_seconds",
-            "Time of a sampling request",
-            ("base_model", "outcome"),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._sampled_tokens = Counter(
-            "trainhouse_sampled_tokens", "Tokens that were sampled", ("base_model",), registry=registry
-        )
-        self._prompt_tokens = Counter(
-            "trainhouse_prompt_tokens", "Tokens of prompts that were sampled from", ("base_model",), registry=registry
-        )
-        self._draft_tokens = Counter(
-            "trainhouse_draft_tokens", "Tokens that drafts proposed", ("base_model", "outcome"), registry=registry
-        )
-        self._calls = Histogram(
-            "trainhouse_call_seconds",
-            "Time of a call of a group's ranks",
-            ("group", "activity"),
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._pass_tokens = Histogram(
-            "trainhouse_pass_tokens", "Tokens in a pass", ("group",), buckets=_TOKENS, registry=registry
-        )
-        self._pass_operations = Histogram(
-            "trainhouse_pass_operations",
-            "Operations in a pass, of any number of runs",
-            ("group",),
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
-            registry=registry,
+        self._samples = self._seconds("sample", "Time of a sampling request", "base_model", "outcome")
+        self._calls = self._seconds("call", "Time of a call of a group's ranks", "group", "activity")
+        self._trained_tokens = self._tokens("trained", "Tokens of data in ended operations", "kind")
+        self._sampled_tokens = self._tokens("sampled", "Tokens that were sampled", "base_model")
+        self._prompt_tokens = self._tokens("prompt", "Tokens of prompts that were sampled from", "base_model")
+        self._draft_tokens = self._tokens("draft", "Tokens that drafts proposed", "base_model", "outcome")
+        self._pass_tokens = self._histogram("pass_tokens", "Tokens in a pass", ("group",), _TOKENS)
+        self._pass_operations = self._histogram(
+            "pass_operations", "Operations in a pass, of any number of runs", ("group",), _OPERATIONS
         )
         self._gauges: list[Gauge] = []
         self._memory: Mapping[str, Mapping[str, int]] = {}
         self._reading_memory: asyncio.Task[None] | None = None
-        registry.register(self)
+        self._registry.register(self)
         for group in dispatch.groups:
             group.on_call = self.call_ended
+
+    def _seconds(self, name: str, words: str, *labels: str) -> Histogram:
+        return self._histogram(f"{name}_seconds", words, labels, _SECONDS)
+
+    def _histogram(self, name: str, words: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"trainhouse_{name}", words, labels, buckets=buckets, registry=self._registry)
+
+    def _tokens(self, name: str, words: str, *labels: str) -> Counter:
+        return Counter(f"trainhouse_{name}_tokens", words, labels, registry=self._registry)
 
     def add_gauge(self, name: str, words: str, read: Callable[[], float]) -> None:
         self._gauges.append(Gauge(name, words, read))

@@ -10,7 +10,7 @@ LOADING_SECONDS = 2.0
 
 class SlowLoader(RecordingWorker):
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
-        Path(directory, "adapter").touch()
+        Path(directory, "trainhouse.json").write_text("{}")
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         time.sleep(LOADING_SECONDS)

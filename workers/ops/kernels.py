@@ -60,7 +60,7 @@ _ARGUMENTS = {
     "choose": [*[_POINTER] * 5, *[_SIZE] * 2, _INT],
 }
 
-# Return 1 if they get no memory for their sums.
+# Return 1 if they get no memory for what they compute on the way.
 _FALLIBLE = ("decode_attention", "add_low_rank", "sort_pairs", "run_experts", "delta_step")
 
 _log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class _Recording(threading.local):
 
 def _raise_if_failed(failed: int, function: Any, arguments: Sequence[object]) -> int:
     if failed:
-        raise MemoryError(f"kernel {function.__name__}: no memory for its sums")
+        raise MemoryError(f"kernel {function.__name__}: the host has no memory for what it computes on the way")
     return failed
 
 

@@ -64,16 +64,15 @@ class OperationTable:
         query = select(func.coalesce(func.min(_seq_id), 0) - 1).where(others)
         return await self._database.read(lambda connection: connection.execute(query).scalar_one())
 
-    async def keep_steps_only(self, steps: Sequence[OperationRecord]) -> None:
-        """Replaces the metrics of these steps of one run, and deletes its other operations up to the last of them."""
-        of_run = operations.c.run_id == steps[0].run_id
+    async def keep_steps_only(self, run_id: str, steps: Sequence[OperationRecord], last: int) -> None:
+        """Replaces the metrics of these steps of the run, and deletes its other operations up to the seq_id `last`."""
+        of_run = operations.c.run_id == run_id
 
         def statements(connection: Connection) -> None:
             for step in steps:
                 changed = update(operations).where(of_run, _seq_id == step.seq_id)
                 connection.execute(changed.values(metrics=step.metrics))
-            others = of_run & (_seq_id <= steps[-1].seq_id) & operations.c.step.is_(None)
-            connection.execute(delete(operations).where(others))
+            connection.execute(delete(operations).where(of_run, _seq_id <= last, operations.c.step.is_(None)))
 
         await self._database.write(statements)
 

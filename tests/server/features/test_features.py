@@ -919,7 +919,7 @@ async def test_nothing_is_captured_for_a_draft_that_has_ended(
 def unanswered(server: Server, request_id: str) -> Iterator[None]:
     """Drops the result of one operation inside the block, as if the server died before it was written."""
     futures, resolve = server.services.futures, server.services.futures.resolve
-    futures.resolve = lambda future, result: None if future.request_id == request_id else resolve(future, result)
+    futures.resolve = lambda future, *rest: None if future.request_id == request_id else resolve(future, *rest)
     yield
     futures.resolve = resolve
 

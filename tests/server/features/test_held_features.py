@@ -102,7 +102,7 @@ async def test_failures_before_a_vocabulary_map_take_no_uses(
 ) -> None:
     """build_vocab_map starts a new gradient window."""
 
-    async def broken(request: object) -> None:
+    async def broken(request: object, *rest: object) -> None:
         raise RuntimeError("out of order")
 
     async with AsyncExitStack() as servers:
@@ -216,7 +216,7 @@ async def test_a_failed_step_takes_no_uses_and_releases_what_it_clears(
         assert (await feature_stats(server))["num_sequences"] == 0
 
 
-async def _breaks(_: object) -> object:
+async def _breaks(*_: object) -> object:
     raise OperationError("out of memory", "server")
 
 

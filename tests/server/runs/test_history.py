@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,11 @@ from trainhouse.server.runs import history
 from trainhouse.server.store import OperationRecord
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from ..real import ADAM, BOB, MODEL, Run, Server, batch, running_server, server_config, started_dispatch
+from ..real import ADAM, BOB, MODEL, Run, Server, batch, running_server, server_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 NORM = "unclipped_grad_l2:mean"
-
-
-@pytest.fixture(scope="module")
-async def dispatch(
-    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("config"))) as started:
-        yield started
-
-
-@pytest.fixture
-async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> AsyncIterator[Server]:
-    async with running_server(server_config(tiny_models["qwen3"], tmp_path / "state"), dispatch) as running:
-        yield running
 
 
 async def get(server: Server, run: Run, what: str, /, key: str | None = None, status: int = 200, **query: Any) -> Any:
@@ -210,6 +195,18 @@ async def test_old_operations_are_merged_into_their_steps(server: Server, monkey
     passes = [one["seq_id"] for one in operations if "step" not in one]
     # Blocks of 1,000 steps are shortened; the last 100 steps have three operations each.
     assert (len(passes), min(passes)) == (200, 6001)
+
+
+async def test_a_run_without_steps_is_shortened(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await server.create_run()
+    await operations_of(server, run, 1)
+    passes = [operation(run, seq_id, None, time.time()) for seq_id in range(1, 2001)]
+    for first in range(0, len(passes), 300):
+        await server.services.store.results.put((), passes[first : first + 300])
+    monkeypatch.setattr(history, "_KEPT_OPERATIONS", 100)
+    await server.services.history.tidy_up([run.model_id])
+    found = (await get(server, run, "operations", limit=1000))["operations"]
+    assert [one["seq_id"] for one in found] == list(range(2000, 1900, -1))
 
 
 async def test_history_expires(server: Server) -> None:

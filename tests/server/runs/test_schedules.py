@@ -14,20 +14,12 @@ from trainhouse.server.store.tables.checkpoint_table import CheckpointTable
 from trainhouse.server.tenants.reservation import Reservation
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from ..real import ADAM, MODEL, Run, Server, batch, running_server, server_config, started_dispatch
+from ..real import ADAM, MODEL, Run, Server, batch, running_server, server_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 EVALUATION = {"loss_fn": "cross_entropy", "evaluation": {"name": "own", "every": 1}}
 DATUM = {"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]}}
-
-
-@pytest.fixture(scope="module")
-async def dispatch(
-    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("config"))) as started:
-        yield started
 
 
 @pytest.fixture

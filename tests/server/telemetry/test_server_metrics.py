@@ -11,19 +11,11 @@ from trainhouse.server.tenants.auth import create_key
 from trainhouse.server.tenants.scopes import OPERATOR, TENANT_SCOPES
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from ..real import ALICE, MODEL, Server, batch, running_server, sample_body, server_config, started_dispatch
+from ..real import ALICE, MODEL, Server, batch, running_server, sample_body, server_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 Series = dict[tuple[str, ...], float]
-
-
-@pytest.fixture(scope="module")
-async def dispatch(
-    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("config"))) as started:
-        yield started
 
 
 @pytest.fixture

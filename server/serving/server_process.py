@@ -54,6 +54,7 @@ from .app import LiveState, create_app
 from .auto_layout import with_layouts, with_sampler_layout
 from .base_models import download_models
 from .connections import HttpConnection, LimitedApp, disconnect_stalled_clients
+from .service_manager import notify, watchdog
 from .shutdown import drain
 from .standby import LeaseGuard, Standby, SwitchableApp, TakeoverApp
 
@@ -154,13 +155,14 @@ async def _serve(
     config = await download_models(config, say)
     url = url_of(config.network.host, listener, "http" if config.network.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
-    with ready_file(config.process.ready_file) as write_ready:
+    with ready_file(config.process.ready_file) as write_ready, watchdog():
 
         def announce(words: str) -> None:
             for warning in warn_unresolved(config.models.base_models, config.is_loopback):
                 logger.warning("%s", warning)
             on_ready()
             write_ready(url)
+            notify("READY=1", f"STATUS={words.splitlines()[0]}")
             say(words)
 
         if lock is not None:
@@ -536,6 +538,7 @@ async def until_signal(new_work: Callable[[Callable[[], None]], Coroutine[object
         signals.append(number)
         if len(signals) > 1:
             os._exit(FORCED_STATUS)  # the workers watch their parent and end with it
+        notify("STOPPING=1")
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -32,3 +32,7 @@ class RequestError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+class InvalidBody(RequestError):
+    """The body violates the protocol. The message quotes values of it, perhaps training data: it is not for the log."""

@@ -40,7 +40,7 @@ from .scheduler.supervision.pool_factory import (
     role_group_name,
     sampler_configs,
 )
-from .scheduler.work import MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
+from .scheduler.work import CallSize, MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
 from .shapes.model_shape import read_architecture
 
 _MAX_WEIGHT_RATIO = 1000
@@ -142,14 +142,16 @@ class WorkerDispatch:
         self._locations.pop(run_id, None)
 
     async def forward_backward(
-        self, request: ForwardBackwardRequest, on_begin: Callable[[], None] | None = None
+        self, request: ForwardBackwardRequest, on_begin: Callable[[CallSize], None] | None = None
     ) -> ForwardBackwardOutput:
-        """Runs a pass; `on_begin` is called when the ranks are sent each part of it."""
+        """Runs a pass; `on_begin` is called with the size of each pass that has a part of it."""
         location = self._location(request.model_id)
         return await location.group.submit(PassWork(request.model_id, location.tenant_id, request, on_begin=on_begin))
 
-    async def optim_step(self, step: OptimizerStep, on_begin: Callable[[], None] | None = None) -> dict[str, float]:
-        """Takes a step; `on_begin` is called when the ranks are sent it."""
+    async def optim_step(
+        self, step: OptimizerStep, on_begin: Callable[[CallSize], None] | None = None
+    ) -> dict[str, float]:
+        """Takes a step; `on_begin` is called when the ranks are sent it, with how much is sent together."""
         location = self._location(step.run_id)
         return await location.group.submit(StepWork(step.run_id, location.tenant_id, step, on_begin=on_begin))
 

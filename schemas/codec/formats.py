@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 from pydantic import BaseModel, ValidationError
 
 from ..bounds import MAX_JSON_BYTES, check_json_size
-from ..errors import RequestError
+from ..errors import InvalidBody, RequestError
 from .invalid import Invalid, refused_with_400, shorten, show_value
 
 PROTOBUF = "application/x-protobuf"
@@ -89,7 +89,7 @@ def decode_model(model: type[Model], body: bytes, most_bytes: int = MAX_JSON_BYT
     except ValidationError as error:
         if error.error_count() > _MAX_DESCRIBED:
             raise RequestError(f"bad request: {error.error_count()} fields of the body are wrong") from None
-        raise RequestError(describe_errors(list(error.errors(include_url=False)))) from None
+        raise InvalidBody(describe_errors(list(error.errors(include_url=False)))) from None
 
 
 def describe_errors(errors: list) -> str:

@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..errors import RequestError
+from ..errors import InvalidBody
 
 
 class Invalid(ValueError):
@@ -16,7 +16,7 @@ def refused_with_400() -> Iterator[None]:
     try:
         yield
     except Invalid as error:
-        raise RequestError(str(error), 400) from None
+        raise InvalidBody(str(error), 400) from None
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def _serve(options: argparse.Namespace) -> int:
     _refuse_impossible_models(config)
     from ..serving.server_process import serve  # imports the whole application, which takes seconds
 
-    configure_logging(config.process.log_level)
+    configure_logging(config.process.log_level, config.process.log_format)
     check_database_kind(config.store_config())
     serve(config)
     return 0

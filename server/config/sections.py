@@ -319,4 +319,6 @@ class ProcessSection(Section):
     )
     shutdown_seconds: int = knob(3, "how long open requests may continue at shutdown after that", check=NOT_NEGATIVE)
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "lowest severity that is logged")
+    log_format: Literal["auto", "text", "json"] = knob("auto", "lines of the log; auto: text on a terminal, else json")
+    slow_pass_seconds: float = knob(60.0, "passes and steps that take longer are logged as warnings", check=POSITIVE)
     ready_file: Path | None = knob(None, "written with the URL when the server is ready, removed at its end")

@@ -12,8 +12,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ...schemas.codec import describe_errors
-from ...schemas.errors import RequestError
+from ...schemas.errors import InvalidBody, RequestError
 from ...schemas.openai import ErrorBody, OpenAiError
+from ...workers.protocol.work_context import current_work, note_refusal
 from ..store.database.database_errors import OUTAGE_ERRORS, driver_message, outage_message
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ def _error(request: Request, message: str, status: int, headers: Mapping[str, st
 async def error_response(request: Request, error: Exception) -> JSONResponse:
     """Returns the response to a RequestError, with Retry-After if it has one."""
     assert isinstance(error, RequestError)
+    note_refusal("the body violates the protocol" if isinstance(error, InvalidBody) else error.message)
     headers = {}
     if error.retry_after_seconds is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
@@ -49,6 +51,7 @@ async def error_response(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    note_refusal("a parameter of the request is wrong")  # the message quotes it
     return _error(request, describe_errors(list(error.errors())), 400)
 
 
@@ -77,11 +80,14 @@ async def _no_database(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, SQLAlchemyError)
     logger.error("%s %s: the database fails (%s)", request.method, request.url.path, driver_message(error))
     message = f"{outage_message(error)}: try again, or free space there"
+    note_refusal(message)
     return _error(request, message, 503, {"Retry-After": str(_DATABASE_RETRY_SECONDS)})
 
 
 async def internal_error(request: Request, error: Exception) -> JSONResponse:
-    return _error(request, f"internal error in {request.method} {request.url.path}: the log has it", 500)
+    work = current_work()
+    place = "" if work is None else f" (request {work.request})"
+    return _error(request, f"internal error in {request.method} {request.url.path}: the log has it{place}", 500)
 
 
 ERROR_HANDLERS: Mapping[type[Exception], ErrorHandler] = {

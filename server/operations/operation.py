@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel
 
 from ...schemas.errors import OperationError
+from ...workers.protocol.work_context import WorkContext
+from ...workers.scheduler.work import CallSize
 from ..files.segment_log import RecordPosition
 from ..http.bodies import ReceivedBody
 from ..journal.futures import Future, Result
@@ -93,6 +95,8 @@ class Operation(ABC):
     num_strikes: crashes of workers in earlier processes that ran it.
     failed_before: an earlier process answered it with a failure of the server.
     begun_at: when the workers first received it or a part of it; None before.
+    size_of_call: of the last call of the workers that held a part of it; None if that is unknown.
+    context: names the operation in log lines, and has its span.
     metrics: of its result, empty if it has none.
     step: the number of the optimizer step that it took; None if it took none.
     """
@@ -112,6 +116,8 @@ class Operation(ABC):
     num_strikes: int = field(init=False, default=0)
     failed_before: bool = field(init=False, default=False)
     begun_at: float | None = field(init=False, default=None)
+    size_of_call: CallSize | None = field(init=False, default=None)
+    context: WorkContext = field(init=False, default_factory=WorkContext)
     metrics: Mapping[str, float] = field(init=False, default_factory=dict)
     step: int | None = field(init=False, default=None)
 
@@ -130,8 +136,10 @@ class Operation(ABC):
     def seq_id(self) -> int:
         return self.log_entry.seq_id
 
-    def mark_begun(self) -> None:
+    def mark_begun(self, size: CallSize | None = None) -> None:
+        """Notes that the workers have received it, or a part of it, in a call of this size."""
         self.begun_at = self.begun_at or time.monotonic()
+        self.size_of_call = size
 
     def ended(self, run_id: str, error: str | None) -> OperationRecord:
         """Returns what the run's history keeps of the operation, which has just ended."""

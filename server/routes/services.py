@@ -21,7 +21,7 @@ from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
 from ..store import Store
-from ..telemetry.server_metrics import ServerMetrics
+from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
@@ -48,7 +48,7 @@ class Services:
     journal: Journal
     recordings: Recordings
     quotas: Quotas
-    metrics: ServerMetrics
+    telemetry: Telemetry
     tokenizers: Tokenizers
     tenure: Tenure | None
 

@@ -34,11 +34,12 @@ class Execution:
             window: the gradient window that the operation is part of, or ends.
         """
         entry, state, futures = operation.log_entry, self._state, self._services.futures
-        result, message, category = None, "", "user"
+        result, message, category, is_tainted = None, "", "user", False
         try:
             result = await self._perform(operation, window)
         except Exception as error:
             entry.outcome, message, category = self._explain(operation, error)
+            is_tainted = operation.is_step and window.tainted_by is not None
             if operation.taints_if_failed:
                 window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
             await self._undo(operation, error)
@@ -49,7 +50,9 @@ class Execution:
         if operation.future is None:
             return
         ended = operation.ended(state.record.run_id, None if result is not None else message)
-        self._services.metrics.operation_ended(ended)
+        # What taints a window may be a refusal, whose message quotes the request.
+        reason = "an operation before it failed or was refused" if is_tainted else ended.error
+        self._services.telemetry.operation_ended(ended, operation.size_of_call, category, reason)
         if result is not None:
             futures.resolve(operation.future, result, ended)
         else:

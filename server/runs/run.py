@@ -18,6 +18,7 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.futures import Pending
 from ...schemas.schedules import NO_SCHEDULES
 from ...workers.protocol.calls import RunInfo, WorkerLost
+from ...workers.protocol.work_context import enter_work, name_run
 from ..http.bodies import ReceivedBody
 from ..journal.futures import Future
 from ..operations.loading import CreateRun
@@ -101,6 +102,7 @@ class Run:
                 written.
         """
         self.last_request_at = time.time()
+        name_run(self.record.run_id)
         queue, is_next_after_restart = self._queue, False
         if seq_id == 0 and not isinstance(operation, CreateRun):
             seq_id = queue.free_seq_id
@@ -267,6 +269,7 @@ class Run:
             body, encoding = received.body, received.content_encoding
             header = replace(header, content_type=received.content_type, content_encoding=encoding)
         operation.queue(seq_id, self._services.journal.append(operation.header(header), body))
+        operation.context = self._services.telemetry.operation_began(self.record.tenant_id, self.record.run_id)
         self._queue.waiting[seq_id] = operation
         self._start_work()
 
@@ -293,6 +296,7 @@ class Run:
         journaled = asyncio.get_running_loop().create_future()
         journaled.set_result(earlier.place)
         operation.queue(seq_id, journaled)
+        operation.context = self._services.telemetry.operation_began(record.tenant_id, record.run_id)
         operation.num_strikes = unfinished.num_strikes
         operation.failed_before = earlier.outcome is Outcome.SERVER_FAILED
         if earlier.outcome is None:
@@ -370,6 +374,7 @@ class Run:
             self._snapshots.take_if_due(boundary, is_step=operation.is_step)
 
     async def _take_turn(self, operation: Operation, window: OperationWindow) -> None:
+        enter_work(operation.context)
         try:
             # Without a client that waits, it is run only for its effect: it must not be published again.
             if operation.future is not None or operation.changes_state:

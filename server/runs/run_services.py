@@ -11,7 +11,7 @@ from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
 from ..operations.pinned_checkpoints import PinnedCheckpoints
-from ..telemetry.server_metrics import ServerMetrics
+from ..telemetry.telemetry import Telemetry
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
 
@@ -34,4 +34,4 @@ class RunServices:
     quotas: Quotas
     status: Callable[[str, str], str | None]
     restore_marker: RestoreMarker
-    metrics: ServerMetrics
+    telemetry: Telemetry

@@ -10,7 +10,7 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
-from ..telemetry.server_metrics import ServerMetrics
+from ..telemetry.telemetry import Telemetry
 from .draft_loader import DraftLoader
 from .sampling_job import SamplingJob
 from .weight_loader import WeightLoader
@@ -24,12 +24,12 @@ class SamplingExecution:
     """Runs jobs in the workers."""
 
     def __init__(
-        self, dispatch: WorkerDispatch, loader: WeightLoader, drafts: DraftLoader, metrics: ServerMetrics
+        self, dispatch: WorkerDispatch, loader: WeightLoader, drafts: DraftLoader, telemetry: Telemetry
     ) -> None:
         self._dispatch = dispatch
         self._loader = loader
         self._drafts = drafts
-        self._metrics = metrics
+        self._telemetry = telemetry
 
     async def sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
@@ -37,7 +37,7 @@ class SamplingExecution:
         sampler.running_jobs.add(job.request_id)
         progress = _ProgressForwarder(on_progress)
         work = job.for_worker(streams=on_progress is not None)
-        sampled, began_at = None, time.monotonic()
+        sampled, failure, began_at = None, None, time.monotonic()
         try:
             while True:
                 job.strikes.check()
@@ -49,10 +49,13 @@ class SamplingExecution:
                         raise
                     job.was_begun = True
                     await job.strikes.add(lost)
+        except Exception as error:
+            failure = error
+            raise
         finally:
             sampler.running_jobs.discard(job.request_id)
             seconds, base_model = time.monotonic() - began_at, sampler.record.base_model
-            self._metrics.sample_ended(base_model, len(work.prompt), sampled, seconds)
+            self._telemetry.sample_ended(base_model, job.request_id, len(work.prompt), sampled, seconds, failure)
 
     async def _attempt(self, job: SamplingJob, work: SampleJob, progress: "_ProgressForwarder") -> SampleResponse:
         sampler = job.sampler

@@ -15,6 +15,7 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.futures import Pending, RetrieveFuturesRequest, RetrieveFuturesResponse, SubmitResponse
 from ...schemas.sampling import SampleRequest, SampleResponse
 from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.work_context import name_run
 from ..config.base_model_lookup import require_served
 from ..files.segment_log import RecordPosition
 from ..http.bodies import LARGE_BYTES, ReceivedBody
@@ -122,6 +123,7 @@ class SamplingService:
             RequestError: the request is wrong, over a limit, or cannot be journaled.
         """
         sampler = await self._samplers.find_requested(tenant, request)
+        name_run(sampler.record.sampler_id)
         if request.seq_id is not None and request.seq_id < 0:
             raise RequestError(f"seq_id {request.seq_id} must not be negative")
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id

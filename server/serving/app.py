@@ -43,7 +43,7 @@ from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
 from ..sampling.weight_loader import WeightLoader
 from ..store import Store, open_store
-from ..telemetry.server_metrics import ServerMetrics
+from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
 from ..tenants.gate import Gate
 from ..tenants.quotas import Quotas
@@ -158,6 +158,7 @@ def _services(
         features,
         evaluation_data,
     )
+    telemetry = Telemetry(dispatch, config.process.slow_pass_seconds)
     run_services = RunServices(
         config=config,
         futures=futures,
@@ -170,7 +171,7 @@ def _services(
         quotas=quotas,
         status=dispatch.status,
         restore_marker=RestoreMarker(directory),
-        metrics=(metrics := ServerMetrics(dispatch)),
+        telemetry=telemetry,
     )
     runs = Runs(store, dispatch, checkpoints, run_services)
     for name, words, read in (
@@ -179,9 +180,9 @@ def _services(
         ("open_sessions", "Sessions that are open", lambda: len(sessions.open_ids)),
         ("unstored_results", "Results whose place is not stored yet", lambda: futures.num_unstored),
     ):
-        metrics.add_gauge(f"trainhouse_{name}", words, read)
+        telemetry.metrics.add_gauge(f"trainhouse_{name}", words, read)
     loader = WeightLoader(dispatch, checkpoints, sampler_weights.files, live=runs)
-    execution = SamplingExecution(dispatch, loader, drafts, metrics)
+    execution = SamplingExecution(dispatch, loader, drafts, telemetry)
     sampling = SamplingService(
         dispatch, samplers, execution, drafts, sessions, futures, journal, recordings, completions, quotas
     )
@@ -204,7 +205,7 @@ def _services(
         journal=journal,
         recordings=recordings,
         quotas=quotas,
-        metrics=metrics,
+        telemetry=telemetry,
         tokenizers=Tokenizers(config.models.base_models),
         tenure=None if live is None else live.tenure,
     )

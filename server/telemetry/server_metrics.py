@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
-from ...workers.scheduler.rank_calls import ACTIVITIES, RankCall
+from ...workers.scheduler.rank_calls import ACTIVITIES, EndedCall
 from ...workers.scheduler.rank_group import RankGroup
 from ..store import OperationRecord
 
@@ -75,8 +75,6 @@ class ServerMetrics(Collector):
         self._memory: Mapping[str, Mapping[str, int]] = {}
         self._reading_memory: asyncio.Task[None] | None = None
         self._registry.register(self)
-        for group in dispatch.groups:
-            group.on_call = self.call_ended
 
     def _seconds(self, name: str, words: str, *labels: str) -> Histogram:
         return self._histogram(f"{name}_seconds", words, labels, _SECONDS)
@@ -109,8 +107,9 @@ class ServerMetrics(Collector):
                 self._draft_tokens.labels(base_model, "accepted").inc(guesses.accepted)
                 self._draft_tokens.labels(base_model, "rejected").inc(guesses.drafted - guesses.accepted)
 
-    def call_ended(self, group: str, call: RankCall, seconds: float) -> None:
-        self._calls.labels(group, call.activity).observe(seconds)
+    def call_ended(self, ended: EndedCall) -> None:
+        group, call = ended.group, ended.call
+        self._calls.labels(group, call.activity).observe(ended.seconds)
         if call.activity == "pass":
             self._pass_tokens.labels(group).observe(call.num_tokens)
             self._pass_operations.labels(group).observe(len(call.works))

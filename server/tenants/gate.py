@@ -5,13 +5,12 @@ import time
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ...workers.protocol.work_context import WorkContext
 from ..config.server_config import ServerConfig
 from ..http.bodies import body_limits, has_body, limited
 from ..http.errors import HANDLED_ERRORS, handle_error
+from ..telemetry.telemetry import Telemetry
 from .scopes import LARGE_BODIES, find_route
-
-_WITHOUT_KEY = "other"
-"""The name, in metrics, of all routes that take no key, and of paths that do not exist."""
 
 
 class Gate:
@@ -30,6 +29,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         request, route = Request(scope), find_route(scope["method"], scope["path"])
+        telemetry: Telemetry = request.app.state.services.telemetry
+        work = telemetry.request_began()
         status, began_at = 500, time.monotonic()
 
         async def send_noting_status(message: Message) -> None:
@@ -39,22 +40,23 @@ class Gate:
             await send(message)
 
         try:
-            if route is not None and (refusal := await self._refusal(request, route)) is not None:
+            if route is not None and (refusal := await self._refusal(request, route, work)) is not None:
                 await refusal(scope, receive, send_noting_status)
                 return
             request.state.body_limits = limits = self._limits[route in LARGE_BODIES]
             await self._app(scope, limited(receive, limits.received_bytes), send_noting_status)
         finally:
             seconds = time.monotonic() - began_at
-            request.app.state.services.metrics.request_ended(route or _WITHOUT_KEY, status, seconds)
+            telemetry.request_ended(work, request.method, route, scope["path"], status, seconds)
 
-    async def _refusal(self, request: Request, route: str) -> Response | None:
+    async def _refusal(self, request: Request, route: str, work: WorkContext) -> Response | None:
         """Returns the response to a request that is refused, without waiting for its body; None if it is admitted."""
         try:
-            request.state.tenant = await request.app.state.services.auth.admit(request, route)
+            request.state.tenant = tenant = await request.app.state.services.auth.admit(request, route)
         except HANDLED_ERRORS as error:
             refusal = await handle_error(request, error)
             if has_body(request.scope):
                 refusal.headers["Connection"] = "close"
             return refusal
+        work.tenant = tenant.id
         return None

@@ -21,7 +21,7 @@ from trainhouse.server.store import (
     RunRecord,
     SessionRecord,
 )
-from trainhouse.server.telemetry.server_metrics import ServerMetrics
+from trainhouse.server.telemetry.telemetry import Telemetry
 from trainhouse.server.tenants.auth import Auth, Tenant
 from trainhouse.server.tenants.sessions import Sessions
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -103,7 +103,7 @@ async def running_api(
         auth=auth,
         sessions=Sessions(store, config.sessions.session_expiry_seconds, clock),
         checkpoints=Checkpoints(store, auth, state_dir, clock, storage),
-        metrics=ServerMetrics(dispatch),
+        telemetry=Telemetry(dispatch, 60.0),
     )
     app = create_app(config, dispatch)
     app.state.services = services

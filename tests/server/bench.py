@@ -29,7 +29,7 @@ from trainhouse.server.runs.recovery import JournaledRun
 from trainhouse.server.runs.run import Run, Submitted
 from trainhouse.server.runs.run_services import RunServices
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
-from trainhouse.server.telemetry.server_metrics import ServerMetrics
+from trainhouse.server.telemetry.telemetry import Telemetry
 from trainhouse.server.tenants.quotas import Quotas
 from trainhouse.server.tenants.reservation import Reservation
 from trainhouse.server.tenants.sessions import Sessions
@@ -235,7 +235,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 quotas=quotas,
                 status="busy: {}".format,
                 restore_marker=RestoreMarker(tmp_path),
-                metrics=ServerMetrics(WorkerDispatch(DispatchConfig(()))),
+                telemetry=Telemetry(WorkerDispatch(DispatchConfig(())), 60.0),
             )
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
             stack.push_async_callback(run.stop)

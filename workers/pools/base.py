@@ -9,9 +9,10 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..protocol.log_lines import LogSettings, log_remote_failure
 from ..protocol.messages import Buffer, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ class PoolSpec:
         already (the forkserver preloads them) must set the number itself.
     cpus_per_rank, gpus_per_rank: free resources that a Ray node needs for a rank; a LocalPool ignores them.
     blocks: sizes of blocks of neighbouring ranks that should share a node, largest first; the last is 1.
-    log_level: the lowest severity that ranks log to standard error.
+    log: how ranks log to standard error.
     """
 
     worker: str
@@ -34,7 +35,7 @@ class PoolSpec:
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
     blocks: tuple[int, ...] = (1,)
-    log_level: int = logging.WARNING
+    log: LogSettings = field(default_factory=LogSettings)
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,18 @@ class Pool(abc.ABC):
     death: resolves, with the reason, as soon as any rank is gone; from then on every call raises that reason.
     pids: the ranks' process ids, on their own machines.
     is_kept: true if an earlier server started the ranks and they hold its state.
+    rank_times: of the last call that was answered, by rank; empty if it failed.
     """
 
     death: "asyncio.Future[WorkerDied]"
     pids: list[int]
     is_kept: bool
+    rank_times: "Sequence[RankTime]"
 
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
         self.pids = []
+        self.rank_times = ()
         self._expected: set[asyncio.Future[RankAnswer]] = set()
 
     async def start(self, hang_seconds: float = math.inf) -> None:
@@ -169,6 +173,7 @@ class Pool(abc.ABC):
         answers = await self._answers_to(messages, method, hang_seconds)
         if self.death.done():
             raise self.death.result()
+        self.rank_times = [answer.time for answer in answers if answer.time is not None]
         for rank, answer in enumerate(answers):
             if answer.error is not None:
                 self._log(answer.error, rank, method)
@@ -195,7 +200,7 @@ class Pool(abc.ABC):
 
     def _log(self, error: Exception, rank: int, method: str) -> None:
         if isinstance(error, WorkerError):
-            logger.error("rank %d of %s: %s failed\n%s", rank, self.spec.worker, method, error.remote_traceback)
+            log_remote_failure(logger, f"rank {rank} of {self.spec.worker}: {method} failed", error.remote_traceback)
 
     def _record_death(self, reason: str) -> None:
         if self.death.done():
@@ -226,9 +231,18 @@ class RankProcess:
 
 
 @dataclass(frozen=True)
+class RankTime:
+    """The time of a call on a rank. began_at: by the clock of its machine, in seconds since 1970."""
+
+    began_at: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class RankAnswer:
     value: object = None
     error: Exception | None = None
+    time: RankTime | None = None
 
 
 def set_answer(answer: "asyncio.Future[RankAnswer]", value: RankAnswer) -> None:

@@ -2,15 +2,15 @@
 
 import gc
 import importlib
-import logging
 import os
+import time
 import traceback
 from typing import Any
 
 from ...schemas.errors import OperationError
 from ..protocol.messages import Buffer, decode, encode
 from ..resources.allocator import MemoryTrimmer
-from .base import PoolSpec, RankAnswer, RankProcess, WorkerError
+from .base import PoolSpec, RankAnswer, RankProcess, RankTime, WorkerError
 
 
 class WorkerHost:
@@ -21,21 +21,19 @@ class WorkerHost:
         self._rank = rank
         self._worker: object = None
         self._trimming = MemoryTrimmer()
-        logging.basicConfig(
-            format=f"%(asctime)s %(levelname)-7s rank {rank}, %(name)s: %(message)s", datefmt="%Y-%m-%d %H:%M:%S"
-        )
-        # Other packages keep to warnings.
-        logging.getLogger(__name__.partition(".")[0]).setLevel(spec.log_level)
+        spec.log.install(rank)
 
     def answer(self, frame: memoryview) -> list[Buffer]:
         """Answers a message; None builds the worker, unless there is one."""
+        began_at, started = time.time(), time.perf_counter()
         try:
             message: Any = decode(frame)
             with self._trimming.working():
                 if message is None:
                     return encode(RankAnswer(self._build()))
                 method, arguments = message
-                return encode(RankAnswer(getattr(self._worker, method)(*arguments)))
+                value = getattr(self._worker, method)(*arguments)
+                return encode(RankAnswer(value, time=RankTime(began_at, time.perf_counter() - started)))
         except OperationError as error:
             return encode(RankAnswer(error=error))
         except ValueError as error:

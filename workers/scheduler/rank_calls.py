@@ -2,15 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..pools.base import RankTime
 from ..protocol.calls import Failure, Pass, SliceResult
 from ..protocol.methods import CLEARS_GRADIENTS
 from ..protocol.timeouts import CallTimeouts
 from .cohorts import Cohort
 from .group_work import AnyWork, GroupWork
 from .supervision.ranks import Ranks
-from .work import MethodWork, PassWork, SnapshotWork, StepWork
+from .work import CallSize, MethodWork, PassWork, SnapshotWork, StepWork
 
 IDLE, RESTARTING = "idle", "restarting"
 ACTIVITIES = ("pass", "step", "sampling", "saving", "loading", "publishing", "other", IDLE, RESTARTING)
@@ -42,6 +44,10 @@ class RankCall(ABC):
         self.works = works
 
     @property
+    def size(self) -> CallSize:
+        return CallSize(self.num_tokens, len(self.works))
+
+    @property
     def num_taken(self) -> int:
         """Returns how much of the work is no longer in the queue."""
         return len(self.works)
@@ -60,6 +66,21 @@ class RankCall(ABC):
 
     def record(self, timeouts: CallTimeouts, seconds: float) -> None:  # noqa: B027
         """Records how long the call took."""
+
+
+@dataclass(frozen=True)
+class EndedCall:
+    """A call of a group's ranks that has been answered.
+
+    began_at: in seconds since 1970. rank_times: by rank, empty if it failed. error: the reason if all of it failed.
+    """
+
+    group: str
+    call: RankCall
+    began_at: float
+    seconds: float
+    rank_times: Sequence[RankTime]
+    error: str | None
 
 
 class PassCall(RankCall):

@@ -16,11 +16,12 @@ from ...schemas.models import Utilization
 from ...schemas.sampling import SampleResponse
 from ..pools.base import Pool, WorkerDied
 from ..protocol.calls import Failure, ModelInfo, SampleJob
+from ..protocol.work_context import current_work
 from ..protocol.worker_config import WorkerConfig
 from .fair_queue import PassLimits
 from .group_work import GroupWork
 from .quarantine import Suspects
-from .rank_calls import IDLE, RESTARTING, RankCall
+from .rank_calls import IDLE, RESTARTING, EndedCall, RankCall
 from .scheduler import Scheduler
 from .supervision.device_sharing import DeviceScheduler
 from .supervision.supervisor import Supervisor
@@ -32,8 +33,8 @@ logger = logging.getLogger(__name__)
 class RankGroup:
     """Runs the work given to `submit` and `sample` in its loop, until `close`.
 
-    on_call: called with the group's name, each call that has ended, and its seconds. The class is long because
-    submitting, cancelling and describing work share the state of the loop that runs it.
+    on_call: called with each call that has ended. The class is long because submitting, cancelling and describing work
+    share the state of the loop that runs it.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RankGroup:
         self.supervisor = Supervisor(self.name, config, new_pool, device, self._wake.set, takes_turns)
         self.work = GroupWork(limits, suspect_jobs)
         self._scheduler = Scheduler(self.work, slice_milliseconds)
-        self.on_call: Callable[[str, RankCall, float], None] | None = None
+        self.on_call: Callable[[EndedCall], None] | None = None
         self._call: RankCall | None = None
         self._loop: asyncio.Task[None] | None = None
         self._closed: str | None = None
@@ -144,7 +145,7 @@ class RankGroup:
         self._check_open()
         if work.creates != work.key:
             self.work.check_available(work.key)
-        work.answer = asyncio.get_running_loop().create_future()
+        work.answer, work.context = asyncio.get_running_loop().create_future(), current_work()
         self.work.queue.add(work)
         self._wake.set()
         try:
@@ -224,15 +225,16 @@ class RankGroup:
         supervisor, scheduler = self.supervisor, self._scheduler
         while True:
             call = self._call = scheduler.next_call(await self._wait_for_work())
-            started = time.monotonic()
+            began_at, started = time.time(), time.monotonic()
             for work in call.works:
                 if isinstance(work, WorkItem) and work.on_begin is not None:
-                    work.on_begin()
+                    work.on_begin(call.size)
             answer = await supervisor.answer(call.send(supervisor.ranks, supervisor.timeouts))
             seconds = time.monotonic() - started
             call.record(supervisor.timeouts, seconds)
             if self.on_call is not None:
-                self.on_call(self.name, call, seconds)
+                error = answer.message if isinstance(answer, Failure) else None
+                self.on_call(EndedCall(self.name, call, began_at, seconds, supervisor.ranks.rank_times, error))
             scheduler.finish(call, answer, seconds)
             self._call = None
             if call.uses_device:

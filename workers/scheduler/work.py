@@ -11,15 +11,28 @@ from ...schemas.training import ForwardBackwardRequest
 from ..protocol.calls import Failure, OperationPart, OptimizerStep, SampledPart, SampleJob, SavedContents
 from ..protocol.methods import RUNS_OFFLOADED
 from ..protocol.timeouts import cost_of
+from ..protocol.work_context import WorkContext
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
 
+@dataclass(frozen=True)
+class CallSize:
+    """The size of a call of the ranks. tokens: of the data in a pass, 0 of other calls."""
+
+    tokens: int
+    operations: int
+
+
 @dataclass(eq=False)
 class AwaitedWork:
-    """Work with the future of its answer, which the group sets."""
+    """Work with the future of its answer, which the group sets.
+
+    context: for whom it is done; the group sets it too.
+    """
 
     answer: "asyncio.Future[Any]" = field(init=False)
+    context: WorkContext | None = field(init=False, default=None)
 
     def settle(self, answer: object) -> None:
         """Sets the answer: a result, a Failure, or an OperationError. Does nothing if no caller waits any more."""
@@ -41,7 +54,7 @@ class WorkItem(AwaitedWork):
     number: never reused in a group, whose queue sets it.
     tokens: of the data left in a forward or forward_backward, at least 1, because one without tokens is still work.
     creates, drops: the run or adapter that the ranks hold, or no longer hold, after it.
-    on_begin: called when the ranks are sent it, or each part of it.
+    on_begin: called with the size of the call in which the ranks are sent it, or each part of it.
     """
 
     key: str
@@ -50,7 +63,7 @@ class WorkItem(AwaitedWork):
     tokens: int = field(init=False, default=0)
     creates: str | None = field(kw_only=True, default=None)
     drops: str | None = field(kw_only=True, default=None)
-    on_begin: Callable[[], None] | None = field(kw_only=True, default=None)
+    on_begin: Callable[[CallSize], None] | None = field(kw_only=True, default=None)
 
     @property
     def has_begun(self) -> bool:

@@ -23,6 +23,7 @@ from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
 from ..planner.flops import ModelFlops
 from ..protocol.calls import Failure, OperationPart, PartAnswer
+from ..protocol.log_lines import log_remote_failure
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
 from ..resources.device_speed import DeviceSpeed
@@ -297,7 +298,7 @@ class PassRunner:
         if failure.out_of_memory and token_budget is not None:
             message = out_of_memory_message(operation.batch, self._token_budget, token_budget, self._base.device)
         if failure.traceback:
-            logger.error("an operation of run %s failed\n%s", operation.run_id, failure.traceback)
+            log_remote_failure(logger, f"an operation of run {operation.run_id} failed", failure.traceback)
         operation.abandon(Failure(message, failure.category))
 
     def _finish(self, operation: RankOperation, result: PartialResult) -> PartAnswer:

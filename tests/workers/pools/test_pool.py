@@ -110,10 +110,11 @@ import asyncio, logging
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
+from trainhouse.workers.protocol.log_lines import LogSettings
 
 
 async def log(level: int, message: str) -> None:
-    pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),), log_level=level))
+    pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),), log=LogSettings(level)))
     await pool.start()
     await pool.call("log", message)
     await pool.close()
@@ -162,7 +163,7 @@ def test_errors_keep_their_type_and_leave_the_pool_working(new_pool: NewPool, ca
             assert str(rejected.value) == "no such model"
             with pytest.raises(WorkerError, match="KeyError: 'lost'") as failed:
                 await pool.call("fail", "lost")
-            assert "in fail" in failed.value.remote_traceback and "in fail" in caplog.text
+            assert "in fail" in failed.value.remote_traceback and "fail failed" in caplog.text
             with pytest.raises(WorkerError, match="pickle"):
                 await pool.call("return_unpicklable")
             assert await pool.call("echo", 1) == [1]

@@ -18,6 +18,7 @@ from ...pools.local import LocalPool
 from ...pools.ray.actors import KeptGroup
 from ...pools.ray.cluster import RayCluster
 from ...pools.ray.pool import RayPool
+from ...protocol.log_lines import LogSettings
 from ...protocol.parallel_spec import SINGLE
 from ...protocol.timeouts import CallTimeouts
 from ...protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
@@ -68,7 +69,7 @@ class PoolFactory:
             cpus_per_rank=self._config.ray_cpus_per_rank,
             gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
             blocks=model.parallel.neighbour_blocks,
-            log_level=logger.getEffectiveLevel(),
+            log=LogSettings.of_this_process(logger),
         )
         return RayPool(spec, self._cluster, self._kept_group(group, model)) if self._cluster else LocalPool(spec)
 

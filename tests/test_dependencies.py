@@ -32,6 +32,7 @@ BROUGHT = {
     "requests": "moto",
     "packaging": "pytest",
     "triton": "torch",
+    "yaml": "transformers",
 }
 # Installed in separate environments, or for GPUs.
 ELSEWHERE = {"datasets", "tinker_cookbook", "trl", "vllm", "__main__"} | {

@@ -51,6 +51,15 @@ class Session:
                 log.info("heartbeat of session %s: %s", self.session_id, error)
 
 
+def url_and_key(base_url: str | None = None, api_key: str | None = None) -> tuple[str, str]:
+    """Returns the URL of the server and the key to use, from the environment where they are None."""
+    official_url = os.environ.get("TINKER_BASE_URL")
+    base_url = base_url or os.environ.get("TRAINHOUSE_BASE_URL") or official_url or "http://127.0.0.1:8000"
+    # The key of another service is sent to no other URL than its own.
+    official_key = os.environ.get("TINKER_API_KEY") if base_url == official_url else None
+    return base_url, api_key or os.environ.get("TRAINHOUSE_API_KEY") or official_key or "tml-local"
+
+
 class ServiceClient:
     """Connects to a server with one API key. Use it as a context manager, or call `close()`.
 
@@ -75,13 +84,8 @@ class ServiceClient:
         user_metadata: Metadata = None,
         retry_seconds: float = 300,
     ) -> None:
-        official_url = os.environ.get("TINKER_BASE_URL")
-        base_url = base_url or os.environ.get("TRAINHOUSE_BASE_URL") or official_url or "http://127.0.0.1:8000"
-        # The key of another service is sent to no other URL than its own.
-        official_key = os.environ.get("TINKER_API_KEY") if base_url == official_url else None
-        api_key = api_key or os.environ.get("TRAINHOUSE_API_KEY") or official_key or "tml-local"
         self._user_metadata = dict(user_metadata or {})
-        self._connection = ServerConnection(base_url, api_key, retry_seconds)
+        self._connection = ServerConnection(*url_and_key(base_url, api_key), retry_seconds)
         self._opening = asyncio.Lock()
         self._session: Session | None = None
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ..schemas.adapters.vllm_form import FORMS
-from ..server.cli.plan import main
+from ..server.cli.commands import main
 from ..workers.shapes.families import FAMILIES
 from ..workers.shapes.model_shape import ModelShape, describe_model, refusal_of
 from ..workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
@@ -194,7 +194,7 @@ def plan_cell(path: Path, memory: str, number: int) -> str:
     knobs = [f"--num-devices={number}", f"--device-memory={memory}", f"--max-context-length={TOKENS}", "--json"]
     out, errors = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(errors):
-        status = main([f"--base-model=M={path}", "--parallel=auto", "--device-link=nvlink", *knobs])
+        status = main(["plan", f"--base-model=M={path}", "--parallel=auto", "--device-link=nvlink", *knobs])
     if status != 0:
         (found,) = re.findall(r": (\S+) with --activations (\S+) needs least, (\S+) GB", errors.getvalue())
         layout, activations, gigabytes = found

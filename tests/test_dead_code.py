@@ -15,14 +15,9 @@ PRODUCT = ("__init__.py", "client", "examples", "schemas", "server", "workers")
 PRODUCT_USED_ELSEWHERE = {
     # The client's users. Its heartbeat is a task that must not be collected.
     "__init__.py": "__dir__ __getattr__",
-    "client/rest.py": """
-        list_training_runs get_training_run list_user_checkpoints get_weights_info_by_tinker_path
-        delete_checkpoint_from_tinker_path publish_checkpoint_from_tinker_path unpublish_checkpoint_from_tinker_path
-        set_checkpoint_ttl_from_tinker_path download_checkpoint list_sessions get_sampler get_metrics
-        list_operations""",
+    "client/rest.py": "get_sampler",
     "client/sampling.py": "compute_logprobs",
-    "client/service.py": """
-        _heartbeat get_limits get_workers create_full_training_client create_training_client_from_state""",
+    "client/service.py": "_heartbeat create_full_training_client create_training_client_from_state",
     "client/training.py": "forward_backward_custom load_state_with_optimizer",
     # Fields of the wire that the SDK, the client's users or operators read.
     "schemas/checkpoints.py": "is_lora",
@@ -30,14 +25,16 @@ PRODUCT_USED_ELSEWHERE = {
     "schemas/futures.py": "allow_metadata_only retrieved_request_ids response_payload_uncompressed_size",
     "schemas/models.py": """
         arch model_data is_lora sampleable supported_models queued_operations tokens_per_minute num_sequences
-        num_references training_run_ids model_owner last_request_time corrupted last_checkpoint last_sampler_checkpoint
+        num_references model_owner
         proto_compress_fwdbwd parallel_fwdbwd_chunks sample_use_retrieve_futures custom_loss_server_side
-        refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt
-        peak_flops""",
+        refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",
     "schemas/openai.py": "owned_by",
     "schemas/sampling.py": "client_counter",
     # vLLM imports them by these names.
     "workers/engines/vllm/serve.py": "WeightsEndpoint WeightsLoader",
+    # typer reads a command's signature and passes its flags by name.
+    "server/cli/options.py": "__signature__",
+    "server/cli/serve.py": "help_all",
     # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch and tokenizers.
     "server/serving/server_process.py": "should_exit capture_signals",
     "server/store/sqlite.py": "isolation_level",

@@ -7,7 +7,6 @@ everything that a part of the copy refers to exists, and what is too new to be r
 starts.
 """
 
-import argparse
 import shutil
 import sqlite3
 import time
@@ -16,6 +15,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..checkpoints.checkpoint_files import link_or_copy, moved_directories
 from ..config.knob_values import is_url
@@ -28,25 +30,36 @@ from ..journal.restore_marker import mark_copy
 from ..replication.leases import live_directory
 from ..replication.state_lock import STATE_PATTERNS, check_database_kind, keep_private
 from ..store import DATABASE_NAME
-from .knob_flags import Commands, add_state_flags, given
+from .knob_flags import Sources, reads_state
+from .options import AsJson, new_app
+from .output import print_json, spinner
 
 _SECRET = "url_secret"
 _MAX_ROUNDS = 5
 
 
-def add_backup(commands: Commands) -> None:
-    parser = commands.add_parser("backup", allow_abbrev=False)
-    parser.add_argument(
-        "target", metavar="DIR", type=Path, help="directory of the copy; fast on the same file system, by hard links"
-    )
-    add_state_flags(parser, _backup)
+app = new_app()
 
 
-def _backup(options: argparse.Namespace) -> int:
-    config = store_config_of(*given(options))
+@app.command()
+@reads_state()
+def backup(
+    sources: Sources,
+    target: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of the copy; fast on the same file system, by hard links.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Copy a server's state, while it runs or not, so that a server can start from the copy."""
+    config = store_config_of(*sources)
     check_database_kind(config)
-    Backup(config.state_dir, options.target, config.database_url is None).run(print)
-    return 0
+    notes: list[str] = []
+    with spinner(f"copying {config.state_dir}"):
+        Backup(config.state_dir, target, config.database_url is None).run(notes.append)
+    if as_json:
+        print_json({"target": str(target), "notes": notes})
+    else:
+        print("\n".join(notes))
 
 
 class BackupError(ValueError):

@@ -1,45 +1,105 @@
-"""The command line of `trainhouse serve`, `keys`, `backup` and `verify`: parses, calls, prints errors."""
+"""The command line `trainhouse`: finds the module of a command when it is used, and reports errors in one line.
 
-import argparse
+It imports nothing that an install of only the client lacks. Commands that need the server's packages name the extra to
+install if these are missing.
+"""
+
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any
 
-from ..config.knob_values import ConfigError
-from ..config.load import WORKERS_ARE_ON_RAY
-from ..replication.state_lock import StartError, private_files
-from ..store import DatabaseUnreachable
-from .backup import add_backup
-from .keys import add_keys
-from .knob_flags import FAILED, WRONGLY_USED, Commands, nearest_flag
-from .serve import add_serve
-from .verify import add_verify
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from ...schemas.version import VERSION
+from .errors import FAILED, INTERRUPTED, WRONGLY_USED, CommandFailed
+from .output import print_error
+
+COMMANDS = {
+    "serve": ("serve", "Run a server."),
+    "demo": ("demo", "Start a server and fine-tune a small model through it."),
+    "keys": ("keys", "Create, list and revoke API keys."),
+    "runs": ("remote.runs", "List training runs, and show what they do."),
+    "sessions": ("remote.sessions", "List sessions, and what is in them."),
+    "checkpoints": ("remote.checkpoints", "List, publish and delete checkpoints."),
+    "import": ("remote.import_adapter", "Upload an adapter saved by peft."),
+    "export": ("remote.export", "Download a checkpoint for peft, transformers or vLLM."),
+    "sample": ("remote.sample", "Continue a text with a model or checkpoint."),
+    "chat": ("remote.chat", "Talk to a model or checkpoint."),
+    "usage": ("remote.usage", "Show the limits of an API key and their use."),
+    "workers": ("remote.workers", "Show what a server's workers hold."),
+    "plan": ("plan", "Estimate the memory per rank of a layout."),
+    "backup": ("backup", "Copy a server's state, while it runs or not."),
+    "verify": ("verify", "Check a server's state, while it runs or not."),
+}
+"""The commands in the order of --help: the module below this package, and a summary."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0, 1 if the command failed, 2 if it was used wrongly."""
-    options, unknown = _parser().parse_known_args(arguments)
+class Commands(TyperGroup):
+    """Loads a command's module when the command is used."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and _loaded(str(name)), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print(f"trainhouse {ctx.invoked_subcommand}: interrupted", file=sys.stderr)
+            return INTERRUPTED
+
+
+app = typer.Typer(cls=Commands, rich_markup_mode=None, context_settings={"help_option_names": ["--help", "-h"]})
+
+
+def _print_version(is_given: bool) -> None:
+    if is_given:
+        print(f"trainhouse {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def trainhouse(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train and sample language models over HTTP."""
+
+
+for _name, (_module, _summary) in COMMANDS.items():
+    app.command(_name, help=_summary)(lambda: None)  # stands in for the command in --help
+
+
+def _loaded(name: str) -> Any:
     try:
-        if unknown and options.run is not _workers:
-            raise ConfigError(f"unknown argument {unknown[0]}{nearest_flag(unknown[0])}")
-        with private_files():
-            return options.run(options)
-    except (StartError, ValueError, DatabaseUnreachable) as error:
-        print(f"trainhouse {options.command}: error: {error}", file=sys.stderr)
-        return WRONGLY_USED if isinstance(error, ConfigError) else FAILED
+        command = get_command(import_module(f".{COMMANDS[name][0]}", __package__).app)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("trainhouse"):
+            raise
+        extra = "server,demo" if name == "demo" else "server"
+        hint = f"pip install 'trainhouse[{extra}]', in a checkout pip install -c deploy/constraints.txt '.[{extra}]'"
+        raise CommandFailed(f"the package {error.name} is not installed: {hint}") from None
+    command.name = name
+    return command
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("trainhouse", allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_serve, _add_workers, add_keys, add_backup, add_verify):
-        add(commands)
-    return parser
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status, see errors.py."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return get_command(app).main(given, prog_name="trainhouse", standalone_mode=False) or 0
+    except typer.TyperException as error:
+        status, message = error.exit_code, error.format_message()
+    except CommandFailed as error:
+        status, message = error.status, str(error)
+    except (ValueError, OSError) as error:
+        from ..config.knob_values import ConfigError  # imported late, as most commands need no configuration
 
-
-def _add_workers(commands: Commands) -> None:
-    """Adds a command that existed once, to name what replaces it."""
-    commands.add_parser("workers", add_help=False, allow_abbrev=False).set_defaults(run=_workers)
-
-
-def _workers(_: argparse.Namespace) -> int:
-    raise ConfigError(WORKERS_ARE_ON_RAY)
+        status, message = WRONGLY_USED if isinstance(error, ConfigError) else FAILED, str(error)
+    name = next((each for each in given if each in COMMANDS), "")
+    print_error(name, message, status, "--json" in given)
+    return status

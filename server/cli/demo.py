@@ -3,7 +3,6 @@
 Each of the three is a separate process, with the command that a user would type. All of them end with this one.
 """
 
-import argparse
 import os
 import re
 import signal
@@ -13,60 +12,46 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ...workers.models.model_cache import cache_directory
+from .errors import INTERRUPTED, CommandFailed
+from .options import Status, new_app
+from .output import spinner
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION = "smollm2-135m-instruct-1"  # the number changes with what the conversion writes
-CLIENT_FLAGS = {
-    "--steps": "optimizer steps (default: 30)",
-    "--batch-size": "examples per step (default: 8)",
-    "--max-tokens": "tokens of each completion shown (default: 30)",
-}
-"""Flags of the client program, declared here so that a mistake is reported before the model is loaded."""
-INTERRUPTED = 130
 LOAD_SECONDS = 300
 STOP_SECONDS = 20
 
 
-class DemoError(Exception):
-    """A part of the demo failed; the message says which and where its log is."""
+app = new_app()
 
 
-def run_demo(arguments: Sequence[str]) -> int:
+@app.command(help=f"Fine-tune {MODEL} on this machine: a few minutes on two cores.")
+def demo(
+    state_dir: Annotated[
+        Path | None, typer.Option(help="Directory for the checkpoint and the server's log (~/.cache/trainhouse/demo).")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps (30).")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per step (8).")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens of each completion shown (30).")] = None,
+) -> Status:
     """Returns the exit status, 0 only if the held-out loss fell."""
-    options = parser().parse_args(arguments)
     # A closed terminal or SIGTERM ends the parts just as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
+    flags = {"--steps": steps, "--batch-size": batch_size, "--max-tokens": max_tokens}
     try:
-        return demonstrate(options.state_dir, client_arguments(options))
-    except DemoError as error:
-        print(f"trainhouse demo: error: {error}", file=sys.stderr)
-        return 1
+        return demonstrate(
+            state_dir or cache_directory() / "demo",
+            [f"{flag}={value}" for flag, value in flags.items() if value is not None],
+        )
     except KeyboardInterrupt:
         print("\ninterrupted; the server is stopped", file=sys.stderr)
         return INTERRUPTED
-
-
-def parser() -> argparse.ArgumentParser:
-    description = f"Fine-tune {MODEL} on this machine: a few minutes on two cores."
-    options = argparse.ArgumentParser("trainhouse demo", description=description)
-    options.add_argument(
-        "--state-dir",
-        type=Path,
-        default=cache_directory() / "demo",
-        help="directory for the checkpoint and the server's log (default: %(default)s)",
-    )
-    for flag, help in CLIENT_FLAGS.items():
-        options.add_argument(flag, type=int, help=help)
-    return options
-
-
-def client_arguments(options: argparse.Namespace) -> list[str]:
-    """Returns the client program's flags that were given."""
-    values = {flag: getattr(options, flag.strip("-").replace("-", "_")) for flag in CLIENT_FLAGS}
-    return [f"{flag}={value}" for flag, value in values.items() if value is not None]
 
 
 def demonstrate(state_dir: Path, client_arguments: Sequence[str]) -> int:
@@ -88,7 +73,7 @@ def converted_model() -> Path:
         print(f"converting {MODEL} to {directory} (once)", flush=True)
         with running([sys.executable, "-m", "trainhouse.workers.models.gguf", str(directory)]) as conversion:
             if conversion.wait() != 0:
-                raise DemoError(f"the conversion of {MODEL} failed: is the [demo] extra installed?")
+                raise CommandFailed(f"the conversion of {MODEL} failed: is the [demo] extra installed?")
     return directory
 
 
@@ -101,9 +86,9 @@ class Server:
         self._process = process
 
     def check(self) -> None:
-        """Raises DemoError if it has died."""
+        """Raises CommandFailed if it has died."""
         if self._process.poll() is not None:
-            raise DemoError(f"the server ended with status {self._process.returncode}:\n{tail(self.log)}")
+            raise CommandFailed(f"the server ended with status {self._process.returncode}:\n{tail(self.log)}")
 
 
 @contextmanager
@@ -115,7 +100,8 @@ def served(model: Path, state_dir: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "trainhouse.server", "serve", *flags, "--ready-file", str(ready)]
     with log.open("wb") as output, running(command, output.fileno()) as process:
         server = Server("", process, log)
-        server.url = wait_until_ready(server, ready)
+        with spinner(f"loading {MODEL}"):
+            server.url = wait_until_ready(server, ready)
         print(f"the server answers at {server.url}", flush=True)
         yield server
 
@@ -127,7 +113,7 @@ def wait_until_ready(server: Server, ready: Path) -> str:
             return url[0]
         server.check()
         time.sleep(0.1)
-    raise DemoError(f"the server is not ready after {LOAD_SECONDS} s: see {server.log}")
+    raise CommandFailed(f"the server is not ready after {LOAD_SECONDS} s: see {server.log}")
 
 
 def run_client(server: Server, arguments: list[str]) -> int:

@@ -1,10 +1,12 @@
 """`trainhouse keys`: creates, lists and revokes API keys, without a server."""
 
-import argparse
 import asyncio
 import sys
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from typing import Annotated, TypeVar
+
+import typer
 
 from ..config.knob_values import ConfigError
 from ..config.load import store_config_of
@@ -12,62 +14,122 @@ from ..replication.state_lock import STATE_PATTERNS, check_database_exists, chec
 from ..store import Store, open_store
 from ..tenants.auth import create_key, list_keys, revoke_key
 from ..tenants.scopes import SCOPES, TENANT_SCOPES, parse_scopes
-from .knob_flags import Commands, add_state_flags, given
+from .knob_flags import Sources, reads_state
+from .options import AsJson, new_app
+from .output import print_json, print_table
+
+T = TypeVar("T")
+
+app = new_app("Create, list and revoke API keys, without a server.")
 
 
-def add_keys(commands: Commands) -> None:
-    parser = commands.add_parser("keys", allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    create = verbs.add_parser("create", help="make a key and print it; it cannot be printed again")
-    create.add_argument("name", help="tenant of the key; keys with the same name share runs and checkpoints")
-    create.add_argument("--scopes", metavar="A,B", help=f"what it may do: {','.join(SCOPES)} (all but operator)")
-    create.add_argument("--requests-per-minute", metavar="N", help="limit, beyond which requests get 429 (unlimited)")
-    revoke = verbs.add_parser("revoke", help="revoke a key")
-    revoke.add_argument("key_id", help="its number in `trainhouse keys list`")
-    for verb, command in (
-        (create, _create_key),
-        (verbs.add_parser("list", help="list all keys"), _list_keys),
-        (revoke, _revoke_key),
-    ):
-        add_state_flags(verb, _with_store(command, makes=verb is create))
+@app.command()
+@reads_state()
+def create(
+    sources: Sources,
+    name: Annotated[str, typer.Argument(help="Tenant of the key; keys with the same name share runs and checkpoints.")],
+    scopes: Annotated[
+        str | None, typer.Option(metavar="A,B", help=f"What it may do: {','.join(SCOPES)} (all but operator).")
+    ] = None,
+    requests_per_minute: Annotated[
+        str | None, typer.Option(metavar="N", help="Limit, beyond which requests get 429 (unlimited).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it; it cannot be printed again."""
+    allowed = None if scopes is None else _scopes(scopes)
+    per_minute = None if requests_per_minute is None else _per_minute(requests_per_minute)
 
+    async def make(store: Store) -> tuple[str, bool]:
+        is_first = (await store.keys.count()).created == 0
+        return await create_key(store, name, allowed, per_minute), is_first
 
-def _with_store(
-    command: Callable[[Store, argparse.Namespace], Coroutine[object, object, None]], makes: bool
-) -> Callable[[argparse.Namespace], int]:
-    """Returns a command that runs `command` on the opened store.
-
-    Args:
-        makes: the command creates the database if there is none.
-    """
-
-    def run(options: argparse.Namespace) -> int:
-        config = store_config_of(*given(options))
-        if config.database_url is None:  # else no directory matters
-            check_database_kind(config)
-            if makes:
-                keep_private(config.state_dir, STATE_PATTERNS)
-        if not makes:
-            check_database_exists(config)
-        store = open_store(config)
-        try:
-            asyncio.run(command(store, options))
-        finally:
-            store.close()
-        return 0
-
-    return run
-
-
-async def _create_key(store: Store, options: argparse.Namespace) -> None:
-    scopes = None if options.scopes is None else _scopes(options.scopes)
-    per_minute = None if options.requests_per_minute is None else _per_minute(options.requests_per_minute)
-    is_first = (await store.keys.count()).created == 0
-    print(await create_key(store, options.name, scopes, per_minute))
+    key, is_first = with_store(sources, make, makes=True)
+    if as_json:
+        print_json({"key": key, "name": name, "is_first": is_first})
+        return
+    print(key)
     print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
     if is_first:
-        where = "database" if store_config_of(*given(options)).database_url else "state directory"
+        where = "database" if store_config_of(*sources).database_url else "state directory"
         print(f"it is the first key: on this {where} made-up tml- keys no longer work", file=sys.stderr)
+
+
+@app.command("list")
+@reads_state()
+def list_all(sources: Sources, as_json: AsJson = False) -> None:
+    """List all keys."""
+    keys = with_store(sources, list_keys)
+    found = [
+        {
+            "key_id": key.key_id,
+            "name": key.name,
+            "created_at": key.created_at,
+            "revoked_at": key.revoked_at,
+            "scopes": list(key.scopes or TENANT_SCOPES),
+            "requests_per_minute": key.requests_per_minute,
+        }
+        for key in keys
+    ]
+    if as_json:
+        print_json({"keys": found})
+        return
+    rows = [
+        (
+            key.key_id,
+            _day(key.created_at),
+            _day(key.revoked_at),
+            ",".join(key.scopes or TENANT_SCOPES),
+            key.requests_per_minute or "any",
+            key.name,
+        )
+        for key in keys
+    ]
+    print_table(("KEY", "CREATED", "REVOKED", "SCOPES", "A MINUTE", "NAME"), rows)
+
+
+def _day(timestamp: float | None) -> datetime | None:
+    return None if timestamp is None else datetime.fromtimestamp(timestamp)
+
+
+@app.command()
+@reads_state()
+def revoke(
+    sources: Sources,
+    key_id: Annotated[str, typer.Argument(help="Its number in `trainhouse keys list`.")],
+    as_json: AsJson = False,
+) -> None:
+    """Revoke a key."""
+    number = _key_id(key_id)
+    with_store(sources, lambda store: revoke_key(store, number))
+    if as_json:
+        print_json({"key_id": number, "revoked": True})
+    else:
+        print(f"key {number} is revoked")
+
+
+def with_store(sources: Sources, work: Callable[[Store], Awaitable[T]], makes: bool = False) -> T:
+    """Returns what `work` returns on the opened store.
+
+    Args:
+        makes: creates the database if there is none.
+    """
+    config = store_config_of(*sources)
+    if config.database_url is None:  # else no directory matters
+        check_database_kind(config)
+        if makes:
+            keep_private(config.state_dir, STATE_PATTERNS)
+    if not makes:
+        check_database_exists(config)
+    store = open_store(config)
+
+    async def run() -> T:
+        return await work(store)
+
+    try:
+        return asyncio.run(run())
+    finally:
+        store.close()
 
 
 def _scopes(text: str) -> tuple[str, ...]:
@@ -81,25 +143,6 @@ def _per_minute(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise ConfigError(f"--requests-per-minute is {text!r}: expected an integer from 1 to {2**31 - 1}")
     return int(text)
-
-
-async def _list_keys(store: Store, _: argparse.Namespace) -> None:
-    keys = await list_keys(store)
-    print(f"{'KEY':>4}  {'CREATED':<16}  {'REVOKED':<16}  {'SCOPES':<23}  {'A MINUTE':>8}  NAME")
-    for key in keys:
-        scopes = ",".join(key.scopes or TENANT_SCOPES)
-        times = f"{_day(key.created_at):<16}  {_day(key.revoked_at):<16}"
-        print(f"{key.key_id:>4}  {times}  {scopes:<23}  {key.requests_per_minute or 'any':>8}  {key.name}")
-
-
-def _day(timestamp: float | None) -> str:
-    return "-" if timestamp is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
-
-
-async def _revoke_key(store: Store, options: argparse.Namespace) -> None:
-    key_id = _key_id(options.key_id)
-    await revoke_key(store, key_id)
-    print(f"key {key_id} is revoked")
 
 
 def _key_id(text: str) -> int:

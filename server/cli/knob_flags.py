@@ -1,45 +1,74 @@
 """Knobs on the command line: their flags, their rows in a help text, and where their values are read from."""
 
-import argparse
 import difflib
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
+from inspect import Parameter
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 from ..config.knob import Knob
 from ..config.knob_values import ENVIRONMENT_PREFIX
 from ..config.load import WORKERS_ARE_ON_RAY, Flags
 from ..config.server_config import KNOBS, SECTION_OF
+from ..replication.state_lock import StartError, private_files
+from ..store import DatabaseUnreachable
+from .errors import CommandFailed
+from .options import Status, option, with_options
 
-FAILED = 1
-WRONGLY_USED = 2
+Sources = tuple[Flags, Mapping[str, str], Path | None]
+"""The flags, the environment and the file to read knobs from."""
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def add_knobs(parser: argparse.ArgumentParser, knobs: Iterable[Knob]) -> None:
-    parser.add_argument("--config", type=Path)
-    for knob in knobs:
-        action = "store" if knob.kind.separator is None else "append"
-        parser.add_argument(knob.flag, dest=knob.name, action=action, default=argparse.SUPPRESS)
-
-
-def add_state_flags(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
-    """Adds the flags that locate a server's state."""
-    parser.add_argument("--state-dir", default=argparse.SUPPRESS, help="the server's --state-dir (.trainhouse)")
-    parser.add_argument("--database-url", default=argparse.SUPPRESS, help="the server's --database-url, if it has one")
-    parser.add_argument("--config", type=Path, help="the server's TOML file, if that sets them")
-    parser.set_defaults(run=command)
+STATE_FLAGS = {
+    "state_dir": "The server's --state-dir (.trainhouse).",
+    "database_url": "The server's --database-url, if it has one.",
+}
 
 
-def given(options: argparse.Namespace) -> tuple[Flags, Mapping[str, str], Path | None]:
-    """Returns the flags, the environment and the file to read knobs from."""
-    flags = {name: value for name, value in vars(options).items() if name in KNOBS}
+def reads_knobs(knobs: Iterable[Knob]) -> Callable[[Callable[..., Status]], Callable[..., Status]]:
+    """Gives a command a flag for each knob; the command's first argument is the Sources."""
+    return _with_flags([_flag(knob, knob.described) for knob in knobs], "TOML file of knobs.")
+
+
+def reads_state(**more: str) -> Callable[[Callable[..., Status]], Callable[..., Status]]:
+    """Gives a command the flags that locate a server's state, and `more`; its first argument is the Sources."""
+    flags = [_flag(KNOBS[name], help) for name, help in (STATE_FLAGS | more).items()]
+    return _with_flags(flags, "The server's TOML file, if that sets them.")
+
+
+def _flag(knob: Knob, help: str) -> Parameter:
+    kind = str | None if knob.kind.separator is None else list[str] | None
+    return option(knob.name, knob.flag, help, knob.metavar, kind)
+
+
+def _with_flags(flags: Sequence[Parameter], of_config: str) -> Callable[[Callable[..., Status]], Callable[..., Status]]:
+    def add(function: Callable[..., Status]) -> Callable[..., Status]:
+        file = option("config", "--config", of_config, "FILE", Path | None)
+        return with_options(_private(function), [*flags, file], _sources)
+
+    return add
+
+
+def _private(function: Callable[..., Status]) -> Callable[..., Status]:
+    """Returns the command with files that only this user can read, and with the server's errors as CommandFailed."""
+
+    @wraps(function)
+    def command(*sources: Sources, **options: Any) -> Status:
+        try:
+            with private_files():
+                return function(*sources, **options)
+        except (StartError, DatabaseUnreachable) as error:
+            raise CommandFailed(str(error)) from None
+
+    return command
+
+
+def _sources(values: Mapping[str, Any]) -> Sources:
+    flags = {name: value for name, value in values.items() if value and name in KNOBS}
     named = os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")
-    return flags, os.environ, options.config or (Path(named) if named else None)
+    return flags, os.environ, values["config"] or (Path(named) if named else None)
 
 
 def nearest_flag(argument: str) -> str:
@@ -47,21 +76,6 @@ def nearest_flag(argument: str) -> str:
         return f": {WORKERS_ARE_ON_RAY}"
     near = difflib.get_close_matches(argument.partition("=")[0], [knob.flag for knob in KNOBS.values()], n=1)
     return f": did you mean {near[0]}?" if near else ": see --help"
-
-
-class PrintText(argparse.Action):
-    """A flag that prints a text and exits."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, text: Callable[[], str], help: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help=help)
-        self.text = text
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        try:
-            print(self.text(), flush=True)
-        except BrokenPipeError:  # the reader, such as `head`, has enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the interpreter's last flush
-        parser.exit()
 
 
 CONFIG_ROW = ("--config FILE", "TOML: max_lora_rank = 64 is --max-lora-rank 64")

@@ -3,11 +3,12 @@
 Loads neither weights nor torch nor the server, so that an impossible layout is reported at once.
 """
 
-import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from inspect import Parameter
+from types import SimpleNamespace
 from typing import Protocol
 
 from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
@@ -44,11 +45,13 @@ from ..config.knob_values import (
     parse_layout,
     parse_served_model,
 )
-from .columns import aligned
+from .errors import FAILED, WRONGLY_USED
+from .options import Status, new_app, option, with_options
+from .output import aligned, print_json
 from .plan_drafts import DraftPlan, parse_draft
 
-DOES_NOT_FIT = 1
-WRONGLY_USED = 2
+PlanOptions = SimpleNamespace
+"""The flags as typed, by name: None for those that are not given."""
 
 _LEAST_DEVICE_BYTES = 1 << 20
 
@@ -132,9 +135,14 @@ class MemoryPlan:
         return _text(self)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 0, 1 if the layout is impossible or does not fit, 2 if the command was used wrongly."""
-    options = _parser().parse_args(arguments)
+app = new_app()
+
+
+def plan(options: PlanOptions) -> Status:
+    """Estimate the memory of each rank of a layout, from a model's config.json alone.
+
+    The exit status is 1 if the layout is impossible or does not fit.
+    """
     try:
         planned = _planned(options)
     except NoEstimate as served:
@@ -143,13 +151,13 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"trainhouse plan: error: {error}", file=sys.stderr)
         if options.json:
-            print(json.dumps({"fits": False, "error": str(error)}, indent=2))
-        return WRONGLY_USED if isinstance(error, ConfigError) else DOES_NOT_FIT
+            print_json({"fits": False, "error": str(error)})
+        return WRONGLY_USED if isinstance(error, ConfigError) else FAILED
     print(json.dumps(planned.as_json(), indent=2) if options.json else "\n".join(planned.text()))
-    return DOES_NOT_FIT if planned.fits is False else 0
+    return FAILED if planned.fits is False else 0
 
 
-def _planned(options: argparse.Namespace) -> "Planned":
+def _planned(options: PlanOptions) -> "Planned":
     if options.draft is not None:
         return plan_of_draft(options)
     if options.draft_parallel is not None:
@@ -171,48 +179,44 @@ class Planned(Protocol):
     def text(self) -> Iterator[str]: ...
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "trainhouse plan",
-        description="Estimates the memory of each rank of a layout, from a model's config.json alone.",
-        usage="trainhouse plan --base-model NAME[=SOURCE] [--parallel LAYOUT] [--device-memory BYTES] [FLAGS]",
-        allow_abbrev=False,
-    )
-    knobs = (
-        ("base-model", "NAME[=SOURCE]", "as for serve; SOURCE, also at a URL, may be a config.json"),
-        ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
-        ("device-link", "auto|nvlink|pcie|host", "as for serve, with --parallel auto (auto)"),
-        ("shard", "PATTERN=STYLE", "overrides the layout for matching weights: replicate; repeatable"),
-        ("device-memory", "BYTES", "memory of each device, such as 80GB"),
-        ("num-devices", "N", "number of devices, one for each rank"),
-        ("max-context-length", "N", "longest sequence, in tokens (the model's)"),
-        ("micro-batch-tokens", "N", f"as for serve ({Workload.micro_batch_tokens})"),
-        ("head-chunk-tokens", "N", f"as for serve ({Workload.head_chunk_tokens})"),
-        ("training", "lora|full", f"what is trained: adapters, or all weights ({Workload.training})"),
-        ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
-        ("lora-rank", "N", f"of each adapter ({Workload.lora_rank})"),
-        ("adapter-slots", "N", f"adapters in use at a time ({Workload.adapter_slots})"),
-        ("full-slots", "N", f"as for serve, with --training full ({Workload.full_slots})"),
-        ("base-quantization", "none|nf4|released", f"as for serve ({Workload.base_quantization})"),
-        ("optimizer-states", "float32|8bit", f"as for serve, with --training full ({Workload.optimizer_states})"),
-        ("kv-cache-bytes", "BYTES", f"as for serve ({Workload.kv_cache_bytes >> 20}MiB)"),
-        ("tp-activations", "sharded|whole", f"as for serve ({Workload.tp_activations})"),
-        ("zero-stage", "3|2", f"as for serve ({Workload.zero_stage})"),
-        ("activations", "keep|recompute|offload", f"as for serve ({Workload.activations})"),
-        ("draft", "ALGORITHM[,FIELD=N...]", "plans draft training: eagle3 or dflash, such as eagle3,ttt_length=4"),
-        ("draft-parallel", "LAYOUT", "as for serve, with --draft (the target's ranks along sp and replicas)"),
-    )
-    groups = parser.add_argument_group("several rank groups (docs/roles.md, docs/samplers.md)")
-    for where, rows in ((parser, knobs), (groups, _OF_GROUPS)):
-        for name, metavar, words in rows:
-            action = "append" if name in ("base-model", "shard", "role-group") else "store"
-            where.add_argument(f"--{name}", metavar=metavar, help=words, action=action)
-    parser.add_argument("--train-only", action="store_true", help="sampling happens elsewhere (docs/samplers.md)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with sizes in bytes")
-    return parser
+_FLAGS = (
+    ("base-model", "NAME[=SOURCE]", "as for serve; SOURCE, also at a URL, may be a config.json"),
+    ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
+    ("device-link", "auto|nvlink|pcie|host", "as for serve, with --parallel auto (auto)"),
+    ("shard", "PATTERN=STYLE", "overrides the layout for matching weights: replicate; repeatable"),
+    ("device-memory", "BYTES", "memory of each device, such as 80GB"),
+    ("num-devices", "N", "number of devices, one for each rank"),
+    ("max-context-length", "N", "longest sequence, in tokens (the model's)"),
+    ("micro-batch-tokens", "N", f"as for serve ({Workload.micro_batch_tokens})"),
+    ("head-chunk-tokens", "N", f"as for serve ({Workload.head_chunk_tokens})"),
+    ("training", "lora|full", f"what is trained: adapters, or all weights ({Workload.training})"),
+    ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
+    ("lora-rank", "N", f"of each adapter ({Workload.lora_rank})"),
+    ("adapter-slots", "N", f"adapters in use at a time ({Workload.adapter_slots})"),
+    ("full-slots", "N", f"as for serve, with --training full ({Workload.full_slots})"),
+    ("base-quantization", "none|nf4|released", f"as for serve ({Workload.base_quantization})"),
+    ("optimizer-states", "float32|8bit", f"as for serve, with --training full ({Workload.optimizer_states})"),
+    ("kv-cache-bytes", "BYTES", f"as for serve ({Workload.kv_cache_bytes >> 20}MiB)"),
+    ("tp-activations", "sharded|whole", f"as for serve ({Workload.tp_activations})"),
+    ("zero-stage", "3|2", f"as for serve ({Workload.zero_stage})"),
+    ("activations", "keep|recompute|offload", f"as for serve ({Workload.activations})"),
+    ("draft", "ALGORITHM[,FIELD=N...]", "plans draft training: eagle3 or dflash, such as eagle3,ttt_length=4"),
+    ("draft-parallel", "LAYOUT", "as for serve, with --draft (the target's ranks along sp and replicas)"),
+)
 
 
-def plan_of(options: argparse.Namespace) -> MemoryPlan:
+def _parameters() -> Iterator[Parameter]:
+    for name, metavar, words in (*_FLAGS, *_OF_GROUPS):
+        kind = list[str] | None if name in ("base-model", "shard", "role-group") else str | None
+        yield option(name.replace("-", "_"), f"--{name}", words, metavar, kind)
+    yield option("train_only", "--train-only", "sampling happens elsewhere (docs/samplers.md)", kind=bool)
+    yield option("json", "--json", "print one JSON object, with sizes in bytes", kind=bool)
+
+
+app.command()(with_options(plan, list(_parameters()), lambda given: PlanOptions(**given)))
+
+
+def plan_of(options: PlanOptions) -> MemoryPlan:
     """Returns the plan.
 
     Raises:
@@ -248,7 +252,7 @@ def plan_of(options: argparse.Namespace) -> MemoryPlan:
     return MemoryPlan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice, speeds)
 
 
-def plan_of_draft(options: argparse.Namespace) -> Planned:
+def plan_of_draft(options: PlanOptions) -> Planned:
     """Returns the plan of the ranks that train drafts of a model. Raises as `plan_of`."""
     if _names_groups(options):
         raise ConfigError(
@@ -280,7 +284,7 @@ def plan_of_draft(options: argparse.Namespace) -> Planned:
     return DraftPlan(model, spec, draft_spec, load, draft, memory, device_bytes)
 
 
-def plan_of_groups(options: argparse.Namespace) -> Planned:
+def plan_of_groups(options: PlanOptions) -> Planned:
     """Returns the plan of several rank groups. Raises as `plan_of`."""
     try:  # imported late: it needs the server's packages, and takes seconds
         from .plan_groups import planned_groups
@@ -300,11 +304,11 @@ def plan_of_groups(options: argparse.Namespace) -> Planned:
     return planned_groups(given, model, load, _device_bytes(options), _number(options, "num_devices"))
 
 
-def _names_groups(options: argparse.Namespace) -> bool:
+def _names_groups(options: PlanOptions) -> bool:
     return any(getattr(options, name.replace("-", "_")) is not None for name, *_ in _OF_GROUPS)
 
 
-def _served(options: argparse.Namespace) -> ServedModel:
+def _served(options: PlanOptions) -> ServedModel:
     if options.base_model is None:
         raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
     if len(options.base_model) > 1:
@@ -312,7 +316,7 @@ def _served(options: argparse.Namespace) -> ServedModel:
     return parse_served_model(options.base_model[0])
 
 
-def _device_bytes(options: argparse.Namespace) -> int | None:
+def _device_bytes(options: PlanOptions) -> int | None:
     found = _bytes(options, "device_memory")
     if found is not None and found < _LEAST_DEVICE_BYTES:
         raise ConfigError(f"--device-memory {options.device_memory} is {found} bytes: give a unit, such as 80GB")
@@ -381,7 +385,7 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
     return {"parallel": candidate.spec.axes, "bytes": candidate.num_bytes, "cost": cost}
 
 
-def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, dtype: str) -> Workload:
+def _load(options: PlanOptions, shape: ModelShape, longest: int | None, dtype: str) -> Workload:
     length = longest or shape.max_positions
     if length is None:
         raise ConfigError(f"the config.json of {shape.name} has no context length: give --max-context-length")
@@ -401,7 +405,7 @@ def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, d
     )
 
 
-def _training(options: argparse.Namespace) -> Training:
+def _training(options: PlanOptions) -> Training:
     training: Training = "full" if _one_of(options, "training", ("lora", "full")) == "full" else "lora"
     knobs, things = _OF_OTHERS[training]
     for knob in knobs:
@@ -421,7 +425,7 @@ def _choice(
     return layout_that_fits(shape, loads, device_bytes, num_devices, speeds)
 
 
-def _number(options: argparse.Namespace, name: str) -> int | None:
+def _number(options: PlanOptions, name: str) -> int | None:
     text = getattr(options, name)
     if text is None:
         return None
@@ -430,7 +434,7 @@ def _number(options: argparse.Namespace, name: str) -> int | None:
     return int(text)
 
 
-def _bytes(options: argparse.Namespace, name: str) -> int | None:
+def _bytes(options: PlanOptions, name: str) -> int | None:
     text = getattr(options, name)
     try:
         return None if text is None else parse_bytes(text)
@@ -438,7 +442,7 @@ def _bytes(options: argparse.Namespace, name: str) -> int | None:
         raise ConfigError(f"{_flag(name)} is {text!r}: expected a number of bytes, such as 80GB or 1GiB") from None
 
 
-def _one_of(options: argparse.Namespace, name: str, choices: tuple[str, ...]) -> str:
+def _one_of(options: PlanOptions, name: str, choices: tuple[str, ...]) -> str:
     """Returns the chosen value, or the first choice if none is given."""
     chosen = getattr(options, name) or choices[0]
     if chosen not in choices:

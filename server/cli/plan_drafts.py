@@ -14,7 +14,7 @@ from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.shapes.model_shape import ModelShape
 from ..config.knob_values import ConfigError
-from .columns import aligned
+from .output import aligned
 
 # Most of any field of a draft.
 _MOST = 1 << 24

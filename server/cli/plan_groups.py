@@ -32,7 +32,7 @@ from ..config.knob_values import ConfigError
 from ..config.load import Flags, load_config
 from ..config.server_config import KNOBS
 from ..serving.auto_layout import with_sampler_layout
-from .columns import aligned
+from .output import aligned
 
 _COLUMNS = tuple(each.name for each in fields(RankBytes))
 _TITLES = tuple(name.replace("kv_cache", "key/value cache").replace("_", " ") for name in _COLUMNS)

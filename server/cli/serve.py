@@ -1,26 +1,26 @@
 """`trainhouse serve`: its flags, its help, and what is refused before anything is loaded."""
 
-import argparse
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Annotated
+
+import typer
 
 from ...workers.planner.checks import cuda_devices
 from ...workers.scheduler.supervision.pool_factory import check_layouts
 from ...workers.shapes.model_shape import refuse_missing_weights
+from ..config.knob_values import ConfigError
 from ..config.load import load_config
 from ..config.server_config import KNOBS, ServerConfig
 from ..logs.setup import configure_logging
 from ..replication.state_lock import check_database_kind
-from .knob_flags import CONFIG_ROW, Commands, PrintText, add_knobs, given, row, rows_by_section, table
+from .knob_flags import CONFIG_ROW, Sources, nearest_flag, reads_knobs, row, rows_by_section, table
+from .options import new_app
 
 _USAGE = "trainhouse serve --base-model NAME[=PATH_OR_HUB_ID] [FLAGS]"
 
 
-def add_serve(commands: Commands) -> None:
-    parser = commands.add_parser("serve", usage=_USAGE, add_help=False, allow_abbrev=False)
-    parser.add_argument("--help", "-h", action=PrintText, text=serve_help, help=argparse.SUPPRESS)
-    parser.add_argument("--help-all", action=PrintText, text=serve_help_all, help=argparse.SUPPRESS)
-    add_knobs(parser, KNOBS.values())
-    parser.set_defaults(run=_serve)
+app = new_app()
 
 
 def serve_help() -> str:
@@ -46,15 +46,32 @@ TRAINHOUSE_<KEY> (base models separated by commas). A flag overrides the environ
 The file may group its keys in tables named like the sections. Sizes in bytes may be written as 256MiB."""
 
 
-def _serve(options: argparse.Namespace) -> int:
-    config = load_config(*given(options))
+def _prints(text: Callable[[], str]) -> Callable[[bool], None]:
+    def print_text(is_given: bool) -> None:
+        if is_given:
+            typer.echo(text())
+            raise typer.Exit
+
+    return print_text
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@reads_knobs(KNOBS.values())
+def serve(
+    sources: Sources,
+    context: typer.Context,
+    help: Annotated[bool, typer.Option("--help", "-h", callback=_prints(serve_help), is_eager=True)] = False,
+    help_all: Annotated[bool, typer.Option("--help-all", callback=_prints(serve_help_all), is_eager=True)] = False,
+) -> None:
+    if context.args:
+        raise ConfigError(f"unknown argument {context.args[0]}{nearest_flag(context.args[0])}")
+    config = load_config(*sources)
     _refuse_impossible_models(config)
     from ..serving.server_process import serve  # imports the whole application, which takes seconds
 
     configure_logging(config.process.log_level, config.process.log_format)
     check_database_kind(config.store_config())
     serve(config)
-    return 0
 
 
 def _refuse_impossible_models(config: ServerConfig) -> None:

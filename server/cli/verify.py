@@ -3,7 +3,6 @@
 While a server runs, it only checks, twice, and reports the problems found both times: files change in between.
 """
 
-import argparse
 import asyncio
 import logging
 import time
@@ -11,7 +10,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from sqlalchemy import Connection
 from sqlalchemy.exc import DatabaseError
 
@@ -25,7 +26,10 @@ from ..replication.state_lock import StartError, check_database_exists, check_da
 from ..store import Store, open_store
 from ..store.database.schema import checkpoint_copies, checkpoints, results
 from ..store.sqlite import DAMAGE_REMEDY
-from .knob_flags import FAILED, Commands, add_state_flags, given
+from .errors import FAILED
+from .knob_flags import Sources, reads_state
+from .options import AsJson, Status, new_app
+from .output import print_json, spinner
 from .verification.checkpoints import check_checkpoints, check_copies
 from .verification.leftovers import check_leftovers, check_leftovers_at_url
 from .verification.problem import Problem
@@ -44,27 +48,37 @@ _CHECKS_OF_STOPPED = (check_leftovers, check_leftovers_at_url)
 _MOVING_SECONDS = 1.0
 
 
-def add_verify(commands: Commands) -> None:
-    parser = commands.add_parser("verify", allow_abbrev=False)
-    parser.add_argument("--repair", action="store_true", help="repair what is safe to; needs the server stopped")
-    parser.add_argument("--checkpoints", default=argparse.SUPPRESS, help="the server's --checkpoints, if it has one")
-    add_state_flags(parser, _verify)
+app = new_app()
 
 
-def _verify(options: argparse.Namespace) -> int:
-    store_config, storage_config = store_config_of(*given(options)), storage_config_of(*given(options))
+@app.command("verify")
+@reads_state(checkpoints="The server's --checkpoints, if it has one.")
+def verify_state(
+    sources: Sources,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair what is safe to; needs the server stopped.")] = False,
+    as_json: AsJson = False,
+) -> Status:
+    """Check a server's state, while it runs or not, for damage. The exit status is 1 if problems are left."""
+    store_config, storage_config = store_config_of(*sources), storage_config_of(*sources)
     check_database_kind(store_config)
     check_database_exists(store_config)
     logging.disable()  # verify itself reports what it finds
+    said: list[str] = []
     try:
         with (
-            lock_to_verify(store_config.state_dir, options.repair) as is_running,
+            lock_to_verify(store_config.state_dir, repair) as is_running,
             closing(open_store(store_config)) as store,
+            spinner(f"checking {store_config.state_dir}"),
         ):
-            work = verify(store, store_config.state_dir, storage_config, is_running, options.repair, print)
-            return FAILED if asyncio.run(work) else 0
+            work = verify(store, store_config.state_dir, storage_config, is_running, repair, said.append)
+            num_left = asyncio.run(work)
     finally:
         logging.disable(logging.NOTSET)
+    if as_json:
+        print_json({"problems": said[:-1], "summary": said[-1], "num_left": num_left})
+    else:
+        print("\n".join(said))
+    return FAILED if num_left else 0
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def test_an_adapter_is_exported_as_vllm_samplers_get_it(tmp_path: Path) -> None:
         assert "vLLM does not adapt the output head of this model: train adapters with train_unembed=False" in refused
         assert not (tmp_path / "refused").exists()
         both = export(server, path, tmp_path / "both", "--for=vllm", "--merge-into=.")
-        assert "not allowed with argument --for" in both
+        assert "writes no adapter: leave it or --for out" in both
 
 
 @pytest.mark.slow

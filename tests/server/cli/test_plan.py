@@ -4,19 +4,22 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainhouse.server import __main__ as command_line
-from trainhouse.server.cli.plan import main
+from trainhouse.server.cli import commands
 
 from ...workers.lineup import LINEUP
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "tests" / "workers" / "configs"
 DOCUMENT = (ROOT / "docs" / "parallel.md").read_text()
+
+
+def main(arguments: Sequence[str]) -> int:
+    return commands.main(["plan", *arguments])
 
 
 def planned(capsys: pytest.CaptureFixture[str], model: str, *arguments: str, fits: bool = True) -> dict[str, Any]:
@@ -38,27 +41,14 @@ def refused(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) ->
 
 
 def test_plan_is_a_command_of_trainhouse(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=tp=2", "--device-memory=80GB")
-    assert command_line.main(["plan", *arguments]) == main(arguments) == 1  # 131072 tokens are too much
-    once, twice = capsys.readouterr().out.split("M (llama)")[1:]
-    assert once == twice
-    with pytest.raises(SystemExit):
-        command_line.main(["--help"])
-    assert re.search(r"^ +plan +estimate the memory per rank", capsys.readouterr().out, re.MULTILINE)
+    assert commands.main(["--help"]) == 0
+    assert re.search(r"^ +plan +Estimate the memory per rank", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_the_command_line_imports_no_heavy_packages() -> None:
     """Importing these packages takes seconds."""
     code = "import sys, trainhouse.server.__main__; print([name for name in sys.modules if name in sys.argv])"
-    parts = [
-        "torch",
-        "transformers",
-        "numpy",
-        "huggingface_hub",
-        "fastapi",
-        "pydantic",
-        "trainhouse.server.cli.commands",
-    ]
+    parts = ["torch", "transformers", "numpy", "huggingface_hub", "fastapi", "pydantic", "rich", "httpx"]
     done = subprocess.run([sys.executable, "-c", code, *parts], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

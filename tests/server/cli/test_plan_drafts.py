@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from trainhouse.server.cli.plan import main
 
-from .test_plan import CONFIGS, ROOT, printed, refused
+from .test_plan import CONFIGS, ROOT, main, printed, refused
 
 DOCUMENT = (ROOT / "docs" / "drafts.md").read_text()
 DRAFT = "eagle3,draft_vocab_size=32000"

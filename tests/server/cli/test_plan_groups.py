@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from trainhouse.server import __main__ as command_line
-from trainhouse.server.cli.plan import main
 
 from ...live import LiveServer, flags_of, live_server
 from ..real import ALICE, MODEL, sample_body
 from ..runs.test_restart import DATA, Client
 from ..runs.test_roles import VALUES
+from .test_plan import main
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA = f"--base-model=M={ROOT}/tests/workers/configs/Llama-3.1-8B.json"
@@ -307,8 +307,8 @@ def test_models_run_by_transformers_have_no_plan_of_groups(tmp_path: Path, capsy
 
 def test_groups_need_the_servers_packages() -> None:
     code = (
-        "import sys; sys.modules['sqlalchemy'] = None; from trainhouse.server.cli.plan import main; "
-        f"sys.exit(main([{LLAMA!r}, '--role-group=critic=single']))"
+        "import sys; sys.modules['sqlalchemy'] = None; from trainhouse.server.cli.commands import main; "
+        f"sys.exit(main(['plan', {LLAMA!r}, '--role-group=critic=single']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

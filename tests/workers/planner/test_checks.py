@@ -347,7 +347,7 @@ def test_serve_refuses_before_it_imports_the_application(tmp_path: Path) -> None
     source = source_of_model(LLAMA, tmp_path)
     options = serve_options(tmp_path, f"--base-model=M={source}", "--parallel=tp=3")
     code = (
-        "import sys; from trainhouse.server.__main__ import main; status = main(sys.argv[1:])\n"
+        "import sys; from trainhouse.server.cli.commands import main; status = main(sys.argv[1:])\n"
         "print(status, [name for name in sys.modules if name.startswith('trainhouse.server.serving')])"
     )
     done = subprocess.run([sys.executable, "-c", code, "serve", *options], capture_output=True, text=True, timeout=60)

@@ -1,0 +1,16 @@
+"""Exit statuses of `trainhouse`, which scripts can rely on (docs/cli.md), and the error that carries one."""
+
+FAILED = 1
+WRONGLY_USED = 2
+TRY_LATER = 3
+REFUSED = 4
+NOT_FOUND = 5
+INTERRUPTED = 130
+
+
+class CommandFailed(Exception):
+    """The command ends with `status`; the message says why and what to do."""
+
+    def __init__(self, message: str, status: int = FAILED) -> None:
+        super().__init__(message)
+        self.status = status

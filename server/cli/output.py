@@ -1,0 +1,70 @@
+"""Prints what commands found: JSON for programs, tables for people, and on a terminal a spinner for what takes long.
+
+Results go to standard output, everything else to standard error.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yields the lines of a table with columns of equal width."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def print_table(head: tuple[str, ...], rows: Iterable[Sequence[object]]) -> None:
+    """Prints a table: with colours and folded cells on a terminal, and whole lines for a file or a pipe.
+
+    Args:
+        head: the titles of the columns; empty texts for none.
+    """
+    cells = [tuple("-" if cell is None else _shown(cell) for cell in row) for row in rows]
+    if not sys.stdout.isatty():
+        lines = list(aligned(head, cells))
+        print("\n".join(lines if any(head) else lines[1:]))
+        return
+    from rich.console import Console  # imported late, as it takes a tenth of a second
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold cyan", show_header=any(head))
+    for title in head:
+        table.add_column(title, overflow="fold")
+    for row in cells:
+        table.add_row(*map(Text, row))  # as Text, since a run's id may look like the name of an emoji, :train:
+    Console().print(table)
+
+
+def _shown(cell: object) -> str:
+    return f"{cell.astimezone():%Y-%m-%d %H:%M}" if isinstance(cell, datetime) else str(cell)
+
+
+@contextmanager
+def spinner(words: str) -> Iterator[None]:
+    """Shows on a terminal what the program does, and for how long."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task(words, total=None)
+        yield
+
+
+def print_error(command: str, message: str, status: int, as_json: bool) -> None:
+    """Prints one line to standard error; for programs that asked for JSON also an object to standard output."""
+    print(f"trainhouse{command and f' {command}'}: error: {message}", file=sys.stderr)
+    if as_json:
+        print_json({"error": message, "status": status})

@@ -1,0 +1,33 @@
+"""`trainhouse sessions`: lists the sessions of a key, and what is in them."""
+
+from typing import Annotated
+
+import typer
+
+from ..options import new_app
+from ..output import print_table
+from .runs import Limit, Offset
+from .server import Server, through_server
+
+app = new_app("List sessions, and what is in them.")
+
+
+@app.command("list")
+@through_server
+def list_sessions(server: Server, limit: Limit = 20, offset: Offset = 0) -> None:
+    """List your sessions, the newest first."""
+    with server.client() as service:
+        found = service.create_rest_client().list_sessions(limit, offset).result()
+    server.print(found, lambda: print_table(("SESSION",), [(session,) for session in found.sessions]))
+
+
+@app.command()
+@through_server
+def show(server: Server, session: Annotated[str, typer.Argument(metavar="SESSION", help="Id of the session.")]) -> None:
+    """Show the training runs and samplers of a session."""
+    with server.client() as service:
+        found = service.create_rest_client().get_session(session).result()
+    rows = [("run", run) for run in found.training_run_ids] + [("sampler", each) for each in found.sampler_ids]
+    named = [("name", found.display_name)] if found.display_name else []
+    of_user = [(name, value) for name, value in (found.user_metadata or {}).items()]
+    server.print(found, lambda: print_table(("", ""), [*named, *of_user, *rows]))

@@ -1,0 +1,24 @@
+"""`trainhouse usage`: what a key has used of its limits."""
+
+from ....schemas.models import Limit
+from ..options import new_app
+from ..output import print_table
+from .server import Server, through_server
+
+app = new_app()
+
+
+@app.command()
+@through_server
+def usage(server: Server) -> None:
+    """Show the limits of the API key and how much of them is in use."""
+    with server.client() as service:
+        found = service.get_limits()
+    limits = [(name, limit) for name in type(found).model_fields if isinstance(limit := getattr(found, name), Limit)]
+    rows = [(name, limit.used, "none" if limit.limit is None else limit.limit) for name, limit in limits]
+
+    def print_text() -> None:
+        print(f"tenant {found.tenant}")
+        print_table(("", "USED", "LIMIT"), rows)
+
+    server.print(found, print_text)

@@ -15,7 +15,7 @@ COOKBOOK_PYTHON ?= $(CURDIR)/$(COOKBOOK)/bin/python
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup deploy-tools demo check models unit test test-slow test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: setup deploy-tools browser demo check models unit test test-slow test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -82,8 +82,14 @@ test: setup
 	$(BIN)/python -m pytest -m 'not full and not slow' $(SIDE_BY_SIDE) $(ARGS)
 
 # The seventh of the tests that takes most of the time: whole programs, crashes, measurements of memory.
-test-slow: setup deploy-tools
+test-slow: setup deploy-tools browser
 	$(BIN)/python -m pytest -m 'slow and not full' $(SIDE_BY_SIDE) $(ARGS)
+
+# Chromium and its driver, for tests/console, where apt-get can install them; without them those tests are skipped.
+browser:
+	@command -v chromedriver >/dev/null && command -v chromium >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 || \
+	  echo "make browser: Chromium cannot be installed here, so the tests of the console are skipped"
 
 test-full: test test-slow $(TRL_READY) $(COOKBOOK_READY)
 	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) TRAINHOUSE_COOKBOOK_PYTHON=$(COOKBOOK_PYTHON) \

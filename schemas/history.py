@@ -48,12 +48,14 @@ class MetricSeries(Wire):
         load_weights.
     times: when each step ended, or was last logged, in seconds since 1970.
     next: pass it as `after` for the steps that follow; null if these are the last.
+    last: pass it as `after` for what follows these steps, also if that is yet to be; null if there are none.
     """
 
     steps: list[int]
     times: list[float]
     metrics: dict[str, list[float | None]]
     next: int | None
+    last: int | None = None
 
 
 class RunMetrics(Wire):

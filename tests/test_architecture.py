@@ -22,8 +22,8 @@ MAY_IMPORT = {
 }
 # Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
-cli/remote cli cli/verification serving routes openai runs operations sampling checkpoints features journal tenants
-replication http telemetry logs config files store store/tables store/database text
+cli/remote cli cli/verification serving console routes openai runs operations sampling checkpoints features journal
+tenants replication http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
 engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools

@@ -30,6 +30,8 @@ PRODUCT_USED_ELSEWHERE = {
         refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",
     "schemas/openai.py": "owned_by",
     "schemas/sampling.py": "client_counter",
+    # Read by templates.
+    "server/console/timeline.py": "bars",
     # vLLM imports them by these names.
     "workers/engines/vllm/serve.py": "WeightsEndpoint WeightsLoader",
     # typer reads a command's signature and passes its flags by name.
@@ -47,6 +49,8 @@ HTTP_SERVER = "do_GET do_POST log_message protocol_version"
 # Attributes and overrides for http.server, uvicorn, tokenizers and torch.
 TESTS_USED_ELSEWHERE = {
     "tests/client/test_retries.py": f"{HTTP_SERVER} close_connection daemon_threads",
+    "tests/console/browser.py": "binary_location",
+    "tests/server/console/test_pages.py": "handle_starttag",
     "tests/server/hub.py": f"{HTTP_SERVER} do_HEAD do_PUT close_connection request_queue_size",
     "tests/workers/engines/vllm_models.py": "forward_cpu _run_in_subprocess",
     "tests/workers/engines/vllm_stand_in.py": HTTP_SERVER,

@@ -128,9 +128,16 @@ class Futures:
         memory_bytes: int = _MEMORY_BYTES,
         sync: bool = False,
         guard: Guard = lambda: None,
+        on_operations: Callable[[set[str]], None] = lambda run_ids: None,
     ) -> None:
+        """Takes where results are stored.
+
+        Args:
+            on_operations: called with the runs of which ended operations were stored.
+        """
         self._segments = SegmentLog(directory, _SEGMENT_BYTES, sync, guard)
         self._store = store
+        self._on_operations = on_operations
         self._ttl_seconds = ttl_seconds
         self._memory_bytes = memory_bytes
         self._live: dict[str, Future] = {}
@@ -326,6 +333,7 @@ class Futures:
                 continue
             self._store_errors.succeeded()
             del self._unstored[: len(batch)]
+            self._on_operations({one.ended.run_id for one in batch if one.ended is not None})
             for future in batch:
                 future.end()
                 self._stored[future.request_id] = future

@@ -16,7 +16,7 @@ from ...schemas.history import (
 )
 from ..http.bodies import json_body, json_parameter
 from ..runs.history import SeriesQuery
-from ..store import OperationRecord
+from ..store import OperationRecord, RunRecord
 from ..tenants.auth import Tenant, TenantDependency
 from .examples import RunIdPath
 from .listing import no_run
@@ -47,7 +47,7 @@ async def get_run_metrics(
     each series has at most so many values; without it, at most 2,000 steps are returned. `names` selects metrics, of
     which an answer has at most 200.
     """
-    await _own_run(services, tenant, run_id)
+    await own_run(services, tenant, run_id)
     limit = limit if points is not None else min(limit, _MAX_STEPS)
     training = await services.history.training_metrics(run_id, SeriesQuery(after, limit, points, names))
     logged = await services.history.logged_metrics(run_id, SeriesQuery(logged_after, limit, points, names))
@@ -63,7 +63,7 @@ async def log_run_metrics(
 ) -> LogMetricsResponse:
     """Adds metrics of your own to steps of your run. A metric that a step has is replaced; sending an entry twice
     changes nothing."""
-    await _own_run(services, tenant, run_id)
+    await own_run(services, tenant, run_id)
     await services.history.log(run_id, request.entries)
     return LogMetricsResponse()
 
@@ -82,17 +82,18 @@ async def list_run_operations(
     `before` is `next` of an earlier answer; `failed` selects failed ones. Of the newest 10,000 all are kept, of older
     ones the optimizer steps.
     """
-    await _own_run(services, tenant, run_id)
+    await own_run(services, tenant, run_id)
     found = await services.store.operations.list_newest(run_id, before, limit + 1, failed)
     next_ = found[limit - 1].seq_id if len(found) > limit else None
     return RunOperationList(operations=[_operation(one) for one in found[:limit]], next=next_)
 
 
-async def _own_run(services: Services, tenant: Tenant, run_id: str) -> None:
-    """Raises RequestError 404 unless the run is the tenant's."""
+async def own_run(services: Services, tenant: Tenant, run_id: str) -> RunRecord:
+    """Returns a run of the tenant. Raises RequestError 404."""
     run = await services.store.runs.get(run_id)
     if run is None or run.tenant_id != tenant.id:
         raise no_run(run_id)
+    return run
 
 
 def _operation(record: OperationRecord) -> RunOperation:

@@ -42,14 +42,15 @@ async def list_training_runs(
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
     project_id: Annotated[str | None, Query(max_length=MAX_ID)] = None,
+    search: Annotated[str, Query(max_length=MAX_ID)] = "",
 ) -> TrainingRunList:
     """Lists training runs, the last used first.
 
-    `access_scope` "accessible" adds other tenants' runs that have a public checkpoint. `project_id` selects among your
-    own runs only.
+    `access_scope` "accessible" adds other tenants' runs that have a public checkpoint. `project_id` and `search` (a
+    text in their id, base model or metadata, or in their session's name) select among your own runs only.
     """
     public_at = services.checkpoints.now() if access_scope == "accessible" else None
-    runs, page = await services.store.runs.list_of_tenant(tenant.id, offset, limit, project_id, public_at)
+    runs, page = await services.store.runs.list_of_tenant(tenant.id, offset, limit, project_id, public_at, search)
     return TrainingRunList(training_runs=await _training_runs(services, tenant, runs), cursor=_cursor(page))
 
 

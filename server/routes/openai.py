@@ -1,7 +1,6 @@
 """Routes of the OpenAI-compatible API: text and chat completions of any weights that can be sampled, and their list."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,9 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
 
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.openai import (
@@ -27,7 +24,8 @@ from ...schemas.openai import (
 )
 from ...schemas.openai_responses import ChatCompletion, Completion
 from ..config.base_model_lookup import require_served
-from ..http.bodies import STALLED_SECONDS, json_body
+from ..http.bodies import json_body
+from ..http.event_stream import EventStream
 from ..openai.chats import CHATS
 from ..openai.choices import ChoiceDelta, RequestChoices
 from ..openai.completion_kind import CompletionKind
@@ -49,8 +47,6 @@ from .services import Services, ServicesDependency
 from .submission import receive_unordered
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
-
-logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 1000
 _LARGE_REQUEST_BYTES = 8192
@@ -156,7 +152,7 @@ async def _complete(
         except (OperationError, DraftNotFound) as error:
             raise openai_error(completion, error) from None
         closing = stack.pop_all()
-    return _EventStream(_stream(completion, writer, choices, prepared.prompts, events), closing.close)
+    return EventStream(_stream(completion, writer, choices, prepared.prompts, events), closing.close)
 
 
 @dataclass(frozen=True)
@@ -311,31 +307,6 @@ def _event(content: bytes) -> bytes:
 
 def _error_event(error: OpenAiError) -> bytes:
     return _event(ErrorBody.of(error.message, error.status, error.param).model_dump_json().encode())
-
-
-class _EventStream(StreamingResponse):
-    """Streams server-sent events.
-
-    close: called at the end, also if the client disconnects or reads nothing for STALLED_SECONDS.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._close = close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(STALLED_SECONDS):
-                await send(message)
-
-        try:
-            await super().__call__(scope, receive, send_in_time)
-        except TimeoutError:
-            logger.info("closed a stream: its client has read nothing for %g s", STALLED_SECONDS)
-        finally:
-            self._close()
 
 
 async def _while_connected(request: Request, work: Awaitable[Worked]) -> Worked:

@@ -1,11 +1,10 @@
-"""Routes for browsers and Prometheus: a home page, Swagger UI for the API, served without any CDN, and metrics."""
+"""Routes for browsers and Prometheus: the way to the console, Swagger UI without any CDN, and metrics."""
 
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
 
 from ...schemas.errors import RequestError
 from ...schemas.version import VERSION
@@ -62,48 +61,16 @@ with trainhouse.ServiceClient("{url}", "{key}") as service:
     sampler = client.save_weights_and_get_sampling_client()
     print(tokenizer.decode(sampler.sample(tokens[:3], 1, SamplingParams(max_tokens=8)).result().sequences[0].tokens))
 """
-"""The same program is in README.md."""
-
-_HOME = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>trainhouse</title>
-<link rel="icon" href="docs/favicon.png">
-<style>
-body {{ font-family: sans-serif; line-height: 1.5; max-width: 60rem; margin: 3rem auto; padding: 0 1rem }}
-pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto }}
-</style>
-</head>
-<body>
-<h1>trainhouse {version}</h1>
-<p>This server trains and samples language models over HTTP, in the protocol of the Tinker SDK.</p>
-<ul>
-<li><a href="docs">docs</a>: every endpoint, with examples to try (<a href="openapi.json">openapi.json</a>)</li>
-<li><a href="api/v1/healthz">api/v1/healthz</a>: whether the server answers;
-<a href="api/v1/readyz">api/v1/readyz</a>: whether it takes new work</li>
-<li>base URL of clients: <code>{url}</code>, of OpenAI's clients <code>{url}/v1</code></li>
-</ul>
-<p>To train in twelve lines, run <code>pip install . transformers</code> in a checkout and then:</p>
-<pre>{code}</pre>
-</body>
-</html>
-"""
+"""The same program is in README.md; the console shows it to who is not signed in."""
 
 
 @router.get("/")
-async def home(request: Request, services: ServicesDependency) -> Response:
-    """Serves a page to browsers and JSON to other clients."""
-    config, url = services.config, str(request.base_url).rstrip("/")
-    if "text/html" not in request.headers.get("accept", ""):
-        places = {"docs": "/docs", "openapi": "/openapi.json", "health": "/api/v1/healthz", "ready": "/api/v1/readyz"}
-        return JSONResponse({"name": "trainhouse", "version": VERSION, **places}, headers={"Vary": "Accept"})
-    # The page needs no key, so it names a model only on a loopback address, where every key is accepted.
-    model, key = (config.models.base_models[0].name, "tml-local") if config.is_loopback else ("MODEL", "KEY")
-    code = FIRST_STEPS.format(url=url, key=key, model=model)
-    page = _HOME.format(version=VERSION, url=escape(url), code=escape(code))
-    return HTMLResponse(page, headers=_HEADERS | {"Vary": "Accept"})
+async def home(request: Request) -> Response:
+    """Sends browsers to the console, and JSON to other clients."""
+    if "text/html" in request.headers.get("accept", ""):
+        return RedirectResponse("/console", 303, headers={"Vary": "Accept"})
+    places = {"docs": "/docs", "openapi": "/openapi.json", "health": "/api/v1/healthz", "ready": "/api/v1/readyz"}
+    return JSONResponse({"name": "trainhouse", "version": VERSION, **places}, headers={"Vary": "Accept"})
 
 
 @router.get("/docs")

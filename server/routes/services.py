@@ -23,6 +23,7 @@ from ..sampling.sampling_service import SamplingService
 from ..store import Store
 from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
+from ..tenants.browser_sessions import BrowserSessions
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
 from ..text.tokenizer import Tokenizers
@@ -34,6 +35,7 @@ class Services:
     dispatch: WorkerDispatch
     store: Store
     auth: Auth
+    browsers: BrowserSessions
     sessions: Sessions
     checkpoints: Checkpoints
     runs: Runs

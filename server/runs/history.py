@@ -5,7 +5,8 @@ Ended operations are written together with their results (see Futures), so that 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ...schemas.batches import merge_metrics
@@ -50,6 +51,27 @@ class RunHistory:
         self._store = store
         self._ttl_seconds = ttl_seconds
         self._shortened: dict[str, int] = {}  # by run id: the seq_id up to which only steps are kept
+        self._watches: dict[str, set[asyncio.Event]] = {}  # by run id
+
+    @contextmanager
+    def watching(self, run_ids: Iterable[str]) -> Iterator[asyncio.Event]:
+        """Yields an event that is set whenever the history of one of these runs grows."""
+        changed, run_ids = asyncio.Event(), frozenset(run_ids)
+        for run_id in run_ids:
+            self._watches.setdefault(run_id, set()).add(changed)
+        try:
+            yield changed
+        finally:
+            for run_id in run_ids:
+                self._watches[run_id].discard(changed)
+                if not self._watches[run_id]:
+                    del self._watches[run_id]
+
+    def has_grown(self, run_ids: Iterable[str]) -> None:
+        """Sets the events of those who watch these runs."""
+        for run_id in run_ids:
+            for changed in self._watches.get(run_id, ()):
+                changed.set()
 
     async def log(self, run_id: str, entries: Iterable[LoggedMetrics]) -> None:
         """Adds the client's metrics. Raises RequestError 413 if the run would have too many."""
@@ -62,6 +84,7 @@ class RunHistory:
                 " log them less often",
                 413,
             )
+        self.has_grown((run_id,))
 
     async def training_metrics(self, run_id: str, query: SeriesQuery) -> MetricSeries:
         """Returns the metrics of optimizer steps, each with those of the passes since the one before."""
@@ -69,7 +92,7 @@ class RunHistory:
         points, last = _Points(query.steps_per_point(num_steps)), None
         async for last in self._steps(run_id, query):
             points.add(last.step or 0, last.ended_at, last.metrics)
-        return points.series(query.names, last.seq_id if last is not None and num_steps > query.limit else None)
+        return points.series(query.names, None if last is None else last.seq_id, num_steps > query.limit)
 
     async def logged_metrics(self, run_id: str, query: SeriesQuery) -> MetricSeries:
         """Returns the metrics that the client has logged."""
@@ -77,7 +100,7 @@ class RunHistory:
         points, last = _Points(query.steps_per_point(num_steps)), None
         async for last in self._logged(run_id, query):
             points.add(last.step, last.logged_at, last.metrics)
-        return points.series(query.names, last.step if last is not None and num_steps > query.limit else None)
+        return points.series(query.names, None if last is None else last.step, num_steps > query.limit)
 
     async def tidy_up(self, run_ids: Iterable[str]) -> None:
         """Deletes what is too old, and shortens the history of these runs."""
@@ -174,13 +197,14 @@ class _Points:
         if len(self._group) == self._size:
             self._end_group()
 
-    def series(self, names: Sequence[str], next_: int | None) -> MetricSeries:
+    def series(self, names: Sequence[str], last: int | None, has_more: bool) -> MetricSeries:
         if self._group:
             self._end_group()
         found = dict.fromkeys(name for point in self._points for name in point)
         shown = [name for name in found if not names or name in names][:_MAX_NAMES]
         values = {name: [point.get(name) for point in self._points] for name in shown}
-        return MetricSeries(steps=self._steps, times=self._times, metrics=values, next=next_)
+        next_ = last if has_more else None
+        return MetricSeries(steps=self._steps, times=self._times, metrics=values, next=next_, last=last)
 
     def _end_group(self) -> None:
         if self._size == 1:

@@ -15,6 +15,8 @@ from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
+from ..console import CONSOLE_ROUTERS
+from ..console.browser_gate import BrowserGate
 from ..features.feature_store import FeatureStore
 from ..files.segment_log import Guard
 from ..http.errors import ERROR_HANDLERS, internal_error
@@ -45,6 +47,7 @@ from ..sampling.weight_loader import WeightLoader
 from ..store import Store, open_store
 from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
+from ..tenants.browser_sessions import BrowserSessions
 from ..tenants.gate import Gate
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
@@ -110,12 +113,15 @@ def create_app(
     )
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, history, auth, openai, pages):
         app.include_router(routes.router)
+    for router in CONSOLE_ROUTERS:
+        app.include_router(router)
     for kind, handler in ERROR_HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, internal_error)
     busy = find_endpoints((training.router, sampling.router, futures.router), _BUSY)
     app.add_middleware(FastRoutes, endpoints=busy)
     app.add_middleware(Gate, config=config)
+    app.add_middleware(BrowserGate)
     return app
 
 
@@ -130,6 +136,7 @@ def _services(
     checkpoints = Checkpoints(store, auth, config.store.state_dir, config=config.storage_config())
     sync = config.store.durability == "power"
     journal_config = config.journal
+    history_of_runs = RunHistory(store, journal_config.history_ttl_seconds)
     futures = Futures(
         directory / "results",
         store,
@@ -137,6 +144,7 @@ def _services(
         journal_config.result_memory_bytes,
         sync=sync,
         guard=guard,
+        on_operations=history_of_runs.has_grown,
     )
     journal = Journal(directory / "journal", journal_config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
@@ -191,10 +199,11 @@ def _services(
         dispatch=dispatch,
         store=store,
         auth=auth,
+        browsers=BrowserSessions(),
         sessions=sessions,
         checkpoints=checkpoints,
         runs=runs,
-        history=RunHistory(store, journal_config.history_ttl_seconds),
+        history=history_of_runs,
         sampler_weights=sampler_weights,
         drafts=drafts,
         features=features,

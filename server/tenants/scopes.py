@@ -89,6 +89,13 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
     "PUT /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": ("admin",),
     "DELETE /api/v1/auth/apikey/me": ("admin",),
+    "GET /console/runs": ("read",),
+    "GET /console/compare": ("read",),
+    "GET /console/events": ("read",),
+    "GET /console/runs/{run_id}": ("read",),
+    "GET /console/runs/{run_id}/operations": ("read",),
+    "GET /console/runs/{run_id}/checkpoints": ("read",),
+    "GET /console/runs/{run_id}/metrics.csv": ("read",),
 }
 
 

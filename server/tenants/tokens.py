@@ -19,11 +19,11 @@ class Tokens:
         self._secret = secrets.token_bytes(32)
         self._clock = clock
 
-    def issue(self, key_hash: str, tenant_id: str, tenant_name: str) -> str:
+    def issue(self, key_hash: str, tenant_id: str, tenant_name: str, seconds: int = LIFETIME_SECONDS) -> str:
         """Returns a token with the key's hash and the claims that the SDK's `whoami` shows."""
         now = int(self._clock())
         claims = {"sub": tenant_id, "org_id": "trainhouse", "email": tenant_name, "key": key_hash}
-        signed = f"{_encoded(_HEADER)}.{_encoded(claims | {'iat': now, 'exp': now + LIFETIME_SECONDS})}"
+        signed = f"{_encoded(_HEADER)}.{_encoded(claims | {'iat': now, 'exp': now + seconds})}"
         return f"{signed}.{self._signature(signed)}"
 
     def key_hash_of(self, token: str) -> str | None:

@@ -23,6 +23,7 @@ from trainhouse.server.store import (
 )
 from trainhouse.server.telemetry.telemetry import Telemetry
 from trainhouse.server.tenants.auth import Auth, Tenant
+from trainhouse.server.tenants.browser_sessions import BrowserSessions
 from trainhouse.server.tenants.sessions import Sessions
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import ModelInfo
@@ -101,6 +102,7 @@ async def running_api(
         dispatch=dispatch,
         store=store,
         auth=auth,
+        browsers=BrowserSessions(),
         sessions=Sessions(store, config.sessions.session_expiry_seconds, clock),
         checkpoints=Checkpoints(store, auth, state_dir, clock, storage),
         telemetry=Telemetry(dispatch, 60.0),

@@ -57,6 +57,11 @@ class OperationTable:
         query = select(func.coalesce(func.max(_seq_id), -1)).where(operations.c.run_id == run_id)
         return await self._database.read(lambda connection: connection.execute(query).scalar_one())
 
+    async def newest_step(self, run_id: str) -> OperationRecord | None:
+        """Returns the last optimizer step of the run."""
+        steps = select(operations).where(operations.c.run_id == run_id, operations.c.step.is_not(None))
+        return await self._database.select_one(OperationRecord, steps.order_by(_seq_id.desc()).limit(1))
+
     async def last_seq_id_of_steps_only(self, run_id: str) -> int:
         """Returns the seq_id up to which the run has only steps (see keep_steps_only), or one before; -1 if it has none
         such."""

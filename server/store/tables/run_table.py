@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from sqlalchemy import Connection, or_, select, update
+from sqlalchemy import Connection, String, cast, or_, select, update
 from sqlalchemy.sql import ColumnElement
 
 from ....schemas.schedules import RunSchedules
@@ -40,13 +40,21 @@ class RunTable:
         return await self._database.select_all(RunRecord, of_session.order_by(runs.c.created_at))
 
     async def list_of_tenant(
-        self, tenant_id: str, offset: int, limit: int, project_id: str | None = None, public_at: float | None = None
+        self,
+        tenant_id: str,
+        offset: int,
+        limit: int,
+        project_id: str | None = None,
+        public_at: float | None = None,
+        search: str = "",
     ) -> tuple[tuple[RunRecord, ...], PageInfo]:
         """Returns the tenant's runs, most recently used first.
 
         Args:
             project_id: only the tenant's own runs in this project.
             public_at: include other tenants' runs that have a public checkpoint unexpired at this time.
+            search: only the tenant's own runs with this text, in any case, in their id, base model or metadata, or in
+                the name of their session.
         """
         visible: ColumnElement[bool] = runs.c.tenant_id == tenant_id
         if public_at is not None:
@@ -55,6 +63,11 @@ class RunTable:
         query = select(runs).where(visible)
         if project_id is not None:  # other tenants' projects are private
             query = query.join(sessions).where(sessions.c.project_id == project_id, runs.c.tenant_id == tenant_id)
+        if search:
+            of_session = select(sessions.c.display_name).where(sessions.c.session_id == runs.c.session_id)
+            texts = (runs.c.run_id, runs.c.base_model, cast(runs.c.user_metadata, String), of_session.scalar_subquery())
+            matches = or_(*(text.icontains(search, autoescape=True) for text in texts))
+            query = query.where(matches, runs.c.tenant_id == tenant_id)
         query = query.order_by(runs.c.last_request_at.desc(), runs.c.run_id)
         return await self._database.select_page(RunRecord, query, offset, limit)
 

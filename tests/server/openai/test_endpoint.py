@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from starlette.types import Message
 from trainhouse.schemas.errors import OperationError, RequestError
+from trainhouse.server.http import event_stream
 from trainhouse.server.openai import sample_batch as draws
-from trainhouse.server.routes import openai as routes
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ...letters import save_letter_tokenizer
@@ -169,7 +169,7 @@ async def test_a_slow_reader_gets_a_whole_stream_with_little_buffered(
 
 
 async def test_a_stalled_reader_is_dropped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "STALLED_SECONDS", 0.3)
+    monkeypatch.setattr(event_stream, "STALLED_SECONDS", 0.3)
     connection = Connection(LONG | {"stream": True})
     connection.takes.clear()
     await send_request(server, connection)

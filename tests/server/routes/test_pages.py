@@ -15,7 +15,7 @@ README = Path(__file__).resolve().parents[3] / "README.md"
 _ADDRESS = re.compile(r"""(?:src|href)="([^"]+)\"""")
 
 
-@pytest.mark.parametrize("page", ["/", "/docs"])
+@pytest.mark.parametrize("page", ["/console/sign-in", "/docs"])
 async def test_pages_load_resources_only_from_this_server(server: Server, page: str) -> None:
     client = server.clients[ALICE]
     answer = await client.get(f"http://test{page}", headers={"Accept": "text/html,*/*;q=0.8"})
@@ -27,7 +27,8 @@ async def test_pages_load_resources_only_from_this_server(server: Server, page: 
     addresses = _ADDRESS.findall(answer.text)
     assert len(addresses) >= 4 and not any("//" in each for each in addresses)
     for each in addresses:
-        assert (await client.get(f"http://test/{each}")).status_code == 200, each
+        answer = await client.get(f"http://test/{each.removeprefix('/')}", follow_redirects=True)
+        assert answer.status_code == 200, each
 
 
 async def test_the_documentation_is_swagger_ui_with_our_openapi_document(server: Server) -> None:
@@ -41,14 +42,16 @@ async def test_the_documentation_is_swagger_ui_with_our_openapi_document(server:
         assert answer.status_code == 404 and len(answer.text) < 300
 
 
-async def test_the_start_page_links_to_docs_and_health(server: Server) -> None:
+async def test_the_start_leads_browsers_to_the_console_and_names_docs_and_health(server: Server) -> None:
     client = server.clients[ALICE]
     places = (await client.get("http://test/")).json()
     assert places["name"] == "trainhouse" and places["version"] == VERSION
     for name in ("docs", "openapi", "health", "ready"):
         assert (await client.get(f"http://test{places[name]}")).status_code == 200
-    page = await client.get("http://test/", headers={"Accept": "text/html", "Host": 'a"><script>'})
-    assert "<script>" not in page.text, "the Host header is escaped"
+    answer = await client.get("http://test/", headers={"Accept": "text/html"})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/console")
+    page = await client.get("http://test/console/sign-in", headers={"Accept": "text/html", "Host": 'a"><script>'})
+    assert page.status_code == 200 and "<script>" not in page.text, "the Host header is escaped"
 
 
 def test_the_first_steps_match_the_readme() -> None:

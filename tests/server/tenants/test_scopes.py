@@ -29,7 +29,8 @@ def described_routes(api: Api) -> set[str]:
 async def test_every_route_has_a_scope(api: Api) -> None:
     named = {route.replace(":path}", "}") for route in ROUTE_SCOPES}
     assert not described_routes(api) - named, "add their scopes to ROUTE_SCOPES"
-    assert named - described_routes(api) == {"GET /metrics"}, "there are no such routes"
+    undescribed = {route for route in named - described_routes(api) if "/console/" not in route}
+    assert undescribed == {"GET /metrics"}, "there are no such routes"
     assert {scope for scopes in ROUTE_SCOPES.values() for scope in scopes} == set(SCOPES)
     assert set(ROUTE_SCOPES) >= UNCOUNTED
 

@@ -1,0 +1,184 @@
+"""Lets signed-in browsers into the console: turns the cookie into the key that it stands for.
+
+Behind it, the console's requests are like any other: the gate checks the key's scope and rate, and routes see its
+tenant. A page's scripts call some routes of the API below /console, so that the cookie, which browsers send only there,
+is enough for them.
+"""
+
+import hmac
+import json
+from urllib.parse import quote, urlsplit
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...schemas.errors import RequestError
+from ..http.bodies import has_body
+from ..http.errors import HANDLED_ERRORS, handle_error
+from ..routes.services import Services
+from ..tenants.auth import presented_key
+from ..tenants.browser_sessions import BrowserSession
+from ..tenants.scopes import find_route
+from .templates import CONSOLE, SIGN_IN, error_page
+
+COOKIE = "trainhouse_console"
+FORM_TOKEN = "X-Form-Token"
+"""The header that every changing request of a signed-in browser needs. Pages of other sites can neither read the token
+nor send the header."""
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
+_API = frozenset(
+    {
+        "GET /api/v1/training_runs/{run_id}/metrics",
+        "POST /api/v1/sessions/{session_id}/finish",
+        f"DELETE {_CHECKPOINT}",
+        f"POST {_CHECKPOINT}/publish",
+        f"DELETE {_CHECKPOINT}/publish",
+        f"PUT {_CHECKPOINT}/ttl",
+        f"GET {_CHECKPOINT}/external_weights_urls",
+        "POST /v1/completions",
+        "POST /v1/chat/completions",
+    }
+)
+"""Routes of the API that scripts of pages call, at /console/api/v1/... and /console/v1/..."""
+
+
+class BrowserGate:
+    """ASGI middleware, outside of Gate, for paths below /console; passes others on unchanged."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not f"{scope['path']}/".startswith(f"{CONSOLE}/"):
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        answer = _Answer(request, send)
+        try:
+            refusal = await _refusal(request)
+        except HANDLED_ERRORS as error:
+            refusal = await handle_error(request, error)
+        if refusal is None:
+            _rewrite(scope)
+            await self._app(scope, receive, answer.send)
+            return
+        if has_body(scope):
+            refusal.headers["Connection"] = "close"
+        await refusal(scope, receive, answer.send)
+
+
+async def _refusal(request: Request) -> Response | None:
+    """Returns the response to a request that is not let in; otherwise puts the key into its headers.
+
+    Raises one of HANDLED_ERRORS if the database cannot be read.
+    """
+    path, is_change = request.url.path, request.method not in ("GET", "HEAD")
+    if path == SIGN_IN or path.startswith(f"{CONSOLE}/static/"):
+        return (
+            _detail("the form was sent from another site: open the console itself", 403)
+            if (is_change and not _is_same_origin(request))
+            else None
+        )
+    if (inner := _api_path(path)) is not None and find_route(request.method, inner) not in _API:
+        return _detail(f"there is no {request.method} {path} here: use the API with a key, see /docs", 404)
+    services: Services = request.app.state.services
+    session = services.browsers.find(request.cookies.get(COOKIE))
+    if session is None or not await _is_valid(services, session):
+        # A program may also read pages with its key, like the API.
+        return None if presented_key(request) else _to_sign_in(request)
+    given = request.headers.get(FORM_TOKEN, "")
+    if is_change and not hmac.compare_digest(given.encode(), session.form_token.encode()):
+        return _detail(f"the request has no valid {FORM_TOKEN}: reload the page and try again", 403)
+    request.state.form_token = session.form_token
+    others = [one for one in request.scope["headers"] if one[0] not in (b"x-api-key", b"authorization")]
+    request.scope["headers"] = [*others, (b"x-api-key", session.token.encode())]
+    return None
+
+
+async def _is_valid(services: Services, session: BrowserSession) -> bool:
+    """False if the key was revoked."""
+    try:
+        await services.auth.authenticate(session.token)
+    except RequestError:
+        return False
+    return True
+
+
+def _rewrite(scope: Scope) -> None:
+    """Changes the path of a request to the API."""
+    if (inner := _api_path(scope["path"])) is not None:
+        scope["path"] = inner
+        if scope.get("raw_path") is not None:
+            scope["raw_path"] = scope["raw_path"].removeprefix(CONSOLE.encode())
+
+
+def _api_path(path: str) -> str | None:
+    """Returns the API's path that a path of the console stands for."""
+    inner = path.removeprefix(CONSOLE)
+    return inner if inner.startswith(("/api/v1/", "/v1/")) else None
+
+
+def _is_same_origin(request: Request) -> bool:
+    """True if a page of this server sent the request, or a program that is no browser."""
+    if site := request.headers.get("sec-fetch-site"):
+        return site in ("same-origin", "none")
+    origin = request.headers.get("origin")
+    return origin is None or urlsplit(origin).netloc == request.headers.get("host")
+
+
+def _to_sign_in(request: Request) -> Response:
+    if request.method != "GET" or "text/html" not in request.headers.get("accept", ""):
+        return _detail(f"you are not signed in, or no longer: sign in at {SIGN_IN}", 401)
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    return RedirectResponse(f"{SIGN_IN}?next={quote(path)}", 303)
+
+
+def _detail(message: str, status: int) -> Response:
+    return JSONResponse({"detail": message}, status)
+
+
+class _Answer:
+    """Adds the headers of pages to a response, and shows an error to a browser as a page."""
+
+    def __init__(self, request: Request, send: Send) -> None:
+        self._wants_page = "text/html" in request.headers.get("accept", "") and _api_path(request.url.path) is None
+        self._send = send
+        self._error: Message | None = None
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(raw=message["headers"])
+            for name, value in _HEADERS.items():
+                headers.setdefault(name, value)
+            is_json = headers.get("content-type", "").startswith("application/json")
+            if self._wants_page and message["status"] >= 400 and is_json:
+                self._error = message
+                return
+        elif self._error is not None:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                await self._send_page(self._error)
+            return
+        await self._send(message)
+
+    async def _send_page(self, start: Message) -> None:
+        page = error_page(start["status"], str(json.loads(self._body).get("detail"))).encode()
+        headers = MutableHeaders(raw=start["headers"])
+        headers["Content-Type"], headers["Content-Length"] = "text/html; charset=utf-8", str(len(page))
+        await self._send({**start, "headers": headers.raw})
+        await self._send({"type": "http.response.body", "body": page})

@@ -1,0 +1,177 @@
+"""Pages that list runs and show their curves, and the curves as CSV."""
+
+import asyncio
+import csv
+import io
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from fastapi.responses import HTMLResponse, StreamingResponse
+
+from ...schemas.bounds import MAX_ID, Id
+from ...schemas.history import MetricSeries
+from ...schemas.models import FullConfig, LoraConfig, TrainingRun
+from ..routes.examples import RunIdPath
+from ..routes.history import list_run_operations, own_run
+from ..routes.listing import list_run_checkpoints, list_training_runs
+from ..routes.services import Services, ServicesDependency
+from ..runs.history import SeriesQuery
+from ..store import OperationRecord, RunRecord, SessionRecord
+from ..tenants.auth import Tenant
+from .paging import PageNumber, Pages
+from .templates import CONSOLE
+from .timeline import timeline_of
+from .visitor import Visitor, VisitorDependency, page
+
+router = APIRouter(prefix=CONSOLE, include_in_schema=False)
+
+MAX_COMPARED = 8
+"""Runs whose curves a page can show together."""
+_PER_PAGE = 25
+_RECENT = 20
+_CSV_STEPS = 1000
+_ALL_STEPS = 100_000
+_TIMELINE = 100
+
+RunIds = Annotated[list[Id], Query(max_length=MAX_COMPARED)]
+Search = Annotated[str, Query(max_length=MAX_ID)]
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run in a list. step: its last optimizer step."""
+
+    run: TrainingRun
+    session: SessionRecord
+    is_open: bool
+    step: OperationRecord | None
+
+
+@router.get("/runs")
+async def list_runs(
+    services: ServicesDependency, visitor: VisitorDependency, search: Search = "", number: PageNumber = 1
+) -> HTMLResponse:
+    offset = _PER_PAGE * (number - 1)
+    listed = await list_training_runs(services, visitor.tenant, _PER_PAGE, offset, search=search.strip())
+    rows = await asyncio.gather(*(_row(services, visitor.tenant, run) for run in listed.training_runs))
+    pages = Pages(f"{CONSOLE}/runs", {"search": search}, number, _PER_PAGE, listed.cursor.total_count)
+    return page(visitor, "runs.html", rows=rows, search=search, pages=pages)
+
+
+async def _row(services: Services, tenant: Tenant, run: TrainingRun) -> RunRow:
+    session_id = run.training_run_id.partition(":train:")[0]
+    session = await services.sessions.get(tenant, session_id)
+    step = await services.store.operations.newest_step(run.training_run_id)
+    return RunRow(run, session, services.sessions.is_open(session_id), step)
+
+
+@router.get("/compare")
+async def compare(
+    services: ServicesDependency,
+    visitor: VisitorDependency,
+    run: RunIds = [],  # noqa: B006 (FastAPI copies it)
+) -> HTMLResponse:
+    """Shows the curves of several runs together."""
+    run_ids = list(dict.fromkeys(one.strip() for one in run if one.strip()))
+    for run_id in run_ids:
+        await own_run(services, visitor.tenant, run_id)
+    return page(visitor, "compare.html", run_ids=run_ids, recent=await _recent(services, visitor.tenant))
+
+
+@router.get("/runs/{run_id}")
+async def show_run(run_id: RunIdPath, services: ServicesDependency, visitor: VisitorDependency) -> HTMLResponse:
+    run = await own_run(services, visitor.tenant, run_id)
+    recent = [one for one in await _recent(services, visitor.tenant) if one != run_id]
+    return page(visitor, "run.html", tab="curves", recent=recent, **await _facts(services, visitor, run))
+
+
+@router.get("/runs/{run_id}/operations")
+async def show_operations(
+    run_id: RunIdPath,
+    services: ServicesDependency,
+    visitor: VisitorDependency,
+    before: Annotated[int | None, Query(ge=0, le=2**53)] = None,
+    failed: bool = False,
+) -> HTMLResponse:
+    """Shows what the run did, operation by operation, and why some failed."""
+    run = await own_run(services, visitor.tenant, run_id)
+    listed = await list_run_operations(run_id, services, visitor.tenant, before, _TIMELINE, failed)
+    facts = await _facts(services, visitor, run)
+    content = {"timeline": timeline_of(listed.operations), "failed": failed, "before": before, "next": listed.next}
+    return page(visitor, "operations.html", tab="operations", operations=listed.operations, **content, **facts)
+
+
+@router.get("/runs/{run_id}/checkpoints")
+async def show_checkpoints(run_id: RunIdPath, services: ServicesDependency, visitor: VisitorDependency) -> HTMLResponse:
+    run = await own_run(services, visitor.tenant, run_id)
+    listed = await list_run_checkpoints(run_id, services, visitor.tenant)
+    facts = await _facts(services, visitor, run)
+    return page(visitor, "run_checkpoints.html", tab="checkpoints", checkpoints=listed.checkpoints[::-1], **facts)
+
+
+async def _facts(services: Services, visitor: Visitor, run: RunRecord) -> dict[str, object]:
+    """Returns what the head of all pages of a run shows."""
+    is_open = services.sessions.is_open(run.session_id)
+    is_served = run.base_model in services.dispatch.models
+    return {
+        "run": run,
+        "kind": kind_of(run),
+        "session": await services.sessions.get(visitor.tenant, run.session_id),
+        "is_open": is_open,
+        "waiting": services.dispatch.status(run.base_model, run.role) if is_open and is_served else None,
+    }
+
+
+def kind_of(run: RunRecord) -> str:
+    match run.training:
+        case LoraConfig(rank=rank):
+            return f"LoRA, rank {rank}"
+        case FullConfig():
+            return "all weights"
+        case _:
+            return "draft"
+
+
+async def _recent(services: Services, tenant: Tenant) -> list[str]:
+    runs, _ = await services.store.runs.list_of_tenant(tenant.id, 0, _RECENT)
+    return [run.run_id for run in runs]
+
+
+@router.get("/runs/{run_id}/metrics.csv")
+async def download_metrics(
+    run_id: RunIdPath, services: ServicesDependency, visitor: VisitorDependency
+) -> StreamingResponse:
+    """Streams all metrics of the run, a line for each step: first those of training, next those that were logged."""
+    await own_run(services, visitor.tenant, run_id)
+    name = "".join(letter if letter.isalnum() else "-" for letter in run_id)
+    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
+    return StreamingResponse(_csv(services, run_id), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+async def _csv(services: Services, run_id: str) -> AsyncIterator[str]:
+    sources = {"training": services.history.training_metrics, "logged": services.history.logged_metrics}
+    whole = [await read(run_id, SeriesQuery(-1, _ALL_STEPS, _CSV_STEPS, ())) for read in sources.values()]
+    names = list(dict.fromkeys(name for series in whole for name in series.metrics))
+    # A spreadsheet would run a name that begins like a formula.
+    shown = [f"'{name}" if name[:1] in "=+-@\t\r" else name for name in names]
+    yield _lines([["source", "step", "time", *shown]])
+    for source, read in sources.items():
+        after: int | None = -1
+        while after is not None:
+            series = await read(run_id, SeriesQuery(after, _CSV_STEPS, None, names))
+            yield await asyncio.to_thread(_series_lines, source, series, names)
+            after = series.next
+
+
+def _series_lines(source: str, series: MetricSeries, names: Sequence[str]) -> str:
+    nothing: list[float | None] = [None] * len(series.steps)
+    columns = [series.metrics.get(name, nothing) for name in names]
+    return _lines([source, *row] for row in zip(series.steps, series.times, *columns, strict=True))
+
+
+def _lines(rows: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(rows)
+    return text.getvalue()

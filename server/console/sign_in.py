@@ -1,0 +1,108 @@
+"""Routes with which browsers sign in and out, and the files that pages load."""
+
+from typing import Annotated
+from urllib.parse import parse_qs
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+
+from ...schemas.bounds import MAX_PATH
+from ...schemas.errors import RequestError
+from ..config.server_config import ServerConfig
+from ..http.bodies import receive_body
+from ..routes.pages import FIRST_STEPS
+from ..routes.services import ServicesDependency
+from ..tenants.auth import address_of
+from ..tenants.browser_sessions import LIFETIME_SECONDS
+from .browser_gate import COOKIE
+from .templates import CONSOLE, SIGN_IN, render, static_files
+
+router = APIRouter(prefix=CONSOLE, include_in_schema=False)
+
+_HOME = f"{CONSOLE}/runs"
+_MAX_FORM_BYTES = 16 << 10
+_YEAR_SECONDS = 365 * 86400
+
+
+@router.get("")
+async def home() -> Response:
+    return RedirectResponse(_HOME, 303)
+
+
+@router.get("/static/{file}")
+async def static_file(file: str) -> Response:
+    """Serves a file of the pages. Its URL changes with it."""
+    if file not in static_files():
+        raise RequestError(f"the console has no file {file[:80]}", status=404)
+    content, media_type = static_files()[file]
+    return Response(
+        content, media_type=media_type, headers={"Cache-Control": f"public, max-age={_YEAR_SECONDS}, immutable"}
+    )
+
+
+@router.get("/sign-in")
+async def sign_in_page(
+    request: Request, services: ServicesDependency, next: Annotated[str, Query(max_length=4 * MAX_PATH)] = _HOME
+) -> HTMLResponse:
+    return await _form(request, services, next)
+
+
+@router.post("/sign-in")
+async def sign_in(request: Request, services: ServicesDependency) -> Response:
+    """Signs the browser in with an API key, and sends it to the page that it wanted."""
+    received = await receive_body(request)
+    if received.too_large or len(received.body) > _MAX_FORM_BYTES:
+        raise RequestError(f"the form is larger than {_MAX_FORM_BYTES} bytes: enter only a key", status=413)
+    fields = parse_qs(received.body.decode(errors="replace"), max_num_fields=8)
+    key, target = (fields.get(name, [""])[0].strip() for name in ("key", "next"))
+    try:
+        token = await services.auth.sign_in(key, address_of(request), LIFETIME_SECONDS)
+    except RequestError as error:
+        page = await _form(request, services, target, error.message if key else "Enter an API key.", error.status)
+        if error.retry_after_seconds is not None:
+            page.headers["Retry-After"] = str(round(error.retry_after_seconds))
+        return page
+    services.browsers.end(request.cookies.get(COOKIE))
+    tenant = await services.auth.authenticate(token)
+    answer = RedirectResponse(target if is_page(target) else _HOME, 303)
+    answer.set_cookie(
+        COOKIE,
+        services.browsers.begin(tenant.id, token),
+        max_age=LIFETIME_SECONDS,
+        path=CONSOLE,
+        secure=request.url.scheme == "https",
+        httponly=True,
+        samesite="strict",
+    )
+    return answer
+
+
+@router.post("/sign-out", status_code=204)
+async def sign_out(request: Request, services: ServicesDependency) -> Response:
+    """Ends the browser's session at once."""
+    services.browsers.end(request.cookies.get(COOKIE))
+    answer = Response(status_code=204)
+    answer.delete_cookie(COOKIE, path=CONSOLE, httponly=True, samesite="strict")
+    return answer
+
+
+def is_page(target: str) -> bool:
+    """True for a path of the console, to which one may be sent after signing in."""
+    return target.startswith(f"{CONSOLE}/") and not target.startswith(SIGN_IN) and "\\" not in target
+
+
+async def _form(
+    request: Request, services: ServicesDependency, target: str, error: str = "", status: int = 200
+) -> HTMLResponse:
+    config, url = services.config, str(request.base_url).rstrip("/")
+    is_open = await services.auth.is_open()
+    # The page needs no key, so it names a model only where every key is accepted.
+    model, key = (_first_model(config), "tml-local") if is_open else ("MODEL", "KEY")
+    code = FIRST_STEPS.format(url=url, key=key, model=model)
+    content = {"error": error, "is_open": is_open, "url": url, "code": code}
+    page = render("sign_in.html", visitor=None, next=target if is_page(target) else _HOME, **content)
+    return HTMLResponse(page, status)
+
+
+def _first_model(config: ServerConfig) -> str:
+    return config.models.base_models[0].name

@@ -1,0 +1,96 @@
+"""The console's templates and static files, which a server reads once."""
+
+import hashlib
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cache
+from http import HTTPStatus
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ...schemas.version import VERSION
+
+CONSOLE = "/console"
+SIGN_IN = f"{CONSOLE}/sign-in"
+_HERE = Path(__file__).parent
+_TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".LICENSE": "text/plain; charset=utf-8",
+}
+
+
+def render(template: str, **content: object) -> str:
+    """Returns a page. All that is filled in is escaped."""
+    return _environment().get_template(template).render(**content)
+
+
+def error_page(status: int, detail: str) -> str:
+    return render("error.html", visitor=None, status=status, phrase=HTTPStatus(status).phrase, detail=detail)
+
+
+@cache
+def static_files() -> Mapping[str, tuple[bytes, str]]:
+    """Returns the content and the type of each static file."""
+    return {
+        path.name: (path.read_bytes(), _TYPES[path.suffix])
+        for path in (_HERE / "static").iterdir()
+        if path.suffix in _TYPES
+    }
+
+
+@cache
+def static_url(name: str) -> str:
+    """Returns a URL that changes with the file, so that browsers may keep what they have."""
+    content, _ = static_files()[name]
+    return f"{CONSOLE}/static/{name}?{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_HERE / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    environment.globals |= {"static_url": static_url, "version": VERSION, "console": CONSOLE}
+    environment.filters |= {"bytes": _bytes, "number": _number, "seconds": _seconds, "minute": _minute, "iso": _iso}
+    return environment
+
+
+def _bytes(number: float | None) -> str:
+    if number is None:
+        return "–"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def _number(number: float | None) -> str:
+    return "–" if number is None else f"{number:,.6g}" if isinstance(number, float) else f"{number:,}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def _moment(at: datetime | float) -> datetime:
+    return at.astimezone(UTC) if isinstance(at, datetime) else datetime.fromtimestamp(at, UTC)
+
+
+def _minute(at: datetime | float) -> str:
+    """Scripts of pages replace it by the local time."""
+    return f"{_moment(at):%Y-%m-%d %H:%M} UTC"
+
+
+def _iso(at: datetime | float) -> str:
+    return _moment(at).isoformat()

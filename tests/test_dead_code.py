@@ -53,6 +53,7 @@ TESTS_USED_ELSEWHERE = {
     "tests/server/console/test_pages.py": "handle_starttag",
     "tests/server/hub.py": f"{HTTP_SERVER} do_HEAD do_PUT close_connection request_queue_size",
     "tests/workers/engines/vllm_models.py": "forward_cpu _run_in_subprocess",
+    "tests/server/telemetry/collector.py": "do_POST log_message",
     "tests/workers/engines/vllm_stand_in.py": HTTP_SERVER,
     **dict.fromkeys(
         ("tests/acceptance/test_sampling_load.py", "tests/fuzz/serving.py", "tests/server/replication/test_standby.py"),

@@ -17,10 +17,10 @@ from .lock import LOCK, ROOT, closure, declared, locked
 EXTRAS = {
     "schemas": ("", "server"),
     "client": ("", "server"),
-    "server": ("", "server", "postgres", "s3"),
+    "server": ("", "server", "postgres", "s3", "otel"),
     "workers": ("", "server", "quantization", "demo"),
     "examples": ("", "demo", "dev"),
-    "tests": ("", "server", "quantization", "postgres", "s3", "demo", "dev"),
+    "tests": ("", "server", "quantization", "postgres", "s3", "otel", "demo", "dev"),
 }
 # module -> the declared package that contains or requires it
 BROUGHT = {

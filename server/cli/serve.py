@@ -1,5 +1,6 @@
 """`trainhouse serve`: its flags, its help, and what is refused before anything is loaded."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated
@@ -14,6 +15,7 @@ from ..config.load import load_config
 from ..config.server_config import KNOBS, ServerConfig
 from ..logs.setup import configure_logging
 from ..replication.state_lock import check_database_kind
+from ..telemetry.open_tracing import wants_traces
 from .knob_flags import CONFIG_ROW, Sources, nearest_flag, reads_knobs, row, rows_by_section, table
 from .options import new_app
 
@@ -70,6 +72,7 @@ def serve(
     from ..serving.server_process import serve  # imports the whole application, which takes seconds
 
     configure_logging(config.process.log_level, config.process.log_format)
+    wants_traces(os.environ)  # raises what is wrong before anything is loaded
     check_database_kind(config.store_config())
     serve(config)
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 
 from ...schemas.errors import Category
-from ...schemas.sampling import SampleResponse
 from ...workers.protocol.log_lines import log_event
 from ...workers.scheduler.rank_calls import EndedCall
 from ...workers.scheduler.work import CallSize
@@ -79,23 +78,23 @@ class ActivityLog:
         self,
         request_id: str,
         prompt_tokens: int,
-        sampled: SampleResponse | None,
+        num_tokens: int | None,
         seconds: float,
-        error: Exception | None,
+        category: Category,
+        reason: str | None,
     ) -> None:
-        """Logs a sampling request that has ended; its result is None if it failed or was cancelled."""
-        category = getattr(error, "category", "user")
-        level = logging.DEBUG if error is None else logging.INFO if category == "user" else logging.WARNING
+        """Logs a sampling request that has ended; `num_tokens` is None if it failed or was cancelled."""
+        level = logging.DEBUG if reason is None else logging.INFO if category == "user" else logging.WARNING
         fields = {
             "verb": "sample",
             "sample": request_id,
             "prompt_tokens": prompt_tokens,
-            "tokens": sampled and sampled.num_tokens,
+            "tokens": num_tokens,
             "ms": _milliseconds(seconds),
-            "category": None if error is None else category,
-            "reason": None if error is None else str(error),
+            "category": None if reason is None else category,
+            "reason": reason,
         }
-        log_event(logger, level, "operation" if error is None else "operation failed", fields)
+        log_event(logger, level, "operation" if reason is None else "operation failed", fields)
 
     def call(self, ended: EndedCall) -> None:
         """Logs a call of a group's ranks. A slow pass or step is a warning; failures are those of its operations."""

@@ -52,7 +52,7 @@ class Execution:
         ended = operation.ended(state.record.run_id, None if result is not None else message)
         # What taints a window may be a refusal, whose message quotes the request.
         reason = "an operation before it failed or was refused" if is_tainted else ended.error
-        self._services.telemetry.operation_ended(ended, operation.size_of_call, category, reason)
+        self._services.telemetry.operation_ended(operation.context, ended, operation.size_of_call, category, reason)
         if result is not None:
             futures.resolve(operation.future, result, ended)
         else:

@@ -18,7 +18,7 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.futures import Pending
 from ...schemas.schedules import NO_SCHEDULES
 from ...workers.protocol.calls import RunInfo, WorkerLost
-from ...workers.protocol.work_context import enter_work, name_run
+from ...workers.protocol.work_context import WorkContext, enter_work, name_run
 from ..http.bodies import ReceivedBody
 from ..journal.futures import Future
 from ..operations.loading import CreateRun
@@ -269,7 +269,7 @@ class Run:
             body, encoding = received.body, received.content_encoding
             header = replace(header, content_type=received.content_type, content_encoding=encoding)
         operation.queue(seq_id, self._services.journal.append(operation.header(header), body))
-        operation.context = self._services.telemetry.operation_began(self.record.tenant_id, self.record.run_id)
+        operation.context = self._context_of(operation)
         self._queue.waiting[seq_id] = operation
         self._start_work()
 
@@ -296,7 +296,7 @@ class Run:
         journaled = asyncio.get_running_loop().create_future()
         journaled.set_result(earlier.place)
         operation.queue(seq_id, journaled)
-        operation.context = self._services.telemetry.operation_began(record.tenant_id, record.run_id)
+        operation.context = self._context_of(operation)
         operation.num_strikes = unfinished.num_strikes
         operation.failed_before = earlier.outcome is Outcome.SERVER_FAILED
         if earlier.outcome is None:
@@ -308,6 +308,9 @@ class Run:
         if operation.future is not None or operation.changes_state:
             self._services.features.restore_hold(record, seq_id, operation.feature_uses)
         self._queue.waiting[seq_id] = operation
+
+    def _context_of(self, operation: Operation) -> WorkContext:
+        return self._services.telemetry.work_began(operation.kind, self.record.tenant_id, self.record.run_id)
 
     def _new_future(self, operation: Operation) -> Future:
         entry = operation.log_entry

@@ -10,6 +10,7 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
+from ...workers.protocol.work_context import enter_work
 from ..telemetry.telemetry import Telemetry
 from .draft_loader import DraftLoader
 from .sampling_job import SamplingJob
@@ -33,7 +34,9 @@ class SamplingExecution:
 
     async def sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
-        sampler = job.sampler
+        sampler, record = job.sampler, job.sampler.record
+        context = self._telemetry.work_began("sample", record.tenant_id, record.sampler_id)
+        enter_work(context)
         sampler.running_jobs.add(job.request_id)
         progress = _ProgressForwarder(on_progress)
         work = job.for_worker(streams=on_progress is not None)
@@ -54,8 +57,10 @@ class SamplingExecution:
             raise
         finally:
             sampler.running_jobs.discard(job.request_id)
-            seconds, base_model = time.monotonic() - began_at, sampler.record.base_model
-            self._telemetry.sample_ended(base_model, job.request_id, len(work.prompt), sampled, seconds, failure)
+            seconds, num_prompt = time.monotonic() - began_at, len(work.prompt)
+            self._telemetry.sample_ended(
+                context, record.base_model, job.request_id, num_prompt, sampled, seconds, failure
+            )
 
     async def _attempt(self, job: SamplingJob, work: SampleJob, progress: "_ProgressForwarder") -> SampleResponse:
         sampler = job.sampler

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -53,6 +54,9 @@ from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
 from ..text.tokenizer import Tokenizers
 
+if TYPE_CHECKING:
+    from ..telemetry.tracing import Tracing
+
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 30.0
@@ -84,20 +88,25 @@ class LiveState:
 
 
 def create_app(
-    config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None, guard: Guard = lambda: None
+    config: ServerConfig,
+    dispatch: WorkerDispatch,
+    live: LiveState | None = None,
+    guard: Guard = lambda: None,
+    tracing: "Tracing | None" = None,
 ) -> FastAPI:
     """Returns an ASGI application whose lifespan opens and closes everything under `config.store.state_dir`.
 
     Args:
         live: set if the server shares its database with others.
         guard: otherwise checks, before writes, that the state directory still belongs to this server.
+        tracing: None if no traces are exported.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Closed last, and also if the rest cannot be opened, which a standby retries.
         with contextlib.closing(open_store(config.store_config())) as store:
-            app.state.services = _services(config, dispatch, store, live, guard)
+            app.state.services = _services(config, dispatch, store, live, guard, tracing)
             async with _running(app.state.services):
                 yield
 
@@ -126,7 +135,12 @@ def create_app(
 
 
 def _services(
-    config: ServerConfig, dispatch: WorkerDispatch, store: Store, live: LiveState | None, guard: Guard
+    config: ServerConfig,
+    dispatch: WorkerDispatch,
+    store: Store,
+    live: LiveState | None,
+    guard: Guard,
+    tracing: "Tracing | None",
 ) -> Services:
     directory, guard = (config.store.state_dir, guard) if live is None else (live.directory, live.tenure.check)
     store.required_lease = None if live is None else live.tenure.record
@@ -166,7 +180,7 @@ def _services(
         features,
         evaluation_data,
     )
-    telemetry = Telemetry(dispatch, config.process.slow_pass_seconds)
+    telemetry = Telemetry(dispatch, config.process.slow_pass_seconds, tracing)
     run_services = RunServices(
         config=config,
         futures=futures,

@@ -48,6 +48,7 @@ from ..replication.state_lock import (
 from ..routes.services import Services
 from ..store import DatabaseUnreachable, LeaseLost, Store, open_store
 from ..store.database.database_errors import OUTAGE_ERRORS
+from ..telemetry.open_tracing import opened_tracing
 from ..tenants.auth import require_keys
 from ..text.hub_names import warn_unresolved
 from .app import LiveState, create_app
@@ -181,10 +182,11 @@ async def _leading(config: ServerConfig, live: LiveState | None, guard: Guard = 
     """Loads the models and runs the application for the duration of the block. Raises StartError."""
     scratch_dir = config.store.state_dir if live is None else live.directory
     kept = kept_workers(config, None if live is None else live.tenure.record.epoch)
-    async with _loaded_workers(config.with_knobs(state_dir=scratch_dir), kept) as dispatch:
+    workers = _loaded_workers(config.with_knobs(state_dir=scratch_dir), kept)
+    async with opened_tracing(os.environ) as tracing, workers as dispatch:
         if live is not None:  # the lease may have expired while models were loaded
             live.tenure.check()
-        app = create_app(config, dispatch, live, guard)
+        app = create_app(config, dispatch, live, guard, tracing)
         async with app.router.lifespan_context(app):
             # Everything loaded so far stays alive, and scanning it again would make garbage collections slow.
             gc.collect()

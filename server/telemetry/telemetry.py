@@ -1,9 +1,11 @@
 """Telemetry, to which the parts of a server report what happened: for its metrics, its log and its traces."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from ...schemas.errors import Category
+from ...schemas.errors import Category, OperationError, RequestError
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.work_context import WorkContext, current_work, enter_work
@@ -13,6 +15,9 @@ from ..logs.activity_log import ActivityLog
 from ..store import OperationRecord
 from .server_metrics import ServerMetrics
 
+if TYPE_CHECKING:
+    from .tracing import Tracing
+
 _OTHER_ROUTES = "other"
 """The name, in metrics, of all routes that take no key, and of paths that do not exist."""
 
@@ -20,48 +25,60 @@ _OTHER_ROUTES = "other"
 class Telemetry:
     """Gives work its context, and passes on what ended. metrics: what Prometheus reads."""
 
-    def __init__(self, dispatch: WorkerDispatch, slow_pass_seconds: float) -> None:
+    def __init__(self, dispatch: WorkerDispatch, slow_pass_seconds: float, tracing: "Tracing | None" = None) -> None:
         self.metrics = ServerMetrics(dispatch)
         self._log = ActivityLog(slow_pass_seconds)
+        self._tracing = tracing
         for group in dispatch.groups:
             group.on_call = self.call_ended
 
-    def request_began(self) -> WorkContext:
-        """Returns the context of a request that has arrived, which becomes that of the present task."""
+    def request_began(self, method: str, route: str | None, headers: Mapping[str, str]) -> WorkContext:
+        """Returns the context of a request that has arrived, which becomes that of the present task.
+
+        Args:
+            route: "METHOD path-template"; None for routes that take no key, and for paths that do not exist.
+        """
         work = WorkContext(request=secrets.token_hex(8))
+        if self._tracing is not None and route is not None:
+            self._tracing.request_began(work, method, route, headers)
         enter_work(work)
         return work
 
     def request_ended(
         self, work: WorkContext, method: str, route: str | None, path: str, status: int, seconds: float
     ) -> None:
-        """Records a request that has been answered.
-
-        Args:
-            route: "METHOD path-template"; None for routes that take no key, and for paths that do not exist.
-        """
+        """Records a request that has been answered; for `route` see `request_began`."""
         enter_work(work)
+        if self._tracing is not None:
+            self._tracing.request_ended(work, status)
         self.metrics.request_ended(route or _OTHER_ROUTES, status, seconds)
         template = None if route is None else route.partition(" ")[2]
         self._log.request(method, template, path, status, seconds, work.refusal)
 
-    def operation_began(self, tenant_id: str, run_id: str) -> WorkContext:
-        """Returns the context of an operation that has arrived, or was left by an earlier process."""
-        return replace(current_work() or WorkContext(), tenant=tenant_id, run=run_id, refusal=None)
+    def work_began(self, kind: str, tenant_id: str, run_id: str) -> WorkContext:
+        """Returns the context of an operation, or of a sampling request, that has arrived or was left by an earlier
+        process."""
+        work = replace(current_work() or WorkContext(), tenant=tenant_id, run=run_id, refusal=None)
+        if self._tracing is not None:
+            self._tracing.work_began(work, kind)
+        return work
 
     def operation_ended(
-        self, ended: OperationRecord, size: CallSize | None, category: Category, reason: str | None
+        self, work: WorkContext, ended: OperationRecord, size: CallSize | None, category: Category, reason: str | None
     ) -> None:
         """Records an operation of a run, in a task that has its context.
 
         Args:
             reason: why it failed, without data of the request; None if it succeeded.
         """
+        if self._tracing is not None:
+            self._tracing.operation_ended(work, ended, reason)
         self.metrics.operation_ended(ended)
         self._log.operation(ended, size, category, reason)
 
     def sample_ended(
         self,
+        work: WorkContext,
         base_model: str,
         request_id: str,
         prompt_tokens: int,
@@ -70,10 +87,25 @@ class Telemetry:
         error: Exception | None,
     ) -> None:
         """Records a sampling request; its result is None if it failed or was cancelled."""
+        category, reason = _explain(error)
+        num_tokens = None if sampled is None else sampled.num_tokens
+        if self._tracing is not None:
+            self._tracing.sample_ended(work, prompt_tokens, num_tokens, reason)
         self.metrics.sample_ended(base_model, prompt_tokens, sampled, seconds)
-        self._log.sample(request_id, prompt_tokens, sampled, seconds, error)
+        self._log.sample(request_id, prompt_tokens, num_tokens, seconds, category, reason)
 
     def call_ended(self, ended: EndedCall) -> None:
         """Records a call of a group's ranks."""
         self.metrics.call_ended(ended)
         self._log.call(ended)
+        if self._tracing is not None:
+            self._tracing.call_ended(ended)
+
+
+def _explain(error: Exception | None) -> tuple[Category, str | None]:
+    """Returns an error's category and message; unforeseen errors are in the log with their traceback."""
+    if isinstance(error, OperationError):
+        return error.category, error.message
+    if isinstance(error, RequestError):
+        return "user", error.message
+    return "server", None if error is None else f"internal error ({type(error).__name__})"

@@ -12,6 +12,8 @@ from ..http.errors import HANDLED_ERRORS, handle_error
 from ..telemetry.telemetry import Telemetry
 from .scopes import LARGE_BODIES, find_route
 
+_TRACE_ID = b"x-trace-id"
+
 
 class Gate:
     """ASGI middleware around all routes that authenticates a request and limits its body.
@@ -30,13 +32,15 @@ class Gate:
             return
         request, route = Request(scope), find_route(scope["method"], scope["path"])
         telemetry: Telemetry = request.app.state.services.telemetry
-        work = telemetry.request_began()
+        work = telemetry.request_began(request.method, route, request.headers)
         status, began_at = 500, time.monotonic()
 
         async def send_noting_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if work.trace is not None:
+                    message["headers"] = [*message.get("headers", ()), (_TRACE_ID, work.trace.encode())]
             await send(message)
 
         try:

@@ -18,6 +18,7 @@ from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.routes.services import Services
 from trainhouse.server.serving.app import LiveState, create_app
 from trainhouse.server.serving.standby import LeaseGuard
+from trainhouse.server.telemetry.tracing import Tracing
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
 
@@ -54,10 +55,13 @@ async def started_dispatch(
 
 @asynccontextmanager
 async def running_server(
-    config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None
+    config: ServerConfig,
+    dispatch: WorkerDispatch,
+    live: LiveState | None = None,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator["Server"]:
     """Runs the server; entering it again with the same `config.store.state_dir` is a restart."""
-    app = create_app(config, dispatch, live)
+    app = create_app(config, dispatch, live, tracing=tracing)
     async with app.router.lifespan_context(app), AsyncExitStack() as stack:
         transport = httpx.ASGITransport(app if live is None else LeaseGuard(app, live.tenure))
         clients = {}

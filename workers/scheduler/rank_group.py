@@ -165,7 +165,7 @@ class RankGroup:
         self._check_open()
         self.work.check_available(job.adapter_id)
         sampling = SamplingWork(job, on_progress)
-        sampling.answer = asyncio.get_running_loop().create_future()
+        sampling.answer, sampling.context = asyncio.get_running_loop().create_future(), current_work()
         self.work.cohorts.add(sampling)
         self._wake.set()
         try:

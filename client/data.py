@@ -1,6 +1,7 @@
 """Converts the user's data into arrays."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -9,6 +10,9 @@ from ..schemas import training
 from ..schemas.drafts import CaptureResponse
 from ..schemas.sampling import ModelInput
 from ..schemas.training import ProvenanceSpan
+from .chats import Message, TrainOn, WeightedTokens, weighted_chat, weighted_row
+from .tokenizer import PreTrainedTokenizer
+from .validation import suggests
 
 Tokens = ModelInput | Sequence[int] | np.ndarray
 
@@ -31,6 +35,14 @@ class Datum(training.Datum):
         ValueError: a value is not a number, or a token id is not an integer of its type.
     """
 
+    @suggests(
+        tokens="model_input=",
+        input_ids="model_input=",
+        labels='loss_fn_inputs={"target_tokens": ..., "weights": ...}, shifted by one',
+        target_tokens='loss_fn_inputs={"target_tokens": ...}',
+        weights='loss_fn_inputs={"weights": ...}',
+        messages="Datum.from_chat(messages, tokenizer)",
+    )
     def __init__(
         self,
         model_input: Tokens,
@@ -52,6 +64,47 @@ class Datum(training.Datum):
             loss_fn_input_spans=tuple(loss_fn_input_spans),
             feature_ref=feature_ref,
         )
+
+    @classmethod
+    def from_chat(
+        cls, messages: Sequence[Message], tokenizer: PreTrainedTokenizer, train_on: TrainOn = "assistant"
+    ) -> Self:
+        """Returns a chat as a datum for cross_entropy, written by the model's chat template.
+
+        Args:
+            messages: dicts with role and content, and what else the template reads. A message with `weight` 0 is not
+                trained on.
+            tokenizer: of the model: `get_tokenizer()`.
+            train_on: the answers of the assistant, the last of them, or all tokens. An answer is what the model would
+                sample: from after the template's prompt for it, through the token that ends it.
+        Raises:
+            ValueError: there is no such answer or no template, or the template rewrites earlier turns.
+            TypeError: a message is no dict.
+        """
+        return cls._of(weighted_chat(messages, tokenizer, train_on))
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], tokenizer: PreTrainedTokenizer, train_on: TrainOn = "assistant") -> Self:
+        """Returns a row of a dataset as a datum for cross_entropy.
+
+        Args:
+            row: has `messages` or `conversations` (a chat); `prompt` and `completion` (texts, of which the second is
+                trained on, or messages); `instruction`, perhaps `input`, and `output`, or `question` and `answer` (a
+                chat of two messages); or `text` (trained on whole).
+            tokenizer, train_on: as of `from_chat`.
+        Raises:
+            ValueError: the row has none of these, or as `from_chat`.
+        """
+        return cls._of(weighted_row(row, tokenizer, train_on))
+
+    @classmethod
+    def _of(cls, text: WeightedTokens) -> Self:
+        """Returns the datum that ends with the last token to predict."""
+        last = max((number for number, weight in enumerate(text.weights) if weight != 0), default=0)
+        if last == 0:
+            raise ValueError("there is no token to predict: the text to train on is empty")
+        targets = {"target_tokens": text.tokens[1 : last + 1], "weights": text.weights[1 : last + 1]}
+        return cls(text.tokens[:last], targets)
 
 
 class CapturedData(list[Datum]):

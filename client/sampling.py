@@ -12,7 +12,7 @@ from .connection import ACCEPT_PROTOBUF, ServerConnection, to_json
 from .data import Tokens, as_tokens
 from .futures import APIFuture
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
-from .validation import readable_validation_errors
+from .validation import readable_validation_errors, suggests
 
 
 class SamplingClient:
@@ -27,6 +27,12 @@ class SamplingClient:
         self._connection = connection
         self._seq_ids = itertools.count()
 
+    @suggests(
+        n="num_samples=",
+        params="sampling_params=",
+        **{name: f"sampling_params=SamplingParams({name}=...)" for name in SamplingParams.model_fields},
+        max_new_tokens="sampling_params=SamplingParams(max_tokens=...)",
+    )
     def sample(
         self,
         prompt: Tokens,

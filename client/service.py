@@ -20,7 +20,7 @@ from .futures import APIFuture, blocking
 from .rest import RestClient
 from .sampling import SamplingClient
 from .training import ChunkLimits, TrainingClient
-from .validation import readable_validation_errors
+from .validation import readable_validation_errors, suggests
 
 Status = Literal["success", "errored", "interrupted"]
 Metadata = Mapping[str, str] | None
@@ -110,6 +110,12 @@ class ServiceClient:
     def create_rest_client(self) -> RestClient:
         return RestClient(self._connection)
 
+    @suggests(
+        **dict.fromkeys(("model", "model_name"), "base_model="),
+        **dict.fromkeys(("lora_rank", "r"), "rank="),
+        **dict.fromkeys(("lora_alpha", "alpha"), "no alpha: it is 32 at every rank"),
+        **dict.fromkeys(("lr", "learning_rate"), "it to optim_step: AdamParams(learning_rate=...)"),
+    )
     def create_lora_training_client_async(
         self,
         base_model: str,
@@ -248,6 +254,10 @@ class ServiceClient:
             log.warning("%s: %s", info.model_id, info.warning)
         return TrainingClient(self._connection, info, session.sampler_numbers, session.limits)
 
+    @suggests(
+        **dict.fromkeys(("model", "model_name"), "base_model= or model_path="),
+        **dict.fromkeys(("path", "checkpoint"), "model_path="),
+    )
     def create_sampling_client_async(
         self, base_model: str | None = None, model_path: str | None = None, draft_path: str | None = None
     ) -> APIFuture[SamplingClient]:

@@ -24,7 +24,7 @@ from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
-from .validation import readable_validation_errors
+from .validation import readable_validation_errors, suggests
 
 W = TypeVar("W", bound=Wire)
 LossConfig = Mapping[str, float | str]
@@ -63,6 +63,7 @@ class TrainingClient:
         self._submit_lock = asyncio.Lock()  # a fair lock: submits are sent in the order of their seq_id
         self._features_in_use: dict[asyncio.Event, set[str]] = {}  # by pass not sent yet: the features that it needs
 
+    @suggests(loss="loss_fn=", batch="data=", inputs="data=", loss_config="loss_fn_config=")
     def forward_backward(
         self,
         data: Sequence[Datum],
@@ -183,6 +184,12 @@ class TrainingClient:
             raise submitted
         return await self._connection.result(submitted, decode_forward_backward_output, ACCEPT_PROTOBUF)
 
+    @suggests(
+        **dict.fromkeys(("lr", "learning_rate"), "adam_params=AdamParams(learning_rate=...)"),
+        **dict.fromkeys(("betas", "beta1", "beta2"), "adam_params=AdamParams(beta1=..., beta2=...)"),
+        **dict.fromkeys(("weight_decay", "wd"), "adam_params=AdamParams(weight_decay=...)"),
+        **dict.fromkeys(("max_grad_norm", "grad_clip_norm"), "adam_params=AdamParams(grad_clip_norm=...)"),
+    )
     def optim_step(
         self, adam_params: AdamParams | None = None, gradient_scale: float | Literal["mean"] | None = None
     ) -> APIFuture[training.OptimStepResponse]:

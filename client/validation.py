@@ -1,11 +1,16 @@
-"""Rewrites pydantic's validation errors as readable ValueErrors."""
+"""Says what is wrong with an argument: pydantic's validation errors as readable ValueErrors, names that other libraries
+use."""
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from reprlib import repr as shortened
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _MAX_REPORTED = 5
 
@@ -51,3 +56,23 @@ def _place(error: Mapping[str, Any]) -> tuple[str | int, ...]:
 
 def _is_field(part: str) -> bool:
     return part.isidentifier() and part.islower() and part not in _BRANCHES
+
+
+def suggests(**remedies: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function refuse these keyword arguments with a TypeError that says what to write instead.
+
+    Args:
+        remedies: what other libraries name an argument -> what to write here.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name in remedies:
+                    raise TypeError(f"{function.__name__} has no argument {name}: write {remedies[name]}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -15,6 +15,7 @@ PRODUCT = ("__init__.py", "client", "examples", "schemas", "server", "workers")
 PRODUCT_USED_ELSEWHERE = {
     # The client's users. Its heartbeat is a task that must not be collected.
     "__init__.py": "__dir__ __getattr__",
+    "client/data.py": "from_chat",
     "client/rest.py": "get_sampler",
     "client/sampling.py": "compute_logprobs",
     "client/service.py": "_heartbeat create_full_training_client create_training_client_from_state",

@@ -28,6 +28,7 @@ COMMANDS = {
     "export": ("remote.export", "Download a checkpoint for peft, transformers or vLLM."),
     "sample": ("remote.sample", "Continue a text with a model or checkpoint."),
     "chat": ("remote.chat", "Talk to a model or checkpoint."),
+    "view": ("remote.view", "Show what is trained on, token by token."),
     "usage": ("remote.usage", "Show the limits of an API key and their use."),
     "workers": ("remote.workers", "Show what a server's workers hold."),
     "plan": ("plan", "Estimate the memory per rank of a layout."),
@@ -87,6 +88,12 @@ def _loaded(name: str) -> Any:
     return command
 
 
+def _words(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status, see errors.py."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -99,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         from ..config.knob_values import ConfigError  # imported late, as most commands need no configuration
 
-        status, message = WRONGLY_USED if isinstance(error, ConfigError) else FAILED, str(error)
+        status, message = WRONGLY_USED if isinstance(error, ConfigError) else FAILED, _words(error)
     name = next((each for each in given if each in COMMANDS), "")
     print_error(name, message, status, "--json" in given)
     return status

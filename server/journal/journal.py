@@ -7,8 +7,9 @@ earlier processes left.
 import asyncio
 import logging
 import secrets
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,7 @@ class Journal:
     """Appends entries to segments and deletes segments that are no longer needed.
 
     unreadable: segments of earlier processes with content that cannot be attributed to a run; these are never deleted.
+    on_durable: called when an entry is durable, with the seconds that it took.
     """
 
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
@@ -86,6 +88,7 @@ class Journal:
         self._directory = directory
         self._write_errors = RepeatedErrorLog(logger, f"writing the journal in {directory}")
         self.unreadable: set[int] = set()
+        self.on_durable: Callable[[float], None] | None = None
         # The offsets of held entries, by segment.
         self._held: defaultdict[int, set[int]] = defaultdict(set)
         # The newest segment with an entry in _held; all entries of earlier segments have been added there.
@@ -98,14 +101,22 @@ class Journal:
         all.
         """
         appended: asyncio.Future[RecordPosition] = asyncio.get_running_loop().create_future()
+        began_at = time.monotonic()
         written = self._segments.append(vars(header), body)
         if written.done():
-            self._written(appended, written)
+            self._written(appended, began_at, written)
         else:
-            written.add_done_callback(partial(self._written, appended))
+            written.add_done_callback(partial(self._written, appended, began_at))
         return appended
 
-    def _written(self, appended: "asyncio.Future[RecordPosition]", written: "asyncio.Future[RecordPosition]") -> None:
+    @property
+    def num_held(self) -> int:
+        """Returns the number of entries that a restart would need."""
+        return sum(map(len, self._held.values()))
+
+    def _written(
+        self, appended: "asyncio.Future[RecordPosition]", began_at: float, written: "asyncio.Future[RecordPosition]"
+    ) -> None:
         if appended.cancelled():
             return
         if error := written.exception():
@@ -117,6 +128,8 @@ class Journal:
             appended.set_exception(RequestError(self._unwritable(error), 503))
             return
         self._write_errors.succeeded()
+        if self.on_durable is not None:
+            self.on_durable(time.monotonic() - began_at)
         place = written.result()
         self._held[place.segment].add(place.offset)
         self._newest = place.segment

@@ -181,6 +181,7 @@ def _services(
         evaluation_data,
     )
     telemetry = Telemetry(dispatch, config.process.slow_pass_seconds, tracing)
+    journal.on_durable = telemetry.metrics.journal_written
     run_services = RunServices(
         config=config,
         futures=futures,
@@ -200,6 +201,7 @@ def _services(
         ("live_runs", "Runs that the server holds", runs.num_live),
         ("lost_runs", "Runs that are still to be rebuilt", lambda: runs.num_lost),
         ("open_sessions", "Sessions that are open", lambda: len(sessions.open_ids)),
+        ("journal_entries", "Entries of the journal that a restart would need", lambda: journal.num_held),
         ("unstored_results", "Results whose place is not stored yet", lambda: futures.num_unstored),
     ):
         telemetry.metrics.add_gauge(f"trainhouse_{name}", words, read)

@@ -71,6 +71,10 @@ class ServerMetrics(Collector):
         self._pass_operations = self._histogram(
             "pass_operations", "Operations in a pass, of any number of runs", ("group",), _OPERATIONS
         )
+        self._idle_tokens = self._tokens(
+            "pass_idle", "Tokens by which ranks' shares of passes are shorter than the longest", "group"
+        )
+        self._journal_writes = self._seconds("journal_write", "Time until an entry of the journal is durable")
         self._gauges: list[Gauge] = []
         self._memory: Mapping[str, Mapping[str, int]] = {}
         self._reading_memory: asyncio.Task[None] | None = None
@@ -113,6 +117,10 @@ class ServerMetrics(Collector):
         if call.activity == "pass":
             self._pass_tokens.labels(group).observe(call.num_tokens)
             self._pass_operations.labels(group).observe(len(call.works))
+            self._idle_tokens.labels(group).inc(ended.idle_tokens)
+
+    def journal_written(self, seconds: float) -> None:
+        self._journal_writes.observe(seconds)
 
     async def answer(self, accept: str) -> tuple[bytes, str]:
         """Returns all metrics in a format that `accept`, a request's header, names; and its content type."""

@@ -72,7 +72,8 @@ class RankCall(ABC):
 class EndedCall:
     """A call of a group's ranks that has been answered.
 
-    began_at: in seconds since 1970. rank_times: by rank, empty if it failed. error: the reason if all of it failed.
+    began_at: in seconds since 1970. rank_times: by rank, empty if it failed. idle_tokens: of a pass, see Ranks.
+    error: the reason if all of it failed.
     """
 
     group: str
@@ -80,6 +81,7 @@ class EndedCall:
     began_at: float
     seconds: float
     rank_times: Sequence[RankTime]
+    idle_tokens: int
     error: str | None
 
 

@@ -233,8 +233,9 @@ class RankGroup:
             seconds = time.monotonic() - started
             call.record(supervisor.timeouts, seconds)
             if self.on_call is not None:
-                error = answer.message if isinstance(answer, Failure) else None
-                self.on_call(EndedCall(self.name, call, began_at, seconds, supervisor.ranks.rank_times, error))
+                ranks, error = supervisor.ranks, answer.message if isinstance(answer, Failure) else None
+                ended = EndedCall(self.name, call, began_at, seconds, ranks.rank_times, ranks.idle_tokens, error)
+                self.on_call(ended)
             scheduler.finish(call, answer, seconds)
             self._call = None
             if call.uses_device:

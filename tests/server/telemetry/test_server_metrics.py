@@ -63,6 +63,12 @@ async def test_metrics_count_what_was_done(server: Server, dispatch: WorkerDispa
     assert found["trainhouse_group_activity", "idle", MODEL] == 1
     assert found["trainhouse_live_runs",] == 1 and found["trainhouse_open_sessions",] == 1
     assert found["trainhouse_memory", MODEL, "base_weights"] > 0
+    assert found["trainhouse_memory", MODEL, "num_adapters_on_device"] == 1
+    assert found["trainhouse_memory", MODEL, "kv_cache"] > found["trainhouse_memory", MODEL, "kv_cache_held"] == 0
+    # Created, 3 times 2 operations, a refused step, and the sample.
+    assert found["trainhouse_journal_write_seconds_count",] == 9
+    assert 0 < found["trainhouse_journal_entries",] <= 9
+    assert found["trainhouse_pass_idle_tokens_total", MODEL] == 0, "one rank waits for no other"
     assert found["trainhouse_worker_deaths_total", MODEL] == 0
     os.kill(dispatch.pids(MODEL)[0], signal.SIGKILL)
     await run.forward_backward(data)

@@ -16,7 +16,10 @@ from ...protocol.shared_fs import SharedFileProbe
 
 
 class Ranks:
-    """A group's ranks behind one interface. Methods raise as the pool does; for death, pids and rank_times see Pool."""
+    """A group's ranks behind one interface. Methods raise as the pool does; for death, pids and rank_times see Pool.
+
+    idle_tokens: tokens by which the shares of the last pass are shorter than the longest, on which their ranks wait.
+    """
 
     def __init__(self, pool: Pool, spec: ParallelSpec, shared_directories: Sequence[str] = ()) -> None:
         """Wraps the pool.
@@ -28,6 +31,7 @@ class Ranks:
         self._spec = spec
         self._shared_directories = shared_directories
         self._placement = _JobPlacement(spec)
+        self.idle_tokens = 0
 
     @property
     def death(self) -> "asyncio.Future[WorkerDied]":
@@ -101,6 +105,7 @@ class Ranks:
         if self._spec.num_ranks == 1:
             return await self.call("run_pass", work, hang_seconds=hang_seconds)
         shares = split_pass(work, self._spec.num_data_shares)
+        self.idle_tokens = idle_tokens(shares)
         of_ranks = PerRank(tuple(shares[self._spec.data_share_of(rank)] for rank in range(self._spec.num_ranks)))
         answers = await self._answers("run_pass", of_ranks, hang_seconds=hang_seconds)
         return [_merge_answers(of_part) for of_part in zip(*answers, strict=True)]
@@ -122,6 +127,12 @@ class Ranks:
             rank = answers.index(errors[0])
             raise self._pool.kill(f"rank {rank} of {len(answers)} failed in {method}, the others did not: {errors[0]}")
         return answers
+
+
+def idle_tokens(shares: Sequence[Pass]) -> int:
+    """Returns the tokens by which the shares are shorter than the longest of them."""
+    tokens = [sum(len(datum.tokens) for part in share.parts for datum in part.request.data) for share in shares]
+    return max(tokens) * len(tokens) - sum(tokens)
 
 
 def split_pass(work: Pass, num_shares: int) -> list[Pass]:

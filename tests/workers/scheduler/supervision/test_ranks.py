@@ -11,7 +11,7 @@ from trainhouse.workers.pools import children
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
 from trainhouse.workers.protocol.calls import OperationPart, Pass
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.scheduler.supervision.ranks import Ranks, split_pass
+from trainhouse.workers.scheduler.supervision.ranks import Ranks, idle_tokens, split_pass
 
 __all__ = ["new_pool", "ray_cluster"]
 
@@ -44,6 +44,13 @@ def test_data_are_split_evenly_by_tokens_each_once_and_in_order() -> None:
             )
 
 
+def test_tokens_on_which_ranks_wait_are_those_that_shares_lack_to_the_longest() -> None:
+    work = Pass((OperationPart(7, supervised("a", 1, 100, 3, 50)),))
+    assert idle_tokens(split_pass(work, 1)) == 0
+    assert idle_tokens(split_pass(work, 2)) == 100 - 53
+    assert idle_tokens(split_pass(work, 4)) == (100 - 50) + (100 - 3) + 100
+
+
 def test_data_of_a_later_part_keep_their_indices() -> None:
     (share, _) = split_pass(Pass((OperationPart(7, supervised("a", 1, 5, 6), first_datum=40),)), 2)
     assert list(share.parts[0].share.indices) == [41]
@@ -69,6 +76,7 @@ def test_ranks_with_different_outcomes_are_killed_together(
         ranks = Ranks(pool, ParallelSpec(replicas=2))
         try:
             assert await ranks.call("rank", hang_seconds=30) == 0
+            assert len(ranks.rank_times) == 2 and all(0 < each.seconds < 30 for each in ranks.rank_times)
             with pytest.raises(WorkerDied, match="so it was killed") as death:
                 await ranks.call(method, 1, hang_seconds=30)
             assert reason in str(death.value)

@@ -38,6 +38,9 @@ def merge_outputs(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOu
 def merge_metrics(of_passes: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> dict[str, float]:
     """Merges the metrics of passes by the reduction in their names; those without a known one, or that a pass does not
     have, are dropped. Means without sums are weighted by `sizes`."""
+    if len(of_passes) == 1:  # arrays would take fifty times as long, and a history has thousands of such steps
+        metrics = {name: float(one) for name, one in of_passes[0].items() if name.rpartition(":")[2] in _REDUCTIONS}
+        return metrics | _ratios(metrics)
     weights, metrics = np.maximum(np.asarray(sizes, np.float64), 1e-9), {}
     for name in of_passes[0]:
         reduce = _REDUCTIONS.get(name.rpartition(":")[2])

@@ -29,7 +29,6 @@ PRODUCT_USED_ELSEWHERE = {
         num_references model_owner
         proto_compress_fwdbwd parallel_fwdbwd_chunks sample_use_retrieve_futures custom_loss_server_side
         refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",
-    "schemas/openai.py": "owned_by",
     "schemas/sampling.py": "client_counter",
     # Read by templates.
     "server/console/timeline.py": "bars",

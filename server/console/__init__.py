@@ -1,5 +1,5 @@
 """The console: pages for browsers at /console, over the services behind the API's routes."""
 
-from . import events, runs, sign_in
+from . import checkpoints, events, playground, runs, sessions, sign_in
 
-CONSOLE_ROUTERS = tuple(pages.router for pages in (sign_in, runs, events))
+CONSOLE_ROUTERS = tuple(pages.router for pages in (sign_in, runs, events, sessions, checkpoints, playground))

@@ -7,7 +7,10 @@ from urllib.parse import urlencode
 
 from fastapi import Query
 
+from ...schemas.bounds import MAX_ID
+
 PageNumber = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
+Search = Annotated[str, Query(max_length=MAX_ID)]
 
 
 @dataclass(frozen=True)

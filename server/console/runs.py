@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from ...schemas.bounds import MAX_ID, Id
+from ...schemas.bounds import Id
 from ...schemas.history import MetricSeries
 from ...schemas.models import FullConfig, LoraConfig, TrainingRun
 from ..routes.examples import RunIdPath
@@ -20,7 +20,7 @@ from ..routes.services import Services, ServicesDependency
 from ..runs.history import SeriesQuery
 from ..store import OperationRecord, RunRecord, SessionRecord
 from ..tenants.auth import Tenant
-from .paging import PageNumber, Pages
+from .paging import PageNumber, Pages, Search
 from .templates import CONSOLE
 from .timeline import timeline_of
 from .visitor import Visitor, VisitorDependency, page
@@ -36,7 +36,6 @@ _ALL_STEPS = 100_000
 _TIMELINE = 100
 
 RunIds = Annotated[list[Id], Query(max_length=MAX_COMPARED)]
-Search = Annotated[str, Query(max_length=MAX_ID)]
 
 
 @dataclass(frozen=True)

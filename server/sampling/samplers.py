@@ -219,6 +219,11 @@ class Samplers:
             sampler_id = name
         return self._require_usable(await self.get(tenant, sampler_id))
 
+    def live_of(self, tenant: Tenant) -> list[SamplerRecord]:
+        """Returns the tenant's samplers of runs in training, the newest first."""
+        records = [one.record for one in self._samplers.values() if one.record.tenant_id == tenant.id]
+        return sorted((one for one in records if one.is_ephemeral), key=lambda one: -one.created_at)
+
     async def get(self, tenant: Tenant, sampler_id: str) -> Sampler:
         """Returns the tenant's sampler.
 

@@ -96,6 +96,11 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /console/runs/{run_id}/operations": ("read",),
     "GET /console/runs/{run_id}/checkpoints": ("read",),
     "GET /console/runs/{run_id}/metrics.csv": ("read",),
+    "GET /console/sessions": ("read",),
+    "GET /console/sessions/{session_id}": ("read",),
+    "GET /console/checkpoints": ("read",),
+    "GET /console/checkpoints/{run_id}/{kind}/{name}": ("read",),
+    "GET /console/playground": ("sample",),
 }
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from sqlalchemy import Connection, String, cast, delete, func, insert, select, update
+from sqlalchemy import Connection, String, cast, delete, func, insert, or_, select, update
 from sqlalchemy.sql import ColumnElement
 
-from ..database.database import Database
+from ..database.database import Database, PageInfo
 from ..database.records import SessionEnd, SessionRecord
 from ..database.rows import record_of, row_values
 from ..database.schema import checkpoints, logged_metrics, operations, runs, samplers, sessions
@@ -43,6 +43,25 @@ class SessionTable:
         order = (sessions.c.created_at.desc(), sessions.c.session_id)
         newest = select(sessions).where(sessions.c.tenant_id == tenant_id).order_by(*order)
         return await self._database.select_all(SessionRecord, newest.offset(offset).limit(limit))
+
+    async def page_of_tenant(
+        self, tenant_id: str, offset: int, limit: int, search: str, is_open: bool | None
+    ) -> tuple[tuple[SessionRecord, ...], PageInfo]:
+        """Returns the tenant's sessions, newest first.
+
+        Args:
+            search: a text in their id, name, project or metadata, in any case; "" for all.
+            is_open: only open ones, only ended ones, or None for both.
+        """
+        query = select(sessions).where(sessions.c.tenant_id == tenant_id)
+        if search:
+            metadata = cast(sessions.c.user_metadata, String)
+            texts = (sessions.c.session_id, sessions.c.display_name, sessions.c.project_id, metadata)
+            query = query.where(or_(*(text.icontains(search, autoescape=True) for text in texts)))
+        if is_open is not None:
+            query = query.where(sessions.c.finished_at.is_(None) == is_open)
+        query = query.order_by(sessions.c.created_at.desc(), sessions.c.session_id)
+        return await self._database.select_page(SessionRecord, query, offset, limit)
 
     async def touch(self, heartbeats: Mapping[str, float]) -> None:
         """Stores the times of the last heartbeats, by session_id."""

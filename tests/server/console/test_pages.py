@@ -34,6 +34,7 @@ async def evil_run(server: Server) -> Run:
     entries = [{"step": step, "metrics": {EVIL: 1.0, "=1+1": 2.0}} for step in (1, 2)]
     await server.post(f"training_runs/{run.model_id}/metrics", {"entries": entries})
     await run.do("save_weights", path="mine", user_metadata={EVIL: EVIL})
+    await run.do("save_weights_for_sampler")
     return run
 
 
@@ -53,6 +54,8 @@ async def test_nothing_of_a_client_becomes_markup_or_script(server: Server) -> N
         await stored(client, run, 2)
         paths = ["/console/runs", f"/console/compare?run={run.model_id}", "/console/no-such-page"]
         paths += [f"/console/runs/{run.model_id}{part}" for part in _OF_RUN[:-1]]
+        paths += ["/console/sessions", f"/console/sessions/{run.session_id}", "/console/checkpoints"]
+        paths += [f"/console/checkpoints/{run.model_id}/weights/mine", f"/console/playground?model={EVIL}"]
         for path in [*paths, f"/console/runs?search={EVIL}", "/console/runs/%3Cscript%3E", "/console/sign-in"]:
             page = await client.get(path)
             assert page.headers["content-type"].startswith("text/html"), path
@@ -94,11 +97,14 @@ async def test_another_tenants_run_is_not_found(server: Server) -> None:
     async with signed_in(server.app, BOB) as bob, signed_in(server.app, ALICE) as alice:
         paths = [f"/console/runs/{run.model_id}{part}" for part in _OF_RUN]
         paths += [f"/console/compare?run={run.model_id}", f"/console/events?run={run.model_id}"]
+        paths += [f"/console/sessions/{run.session_id}", f"/console/checkpoints/{run.model_id}/weights/mine"]
         for path in [*paths, f"/console/api/v1/training_runs/{run.model_id}/metrics"]:
             assert (await bob.get(path)).status_code == 404, path
             if "events" not in path:
                 assert (await alice.get(path)).status_code == 200, path
-        assert run.session_id not in (await bob.get("/console/runs")).text
+        for path in ("runs", "sessions", "checkpoints", "playground"):
+            assert run.session_id not in (await bob.get(f"/console/{path}")).text, path
+            assert run.session_id in (await alice.get(f"/console/{path}")).text, path
 
 
 async def test_the_timeline_says_why_operations_failed(server: Server) -> None:

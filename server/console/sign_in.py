@@ -15,7 +15,7 @@ from ..routes.services import ServicesDependency
 from ..tenants.auth import address_of
 from ..tenants.browser_sessions import LIFETIME_SECONDS
 from .browser_gate import COOKIE
-from .templates import CONSOLE, SIGN_IN, render, static_files
+from .templates import CONSOLE, SIGN_IN, render, static_files, static_version
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)
 
@@ -29,15 +29,15 @@ async def home() -> Response:
     return RedirectResponse(_HOME, 303)
 
 
-@router.get("/static/{file}")
-async def static_file(file: str) -> Response:
-    """Serves a file of the pages. Its URL changes with it."""
+@router.get("/static/{version}/{file}")
+async def static_file(version: str, file: str) -> Response:
+    """Serves a file of the pages."""
     if file not in static_files():
         raise RequestError(f"the console has no file {file[:80]}", status=404)
     content, media_type = static_files()[file]
-    return Response(
-        content, media_type=media_type, headers={"Cache-Control": f"public, max-age={_YEAR_SECONDS}, immutable"}
-    )
+    # A page of another version of the server may still be open.
+    kept = f"public, max-age={_YEAR_SECONDS}, immutable" if version == static_version() else "no-store"
+    return Response(content, media_type=media_type, headers={"Cache-Control": kept})
 
 
 @router.get("/sign-in")

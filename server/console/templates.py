@@ -42,10 +42,16 @@ def static_files() -> Mapping[str, tuple[bytes, str]]:
 
 
 @cache
+def static_version() -> str:
+    """Returns a name of all static files together. It is a part of their URLs, in which scripts refer to each other, so
+    that browsers may keep what they have."""
+    every = sorted(static_files().items())
+    return hashlib.sha256(b"".join(name.encode() + content for name, (content, _) in every)).hexdigest()[:12]
+
+
 def static_url(name: str) -> str:
-    """Returns a URL that changes with the file, so that browsers may keep what they have."""
-    content, _ = static_files()[name]
-    return f"{CONSOLE}/static/{name}?{hashlib.sha256(content).hexdigest()[:12]}"
+    assert name in static_files(), f"there is no static file {name}"
+    return f"{CONSOLE}/static/{static_version()}/{name}"
 
 
 @cache

@@ -13,6 +13,7 @@ from ...workers.scheduler.rank_calls import EndedCall
 from ...workers.scheduler.work import CallSize
 from ..logs.activity_log import ActivityLog
 from ..store import OperationRecord
+from .recent_calls import RecentCalls
 from .server_metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -23,10 +24,11 @@ _OTHER_ROUTES = "other"
 
 
 class Telemetry:
-    """Gives work its context, and passes on what ended. metrics: what Prometheus reads."""
+    """Gives work its context, and passes on what ended. metrics: what Prometheus reads. recent_calls: of the ranks."""
 
     def __init__(self, dispatch: WorkerDispatch, slow_pass_seconds: float, tracing: "Tracing | None" = None) -> None:
         self.metrics = ServerMetrics(dispatch)
+        self.recent_calls = RecentCalls()
         self._log = ActivityLog(slow_pass_seconds)
         self._tracing = tracing
         for group in dispatch.groups:
@@ -97,6 +99,7 @@ class Telemetry:
     def call_ended(self, ended: EndedCall) -> None:
         """Records a call of a group's ranks."""
         self.metrics.call_ended(ended)
+        self.recent_calls.add(ended)
         self._log.call(ended)
         if self._tracing is not None:
             self._tracing.call_ended(ended)

@@ -4,7 +4,8 @@ read: list and get everything of the tenant, including results and weights.
 sample: sampling sessions, samples, OpenAI's endpoint.
 train: models, their operations, saving.
 admin: delete, publish and set the lifetime of checkpoints, revoke the key.
-operator: see data about all tenants; a key has it only if `trainhouse keys create --scopes` named it.
+operator: see data about all tenants; a key has it only if `trainhouse keys create --scopes` named it. A key that also
+    has admin makes and revokes keys of all tenants in the console.
 """
 
 import re
@@ -101,6 +102,11 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /console/checkpoints": ("read",),
     "GET /console/checkpoints/{run_id}/{kind}/{name}": ("read",),
     "GET /console/playground": ("sample",),
+    "GET /console/capacity": (OPERATOR,),
+    "GET /console/admin": (OPERATOR,),
+    # These need the scope admin, too.
+    "POST /console/admin/keys": (OPERATOR,),
+    "POST /console/admin/keys/{key_id}/revoke": (OPERATOR,),
 }
 
 

@@ -1,5 +1,6 @@
 """A headless Chromium, driven by selenium."""
 
+import json
 import os
 import shutil
 import time
@@ -59,6 +60,8 @@ class Browser:
         self.driver.get(f"{self.url}{path}")
 
     def sign_in(self, key: str) -> None:
+        """Signs in with a key, whether or not another is signed in."""
+        self.driver.execute_cdp_cmd("Network.clearBrowserCookies", {})
         self.open("/console/sign-in")
         self.one("#key").send_keys(key)
         self.follow("form button")
@@ -104,6 +107,12 @@ class Browser:
         while not is_true():
             assert time.monotonic() < deadline, f"not {what} after {seconds} s: {self.text('body')[:2000]}"
             time.sleep(0.05)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Returns the requests that the browser has sent since the last call."""
+        entries = self.driver.get_log("performance")  # pyright: ignore[reportAttributeAccessIssue]
+        messages = [json.loads(entry["message"])["message"] for entry in entries]
+        return [one["params"]["request"] for one in messages if one["method"] == "Network.requestWillBeSent"]
 
     def problems(self) -> list[str]:
         """Returns what the browser complained about since the last call: errors, and violations of the policy."""

@@ -1,5 +1,6 @@
 """Ten thousand runs, one of them of ten thousand steps: pages stay fast and small."""
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +44,11 @@ def fill(state_dir: Path) -> None:
         connection.execute(insert(runs), [row_values(one) for one in records])
         connection.execute(insert(operations), [row_values(one) for one in history(now)])
 
+    async def write() -> None:
+        await store.write(statements)
+
     store = SqliteStore(state_dir / DATABASE_NAME)
-    store.write(statements)
+    asyncio.run(write())
     store.close()
 
 

@@ -35,9 +35,9 @@ class TrainedRun:
 
 
 @contextmanager
-def train(url: str) -> Iterator[TrainedRun]:
+def train(url: str, key: str = KEY) -> Iterator[TrainedRun]:
     """Yields a run with steps, a failed operation and checkpoints."""
-    with trainhouse.ServiceClient(url, KEY, user_metadata={"purpose": NAME}) as service:
+    with trainhouse.ServiceClient(url, key, user_metadata={"purpose": NAME}) as service:
         client = service.create_lora_training_client("tiny/chat", rank=4, user_metadata={"note": NAME, "seed": "1"})
         run = TrainedRun(service, client)
         run.step(8)

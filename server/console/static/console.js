@@ -32,7 +32,7 @@ export function notify(words, isBad = false) {
 function showLocalTimes() {
   const format = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "short" });
   for (const time of document.querySelectorAll("time[datetime]")) {
-    time.title = time.textContent;
+    time.title ||= time.textContent;
     time.textContent = format.format(new Date(time.dateTime));
   }
 }
@@ -59,8 +59,13 @@ document.querySelector("[data-sign-out]")?.addEventListener("click", async () =>
   }
 });
 
-showLocalTimes();
-nameCells();
+function prepare() {
+  showLocalTimes();
+  nameCells();
+}
+
+prepare();
+document.addEventListener("trainhouse-content", prepare);
 
 /** Asks before something happens that cannot be undone. Resolves to true if the answer is yes. */
 export function confirmed(words, yes = "Yes") {

@@ -29,7 +29,7 @@ OPEN_PAGES = {
     "/console": "leads to the list of runs",
     "/console/sign-in": "takes a key, for a cookie",
     "/console/sign-out": "ends the session of the cookie",
-    "/console/static/{file}": "part of the pages",
+    "/console/static/{version}/{file}": "part of the pages",
     "/metrics": "for Prometheus: takes a key with the scope operator, as ROUTE_SCOPES says",
     "/api/v1/downloads/{run_id}/{kind}/{name}/{file:path}": "signed URLs: the signature grants the access",
 }

@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": ("serve", "Run a server."),
     "demo": ("demo", "Start a server and fine-tune a small model through it."),
     "keys": ("keys", "Create, list and revoke API keys."),
+    "tenants": ("tenants", "List tenants with their keys, runs and checkpoints."),
     "runs": ("remote.runs", "List training runs, and show what they do."),
     "sessions": ("remote.sessions", "List sessions, and what is in them."),
     "checkpoints": ("remote.checkpoints", "List, publish and delete checkpoints."),
@@ -31,7 +32,9 @@ COMMANDS = {
     "view": ("remote.view", "Show what is trained on, token by token."),
     "usage": ("remote.usage", "Show the limits of an API key and their use."),
     "workers": ("remote.workers", "Show what a server's workers hold."),
+    "bench": ("remote.bench", "Measure how fast a server trains and samples."),
     "plan": ("plan", "Estimate the memory per rank of a layout."),
+    "doctor": ("checkup.doctor", "Check this machine, and measure how fast it is."),
     "backup": ("backup", "Copy a server's state, while it runs or not."),
     "verify": ("verify", "Check a server's state, while it runs or not."),
 }

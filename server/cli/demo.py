@@ -3,28 +3,24 @@
 Each of the three is a separate process, with the command that a user would type. All of them end with this one.
 """
 
-import os
-import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...workers.models.model_cache import cache_directory
+from .child_server import Server, running, served
 from .errors import INTERRUPTED, CommandFailed
 from .options import Status, new_app
 from .output import spinner
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION = "smollm2-135m-instruct-1"  # the number changes with what the conversion writes
-LOAD_SECONDS = 300
-STOP_SECONDS = 20
 
 
 app = new_app()
@@ -57,7 +53,12 @@ def demo(
 def demonstrate(state_dir: Path, client_arguments: Sequence[str]) -> int:
     model = converted_model()
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with served(model, state_dir) as server:
+    flags = ["--base-model", f"{MODEL}={model}", "--port", "0", "--state-dir", str(state_dir)]
+    print(f"trainhouse serve {' '.join(flags)}    (log: {state_dir / 'server.log'})", flush=True)
+    with ExitStack() as stack:
+        with spinner(f"loading {MODEL}"):
+            server = stack.enter_context(served(flags, state_dir))
+        print(f"the server answers at {server.url}", flush=True)
         status = run_client(server, ["--base-url", server.url, "--model", MODEL, *client_arguments])
     if status != 0:
         return status
@@ -77,75 +78,12 @@ def converted_model() -> Path:
     return directory
 
 
-class Server:
-    """A server process that answers at `url`."""
-
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.url = url
-        self.log = log
-        self._process = process
-
-    def check(self) -> None:
-        """Raises CommandFailed if it has died."""
-        if self._process.poll() is not None:
-            raise CommandFailed(f"the server ended with status {self._process.returncode}:\n{tail(self.log)}")
-
-
-@contextmanager
-def served(model: Path, state_dir: Path) -> Iterator[Server]:
-    ready, log = state_dir / "ready", state_dir / "server.log"
-    ready.unlink(missing_ok=True)
-    flags = ["--base-model", f"{MODEL}={model}", "--port", "0", "--state-dir", str(state_dir)]
-    print(f"trainhouse serve {' '.join(flags)}    (log: {log})", flush=True)
-    command = [sys.executable, "-m", "trainhouse.server", "serve", *flags, "--ready-file", str(ready)]
-    with log.open("wb") as output, running(command, output.fileno()) as process:
-        server = Server("", process, log)
-        with spinner(f"loading {MODEL}"):
-            server.url = wait_until_ready(server, ready)
-        print(f"the server answers at {server.url}", flush=True)
-        yield server
-
-
-def wait_until_ready(server: Server, ready: Path) -> str:
-    deadline = time.monotonic() + LOAD_SECONDS
-    while time.monotonic() < deadline:
-        if ready.is_file() and (url := re.search(r"http://\S+", ready.read_text())):
-            return url[0]
-        server.check()
-        time.sleep(0.1)
-    raise CommandFailed(f"the server is not ready after {LOAD_SECONDS} s: see {server.log}")
-
-
 def run_client(server: Server, arguments: list[str]) -> int:
     with running([sys.executable, "-m", "trainhouse.examples.demo", *arguments]) as client:
         while client.poll() is None:
             server.check()
             time.sleep(0.1)
         return client.returncode
-
-
-@contextmanager
-def running(command: list[str], output: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a process in its own session, which Ctrl-C does not reach; leaving the block ends it."""
-    errors = None if output is None else subprocess.STDOUT
-    process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
-    try:
-        yield process
-    finally:
-        end(process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    # An impatient second Ctrl-C must not leave it running.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        process.terminate()
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def own_command() -> str:
@@ -157,7 +95,3 @@ def newest_adapter(state_dir: Path) -> list[Path]:
     """Returns the adapter file saved last, or an empty list."""
     found = state_dir.rglob("adapter_model.safetensors")
     return sorted(found, key=lambda path: path.stat().st_mtime)[-1:]
-
-
-def tail(log: Path, num_lines: int = 20) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])

@@ -19,6 +19,7 @@ PRODUCT_USED_ELSEWHERE = {
     "client/rest.py": "get_sampler",
     "client/sampling.py": "compute_logprobs",
     "client/service.py": "_heartbeat create_full_training_client create_training_client_from_state",
+    "client/trackers.py": "MlflowTracker TensorBoardTracker WandbTracker RunFollower follow",
     "client/training.py": "forward_backward_custom load_state_with_optimizer",
     # Fields of the wire that the SDK, the client's users or operators read.
     "schemas/checkpoints.py": "is_lora",

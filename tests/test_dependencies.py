@@ -16,7 +16,7 @@ from .lock import LOCK, ROOT, closure, declared, locked
 # Extras whose packages a folder may import.
 EXTRAS = {
     "schemas": ("", "server"),
-    "client": ("", "server"),
+    "client": ("", "server", "tensorboard", "mlflow", "wandb"),
     "server": ("", "server", "postgres", "s3", "otel"),
     "workers": ("", "server", "quantization", "demo"),
     "examples": ("", "demo", "dev"),

@@ -195,10 +195,12 @@ lock:
 proto: setup
 	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto
 
-# The wheel is built from the sdist, not from the checkout, so that it contains nothing of a leftover build/.
-dist: setup
+# The wheel is built from the sdist, not from the checkout, so that it contains nothing of a leftover build/. It is tried
+# in empty environments, and dist/ gets an SBOM (CycloneDX) of the one with the server.
+dist: setup deploy-tools
 	rm -rf build dist *.egg-info
 	$(BIN)/python -m build
+	$(BIN)/python -m trainhouse.tests.deploy.release dist
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

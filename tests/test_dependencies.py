@@ -39,6 +39,7 @@ ELSEWHERE = {"datasets", "tinker_cookbook", "trl", "vllm", "__main__"} | {
     "causal_conv1d",
     "fla",
     "flash_mla",
+    "helm_python",
     "mamba_ssm",
 }
 # package -> its user, if no import shows it

@@ -1,4 +1,4 @@
-"""What a client does before an upgrade, with plain requests that every version answers, on a model of fixed weights."""
+"""A client trains before an upgrade, with plain requests that every version answers, on a model of fixed weights."""
 
 import math
 import time

@@ -60,6 +60,7 @@ def spinner(words: str) -> Iterator[None]:
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         progress.add_task(words, total=None)
+        progress.console.show_cursor(True)  # a process that is killed would leave the terminal without one
         yield
 
 

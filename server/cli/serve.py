@@ -1,7 +1,10 @@
 """`trainhouse serve`: its flags, its help, and what is refused before anything is loaded."""
 
+import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Annotated
 
@@ -18,6 +21,7 @@ from ..replication.state_lock import check_database_kind
 from ..telemetry.open_tracing import wants_traces
 from .knob_flags import CONFIG_ROW, Sources, nearest_flag, reads_knobs, row, rows_by_section, table
 from .options import new_app
+from .output import spinner
 
 _USAGE = "trainhouse serve --base-model NAME[=PATH_OR_HUB_ID] [FLAGS]"
 
@@ -74,7 +78,19 @@ def serve(
     configure_logging(config.process.log_level, config.process.log_format)
     wants_traces(os.environ)  # raises what is wrong before anything is loaded
     check_database_kind(config.store_config())
-    serve(config)
+    with ExitStack() as loading:
+        loading.enter_context(_spinner())
+        serve(config, loading.close)
+
+
+@contextmanager
+def _spinner() -> Iterator[None]:
+    """Shows on a terminal that models are loaded; what is printed and logged meanwhile appears above it."""
+    with spinner("loading"), ExitStack() as streams:
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler) and (before := handler.setStream(sys.stderr)):
+                streams.callback(handler.setStream, before)
+        yield
 
 
 def _refuse_impossible_models(config: ServerConfig) -> None:

@@ -78,8 +78,10 @@ _SWITCH_SECONDS = 0.0005
 """The time that a decoder of a large body may hold the GIL; Python's default, 5 ms, is as long as an operation."""
 
 
-def serve(config: ServerConfig) -> None:
+def serve(config: ServerConfig, end_loading: Callable[[], None]) -> None:
     """Runs a server until SIGINT or SIGTERM; a second signal ends the process at once.
+
+    Calls `end_loading` before it says that it is ready.
 
     Raises StartError, and KeyboardInterrupt on SIGINT before the server was ready.
     """
@@ -98,7 +100,7 @@ def serve(config: ServerConfig) -> None:
             keep_private(Path(config.checkpoint_storage.checkpoints).expanduser(), CHECKPOINT_PATTERNS)
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner, bounded_exit():
-            runner.run(until_signal(partial(_serve, config, listener, lock)))
+            runner.run(until_signal(partial(_serve, config, listener, lock, end_loading)))
 
 
 @contextlib.contextmanager
@@ -151,7 +153,11 @@ def allow_many_connections() -> None:
 
 
 async def _serve(
-    config: ServerConfig, listener: socket.socket, lock: StateLock | None, on_ready: Callable[[], None]
+    config: ServerConfig,
+    listener: socket.socket,
+    lock: StateLock | None,
+    end_loading: Callable[[], None],
+    on_ready: Callable[[], None],
 ) -> None:
     config = await download_models(config, say)
     url = url_of(config.network.host, listener, "http" if config.network.tls_certificate is None else "https")
@@ -159,6 +165,7 @@ async def _serve(
     with ready_file(config.process.ready_file) as write_ready, watchdog():
 
         def announce(words: str) -> None:
+            end_loading()
             for warning in warn_unresolved(config.models.base_models, config.is_loopback):
                 logger.warning("%s", warning)
             on_ready()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
@@ -365,6 +366,25 @@ def test_ctrl_c_while_loading_ends_all_processes_with_status_130(
     else:
         assert (process.returncode, errors) == (130, "trainhouse serve: interrupted\n")
     assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_a_spinner_until_the_server_is_ready(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    flags = ["serve", f"--base-model=tiny/m={tiny_models['qwen3']}", "--port=0", f"--state-dir={tmp_path}"]
+    ours, its = pty.openpty()
+    program = [sys.executable, "-m", "trainhouse.server", *flags]
+    with subprocess.Popen(program, stdin=its, stdout=its, stderr=its, start_new_session=True) as process:
+        os.close(its)
+        shown = ""
+        while "ServiceClient(" not in shown:
+            shown += os.read(ours, 4096).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SOON_SECONDS) == 0
+    os.close(ours)
+    before, _, after = shown.partition("ready: http")
+    assert " loading \x1b[33m0:00:0" in before and "0:00:0" not in after
+    assert "\x1b[2Kloading tiny/m from" in before, "what is printed meanwhile has a line of its own"
+    assert before.endswith("\x1b[2K") and "\x1b[?25h" in before, "the spinner is gone, and the cursor is not"
 
 
 @pytest.mark.slow

@@ -33,19 +33,43 @@ from trainhouse.workers.protocol.calls import (
 )
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler import native_sampler
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.worker.worker import Worker
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
-QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 32_768, "num_key_value_heads": 8}
+QWEN3 = {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 32_768}
+QWEN3 |= {"num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 2048},
+    "tiny": {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    | {"vocab_size": 512, "max_position_embeddings": 2048},
     "0.6b": QWEN3
     | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
     | {"tie_word_embeddings": True},
     "8b": QWEN3
     | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    # Those below have the widths of a released model, and some of its layers.
+    "qwen3.5-4b": {"model_type": "qwen3_5_text", "hidden_size": 2560, "intermediate_size": 9216, "head_dim": 256}
+    | {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 248_320}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 32_768},
+    "qwen3-30b": {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 32}
+    | {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 768, "vocab_size": 151_936, "max_position_embeddings": 32_768},
+    "gpt-oss-20b": {"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 6}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32}
+    | {"vocab_size": 201_088, "sliding_window": 128},
+    "glm-4.7-flash": {"model_type": "glm4_moe_lite", "hidden_size": 2048, "num_hidden_layers": 8}
+    | {"num_attention_heads": 20, "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512}
+    | {"qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64}
+    | {"num_experts_per_tok": 4, "moe_intermediate_size": 1536, "n_shared_experts": 1, "intermediate_size": 10_240}
+    | {"vocab_size": 154_880, "max_position_embeddings": 32_768},
+    "granite-4-h": {"model_type": "granitemoehybrid", "hidden_size": 1536, "num_hidden_layers": 20}
+    | {"layer_types": (["mamba"] * 9 + ["attention"]) * 2, "num_attention_heads": 12, "num_key_value_heads": 4}
+    | {"num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512, "shared_intermediate_size": 1024}
+    | {"mamba_n_heads": 48, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1}
+    | {"vocab_size": 100_352, "max_position_embeddings": 32_768},
 }
 RANK = 32
 MAX_ADAPTERS = 16
@@ -119,6 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if options.without_triton:
         kernels.load_triton_kernels = lambda device: None
+    if options.without_graphs:
+        native_sampler.StepGraphs = lambda device: None
     for step in options.steps:
         started = time.monotonic()
         bench = Bench(options, options.out / f"{step}-{options.model}.json")
@@ -135,6 +161,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=_steps, default=list(STEPS), help=f"of {','.join(STEPS)}; all unless given")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--without-triton", action="store_true", help="use torch's own operations")
+    parser.add_argument("--without-graphs", action="store_true", help="launch the kernels of decode steps one by one")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-figures")))
     return parser.parse_args(arguments)
 
@@ -278,7 +305,7 @@ def _save_model(bench: Bench) -> None:
         return
     torch.manual_seed(0)
     with torch.device(bench.device):
-        config = Qwen3Config(**bench.shape, initializer_range=0.02)
+        config = AutoConfig.for_model(**bench.shape, initializer_range=0.02)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(bench.model)
 

@@ -101,14 +101,15 @@ class ExpertPlan:
             self._slots = slots.to(self._device)
         return self._slots
 
-    def terms(self, layer: str, counts: Tensor, has_bare: bool) -> "ExpertTerms | None":
+    def terms(self, layer: str, counts: Tensor, num_rows: int, has_bare: bool) -> "ExpertTerms | None":
         """Returns the terms for one call of the layer whose experts have this name, or None if no adapter adapts them.
 
         Args:
             counts: rows of each, int64 [experts, kinds].
+            num_rows: of these, and of those after them that are of none.
             has_bare: whether some rows may be of the last kind, which has no adapter.
         """
-        return ExpertTerms(self, layer, counts, has_bare) if self.adapters else None
+        return ExpertTerms(self, layer, counts, num_rows, has_bare) if self.adapters else None
 
     def shared_terms(self, layer: str) -> SharedTerms | None:
         """Returns the products with what experts share, or None if no adapter of the pass shares anything."""
@@ -154,10 +155,10 @@ class ExpertPlan:
 class ExpertTerms:
     """The adapters' terms for one call of a sparse layer, forward and backward."""
 
-    def __init__(self, plan: ExpertPlan, layer: str, counts: Tensor, has_bare: bool) -> None:
+    def __init__(self, plan: ExpertPlan, layer: str, counts: Tensor, num_rows: int, has_bare: bool) -> None:
         is_kept = not torch.is_grad_enabled()
         is_whole = len(plan.bundles) == 1 and not has_bare
-        kind_of_each = None if is_whole else _kind_of_each(counts)
+        kind_of_each = None if is_whole else _kind_of_each(counts, num_rows)
         self._width = plan.width
         self._parts = [
             (_BetweenSharedTerms if bundle.shares_factors else _BundleTerms)(
@@ -366,12 +367,16 @@ def _by_expert(matrix: Tensor, num_experts: int) -> Tensor:
     return matrix.view(num_experts, -1, matrix.shape[1])
 
 
-def _kind_of_each(counts: Tensor) -> Tensor:
-    """Returns the kind of each row, int64 [rows], from the rows' counts [experts, kinds]."""
-    kinds = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-    return kinds.repeat_interleave(counts.flatten())
+def _kind_of_each(counts: Tensor, num_rows: int) -> Tensor:
+    """Returns the kind of each row, int64 [rows], -1 for none, from the rows' counts [experts, kinds]."""
+    groups = torch.searchsorted(counts.flatten().cumsum(0), torch.arange(num_rows, device=counts.device), right=True)
+    return torch.where(groups < counts.numel(), groups % counts.shape[1], -1)
 
 
 def _within(kinds: Tensor, wanted: slice) -> Tensor:
-    """Returns the positions of the kinds in `wanted`, in order."""
-    return ((kinds >= wanted.start) & (kinds < wanted.stop)).nonzero().squeeze(1)
+    """Returns the positions of the kinds in `wanted`, in order; without gradients on a GPU, those of others after them,
+    since their number is known to the GPU alone."""
+    inside = (kinds >= wanted.start) & (kinds < wanted.stop)
+    if kinds.is_cuda and not torch.is_grad_enabled():
+        return inside.logical_not().argsort(stable=True)
+    return inside.nonzero().squeeze(1)

@@ -4,7 +4,9 @@ Its modules must be of kinds that treat each token separately, except in attenti
 numbers of transformers' own passes over each sequence.
 """
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise, product
@@ -149,7 +151,7 @@ def _distance(model: PreTrainedModel, logits: Logits, attending: Sequence[int]) 
     seen = RecordingPacking(whole.packing)
     ours = _centered(logits(whole.tokens, whole.positions, seen))
     seen.check(attending)
-    with _attention_of_transformers(model):
+    with _operations_of_transformers(model):
         passes = [model(input_ids=whole.tokens[None, start:stop], use_cache=False) for start, stop in _bounds()]
     return _largest_distance(ours, _centered(torch.cat([each.logits[0] for each in passes])))
 
@@ -178,13 +180,20 @@ def _centered(logits: Tensor) -> Tensor:
 
 
 @contextmanager
-def _attention_of_transformers(model: PreTrainedModel) -> Iterator[None]:
+def _operations_of_transformers(model: PreTrainedModel) -> Iterator[None]:
+    """Lets the model compute by transformers' operations, without our attention or an installed library's kernels."""
     ours: Any = model.config._attn_implementation
+    module: Any = sys.modules[type(model).__module__]
     model.set_attn_implementation("eager")
-    try:
+    with ExitStack() as held:
+        held.callback(model.set_attn_implementation, ours)
+        for name, function in list(vars(module).items()):
+            # Those that may be a library's are wrapped. Its kernels would take a while to compile, and need a GPU.
+            is_own = inspect.isfunction(function) and function.__module__ == module.__name__
+            if is_own and (plain := getattr(function, "__wrapped__", None)) is not None:
+                held.callback(setattr, module, name, function)
+                setattr(module, name, plain)
         yield
-    finally:
-        model.set_attn_implementation(ours)
 
 
 @contextmanager

@@ -201,9 +201,9 @@ class DecodeStep:
         """Tokens that no sequence exceeds in this step and those after it."""
         return max(self.span, self.last_span)
 
-    def advance(self) -> None:
-        """Moves to the next token of the same sequences."""
-        self.lengths += 1
+    def advance(self, by: Tensor | int = 1) -> None:
+        """Moves to the next token of the same sequences, or of those where `by`, int64 [n], is 1 and not 0."""
+        self.lengths += by
         self.span += 1
         self._latent_step = None
         mask = self._masks.get((None, None))
@@ -235,10 +235,15 @@ class DecodeStep:
             )
             num_threads = self.num_threads if self.longest * key.numel() > _WORTH_THREADS else 1
             return kernels.decode_attention(query, key, value, *cached, kind, num_threads)
-        self.is_steady = False
         if kind.part is None and (triton := triton_kernels_for(key)) is not None:
-            cached = *self.tensors.of_layer(kind.layer, key, kind.values_are_keys), self.slots, self.lengths, self.span
+            cached = (
+                *self.tensors.of_layer(kind.layer, key, kind.values_are_keys),
+                self.slots,
+                self.lengths,
+                self.longest,
+            )
             return triton.decode_attention(query, key, value, *cached, kind)
+        self.is_steady = False
         reading = self.tensors.views(kind, key, self.num_slots, self.span)
         if not kind.is_stored:
             reading.keys[self.slots, :, self.lengths] = key

@@ -36,14 +36,14 @@ class TritonKernels:
         """Returns the norm of x [tokens, size] with weight [size]."""
         x = x.contiguous()
         out = x.new_empty(x.shape)
-        _launch(_add_rms_norm, x.shape[:1], out, x, x, x, weight, eps, x.shape[1], False, **_of_row(x.shape[1]))
+        launch(_add_rms_norm, x.shape[:1], out, x, x, x, weight, eps, x.shape[1], False, **_of_row(x.shape[1]))
         return out
 
     def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns x + update, and its norm; all [tokens, size]."""
         x, update = x.contiguous(), update.contiguous()
         total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-        _launch(_add_rms_norm, x.shape[:1], out, total, x, update, weight, eps, x.shape[1], True, **_of_row(x.shape[1]))
+        launch(_add_rms_norm, x.shape[:1], out, total, x, update, weight, eps, x.shape[1], True, **_of_row(x.shape[1]))
         return total, out
 
     def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
@@ -51,7 +51,7 @@ class TritonKernels:
         grad, x = grad.contiguous(), x.contiguous()
         added = grad if addend is None else addend.contiguous()
         out = grad.new_empty(grad.shape)
-        _launch(
+        launch(
             _rms_norm_gradient,
             x.shape[:1],
             out,
@@ -77,7 +77,7 @@ class TritonKernels:
         """
         x = with_rows(x)
         out, (grid, sizes) = x.new_empty(x.shape), _of_heads(x)
-        _launch(
+        launch(
             _rotate_heads,
             grid,
             out,
@@ -100,7 +100,7 @@ class TritonKernels:
         grad, x = with_rows(grad), grad if x is None else with_rows(x)
         out, (grid, sizes) = grad.new_empty(grad.shape), _of_heads(grad)
         strides = grad.stride(0), x.stride(0)
-        _launch(
+        launch(
             _rotate_heads_gradient,
             grid,
             out,
@@ -173,7 +173,7 @@ class TritonKernels:
         # A product of matrices takes at least 16 rows and columns.
         group, block = (max(triton.next_power_of_2(number), 16) for number in (heads // kv_heads, size))
         num_keys = max(16, min(64, _TILE_BYTES // (block * keys.element_size())))
-        _launch(
+        launch(
             _decode_attention,
             (rows, kv_heads, parts),
             *(out, sums, query, key, value, keys, values, slots, lengths),
@@ -187,7 +187,7 @@ class TritonKernels:
             BLOCK=block,
         )
         if parts > 1:
-            _launch(
+            launch(
                 _join_parts,
                 (rows, heads),
                 out,
@@ -202,7 +202,7 @@ class TritonKernels:
         return out
 
 
-def _launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
     """Launches on the device of the first tensor, which need not be this thread's current one."""
     with torch.cuda.device_of(arguments[0]):
         kernel[tuple(grid)](*arguments, **constants)
@@ -216,7 +216,7 @@ def _num_parts(num_programs: int, num_keys: int) -> int:
 def _gated(gate: Tensor, up: Tensor, kind: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
     gate, up = with_rows(gate), with_rows(up)
     out, sizes = gate.new_empty(gate.shape), (gate.stride(0), up.stride(0), gate.shape[1])
-    _launch(_gate, _of_blocks(gate), out, gate, up, *sizes, alpha, limit, kind, _BLOCK)
+    launch(_gate, _of_blocks(gate), out, gate, up, *sizes, alpha, limit, kind, _BLOCK)
     return out
 
 
@@ -225,7 +225,7 @@ def _gated_gradient(
 ) -> tuple[Tensor, Tensor]:
     grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
     sizes = grad.stride(0), gate.stride(0), up.stride(0), gate.shape[1]
-    _launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *sizes, alpha, limit, kind, _BLOCK)
+    launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *sizes, alpha, limit, kind, _BLOCK)
     return gate, up
 
 
@@ -353,10 +353,13 @@ def _activation(gate, alpha, limit, KIND: tl.constexpr):
 @triton.jit
 def _factor(up, limit, KIND: tl.constexpr):
     """Returns the factor of the activation, and its derivative."""
+    # Triton compiles both of two returns, which must then be of one type.
     if KIND == "clamped":
-        inside = (up <= limit) & (up >= -limit)
-        return tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1, tl.where(inside, 1.0, 0.0)
-    return up, 1.0
+        factor = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
+        slope = tl.where((up <= limit) & (up >= -limit), 1.0, 0.0)
+    else:
+        factor, slope = up, 1.0
+    return factor, slope
 
 
 @triton.jit

@@ -58,23 +58,31 @@ class ModelRunner:
         return PassOutput(hidden, captured or {}, packing.pending)
 
     @contextmanager
-    def applied(self, spans: Sequence[AdapterSpan], num_tokens: int) -> Iterator[None]:
-        """Applies the adapters, with as many threads as passes of `num_tokens` use best."""
+    def applied(
+        self, spans: Sequence[AdapterSpan], num_tokens: int, plan: BatchPlan | None = None
+    ) -> Iterator[BatchPlan]:
+        """Applies the adapters, with as many threads as passes of `num_tokens` use best.
+
+        Args:
+            plan: an earlier one, which is used if it is valid.
+        """
         self._base.threads.set_for(self._base.weights_per_product, num_tokens, self._cache.values_per_layer())
         segments = self._segments(spans)
-        if self._plan is None or not self._plan.is_valid_for(segments):
-            self._plan = self._models.lora.plan(segments, self._plan)
+        known = (each for each in (plan, self._plan) if each is not None and each.is_valid_for(segments))
+        self._plan = next(known, None) or self._models.lora.plan(segments, self._plan)
         with self._models.lora.applied(self._plan):
-            yield
+            yield self._plan
 
     def decode_step(self, loop: DecodeLoop) -> SampledBatch:
-        """Runs one step, inside `applied`, and samples."""
+        """Runs one step, inside `applied` to its rows, and samples."""
+        rows = loop.rows
 
         def logits() -> Tensor:
-            hidden = self._base.hidden_states(loop.tokens, loop.positions, loop.packing())
-            return self.logits(hidden, loop.sampling.adapter_spans)
+            hidden = self._base.hidden_states(rows.tokens, rows.positions, rows.packing())
+            return self.logits(hidden, rows.adapter_spans)
 
-        return self._sample(loop.sampling, loop.run(logits, (self._plan, self._base.num_moves)), loop.noise())
+        found = rows.run(logits, (rows.plan, self._base.num_moves))
+        return self._sample(loop.sampling, found, loop.noise())
 
     def sample(self, sampling: SamplingBatch, hidden: Tensor, noise: Tensor) -> SampledBatch:
         """Samples the next token of each sequence.

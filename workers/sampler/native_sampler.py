@@ -22,8 +22,10 @@ from ..registry.model_registry import ModelRegistry
 from .active_jobs import ActiveJobs
 from .decoding.batch import Batch, DecodeBatch, DraftTokensPart, PrefillChunk
 from .decoding.decode_loop import DecodeLoop
+from .decoding.decode_rows import DecodeRows
 from .decoding.rank_sync import RankSync
 from .decoding.sampling_batch import SamplingBatch
+from .decoding.step_graph import StepGraphs
 from .draft_verifier import DraftVerifier
 from .model_runner import ModelRunner, PassOutput
 from .requests.jobs import SequenceState
@@ -37,7 +39,10 @@ from .token_recorder import TokenRecorder
 
 
 class NativeSampler:
-    """Samples on one rank: `slice` works on its jobs; between slices they can only be parked, failed or forgotten."""
+    """Samples on one rank: `slice` works on its jobs; between slices they can only be parked, failed or forgotten.
+
+    graphs: captures decode steps; None if they are not captured.
+    """
 
     def __init__(
         self,
@@ -57,7 +62,11 @@ class NativeSampler:
         shared = shared or SharedState.of(base, models, config)
         head = LogprobHead(base, config.head_chunk_tokens)
         self._base, self._registry, self._limits, self._config = base, models, limits, config
-        self._ranks = RankSync(mesh or Mesh())
+        mesh = mesh or Mesh()
+        self._ranks = RankSync(mesh)
+        # Exchanges between ranks are not captured.
+        is_captured = base.device.type == "cuda" and not mesh.has_forward_collectives
+        self.graphs = StepGraphs(base.device) if is_captured else None
         self._speculation = SpeculativeDecoder(base, models, head, self._ranks, shared.draft_caches)
         slots = SequenceSlots(shared.cache, self._speculation, shared.weight_versions)
         self._scheduler = SequenceScheduler(slots, self._speculation, config, base)
@@ -71,6 +80,7 @@ class NativeSampler:
         )
         self._sampling: SamplingBatch | None = None
         self._loop: DecodeLoop | None = None
+        self._rows: DecodeRows | None = None
 
     def slice(self, work: SamplingSlice) -> SliceResult:
         """Adds and cancels jobs, and samples until the time budget is spent. Cancelled jobs get no result.
@@ -116,7 +126,7 @@ class NativeSampler:
     def forget_plan(self) -> None:
         """Drops tensors derived from the current weights; the next step rebuilds them."""
         self._runner.forget_plan()
-        self._loop = None
+        self._loop = self._rows = None
 
     @property
     def num_jobs(self) -> int:
@@ -172,9 +182,11 @@ class NativeSampler:
             self._sampling = self._sampling_batch(decoding.sequences)
         loop, self._loop = self._loop, None
         if loop is None or not loop.continues(decoding):
-            loop = DecodeLoop(decoding, self._sampling, self._scheduler.table, self._base.device)
+            rows = self._rows_for(decoding)
+            loop = DecodeLoop(decoding, self._sampling, self._scheduler.table, self._base.device, rows)
         num_run, num_steps = self._scheduler.table.length[self._sampling.lines] - 1, 0
-        with self._runner.applied(self._sampling.adapter_spans, len(decoding.sequences)):
+        rows = loop.rows
+        with self._runner.applied(rows.adapter_spans, len(rows.tokens), rows.plan) as rows.plan:
             while True:
                 sampled = self._runner.decode_step(loop)
                 num_steps += 1
@@ -187,6 +199,12 @@ class NativeSampler:
             self._recorder.append(sampled)
         else:
             self._loop = loop
+
+    def _rows_for(self, decoding: DecodeBatch) -> DecodeRows:
+        if self._rows is None or not self._rows.give_to(decoding, self._scheduler.table):
+            self._rows = None  # frees the memory of its graph
+            self._rows = DecodeRows(decoding, self._scheduler.table, self._base.device, self.graphs)
+        return self._rows
 
     def _extend(self, batch: Batch, output: PassOutput) -> None:
         """Samples the next token of every sequence whose known tokens have all run, except those with draft tokens."""
@@ -229,4 +247,4 @@ class NativeSampler:
 
     def _forget_tensors(self) -> None:
         self._runner.forget_plan()
-        self._sampling = self._loop = None
+        self._sampling = self._loop = self._rows = None

@@ -70,7 +70,7 @@ class AdapterPlan(Protocol):
         """Returns the place of each token's adapter in `adapters`, or their number if none: int64 [num_tokens]."""
         ...
 
-    def terms(self, layer: str, counts: Tensor, has_bare: bool) -> AdapterTerms | None: ...
+    def terms(self, layer: str, counts: Tensor, num_rows: int, has_bare: bool) -> AdapterTerms | None: ...
 
     def shared_terms(self, layer: str) -> SharedAdapterTerms | None: ...
 
@@ -205,7 +205,8 @@ class GroupedExperts:
         if self._active is None or plan is None or not plan.adapters:
             of_pairs, _ = _ExpertMlp.apply(x, None, None, self._weights, pairs, None)
             return pairs.combine([of_pairs], weights)[0]
-        terms, anchor = plan.terms(self._name, pairs.counts, pairs.has_unadapted(plan)), self._active.anchor
+        anchor = self._active.anchor
+        terms = plan.terms(self._name, pairs.counts, pairs.num_rows, pairs.has_unadapted(plan))
         shared = plan.shared_terms(self._name)
         reduced = None if shared is None else shared.reduce(x, anchor)
         of_pairs = _ExpertMlp.apply(x, reduced, anchor, self._weights, pairs, terms)
@@ -216,11 +217,13 @@ class GroupedExperts:
 class _RoutedPairs(Protocol):
     """Pairs of token and expert on this rank, sorted by expert and kind, which is the adapter or none.
 
-    counts: int64 [own experts, kinds]. groups: the pairs of each expert.
+    counts: int64 [own experts, kinds]. groups: the pairs of each expert. num_rows: of all pairs, including those at the
+    end that are not this rank's.
     """
 
     counts: Tensor
     groups: GroupedRows
+    num_rows: int
 
     def gather(self, of_tokens: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the rows of all pairs [pairs, n] of each [tokens, n], without a gradient."""
@@ -249,6 +252,7 @@ class _LocalPairs:
         sort = _sort_pairs if kernels is None else kernels.sort_pairs
         self._tokens, self._places, counts = sort(keys, first, num_groups)
         self._shape, self.counts = keys.shape, counts.view(num_own, num_kinds)
+        self.num_rows = keys.numel()
         self.groups = GroupedRows(counts if num_kinds == 1 else self.counts.sum(1))
 
     def gather(self, of_tokens: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -287,6 +291,7 @@ class _ExchangedPairs:
         # Rows that each rank sends for each of this rank's groups: [ranks, own groups].
         arriving = team.all_to_all(counts).view(team.size, -1)
         self._sent, self._received = counts.view(team.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
+        self.num_rows = sum(self._received)
         self._sorted = _group_of_each(arriving).argsort(stable=True)
         self._arrived = _inverse(self._sorted)
         self.counts = arriving.sum(0).view(num_own, num_kinds)
@@ -396,7 +401,9 @@ def _sort_pairs(keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tens
     number = keys.flatten() - first
     number = torch.where((number >= 0) & (number < num_groups), number, num_groups)
     order = number.argsort(stable=True)
-    return order // keys.shape[1], _inverse(order), number.bincount(minlength=num_groups)[:num_groups]
+    # `bincount` would wait for the GPU.
+    counts = number.new_zeros(num_groups + 1).scatter_add_(0, number, torch.ones_like(number))
+    return order // keys.shape[1], _inverse(order), counts[:num_groups]
 
 
 def _regathered(pairs: _RoutedPairs, *of_tokens: Tensor | None) -> list[Tensor | None]:

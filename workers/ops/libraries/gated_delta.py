@@ -1,8 +1,11 @@
 """Adapts flash-linear-attention's gated delta rule."""
 
+import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +20,16 @@ class FlashLinearAttention:
 
         self._scan = gated_delta_rule.chunk_gated_delta_rule
         self._step = gated_delta_rule.fused_recurrent_gated_delta_rule
+
+    @staticmethod
+    def misfit(device: torch.device) -> str | None:
+        """Returns why the library does not compute gradients on the device, which it says after compiling for long."""
+        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+            return None
+        found = version("triton")
+        if not (3, 4) <= tuple(int(part) for part in re.findall("[0-9]+", found)[:3]) < (3, 7, 1):
+            return None
+        return f"Triton {found} computes wrong gradients on this GPU: install torch with Triton 3.7.1 or later"
 
     def scan(self, row: Sequence[Tensor], bounds: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
         """Computes Recurrence.scan.

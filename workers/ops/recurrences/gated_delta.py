@@ -14,7 +14,7 @@ from torch import Tensor
 from ..attention import Packing
 from ..kernels import kernels_for
 from ..libraries.gated_delta import FlashLinearAttention
-from ..libraries.probe import Comparison, probed, random_on
+from ..libraries.probe import Comparison, probed, random_on, report_misfit
 from ..recurrence import StateKind
 from .chunked_delta import DeltaInputs, normalize, scan_chunks
 from .comparison import LENGTHS, compare_recurrence
@@ -96,6 +96,9 @@ def _library_for(x: Tensor) -> FlashLinearAttention | None:
 @cache
 def flash_linear_attention_on(device: torch.device) -> FlashLinearAttention | None:
     """Returns flash-linear-attention if it computes the same on the device as torch's operations."""
+    if (reason := FlashLinearAttention.misfit(device)) is not None:
+        report_misfit(FlashLinearAttention, device, reason)
+        return None
     return probed(FlashLinearAttention, device, compare_gated_delta)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...ops.attention import Packing, pack_lengths
 from ...ops.kernels import PrefixGroups
 from ...ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences
-from ..cache.cache import KVCache, SlotPool
+from ..cache.cache import CacheSlot, KVCache, SlotPool
 from ..requests.jobs import Job, SequenceState
 from ..requests.sequence_table import SequenceTable
 
@@ -165,7 +165,8 @@ class DecodeBatch:
         self.sequences = sorted(sequences, key=places.__getitem__)
         self.lines = np.array([sequence.line for sequence in self.sequences], dtype=np.int64)
         self.adapter_spans = adapter_spans((sequence.job.adapter_id, 1) for sequence in self.sequences)
-        self._capacities = np.array([places[sequence][1] for sequence in self.sequences])
+        self._keys = [(sequence.job.adapter_id, places[sequence][1]) for sequence in self.sequences]
+        self._capacities = np.array([capacity for _, capacity in self._keys])
         self._device, self._num_threads = device, num_threads
         self._cache, self._num_moves = cache, cache.num_moves
         self._pool_members = list(self._by_pool(cache))
@@ -175,16 +176,47 @@ class DecodeBatch:
         """True if any sequence of the cache, of these or of others, has moved."""
         return self._cache.num_moves != self._num_moves
 
-    def steps_until_end(self, table: SequenceTable) -> int:
-        """Returns for how many steps no sequence reaches its token limit or the end of its slot."""
+    def pools_of(self, rows: np.ndarray) -> Sequence[SlotPool]:
+        """Returns the pools with slots of these rows, bool [n]."""
+        return [part.pool for part in self._pool_members if rows[part.members].any()]
+
+    def steps_left(self, table: SequenceTable) -> np.ndarray:
+        """Returns after how many steps each sequence reaches its token limit or the end of its slot, int64, [n]."""
         tokens = table.limit[self.lines] - table.count[self.lines] - 1
-        room = self._capacities - table.length[self.lines]
-        return int(np.minimum(tokens, room).min())
+        return np.minimum(tokens, self._capacities - table.length[self.lines])
+
+    def rows_for(self, other: "DecodeBatch") -> np.ndarray | None:
+        """Returns places in this batch for the sequences of the other one, int64, [n], each of the same adapter and
+        slot length; None if there are too few."""
+        free: dict[tuple[str | None, int], list[int]] = {}
+        for place, key in enumerate(self._keys):
+            free.setdefault(key, []).append(place)
+        places = [members.pop() for key in other._keys if (members := free.get(key))]
+        return np.array(places, np.int64) if len(places) == len(other.lines) else None
+
+    def place(self, steps: Sequence[DecodeStep], other: "DecodeBatch", rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Changes the steps of this batch to the sequences of the other one, in these rows.
+
+        Args:
+            lengths: cached tokens of each row's sequence, int64 [all rows]. The other rows get a slot that is unused.
+        """
+        slots = np.full(len(self.lines), -1)
+        slots[rows] = [other._slot_of(sequence).index for sequence in other.sequences]
+        for part, step in zip(self._pool_members, steps, strict=True):
+            own = slots[part.members]
+            step.slots.copy_(torch.from_numpy(np.where(own < 0, part.pool.tensors.num_slots - 1, own)))
+            step.lengths.copy_(torch.from_numpy(lengths[part.members]))
+            step.span = int(lengths[part.members].max()) + 1
 
     def outgrown(self, table: SequenceTable) -> list[SequenceState]:
         """Returns the sequences whose slot has no room for the next token, the oldest first."""
         full = np.flatnonzero(table.length[self.lines] > self._capacities)
         return sorted((self.sequences[number] for number in full), key=lambda sequence: sequence.order)
+
+    def _slot_of(self, sequence: SequenceState) -> CacheSlot:
+        slot = self._cache.slot_of(sequence)
+        assert slot is not None
+        return slot
 
     def _by_pool(self, cache: KVCache) -> Iterator[_PoolMembers]:
         slots = [cache.slot_of(sequence) for sequence in self.sequences]
@@ -205,8 +237,8 @@ class DecodeBatch:
                 groups=_groups([self.sequences[number] for number in members], self._device),
             )
 
-    def steps(self, table: SequenceTable, num_steps: int = 1) -> list[DecodeStep]:
-        """Returns the first of so many steps, of each pool."""
+    def steps(self, table: SequenceTable, num_steps: int | None = 1) -> list[DecodeStep]:
+        """Returns the first of so many steps, of each pool; None for all that its slots have room for."""
         steps = []
         for part in self._pool_members:
             # All but the newest token, which runs now, are cached.
@@ -222,7 +254,7 @@ class DecodeBatch:
                     span=int(lengths.max()) + 1,
                     groups=part.groups,
                     num_threads=self._num_threads,
-                    last_span=int(lengths.max()) + num_steps,
+                    last_span=part.pool.tensors.capacity if num_steps is None else int(lengths.max()) + num_steps,
                 )
             )
         return steps

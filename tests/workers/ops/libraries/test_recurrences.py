@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.ops.libraries.convolution import CausalConv1d
+from trainhouse.workers.ops.libraries.gated_delta import FlashLinearAttention
 from trainhouse.workers.ops.libraries.probe import Library
 from trainhouse.workers.ops.libraries.state_space import MambaSsm
 from trainhouse.workers.ops.recurrences.convolution import CausalConvolution, causal_conv1d_on
@@ -91,7 +92,10 @@ def results(name: str, device: str, lengths: Sequence[int]) -> list[Tensor]:
 def test_a_library_on_a_gpu_computes_the_same(name: str) -> None:
     module = STAND_INS[name].module
     pytest.importorskip(module, reason=f"{module} is not installed")
-    assert CASES[name].library_on(torch.empty(0, device="cuda").device) is not None
+    device = torch.empty(0, device="cuda").device
+    if name == "delta" and (reason := FlashLinearAttention.misfit(device)) is not None:
+        pytest.skip(reason)
+    assert CASES[name].library_on(device) is not None
     found, wanted = results(name, "cuda", LENGTHS), results(name, "cpu", LENGTHS)
     errors = [relative_error(one, other) for one, other in zip(found, wanted, strict=True)]
     assert max(errors) < 3e-2, errors

@@ -105,9 +105,10 @@ async def _events(
                 yield _event(followed, run, news)
                 if news.training.next is not None or news.logged.next is not None:
                     changed.set()
-        await asyncio.sleep(_PERIOD_SECONDS)
-        if not await services.futures.long_polls.wait(changed, _QUIET_SECONDS):
+        # A server that stops refuses new work first, and ends the waits next.
+        if not services.quotas.is_closed and not await services.futures.long_polls.wait(changed, _QUIET_SECONDS):
             yield b": quiet\n\n"
+        await asyncio.sleep(_PERIOD_SECONDS)
 
 
 def _event(followed: Sequence[_Followed], run: _Followed, news: RunMetrics) -> bytes:

@@ -377,7 +377,8 @@ def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
     origin = "a key of `trainhouse keys create NAME`" if has_keys else "any key that starts with tml-"
     return "\n".join(
         (
-            f"ready: {url} serves {', '.join(model.name for model in config.models.base_models)} (API at {url}/docs)",
+            f"ready: {url} serves {', '.join(model.name for model in config.models.base_models)}",
+            f"  {url}/console shows runs in a browser, {url}/docs the API",
             f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}   # {origin}",
             f'  client = trainhouse.ServiceClient("{url}", "{key}")',
         )

@@ -9,7 +9,7 @@ const MAIN = [
   ["training", "unclipped_grad_l2:mean", "Gradient norm"],
   ["training", "tokens_per_second", "Tokens per second"],
   ["training", "step_seconds", "Step time, seconds"],
-  ["training", "queued_seconds", "Waited in queues, seconds"],
+  ["training", "queued_seconds", "Queue wait, seconds"],
 ];
 
 const grid = document.getElementById("charts");
@@ -139,7 +139,7 @@ class Chart {
           height: HEIGHT,
           cursor: { sync: { key: "charts" }, y: false, points: { size: 6 } },
           legend: { show: false },
-          scales: { x: { time: false }, y: { distr: logScale.checked ? 3 : 1 } },
+          scales: { x: { time: false }, y: logScale.checked ? { distr: 3, range: logRange } : {} },
           axes: [{ ...axes, size: 30 }, { ...axes, size: 58, values: (_, ticks) => ticks.map(brief) }],
           series: [{}, ...lines.map(({ run, isRaw }) => ({
             stroke: color(`--c${run.number}`), width: isRaw ? 1 : 2, alpha: isRaw ? 0.25 : 1, spanGaps: true, points: { show: table[0].length < 2 },
@@ -171,6 +171,13 @@ function brief(value) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
   return String(Number(value.toPrecision(size >= 1000 ? 6 : 4)));
+}
+
+/** The decades that a logarithmic axis shows; also round a value that never changes, which has none of its own. */
+function logRange(_, min, max) {
+  if (min === null) return [0.1, 10];
+  const isFlat = max - min < 1e-6 * max;
+  return uPlot.rangeLog(isFlat ? min / 2 : min, isFlat ? max * 2 : max, 10, isFlat);
 }
 
 function names(source) {

@@ -16,17 +16,19 @@ from ..tenants.auth import address_of
 from ..tenants.browser_sessions import LIFETIME_SECONDS
 from .browser_gate import COOKIE
 from .templates import CONSOLE, SIGN_IN, render, static_files, static_version
+from .visitor import PAGES, scopes_of
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)
 
-_HOME = f"{CONSOLE}/runs"
 _MAX_FORM_BYTES = 16 << 10
 _YEAR_SECONDS = 365 * 86400
 
 
 @router.get("")
-async def home() -> Response:
-    return RedirectResponse(_HOME, 303)
+async def home(request: Request, services: ServicesDependency) -> Response:
+    """Leads to the first page that the key's scopes permit."""
+    scopes = await scopes_of(request, services)
+    return RedirectResponse(next((page.path for page in PAGES if page.scope in scopes), PAGES[0].path), 303)
 
 
 @router.get("/static/{version}/{file}")
@@ -42,7 +44,7 @@ async def static_file(version: str, file: str) -> Response:
 
 @router.get("/sign-in")
 async def sign_in_page(
-    request: Request, services: ServicesDependency, next: Annotated[str, Query(max_length=4 * MAX_PATH)] = _HOME
+    request: Request, services: ServicesDependency, next: Annotated[str, Query(max_length=4 * MAX_PATH)] = CONSOLE
 ) -> HTMLResponse:
     return await _form(request, services, next)
 
@@ -64,7 +66,7 @@ async def sign_in(request: Request, services: ServicesDependency) -> Response:
         return page
     services.browsers.end(request.cookies.get(COOKIE))
     tenant = await services.auth.authenticate(token)
-    answer = RedirectResponse(target if is_page(target) else _HOME, 303)
+    answer = RedirectResponse(target if is_page(target) else CONSOLE, 303)
     answer.set_cookie(
         COOKIE,
         services.browsers.begin(tenant.id, token),
@@ -100,7 +102,7 @@ async def _form(
     model, key = (_first_model(config), "tml-local") if is_open else ("MODEL", "KEY")
     code = FIRST_STEPS.format(url=url, key=key, model=model)
     content = {"error": error, "is_open": is_open, "url": url, "code": code}
-    page = render("sign_in.html", visitor=None, next=target if is_page(target) else _HOME, **content)
+    page = render("sign_in.html", visitor=None, next=target if is_page(target) else CONSOLE, **content)
     return HTMLResponse(page, status)
 
 

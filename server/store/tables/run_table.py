@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from sqlalchemy import Connection, String, cast, or_, select, update
+from sqlalchemy import Connection, or_, select, update
 from sqlalchemy.sql import ColumnElement
 
 from ....schemas.schedules import RunSchedules
 from ..database.database import Database, PageInfo
 from ..database.records import RunRecord
-from ..database.schema import checkpoints, runs, sessions
+from ..database.schema import checkpoints, contains, runs, sessions
 from .checkpoint_table import unexpired
 
 
@@ -65,8 +65,8 @@ class RunTable:
             query = query.join(sessions).where(sessions.c.project_id == project_id, runs.c.tenant_id == tenant_id)
         if search:
             of_session = select(sessions.c.display_name).where(sessions.c.session_id == runs.c.session_id)
-            texts = (runs.c.run_id, runs.c.base_model, cast(runs.c.user_metadata, String), of_session.scalar_subquery())
-            matches = or_(*(text.icontains(search, autoescape=True) for text in texts))
+            texts = (runs.c.run_id, runs.c.base_model, runs.c.user_metadata, of_session.scalar_subquery())
+            matches = or_(*(contains(text, search) for text in texts))
             query = query.where(matches, runs.c.tenant_id == tenant_id)
         query = query.order_by(runs.c.last_request_at.desc(), runs.c.run_id)
         return await self._database.select_page(RunRecord, query, offset, limit)

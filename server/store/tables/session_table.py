@@ -8,7 +8,7 @@ from sqlalchemy.sql import ColumnElement
 from ..database.database import Database, PageInfo
 from ..database.records import SessionEnd, SessionRecord
 from ..database.rows import record_of, row_values
-from ..database.schema import checkpoints, logged_metrics, operations, runs, samplers, sessions
+from ..database.schema import checkpoints, contains, logged_metrics, operations, runs, samplers, sessions
 
 
 class SessionTable:
@@ -55,9 +55,8 @@ class SessionTable:
         """
         query = select(sessions).where(sessions.c.tenant_id == tenant_id)
         if search:
-            metadata = cast(sessions.c.user_metadata, String)
-            texts = (sessions.c.session_id, sessions.c.display_name, sessions.c.project_id, metadata)
-            query = query.where(or_(*(text.icontains(search, autoescape=True) for text in texts)))
+            texts = (sessions.c.session_id, sessions.c.display_name, sessions.c.project_id, sessions.c.user_metadata)
+            query = query.where(or_(*(contains(text, search) for text in texts)))
         if is_open is not None:
             query = query.where(sessions.c.finished_at.is_(None) == is_open)
         query = query.order_by(sessions.c.created_at.desc(), sessions.c.session_id)

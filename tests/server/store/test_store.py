@@ -291,6 +291,40 @@ async def test_runs_are_listed_by_last_use(open_store: OpenStore) -> None:
     assert (await store.runs.list_of_tenant("t", 0, 10, project_id="another"))[1].total_count == 0
 
 
+async def test_runs_and_sessions_are_found_by_what_is_written_about_them(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    named = session_record("named", "t", 2.0, display_name="100% Ünique_name", user_metadata={"quote": 'a "b" é'})
+    await store.sessions.insert(named)
+    await store.runs.insert(RunRecord("named:train:0", "named", "t", "Other/Model", LORA, 2.0, 2.0, {"c": 'd "e" é'}))
+    await store.tenants.ensure(TenantRecord("u", "another", 1.0))
+    await store.sessions.insert(session_record("hidden", "u", display_name="100%"))
+    await store.runs.insert(RunRecord("hidden:train:0", "hidden", "u", "Other/Model", LORA, 3.0, 3.0))
+    for search, expected in {
+        "": ["named:train:0", "s:train:0"],
+        "NAMED:": ["named:train:0"],
+        "other/m": ["named:train:0"],
+        "100%": ["named:train:0"],
+        "unique_name": [],
+        "nique_name": ["named:train:0"],
+        "niquexname": [],
+        '"e" é': ["named:train:0"],
+        "_": ["named:train:0"],
+        "\\": [],
+    }.items():
+        runs, page = await store.runs.list_of_tenant("t", 0, 10, search=search)
+        assert ([run.run_id for run in runs], page.total_count) == (expected, len(expected)), search
+    await store.sessions.end("s", 5.0, "success", None)
+    for search, is_open, expected in (
+        ("", None, ["named", "s"]),
+        ("", True, ["named"]),
+        ("", False, ["s"]),
+        ('A "B" é', None, ["named"]),
+        ("100%", False, []),
+    ):
+        sessions, page = await store.sessions.page_of_tenant("t", 0, 10, search, is_open)
+        assert ([one.session_id for one in sessions], page.total_count) == (expected, len(expected)), (search, is_open)
+
+
 async def test_keys_have_scopes_and_limits(open_store: OpenStore) -> None:
     store = await filled(open_store())
     plain = await store.keys.insert("t", "1", 1.0)

@@ -93,7 +93,7 @@ def main(dist: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         client = Environment.with_wheel(Path(scratch) / "client", wheel)
         client.try_program("client_alone.py")
-        server = Environment.with_wheel(Path(scratch) / "server", wheel, ("server", "postgres", "s3"))
+        server = Environment.with_wheel(Path(scratch) / "server", wheel, ("server", "postgres", "s3", "otel"))
         server.try_program("server_and_client.py")
         server.write_sbom(sbom_path(wheel))
     print(f"{sbom_path(wheel).name}: {len(components(sbom_path(wheel)))} packages")

@@ -157,7 +157,7 @@ async def test_routes_without_data_limit_bodies_to_one_mebibyte(app: FastAPI) ->
             assert (answer.status_code == 413) == is_too_large, (route, answer.text)
 
 
-NO_BODY = ("/token", "/publish", "/config", "/dynamic_config", "/ttl")
+NO_BODY = ("/token", "/publish", "/config", "/dynamic_config", "/ttl", "/revoke")
 """Path endings of the routes that read no body, or that look up a checkpoint first."""
 
 

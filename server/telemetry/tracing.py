@@ -67,10 +67,8 @@ class Tracing:
             return
         begun_at = ended.ended_at - ended.busy_seconds
         self._add(work, "queued", begun_at - ended.queued_seconds, ended.queued_seconds)
-        span.set_attribute("trainhouse.seq_id", ended.seq_id)
-        span.set_attribute("trainhouse.tokens", ended.num_tokens)
-        if ended.step is not None:
-            span.set_attribute("trainhouse.step", ended.step)
+        numbers = {"trainhouse.seq_id": ended.seq_id, "trainhouse.tokens": ended.num_tokens}
+        span.set_attributes(numbers if ended.step is None else numbers | {"trainhouse.step": ended.step})
         _end(span, reason)
 
     def sample_ended(self, work: WorkContext, prompt_tokens: int, num_tokens: int | None, reason: str | None) -> None:

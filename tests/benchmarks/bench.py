@@ -19,6 +19,7 @@ from .families import families
 from .full_in_vllm import full_in_vllm
 from .harness import SHAPE, Section, Setup
 from .memory import memory, soak
+from .observability import observability
 from .overlap import overlap, roles_apart
 from .parallel import layout_decoding, layout_memory, layout_steps
 from .sampling import against_vllm, sampling
@@ -36,6 +37,7 @@ DEFAULT: dict[str, Callable[[Setup], Section]] = {
     "roles": roles_apart,
     "durability": durability,
     "families": families,
+    "observability": observability,
 }
 ON_REQUEST: dict[str, Callable[[Setup], Section]] = {
     "vllm": against_vllm,

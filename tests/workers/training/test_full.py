@@ -30,7 +30,7 @@ from trainhouse.workers.state.vectors import MOMENT_VECTORS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, PLAIN_KINDS, RECURRENT_KINDS, tiny_model
+from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, PLAIN_KINDS, tiny_model
 from ..adapted import relative_error
 from ..jobs import answers, job
 from ..requests import repeatable
@@ -133,9 +133,9 @@ def test_every_gradient_and_three_steps_equal_those_of_transformers(kind: str, t
     directory = tiny_model(kind, tmp_path)
     worker, reference = a_worker(directory, micro_batch_tokens=32), Reference(directory, EVEN_ADAM.eps)
     worker.create_run(RunSpec("full", FullConfig()))
-    # States sum up all tokens before; Gemma 4 has twice as many layers, each with one more product.
-    tolerance = 5 * TOLERANCE if kind in (*RECURRENT_KINDS, "gemma4") else TOLERANCE
     for step in range(3):
+        # Steps enlarge what rounding differs by: of Qwen3-Next from 2e-6 to 2e-4, of Gemma 4 from 1e-5 to 1e-4.
+        tolerance = TOLERANCE if step == 0 else 10 * TOLERANCE
         for batch in range(2):
             data = some_data(10 * step + batch)
             (output,) = run(worker, supervised("full", data))

@@ -51,6 +51,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return TinyModels(tmp_path_factory.mktemp("models"))
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Runs async tests with asyncio only: selenium brings trio, with which they would be repeated."""
+    return "asyncio"
+
+
 @pytest.fixture(params=["kernels", "torch"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test with kernels.c, and as if there were no compiler."""

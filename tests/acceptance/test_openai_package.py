@@ -31,11 +31,6 @@ TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": {
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tiny_model("llama", tmp_path_factory.mktemp("letters"))
     save_letter_tokenizer(directory)

@@ -36,11 +36,6 @@ NUM_UNDER_WAY = 200
 ENDLESS = 600
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass(frozen=True)
 class Request:
     """patience: seconds after which it is abandoned, or None. cancels: by cancelling it, not by a timeout."""

@@ -173,7 +173,7 @@ def test_https_to_a_plain_http_server_is_reported(shared_server: LiveServer) -> 
         "--base-url",
     ]
     done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and "SSL" in done.stderr and "not permitted" not in done.stderr, done.stderr
+    assert done.returncode == 3 and "SSL" in done.stderr and "not permitted" not in done.stderr, done.stderr
 
 
 def test_closing_the_client_fails_pending_requests(shared_server: LiveServer) -> None:

@@ -16,11 +16,6 @@ from .real import Server, running_server, server_config, started_dispatch
 from .s3 import S3, s3_server
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture
 async def api(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Api]:
     async with running_api(tmp_path / "state") as running:

@@ -4,10 +4,14 @@ Results go to standard output, everything else to standard error.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters except for tabs and ends of lines."""
 
 
 def print_json(value: object) -> None:
@@ -45,7 +49,12 @@ def print_table(head: tuple[str, ...], rows: Iterable[Sequence[object]]) -> None
 
 
 def _shown(cell: object) -> str:
-    return f"{cell.astimezone():%Y-%m-%d %H:%M}" if isinstance(cell, datetime) else str(cell)
+    return f"{cell.astimezone():%Y-%m-%d %H:%M}" if isinstance(cell, datetime) else for_terminal(str(cell))
+
+
+def for_terminal(text: str) -> str:
+    """Returns the text without characters by which a model or another user could steer the terminal, if this is one."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text) if sys.stdout.isatty() else text
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import httpx
 import typer
 
 from ..options import new_app
-from ..output import print_json
+from ..output import for_terminal, print_json
 from .sample import MaxTokens, Model, Seed, Temperature, TopP, streamed
 from .server import Server, check_answer, through_server
 
@@ -72,7 +72,7 @@ def _answer(client: httpx.Client, body: dict[str, object], is_printed: bool) -> 
             for choice in chunk["choices"]:
                 pieces.append(choice["delta"].get("content") or "")
                 if is_printed:
-                    print(pieces[-1], end="", flush=True)
+                    print(for_terminal(pieces[-1]), end="", flush=True)
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise

@@ -9,7 +9,7 @@ import httpx
 import typer
 
 from ..options import new_app
-from ..output import print_json
+from ..output import for_terminal, print_json
 from .server import Server, check_answer, through_server
 
 app = new_app()
@@ -49,10 +49,10 @@ def sample(
             if server.as_json:
                 print_json(answer.json())
                 return
-            print("\n---\n".join(choice["text"] for choice in answer.json()["choices"]))
+            print("\n---\n".join(for_terminal(choice["text"]) for choice in answer.json()["choices"]))
             return
         for chunk in streamed(client, "completions", body):
-            print("".join(choice["text"] for choice in chunk["choices"]), end="", flush=True)
+            print(for_terminal("".join(choice["text"] for choice in chunk["choices"])), end="", flush=True)
         print()
 
 

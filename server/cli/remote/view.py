@@ -21,7 +21,7 @@ from ....schemas import training
 from ....schemas.codec import JSON, decode_forward_backward
 from ....schemas.errors import RequestError
 from ..options import new_app
-from ..output import print_json, print_table
+from ..output import for_terminal, print_json, print_table
 from .server import Server, through_server
 
 app = new_app()
@@ -177,9 +177,9 @@ def _print_rows(viewed: ViewedDatum) -> None:
 
 def coloured(viewed: ViewedDatum) -> Text:
     """Returns the text of the datum, with the colour of each token."""
-    text = Text(viewed.first, "dim")
+    text = Text(for_terminal(viewed.first), "dim")
     for piece, value in zip(viewed.texts, viewed.significance, strict=True):
-        text.append(piece.replace("\n", "↵\n"), _style(value))
+        text.append(for_terminal(piece).replace("\n", "↵\n"), _style(value))
     return text
 
 

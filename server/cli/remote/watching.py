@@ -32,24 +32,21 @@ class RunReader:
 
 
 class _Series:
-    """A series that arrives in parts. after: the cursor for the newest part, which is read again until it is full."""
+    """A series that arrives in parts. after: the cursor for the next one."""
 
     def __init__(self) -> None:
         self.after = -1
-        self._full: list[MetricSeries] = []
-        self._newest = MetricSeries(steps=[], times=[], metrics={}, next=None)
+        self._parts: list[MetricSeries] = []
 
     def add(self, part: MetricSeries) -> bool:
         """Adds the part after `self.after`; returns whether it is the newest."""
-        self._newest = part
-        if part.next is None:
-            return True
-        self._full.append(part)
-        self.after = part.next
-        return False
+        if part.last is not None:
+            self._parts.append(part)
+            self.after = part.last
+        return part.next is None
 
     def joined(self) -> MetricSeries:
-        parts = [*self._full, self._newest]
+        parts = self._parts
         names = dict.fromkeys(name for part in parts for name in part.metrics)
         return MetricSeries(
             steps=[step for part in parts for step in part.steps],
@@ -59,6 +56,7 @@ class _Series:
                 for name in names
             },
             next=None,
+            last=parts[-1].last if parts else None,
         )
 
 

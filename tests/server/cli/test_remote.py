@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from trainhouse import AdamParams, Datum, ServiceClient
 from trainhouse.server.cli.commands import main
+from trainhouse.server.cli.output import for_terminal, print_table
 from trainhouse.server.cli.remote.curves import curve
 from trainhouse.server.cli.remote.watching import RunReader
 
@@ -235,6 +236,21 @@ def test_a_profiles_key_is_sent_to_no_other_url(capsys: pytest.CaptureFixture[st
     assert main(["runs", "list", "--profile=a", "--base-url=http://127.0.0.1:10"]) == 1
     assert "has no api_key for this URL" in capsys.readouterr().err
     assert main(["runs", "list", "--profile=a", "--base-url=http://127.0.0.1:9"]) == 3
+
+
+# On a terminal
+
+
+def test_control_characters_reach_a_pipe_but_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\x1b[2J\x9b\tb\n"
+    assert for_terminal(text) == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert for_terminal(text) == "a\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}\tb\n"
+    print_table(("RUN",), [("s:train:0",), ("\x1b]0;x",)])
+    shown = capsys.readouterr().out
+    assert "s:train:0" in shown and "\x1b]0" not in shown
 
 
 # Curves

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from trainhouse.server.cli import plan
+from trainhouse.server.cli import commands
 from trainhouse.tests.server.hub import Hub, hub_server
 from trainhouse.tests.tiny import tiny_model
 from trainhouse.workers.models import hub as hub_files
@@ -152,7 +152,7 @@ def test_the_last_copy_is_served_while_the_hub_is_unreachable(
 
 def test_plan_reads_only_config_json(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub.add(REPOSITORY, "config.json", (tiny_model("qwen3", tmp_path / "tiny") / "config.json").read_bytes())
-    assert plan.main([f"--base-model=tiny={URL}", "--parallel=tp=2"]) == 0
+    assert commands.main(["plan", f"--base-model=tiny={URL}", "--parallel=tp=2"]) == 0
     assert "tiny (qwen3)" in capsys.readouterr().out
     assert {request.rpartition("/")[2] for request in hub.requests if "/resolve/" in request} == {"config.json"}
 

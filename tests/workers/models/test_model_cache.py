@@ -14,7 +14,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from trainhouse.server.cli import plan
+from trainhouse.server.cli import commands
 from trainhouse.server.config.knob_values import ConfigError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.replication.state_lock import StartError
@@ -230,11 +230,11 @@ def test_plan_reads_only_config_json(s3: S3, tmp_path: Path, capsys: pytest.Capt
     at = upload_model(tmp_path, "planned")
     s3.requests.clear()
     for source in (at, f"{at}/config.json"):
-        assert plan.main([f"--base-model=tiny={source}", "--parallel=tp=2"]) == 0
+        assert commands.main(["plan", f"--base-model=tiny={source}", "--parallel=tp=2"]) == 0
         assert "tiny (qwen3)" in capsys.readouterr().out
     read = {request.partition(" ")[2].rpartition("/")[2] for request in s3.requests}
     assert read == {"config.json"}
-    assert plan.main([f"--base-model=tiny=s3://{BUCKET}/none"]) == 1
+    assert commands.main(["plan", f"--base-model=tiny=s3://{BUCKET}/none"]) == 1
     assert "there is no such bucket or prefix" in capsys.readouterr().err
 
 

@@ -56,7 +56,7 @@ def test_sdk_clients_resolve_hub_ids_and_directories(model: Path, tmp_path: Path
     assert len(json.loads(found[0])) == 3
     assert found == [found[0]] * 5 + ["none"], "sampling clients have only the name"
     (warning,) = [line for line in log.splitlines() if "is not a hub id" in line]
-    assert " chat is not a hub id" in warning and f"serve {model} under the name ORGANISATION/MODEL" in warning
+    assert '"chat is not a hub id' in warning and f"serve {model} under the name ORGANISATION/MODEL" in warning
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ class Auth:
 
     loopback: only this machine can reach the server. Then, until the first key is created, the server is open: any
     `tml-` key is accepted and is its own tenant.
+    unauthenticated_limits: of requests from an address with keys that are not valid.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Auth:
         self._clock = clock
         self._tokens = Tokens()
         self._rates = RateLimits(clock)
-        self._unauthenticated_limits = UnauthenticatedLimits(unauthenticated_per_minute, clock)
+        self.unauthenticated_limits = UnauthenticatedLimits(unauthenticated_per_minute, clock)
         # Valid until the store's counts of keys change. Then both are replaced, so that a look-up that began earlier
         # writes to dicts that are no longer read. Refused keys are separate, so that they cannot evict valid ones.
         self._valid_keys: dict[str, _AuthenticatedKey] = {}
@@ -86,7 +87,7 @@ class Auth:
         key, address = presented_key(request), address_of(request)
         known = await self._look_up(key, address) if key else None
         if known is None:
-            self._unauthenticated_limits.take(address)
+            self.unauthenticated_limits.take(address)
             raise self._refusal(key)
         if known.key is not None:
             if known.key.requests_per_minute is not None and route not in UNCOUNTED:
@@ -113,7 +114,7 @@ class Auth:
         """
         known = await self._look_up(key, address) if key.startswith(KEY_PREFIX) else None
         if known is None:
-            self._unauthenticated_limits.take(address)
+            self.unauthenticated_limits.take(address)
             raise self._refusal(key)
         return self._tokens.issue(hash_key(key), known.tenant.id, known.tenant.name, seconds)
 
@@ -173,7 +174,7 @@ class Auth:
         if key_hash in refused:
             return None
         if address is not None and key_hash not in self._once_valid:
-            self._unauthenticated_limits.check(address)
+            self.unauthenticated_limits.check(address)
         known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
         if known is not None:
             _cache(in_force, key_hash, known)

@@ -44,7 +44,7 @@ async def test_a_wrong_key_is_refused_and_not_repeated(api: Api, key: str) -> No
 
 async def test_guesses_are_limited_like_those_of_the_api(api: Api) -> None:
     await create_key(api.services.store, "team")
-    api.services.auth._unauthenticated_limits = UnauthenticatedLimits(5, Clock())
+    api.services.auth.unauthenticated_limits = UnauthenticatedLimits(5, Clock())
     async with new_browser(api.app) as client:
         statuses = [(await sign_in(client, f"tml-guess-{number}")).status_code for number in range(6)]
     assert statuses == [401] * 5 + [429]

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -198,6 +199,7 @@ async def test_a_collector_that_does_not_respond_delays_the_end_by_a_bounded_tim
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("trainhouse.server.telemetry.open_tracing._FLUSH_SECONDS", 0.3)
+    earlier = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         async with opened_tracing(os.environ) as tracing:
@@ -207,6 +209,11 @@ async def test_a_collector_that_does_not_respond_delays_the_end_by_a_bounded_tim
             tracing.sample_ended(work, 1, 1, None)
             began_at = time.monotonic()
         assert 0.3 <= time.monotonic() - began_at < 3.0
+    # The export's threads would log its failure during a later test.
+    for thread in set(threading.enumerate()) - earlier:
+        if thread.daemon:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

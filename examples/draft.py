@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
         if options.draft_vocab_size and not options.resume:
             build_vocab_map(draft, train)
         if options.captured:
-            train, held_out = (list(draft.capture(each).result()) for each in (train, held_out))
+            train, held_out = (capture(draft, each) for each in (train, held_out))
         checkpoints = earlier_checkpoints(service, options.resume)
 
         print(f"held-out {evaluate(draft, held_out, options.algorithm)}", flush=True)
@@ -129,6 +129,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64, help="of each sampled answer")
     parser.add_argument("--draft-vocab-size", type=int, help="for eagle3: number of tokens, the most frequent")
     parser.add_argument(
+        "--target-repr",
+        choices=["hidden_state", "logits", "pruned_logits"],
+        help="for eagle3: form in which the draft reads, and --captured stores, the target's distribution",
+    )
+    parser.add_argument(
+        "--target-top-k", type=int, help="with pruned_logits: logits kept per token; default: those of its vocabulary"
+    )
+    parser.add_argument(
         "--captured", action="store_true", help="run the target once over all texts, and train on the stored features"
     )
     parser.add_argument("--steps", type=int, default=40)
@@ -146,6 +154,8 @@ def created(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
         options.algorithm,
         target_path=options.target_path,
         draft_vocab_size=options.draft_vocab_size,
+        target_repr=options.target_repr,
+        target_top_k=options.target_top_k,
         seed=0,
     )
 
@@ -153,7 +163,7 @@ def created(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
 def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClient:
     """Returns the resumed draft with the target of this call's options, whose checkpoint may have moved since.
 
-    Raises ResumeError if the checkpoint is not a draft's, or one of another algorithm.
+    Raises ResumeError if the checkpoint is not a draft's, or one of another algorithm or form of the target.
     """
     draft = service.create_training_client_from_state_with_optimizer(options.resume)
     info = draft.get_info()
@@ -166,6 +176,13 @@ def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
             f"{options.resume} is of a draft of {found}, and --algorithm is {options.algorithm}: resume it with"
             f" --algorithm {found}"
         )
+    for flag in ("target_repr", "target_top_k"):
+        wanted, found = getattr(options, flag), getattr(info.draft, flag)
+        if wanted not in (None, found):
+            raise ResumeError(
+                f"{options.resume} is of a draft with {flag} {found}, and --{flag.replace('_', '-')} is {wanted}: a"
+                " resumed draft keeps its own, leave it out"
+            )
     draft.set_target(options.target_path).result()
     return draft
 
@@ -213,6 +230,13 @@ def build_vocab_map(draft: TrainingClient, data: Sequence[Datum]) -> None:
     tokens, weights = ([each.loss_fn_inputs[name] for each in data] for name in ("target_tokens", "weights"))
     counted = draft.build_vocab_map(tokens, weights).result()
     print(f"vocabulary of {counted.size} tokens: {counted.covered:.1%} of the tokens to predict", flush=True)
+
+
+def capture(draft: TrainingClient, data: Sequence[Datum]) -> list[Datum]:
+    captured = draft.capture(data).result()
+    num_tokens = sum(len(each.tokens) for each in data)
+    print(f"captured {num_tokens} tokens: {captured.num_bytes / num_tokens:.0f} bytes per token", flush=True)
+    return list(captured)
 
 
 def train_step(

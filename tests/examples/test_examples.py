@@ -150,6 +150,26 @@ def test_training_on_captured_features_equals_online_training(shared_server: Liv
         assert features is not None and features.num_references == 0, "features are released with their runs"
 
 
+@pytest.mark.slow
+def test_a_draft_reads_its_target_in_the_chosen_form_and_keeps_it_when_resumed(
+    shared_server: LiveServer, short_text: Path
+) -> None:
+    command = [*draft_command(shared_server, "eagle3", short_text), "--steps", 2, "--captured"]
+    forms = {"hidden_state": [], "logits": [], "pruned_logits": ["--target-top-k", 1]}
+    printed = {form: run(*command, "--target-repr", form, *more) for form, more in forms.items()}
+    runs = {form: DraftRun.parse(output) for form, output in printed.items()}
+    sizes = {form: values(r"captured \d+ tokens: (\d+) bytes per token", output)[0] for form, output in printed.items()}
+    assert sizes["pruned_logits"] < sizes["hidden_state"] < sizes["logits"]
+    assert runs["logits"].losses == pytest.approx(runs["hidden_state"].losses, abs=2e-3)
+    assert runs["pruned_logits"].losses != pytest.approx(runs["hidden_state"].losses, abs=2e-3), "one logit is too few"
+
+    resumed = [*command, "--steps", 3, "--resume", next(iter(runs["logits"].saved))]
+    assert len(DraftRun.parse(run(*resumed)).losses) == 1
+    refused = run_command(*resumed, "--target-repr", "hidden_state")
+    assert refused.returncode == 2
+    assert "is of a draft with target_repr logits, and --target-repr is hidden_state" in refused.stderr
+
+
 def test_earlier_checkpoints_are_found_after_repeated_resumes(shared_server: LiveServer) -> None:
     resumed, on_the_way = None, []
     for steps, last in (((2, 4), 2), ((4, 6, 8), 6), ((7, 8, 9), 9)):

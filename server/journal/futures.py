@@ -9,8 +9,8 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import Category, RequestError
 from ...schemas.futures import Pending, RequestFailed
-from ..files.segment import MAX_BODY_BYTES, read_segment
+from ..files.segment import MAX_BODY_BYTES, LogRecord, read_segment
 from ..files.segment_log import Guard, RecordPosition, SegmentLog
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import OperationRecord, ResultRecord, Store
@@ -101,15 +101,22 @@ class Future:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def header(self) -> dict[str, object]:
-        """Returns what the store records, except the result's place and size."""
+        """Returns what the file records of the result in addition to its body."""
+        header = self._columns()
+        return header if self.ended is None else {**header, _ENDED: vars(self.ended)}
+
+    def record(self) -> ResultRecord:
+        """Returns what the store records of a result that is in the file."""
+        return ResultRecord(place=str(self.place), size_bytes=self.num_bytes, **self._columns())
+
+    def _columns(self) -> dict[str, Any]:
         assert self.result is not None
-        header = {
+        return {
             "request_id": self.request_id,
             "tenant_id": self.tenant_id,
             "encoding": self.result.encoding,
             "created_at": self.resolved_at,
         }
-        return header if self.ended is None else {**header, _ENDED: asdict(self.ended)}
 
     def end(self) -> None:
         """Calls `on_stored`, and drops the references to the operation, which no callback needs any more."""
@@ -322,9 +329,8 @@ class Futures:
                 continue
             batch = self._unstored[:_MAX_PER_WRITE]
             try:
-                await self._store.results.put(
-                    *_records(_Stored(str(one.place), one.num_bytes, one.header()) for one in batch)
-                )
+                ended = [one.ended for one in batch if one.ended is not None]
+                await self._store.results.put([one.record() for one in batch], ended)
             except SQLAlchemyError as error:
                 if self._closing.is_set():
                     raise
@@ -333,7 +339,7 @@ class Futures:
                 continue
             self._store_errors.succeeded()
             del self._unstored[: len(batch)]
-            self._on_operations({one.ended.run_id for one in batch if one.ended is not None})
+            self._on_operations({one.run_id for one in ended})
             for future in batch:
                 future.end()
                 self._stored[future.request_id] = future
@@ -350,15 +356,16 @@ class Futures:
         start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
         records = await asyncio.to_thread(lambda: list(self._records_after(start)))
         for first in range(0, len(records), _MAX_PER_WRITE):
-            await self._store.results.put(*_records(records[first : first + _MAX_PER_WRITE]))
+            results, operations = zip(*records[first : first + _MAX_PER_WRITE], strict=True)
+            await self._store.results.put(results, [one for one in operations if one is not None])
 
-    def _records_after(self, start: RecordPosition) -> Iterator["_Stored"]:
+    def _records_after(self, start: RecordPosition) -> Iterator[tuple[ResultRecord, OperationRecord | None]]:
         for segment in self._segments.earlier:
             if segment < start.segment:
                 continue
             for stored in read_segment(self._segments.path(segment)):
                 if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
-                    yield _Stored(str(RecordPosition(segment, stored.offset)), len(stored.body), stored.header)
+                    yield _read_result(RecordPosition(segment, stored.offset), stored)
 
     def _evict_oldest(self) -> None:
         request_id, future = self._stored.popitem(last=False)
@@ -370,24 +377,12 @@ def _nothing() -> None:
     """Replaces Future.on_stored after Future.end."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A result in a segment; header: as Future.header returns it."""
-
-    place: str
-    num_bytes: int
-    header: Mapping[str, object]
-
-
-def _records(stored: Iterable[_Stored]) -> tuple[list[ResultRecord], list[OperationRecord]]:
-    """Returns the records of results, and of the operations that they end."""
-    results, operations = [], []
-    for one in stored:
-        header = dict(one.header)
-        if (ended := header.pop(_ENDED, None)) is not None:
-            operations.append(OperationRecord(**cast(dict[str, Any], ended)))
-        results.append(ResultRecord(place=one.place, size_bytes=one.num_bytes, **cast(dict[str, Any], header)))
-    return results, operations
+def _read_result(place: RecordPosition, stored: LogRecord) -> tuple[ResultRecord, OperationRecord | None]:
+    """Returns the records of a result in a segment, and of the operation that it ends."""
+    columns = cast(dict[str, Any], dict(stored.header))
+    ended = columns.pop(_ENDED, None)
+    result = ResultRecord(place=str(place), size_bytes=len(stored.body), **columns)
+    return result, None if ended is None else OperationRecord(**ended)
 
 
 def _lost(header: Header) -> str:

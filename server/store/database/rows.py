@@ -1,6 +1,5 @@
 """Converts records to rows and back. A record's fields are named like its table's columns."""
 
-import dataclasses
 from typing import TypeVar
 
 from sqlalchemy import Row
@@ -12,9 +11,7 @@ Record = TypeVar("Record")
 
 
 def row_values(record: object) -> dict[str, object]:
-    assert dataclasses.is_dataclass(record)
-    values = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return {name: _column_value(value) for name, value in values.items()}
+    return {name: _column_value(value) for name, value in vars(record).items()}
 
 
 def _column_value(value: object) -> object:

@@ -113,11 +113,14 @@ def read_new_model(models: ModelRegistry, directory: Path, program: Program = PO
 
 
 def read_draft(models: ModelRegistry, directory: Path) -> Trainable:
-    """Returns a new draft, not registered yet, with the checkpoint's weights and vocabulary. Raises like read_saved."""
+    """Returns a new draft that only proposes tokens, not registered yet, with the checkpoint's weights and vocabulary.
+
+    Raises like read_saved.
+    """
     training = CheckpointDescription.read(directory).training
     if not isinstance(training, DraftConfig):
         raise OperationError("the checkpoint is not a draft's: name a checkpoint of a model whose model_role is draft")
-    return _filled(models.build(training, DRAFT_PROGRAMS[training.algorithm], is_shared=False), directory)
+    return _filled(models.build(training, DRAFT_PROGRAMS[training.algorithm], trains_drafts=False), directory)
 
 
 def _filled(model: Trainable, directory: Path) -> Trainable:

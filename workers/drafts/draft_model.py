@@ -40,12 +40,19 @@ class DraftModel(Trainable):
     kind = "drafts"
 
     def __init__(
-        self, draft: DraftConfig, base: BaseModel, program: DraftProgram, moments: MomentFormat, groups: DraftGroups
+        self,
+        draft: DraftConfig,
+        base: BaseModel,
+        program: DraftProgram,
+        moments: MomentFormat,
+        groups: DraftGroups,
+        is_trained: bool = True,
     ) -> None:
         """Raises OperationError if the configuration is not possible for this base model.
 
         Args:
-            groups: the ranks that train the draft.
+            groups: the ranks that have parts of the draft.
+            is_trained: False if it only proposes tokens.
         """
         self._base = base
         self._algorithm = program.algorithm
@@ -58,7 +65,7 @@ class DraftModel(Trainable):
             multiple_of=1 if is_alone else ZeroShards.multiple_of(groups.mesh),
         )
         zero = None if is_alone else ZeroShards(layout, groups.mesh)
-        super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout), moments, zero)
+        super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout), moments, zero, is_trained)
         self.groups, self.mesh = groups, groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.vocabulary_is_chosen = self.has_full_vocabulary

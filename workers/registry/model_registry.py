@@ -103,11 +103,12 @@ class ModelRegistry:
         with self.residency.holding(vectors):
             yield models
 
-    def build(self, training: TrainingConfig, program: Program = POLICY, is_shared: bool = True) -> Trainable:
+    def build(self, training: TrainingConfig, program: Program = POLICY, trains_drafts: bool = True) -> Trainable:
         """Returns a model with zero weights and no id yet.
 
         Args:
-            is_shared: whether all ranks train a draft together; otherwise each rank has one for itself.
+            trains_drafts: whether all ranks train a draft together; otherwise each rank has one for itself, which only
+                proposes tokens.
         Raises:
             OperationError: the rank is too high, nothing is trainable, or the base model does not support it.
         """
@@ -115,8 +116,8 @@ class ModelRegistry:
             return FullWeights(training, self._base, program, self._moments)
         if isinstance(training, DraftConfig):
             assert isinstance(program, DraftProgram)
-            groups = self._draft_groups if is_shared else DraftGroups.alone()
-            draft = DraftModel(training, self._base, program, self._moments, groups)
+            groups = self._draft_groups if trains_drafts else DraftGroups.alone()
+            draft = DraftModel(training, self._base, program, self._moments, groups, trains_drafts)
             draft.target_version = self._base_version
             return draft
         return self.lora.build(training, program)

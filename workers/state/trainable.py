@@ -55,6 +55,7 @@ class Trainable(ABC):
         arrange: Arrange,
         moments: MomentFormat = MOMENTS["float32"],
         zero: ZeroShards | None = None,
+        is_trained: bool = True,
     ) -> None:
         """Creates a model with zero weights on the device; for dtype and arrange see StateVectors.
 
@@ -62,6 +63,7 @@ class Trainable(ABC):
             moments: the storage format of exp_avg and exp_avg_sq.
             zero: shards accumulator, exp_avg and exp_avg_sq over ranks, and the weights if products need a copy of
                 them in another dtype; None if each rank keeps all of them.
+            is_trained: whether it needs weights in float32. Otherwise they are kept in `dtype` alone.
         """
         self.layout, self.program = layout, program
         self.moments, self.zero = moments, zero
@@ -69,7 +71,8 @@ class Trainable(ABC):
         if zero is not None and self._has_gathered:
             self.vectors = StateVectors(torch.zeros(zero.size, device=device), dtype, arrange, layout.size)
         else:
-            self.vectors = StateVectors(torch.zeros(layout.size, device=device), dtype, arrange)
+            kept = torch.float32 if is_trained else dtype
+            self.vectors = StateVectors(torch.zeros(layout.size, device=device, dtype=kept), dtype, arrange)
         self.gradients = Gradients(self.vectors, layout.size, zero)
         self.num_steps = 0
         self._num_changes_when_finite = -1
@@ -90,7 +93,10 @@ class Trainable(ABC):
 
     @property
     def weights(self) -> Tensor:
-        """The weights that this rank keeps in float32: all of its layout [P], or its part of them."""
+        """The weights that this rank keeps in float32: all of its layout [P], or its part of them.
+
+        Those of a model that is not trained are in the dtype of products.
+        """
         return self.vectors.weights
 
     def has_finite_weights(self) -> bool:
@@ -149,7 +155,8 @@ class Trainable(ABC):
         return {name: vectors[name] for name in (*trained, *self.gradients.live_vectors()) if name in vectors}
 
     def fill(self, name: str, fill: Callable[[Tensor], None]) -> None:
-        """Sets weights, exp_avg, exp_avg_sq or accumulator. `fill` writes all of its values to a float32 [P]."""
+        """Sets weights, exp_avg, exp_avg_sq or accumulator. `fill` writes all of its values to a float32 [P], or to one
+        in the dtype of the weights if the model is not trained."""
         vector = self._vector(name)
         if self.zero is None or not self._is_in_parts(name):
             values = self._float32(name, vector)

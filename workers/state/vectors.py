@@ -44,7 +44,7 @@ class StateVectors:
     """
 
     def __init__(self, weights: Tensor, dtype: torch.dtype, arrange: Arrange, gathered_size: int | None = None) -> None:
-        """Takes the weights, float32 on the device.
+        """Takes the weights on the device, float32, or in `dtype` if they are never trained.
 
         Args:
             dtype: of products with the weights.
@@ -99,7 +99,7 @@ class StateVectors:
         if (gathered := self.get("gathered")) is not None:
             return gathered.views
         weights = self._on_device.get("weights") or self._unavailable("weights")
-        if self._dtype == torch.float32:
+        if self._dtype == weights.tensor.dtype:
             return weights.views
         if self._cast is None:
             self._cast = ViewedVector(weights.tensor.to(self._dtype), self._arrange)

@@ -180,6 +180,24 @@ def test_saved_draft_loads_unchanged(worker: Worker, tmp_path: Path, algorithm: 
         worker.load_run("third", str(tmp_path), optimizer=True)
 
 
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("bfloat16", 2), ("float32", 4)])
+def test_a_draft_that_only_proposes_keeps_weights_in_the_dtype_of_products_alone(
+    tiny_models: dict[str, Path], tmp_path: Path, dtype: str, num_bytes: int
+) -> None:
+    worker = new_worker(tiny_models["qwen3"], dtype=dtype)
+    create_draft(worker)
+    train(worker, 2)
+    worker.save_run("draft", str(tmp_path), optimizer=False)
+    trained, size = loss(worker), worker._models.get("draft").layout.size
+    before = worker.memory()["drafts_on_device"]
+    worker.load_draft("proposer", str(tmp_path))
+    assert loss(worker, "proposer") == trained
+    kept = worker.memory()["drafts_on_device"] - before
+    assert kept == num_bytes * size != (4 + num_bytes) * size
+    worker._models.residency.leave_device()
+    assert loss(worker, "proposer") == trained, "after it was away from the device"
+
+
 def test_snapshot_resumes_a_draft_in_the_middle_of_a_window(directory: Path, tmp_path: Path) -> None:
     """The draft has pending gradients, a target other than the base model, and a pruned vocabulary."""
     worker, other = new_worker(directory), new_worker(directory)

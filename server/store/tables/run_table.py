@@ -64,8 +64,9 @@ class RunTable:
         if project_id is not None:  # other tenants' projects are private
             query = query.join(sessions).where(sessions.c.project_id == project_id, runs.c.tenant_id == tenant_id)
         if search:
-            of_session = select(sessions.c.display_name).where(sessions.c.session_id == runs.c.session_id)
-            texts = (runs.c.run_id, runs.c.base_model, runs.c.user_metadata, of_session.scalar_subquery())
+            of_run = sessions.alias()
+            name = select(of_run.c.display_name).where(of_run.c.session_id == runs.c.session_id).scalar_subquery()
+            texts = (runs.c.run_id, runs.c.base_model, runs.c.user_metadata, name)
             matches = or_(*(contains(text, search) for text in texts))
             query = query.where(matches, runs.c.tenant_id == tenant_id)
         query = query.order_by(runs.c.last_request_at.desc(), runs.c.run_id)

@@ -95,7 +95,7 @@ def test_a_stopping_server_leaves_hanging_uploads_to_the_next_one(
 
         def states() -> dict[str, list[str]]:
             listed = httpx.get(url, headers=headers).json()["checkpoints"]
-            return {one["checkpoint_id"]: [copy["state"] for copy in one["copies"]] for one in listed}
+            return {one["checkpoint_id"]: [copy["state"] for copy in one["copies"] or ()] for one in listed}
 
         wait_until(lambda: states() == {"weights/a": ["copied"], "weights/b": ["copied"]})
 

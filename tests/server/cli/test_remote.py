@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from trainhouse import AdamParams, Datum, ServiceClient
 from trainhouse.server.cli.commands import main
@@ -39,7 +41,17 @@ def run(shared_server: LiveServer) -> Iterator[str]:
             client.log({"reward": step / NUM_STEPS}).result(60)
         client.save_state("state").result(60)
         client.save_weights_for_sampler("sampler").result(60)
+        # Ended operations reach the history in batches.
+        history = f"{shared_server.url}/api/v1/training_runs/{client.model_id}/operations"
+        deadline = time.monotonic() + 20
+        while not _has_saved_sampler(history) and time.monotonic() < deadline:
+            time.sleep(0.05)
         yield client.model_id
+
+
+def _has_saved_sampler(history: str) -> bool:
+    operations = httpx.get(history, headers={"X-API-Key": KEY}).raise_for_status().json()["operations"]
+    return any(each["kind"] == "save_weights_for_sampler" for each in operations)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

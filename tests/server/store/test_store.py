@@ -313,6 +313,9 @@ async def test_runs_and_sessions_are_found_by_what_is_written_about_them(open_st
     }.items():
         runs, page = await store.runs.list_of_tenant("t", 0, 10, search=search)
         assert ([run.run_id for run in runs], page.total_count) == (expected, len(expected)), search
+    await store.sessions.set_project("s", "project")
+    for search, number in {"s:train": 1, "100%": 0}.items():
+        assert (await store.runs.list_of_tenant("t", 0, 10, "project", search=search))[1].total_count == number
     await store.sessions.end("s", 5.0, "success", None)
     for search, is_open, expected in (
         ("", None, ["named", "s"]),

@@ -146,7 +146,7 @@ def test_base_model_and_mirror_can_both_be_at_the_hub(tmp_path: Path) -> None:
 
         with live_server({MODEL: "hf://alice/tiny@main"}, state, **flags) as server:
             with trainhouse.ServiceClient(server.url, ALICE) as service:
-                client = service.create_lora_training_client(MODEL, rank=4)
+                client = service.create_lora_training_client(MODEL, rank=4, seed=1)
                 untrained = loss(client)
                 client.forward_backward(data, "cross_entropy").result()
                 client.optim_step(trainhouse.AdamParams(learning_rate=0.1)).result()

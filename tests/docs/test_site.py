@@ -1,0 +1,77 @@
+"""The site is built without a warning and loads nothing from elsewhere; its reference has all that the code has."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trainhouse
+from trainhouse.server.cli.commands import COMMANDS
+from trainhouse.server.config.server_config import KNOBS
+
+from .blocks import ROOT
+
+LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//""")
+
+
+def build(site: Path, config: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(config),
+        "--site-dir",
+        str(site),
+    ]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("site")
+    done = build(site, ROOT / "deploy" / "site" / "mkdocs.yml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
+@pytest.mark.slow
+def test_every_page_is_built_and_loads_nothing_from_other_servers(site: Path) -> None:
+    pages = {page.relative_to(site).with_suffix(".md") for page in site.rglob("*.html")}
+    assert pages >= {page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")}
+    assert not [page for page in site.rglob("*.html") if LOADED.search(page.read_text())]
+    assert LOADED.search('<link rel="stylesheet" href="https://fonts.example/x.css">')
+
+
+@pytest.mark.slow
+def test_links_to_the_source_lead_to_pages_that_show_it(site: Path) -> None:
+    assert "source/examples/ppo.py.html" in (site / "roles.html").read_text()
+    assert "create_reference_client" in (site / "source" / "examples" / "ppo.py.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_option_command_endpoint_and_name(site: Path) -> None:
+    def text(name: str) -> str:
+        return re.sub(r"<[^>]+>", "", (site / "reference" / f"{name}.html").read_text())
+
+    assert not [knob.flag for knob in KNOBS.values() if knob.flag not in text("configuration")]
+    assert not [command for command in COMMANDS if f"trainhouse {command}" not in text("commands")]
+    assert not [name for name in trainhouse.__all__ if name not in text("client")]
+    assert "POST /api/v1/forward_backward" in text("endpoints") and "learning_rate" in text("endpoints")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["[a](missing.md)", "[a](index.md#missing)", "[a](../missing.py)"])
+def test_a_wrong_link_fails(text: str, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Title\n\n{text}\n")
+    config = (ROOT / "deploy" / "site" / "mkdocs.yml").read_text()
+    config = config.partition("\nnav:")[0].replace("hooks: [hooks.py]", "").replace("../../docs", "docs")
+    (tmp_path / "mkdocs.yml").write_text(config.replace("../../build", "build"))
+    done = build(tmp_path / "site", tmp_path / "mkdocs.yml")
+    assert done.returncode != 0 and "missing" in done.stderr

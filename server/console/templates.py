@@ -66,6 +66,7 @@ def _environment() -> Environment:
     )
     environment.globals |= {"static_url": static_url, "version": VERSION, "console": CONSOLE}
     environment.filters |= {"bytes": _bytes, "number": _number, "seconds": _seconds, "minute": _minute, "iso": _iso}
+    environment.filters["shade"] = _shade
     return environment
 
 
@@ -100,3 +101,10 @@ def _minute(at: datetime | float) -> str:
 
 def _iso(at: datetime | float) -> str:
     return _moment(at).isoformat()
+
+
+def _shade(share: float) -> str:
+    """Returns the class of a token by its share of the largest weight, which may be below 0."""
+    if share == 0:
+        return "read"
+    return f"{'up' if share > 0 else 'down'}{min(4, 1 + int(4 * abs(share)))}"

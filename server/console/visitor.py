@@ -26,6 +26,7 @@ PAGES = (
     PageLink("/console/sessions", "Sessions", "read"),
     PageLink("/console/checkpoints", "Checkpoints", "read"),
     PageLink("/console/playground", "Playground", "sample"),
+    PageLink("/console/data", "Data", "read"),
     PageLink("/console/capacity", "Capacity", OPERATOR),
     PageLink("/console/admin", "Admin", OPERATOR),
 )

@@ -102,6 +102,8 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /console/checkpoints": ("read",),
     "GET /console/checkpoints/{run_id}/{kind}/{name}": ("read",),
     "GET /console/playground": ("sample",),
+    "GET /console/data": ("read",),
+    "POST /console/data": ("read",),
     "GET /console/capacity": (OPERATOR,),
     "GET /console/admin": (OPERATOR,),
     # These need the scope admin, too.

@@ -3,13 +3,11 @@
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -18,44 +16,13 @@ from ....client.chats import TrainOn
 from ....client.data import Datum
 from ....client.tokenizer import load_directory
 from ....schemas import training
-from ....schemas.codec import JSON, decode_forward_backward
 from ....schemas.errors import RequestError
+from ...text.viewed_datum import ViewedDatum, data_of, view_datum
 from ..options import new_app
 from ..output import for_terminal, print_json, print_table
 from .server import Server, through_server
 
 app = new_app()
-
-_SIGNIFICANT = ("advantages", "weights", "returns")
-"""The input that colours the tokens: the first of these that a datum has."""
-
-
-@dataclass(frozen=True)
-class ViewedDatum:
-    """A datum with the texts of its tokens.
-
-    first: text of the first token, which is only read. texts: of the targets, [T]. columns: loss inputs, each [T].
-    """
-
-    tokens: Sequence[int]
-    targets: Sequence[int]
-    first: str
-    texts: Sequence[str]
-    columns: Mapping[str, Sequence[float]]
-
-    @property
-    def significance(self) -> Sequence[float]:
-        """Returns how much each target counts: 0 if it is not trained on; relative to the largest."""
-        values = next((self.columns[name] for name in _SIGNIFICANT if name in self.columns), [1.0] * len(self.targets))
-        most = max((abs(value) for value in values), default=0.0) or 1.0
-        return [value / most for value in values]
-
-    def as_json(self) -> dict[str, object]:
-        rows = [
-            {"token": token, "text": text, **{name: column[number] for name, column in self.columns.items()}}
-            for number, (token, text) in enumerate(zip(self.targets, self.texts, strict=True))
-        ]
-        return {"first_token": self.tokens[0], "first_text": self.first, "targets": rows}
 
 
 @app.command()
@@ -79,12 +46,13 @@ def view(
     """Show data as the model is trained on them: tokens that only are read are dim, others coloured by weight."""
     with _tokenizer(server, model, tokenizer) as loaded:
         data = itertools.islice(_data(source, loaded, train_on), skip, skip + first)
-        viewed = [_viewed(datum, loaded) for datum in data]
+        text_of = _numbers if loaded is None else lambda token: loaded.decode([token])
+        viewed = [view_datum(datum, text_of) for datum in data]
     if server.as_json:
         print_json({"data": [one.as_json() for one in viewed]})
         return
     for number, one in enumerate(viewed, skip):
-        print(f"{'' if number == skip else chr(10)}datum {number}: {_summary(one)}")
+        print(f"{'' if number == skip else chr(10)}datum {number}: {one.summary}")
         if table or not sys.stdout.isatty():
             _print_rows(one)
         else:
@@ -134,37 +102,17 @@ def _texts(source: str) -> Iterator[tuple[str, str]]:
 
 def _of_object(value: dict[str, Any], tokenizer: Any, train_on: TrainOn) -> Iterator[training.Datum]:
     """Yields the data of a request of forward_backward, a datum as REST takes it, or a chat or row of a dataset."""
-    data = value.get("forward_backward_input", value).get("data")
-    if "model_input" in value or data:
-        body = {"model_id": "view", "seq_id": 1, "loss_fn": "cross_entropy", "data": data or [value]}
-        yield from decode_forward_backward(json.dumps(body).encode(), JSON).data
+    if (data := data_of(value)) is not None:
+        yield from data
     elif tokenizer is None:
         raise ValueError("a chat or a row needs a tokenizer: name a served model with --model, or give --tokenizer")
     else:
         yield Datum.from_row(value, tokenizer, train_on)
 
 
-def _viewed(datum: training.Datum, tokenizer: Any) -> ViewedDatum:
-    targets = datum.loss_fn_inputs.get("target_tokens", datum.tokens[1:])
-    flat = targets if targets.ndim == 1 else targets[:, 0]  # the likeliest target stands for several
-    columns = {
-        name: values.tolist()
-        for name, values in datum.loss_fn_inputs.items()
-        if name != "target_tokens" and values.shape == flat.shape
-    }
-    tokens, shown = datum.tokens.tolist(), np.asarray(flat).tolist()
-    texts = [_text(token, tokenizer) for token in (tokens[0], *shown)]
-    return ViewedDatum(tokens, shown, texts[0], texts[1:], columns)
-
-
-def _text(token: int, tokenizer: Any) -> str:
-    return f"{token} " if tokenizer is None else tokenizer.decode([token])
-
-
-def _summary(viewed: ViewedDatum) -> str:
-    trained = sum(value != 0 for value in viewed.significance)
-    sums = [f"sum of {name} {sum(values):.6g}" for name, values in viewed.columns.items() if name in _SIGNIFICANT]
-    return ", ".join((f"{len(viewed.tokens)} tokens", f"{trained} trained on", *sums))
+def _numbers(token: int) -> str:
+    """Returns what stands for a token's text where no tokenizer is named."""
+    return f"{token} "
 
 
 def _print_rows(viewed: ViewedDatum) -> None:

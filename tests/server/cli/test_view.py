@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from trainhouse.server.cli.commands import main
-from trainhouse.server.cli.remote.view import ViewedDatum, coloured
+from trainhouse.server.cli.remote.view import coloured
+from trainhouse.server.text.viewed_datum import ViewedDatum
 
 from ...live import LiveServer, save_byte_tokenizer
 

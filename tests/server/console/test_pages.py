@@ -54,7 +54,7 @@ async def test_nothing_of_a_client_becomes_markup_or_script(server: Server) -> N
         await stored(client, run, 2)
         paths = ["/console/runs", f"/console/compare?run={run.model_id}", "/console/no-such-page"]
         paths += [f"/console/runs/{run.model_id}{part}" for part in _OF_RUN[:-1]]
-        paths += ["/console/sessions", f"/console/sessions/{run.session_id}", "/console/checkpoints"]
+        paths += ["/console/data", "/console/sessions", f"/console/sessions/{run.session_id}", "/console/checkpoints"]
         paths += [f"/console/checkpoints/{run.model_id}/weights/mine", f"/console/playground?model={EVIL}"]
         for path in [*paths, f"/console/runs?search={EVIL}", "/console/runs/%3Cscript%3E", "/console/sign-in"]:
             page = await client.get(path)

@@ -43,6 +43,7 @@ from ..config.knob_values import (
     is_url,
     parse_bytes,
     parse_layout,
+    parse_role_group,
     parse_served_model,
 )
 from .errors import FAILED, WRONGLY_USED
@@ -254,11 +255,7 @@ def plan_of(options: PlanOptions) -> MemoryPlan:
 
 def plan_of_draft(options: PlanOptions) -> Planned:
     """Returns the plan of the ranks that train drafts of a model. Raises as `plan_of`."""
-    if _names_groups(options):
-        raise ConfigError(
-            "--draft plans the ranks that train drafts: give their layout by --parallel, and leave out the flags of "
-            "several rank groups"
-        )
+    options = _options_of_drafts(options)
     algorithm, fields = parse_draft(options.draft)
     model = _model(_served(options))
     dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
@@ -282,6 +279,31 @@ def plan_of_draft(options: PlanOptions) -> Planned:
     draft_spec = draft_spec_of(model, spec, draft, wanted)
     memory = draft_memory(model, spec, load, draft, draft_spec)
     return DraftPlan(model, spec, draft_spec, load, draft, memory, device_bytes)
+
+
+def _options_of_drafts(options: PlanOptions) -> PlanOptions:
+    """Returns the options of the ranks that train drafts: a group with a --role-group, else those of --parallel."""
+    for name, *_ in _OF_GROUPS:
+        if name != "role-group" and getattr(options, name.replace("-", "_")) is not None:
+            raise ConfigError(
+                f"--draft plans the ranks that train drafts, for which --{name} changes nothing: leave it out"
+            )
+    if options.role_group is None:
+        return options
+    group = next((each for each in map(parse_role_group, options.role_group) if "draft" in each.roles), None)
+    if group is None:
+        raise ConfigError(
+            "--draft plans the ranks that train drafts, and no --role-group has them: add one, such as draft=tp=2, or "
+            "leave --role-group out if those of --parallel train drafts"
+        )
+    if group.roles != ("draft",):
+        raise ConfigError(
+            f"--role-group {group}: --draft counts nothing of other roles: give drafts a group of their own, draft="
+            f"{group.parallel.axes}"
+        )
+    # Such a group does not sample, and --shard is for the policies.
+    own = {"parallel": group.parallel.axes, "shard": None, "train_only": True, "role_group": None}
+    return PlanOptions(**(vars(options) | own))
 
 
 def plan_of_groups(options: PlanOptions) -> Planned:

@@ -189,7 +189,10 @@ def planned_groups(
     groups = []
     for name, roles, model in _groups(dispatch):
         if "draft" in roles:
-            raise ValueError(f"{name}: the memory of drafts is not planned: leave draft out of --role-group")
+            raise ValueError(
+                f"{name}: drafts need an algorithm to be planned, and are planned apart: add --draft, such as --draft "
+                "eagle3, for their ranks, and leave draft out of --role-group for those of the others"
+            )
         check_layout(model.parallel, shape, None, model.max_context_length, model.dtype, model.activations)
         groups.append(_rank_group(name, roles, model, load, samples=_samples(dispatch, roles, load)))
     _check_devices(groups, num_devices)

@@ -36,6 +36,19 @@ def test_the_planned_memory_of_a_draft_adds_up(capsys: pytest.CaptureFixture[str
     assert f"the longest sequence that fits: {plan['longest_sequence']} tokens" in text
 
 
+def test_a_group_of_drafts_is_planned_by_its_own_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """The layout of the policies, and groups of other roles, change nothing. Control: another layout does."""
+
+    def planned(*flags: str) -> dict[str, object]:
+        of_draft = (f"--draft={DRAFT}", "--max-context-length=8192", "--device-memory=80GB", "--json")
+        return json.loads(printed(capsys, of_model("Llama-3.1-8B"), *of_draft, *flags))
+
+    alone = planned("--parallel=tp=2", "--draft-parallel=sp=2", "--train-only")
+    group = ("--role-group=critic=single", "--role-group=draft=tp=2@cuda:1", "--draft-parallel=sp=2")
+    assert planned(*group) == planned("--parallel=fsdp=4", *group) == alone
+    assert planned("--role-group=draft=fsdp=2")["memory"] != alone["memory"]
+
+
 def test_captured_features_are_sized_by_form(capsys: pytest.CaptureFixture[str]) -> None:
     def planned(draft: str, *flags: str) -> str:
         return printed(capsys, of_model("Llama-3.1-8B"), f"--draft={draft}", "--max-context-length=4096", *flags)
@@ -74,7 +87,10 @@ def test_a_full_target_and_longer_unrolling_need_more(capsys: pytest.CaptureFixt
         ("--draft=eagle3,num_anchors=4", 2, "--draft has no 'num_anchors' for eagle3: expected capture_layers, "),
         ("--draft=eagle3,ttt_length=0", 2, "--draft has ttt_length '0': expected a whole number from 1 to 16777216"),
         ("--draft-parallel=tp=2", 2, "--draft-parallel has no effect without --draft"),
-        ("--draft=eagle3 --sampler-workers=1", 2, "leave out the flags of several rank groups"),
+        ("--draft=eagle3 --sampler-workers=1", 2, "for which --sampler-workers changes nothing: leave it out"),
+        ("--draft=eagle3 --role-group=critic=single", 2, "no --role-group has them: add one, such as draft=tp=2"),
+        ("--draft=eagle3 --role-group=critic+draft=tp=2", 2, "give drafts a group of their own, draft=tp=2"),
+        ("--draft=eagle3 --role-group=draft=tp=3", 1, "tp=3 does not divide"),
         ("--draft=eagle3 --parallel=auto", 2, "--parallel auto needs the memory of a device"),
         ("--draft=eagle3,draft_vocab_size=200000", 1, "draft_vocab_size 200000 exceeds the vocabulary of M, 128256"),
         ("--draft=eagle3,target_top_k=200000", 1, "target_top_k is 200000, and M has 128256 tokens: lower it"),

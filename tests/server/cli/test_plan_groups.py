@@ -280,7 +280,7 @@ def test_plan_refuses_what_serve_refuses(
     ("flags", "status", "message"),
     [
         ("--role-group critic=single --parallel auto", 2, "--parallel auto plans the policies alone"),
-        ("--role-group draft=single", 1, "M (draft): the memory of drafts is not planned"),
+        ("--role-group draft=single", 1, "M (draft): drafts need an algorithm to be planned"),
         ("--sampler-workers 1 --sampler-parallel auto", 2, "--sampler-parallel auto needs the memory of a device"),
         ("--sampler-workers 1 --train-only", 2, "--train-only says that sampling happens elsewhere"),
         ("--role-group critic=tp=2@cuda:1 --num-devices 2", 1, "--role-group: tp=2 is 2 ranks, but there is 1 device"),

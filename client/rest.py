@@ -40,9 +40,14 @@ class RestClient:
     def _get(self, path: str, answer: type[W], **query: int) -> APIFuture[W]:
         return self._connection.run(self._connection.get(path, answer, **query))
 
-    def list_training_runs(self, limit: int = 20, offset: int = 0) -> APIFuture[TrainingRunList]:
-        """Lists the training runs of this API key, the last used first."""
-        return self._get("training_runs", TrainingRunList, limit=limit, offset=offset)
+    def list_training_runs(self, limit: int = 20, offset: int = 0, search: str = "") -> APIFuture[TrainingRunList]:
+        """Lists the training runs of this API key, the last used first.
+
+        Args:
+            search: only runs with this text, in any case, in their id, base model or metadata, or in their session's
+                name.
+        """
+        return self._get("training_runs", TrainingRunList, limit=limit, offset=offset, search=search)
 
     def get_training_run(self, training_run_id: str) -> APIFuture[TrainingRun]:
         return self._get(f"training_runs/{training_run_id}", TrainingRun)

@@ -21,10 +21,17 @@ Offset = Annotated[int, typer.Option(min=0, help="How many to skip.")]
 
 @app.command("list")
 @through_server
-def list_runs(server: Server, limit: Limit = 20, offset: Offset = 0) -> None:
+def list_runs(
+    server: Server,
+    search: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only runs with it in id, base model, metadata or session name.")
+    ] = "",
+    limit: Limit = 20,
+    offset: Offset = 0,
+) -> None:
     """List your training runs, the last used first."""
     with server.client() as service:
-        found = service.create_rest_client().list_training_runs(limit, offset).result()
+        found = service.create_rest_client().list_training_runs(limit, offset, search).result()
     rows = [
         (run.training_run_id, run.base_model, run.model_role, run.lora_rank, run.last_request_time,
          "corrupted" if run.corrupted else "")

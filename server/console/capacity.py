@@ -24,12 +24,13 @@ _REPORT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class TenantQueue:
-    """Counts the work of a tenant that waits for the ranks of a group."""
+    """Counts the work of a tenant that waits for the ranks of a group, and its sampling jobs, which wait or run."""
 
     group: str
     tenant: str
     num_works: int
     num_tokens: int
+    num_sampling_jobs: int
 
 
 @router.get("/capacity")
@@ -61,14 +62,18 @@ async def _queues(services: Services, groups: Iterable[RankGroup]) -> Sequence[T
     """Returns the queues of tenants that have something waiting, the longest first."""
     waiting: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
+    jobs: Counter[tuple[str, str]] = Counter()
     for group in groups:
         for work in group.work.queue.works():
             waiting[group.name, work.tenant_id] += 1
             tokens[group.name, work.tenant_id] += work.tokens
-    keys = sorted(waiting, key=lambda key: (-tokens[key], -waiting[key], key))
+        jobs.update((group.name, sampling.job.tenant_id) for sampling in group.work.cohorts.works())
+    keys = sorted({*waiting, *jobs}, key=lambda key: (-tokens[key], -waiting[key], -jobs[key], key))
     names = {tenant_id: await _name(services, tenant_id) for _, tenant_id in keys}
     return [
-        TenantQueue(group, names[tenant_id], waiting[group, tenant_id], tokens[group, tenant_id])
+        TenantQueue(
+            group, names[tenant_id], waiting[group, tenant_id], tokens[group, tenant_id], jobs[group, tenant_id]
+        )
         for group, tenant_id in keys
     ]
 

@@ -1,9 +1,11 @@
 """Pages for operators: who sees them, and who makes and revokes keys."""
 
+import re
+
 import pytest
 from trainhouse.server.tenants.auth import create_key, list_keys
 
-from ..real import ALICE, Server, batch
+from ..real import ALICE, Server, batch, sample_body
 from .signed_in import form_token, signed_in
 
 pytestmark = pytest.mark.anyio
@@ -24,6 +26,22 @@ async def test_on_an_open_server_all_see_the_pages_and_no_one_makes_the_first_ke
         refused = await client.post(KEYS, json=NEW, headers=await form_token(client))
     assert refused.status_code == 400 and "everyone who reaches it" in refused.text
     assert not await list_keys(server.services.store)
+
+
+async def test_queues_count_the_sampling_jobs_of_a_tenant(server: Server) -> None:
+    run = await server.create_run()
+    session = {"session_id": run.session_id, "sampling_session_seq_id": 0, "base_model": "tiny/qwen3"}
+    sampler_id = (await server.post("create_sampling_session", session))["sampling_session_id"]
+    params = {"max_tokens": 200, "seed": 1, "stop": []}
+    sent = [await server.post("asample", sample_body(sampler_id, seq_id, sampling_params=params)) for seq_id in (0, 1)]
+    async with signed_in(server.app, ALICE) as client:
+        capacity = (await client.get("/console/capacity")).text
+    for each in sent:
+        await server.result(each["request_id"])
+    [(name, waiting, tokens, jobs)] = re.findall(
+        r'<tr><td>(.+?)</td><td class="id">tiny/qwen3</td>' + 3 * r'<td class="num">(\d+)</td>' + "</tr>", capacity
+    )
+    assert name.startswith("local-") and (waiting, tokens, jobs) == ("0", "0", "2")
 
 
 async def test_keys_are_made_and_revoked_by_operators_with_scope_admin(server: Server) -> None:

@@ -205,4 +205,4 @@ def _cell(text: str) -> str:
 
 
 PARTS = {each.__name__: each for each in (configuration, commands, client, endpoints)}
-"""What a page may ask for with `<!-- generated: NAME -->`."""
+"""The parts by name: a page asks for one with `<!-- generated: NAME -->`."""

@@ -50,6 +50,8 @@ def parse_command(arguments: list[str], environment: Mapping[str, str]) -> None:
     "..." stands for any value, or for more options. The directory of a model, and of vLLM, need not exist.
     """
     context, command = None, get_command(app)
+    if arguments == ["--version"]:  # which prints and exits
+        return
     rest = [re.sub(r"=/models/\S+", "=/", word.replace(VLLM, sys.executable)) for word in _filled(arguments)]
     name = "trainhouse"
     while True:

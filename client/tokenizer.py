@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizer
 else:
     PreTrainedTokenizer = object
+
+_LOADING = threading.Lock()
+"""transformers fills its namespace at the first access, and threads that access it at that moment get ImportError."""
 
 
 async def load_tokenizer(connection: ServerConnection, model_name: str) -> PreTrainedTokenizer:
@@ -33,9 +37,10 @@ async def load_tokenizer(connection: ServerConnection, model_name: str) -> PreTr
 
 def load_directory(directory: str) -> PreTrainedTokenizer:
     if find_spec("transformers"):
-        from transformers import AutoTokenizer
+        with _LOADING:
+            from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(directory)
+            return AutoTokenizer.from_pretrained(directory)
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(Path(directory, "tokenizer.json")))  # pyright: ignore[reportReturnType]

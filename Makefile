@@ -46,15 +46,16 @@ ifeq ($(origin TRL_PYTHON), file)
 TRL_READY := $(TRL)/.ready
 endif
 
-# tinker-cookbook's recipes, with what they need, in a separate environment with .venv's releases of what both need
-# (1.5 GB, a minute, once), or COOKBOOK_PYTHON=/a/python of yours. Without tml-renderers: only its Inkling renderers,
-# which no recipe here uses, need it.
+# tinker-cookbook's recipes and evaluations, with what they need, in a separate environment with .venv's releases of what
+# both need (1.6 GB, a minute, once), or COOKBOOK_PYTHON=/a/python of yours. Apart from these: inspect-ai, which takes
+# older releases of some, and tml-renderers, older than the cookbook asks for, which only its Inkling renderers use.
 $(COOKBOOK)/.ready: $(READY)
 	test -x $(COOKBOOK)/bin/python || $(PYTHON) -m venv $(COOKBOOK) || python3 -m venv $(COOKBOOK)
 	$(COOKBOOK)/bin/python -m pip install --quiet --constraint <($(BIN)/python -m pip freeze --exclude-editable) \
 	  blobfile chz cloudpickle datasets math-verify pillow pylatexenc pyrage rich sympy termcolor tiktoken tinker torch \
-	  transformers
-	$(COOKBOOK)/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	  transformers wandb
+	$(COOKBOOK)/bin/python -m pip install --quiet inspect-ai==0.3.285
+	$(COOKBOOK)/bin/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1 tml-renderers==0.2.1
 	touch $@
 
 ifeq ($(origin COOKBOOK_PYTHON), file)
@@ -106,7 +107,7 @@ test-trl: setup $(TRL_READY)
 	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest tests/acceptance/test_full_training.py $(ARGS)
 
 test-cookbook: setup $(COOKBOOK_READY)
-	TRAINHOUSE_COOKBOOK_PYTHON=$(COOKBOOK_PYTHON) $(BIN)/python -m pytest tests/acceptance/test_cookbook_recipes.py $(ARGS)
+	TRAINHOUSE_COOKBOOK_PYTHON=$(COOKBOOK_PYTHON) $(BIN)/python -m pytest tests/acceptance/cookbook $(ARGS)
 
 # What checks the files of deploy/: hadolint, Helm as a library, the schemas of Kubernetes and of compose files, and
 # Prometheus with promtool from Debian's package, unpacked and not installed (0.6 GB, a minute, once). Their tests are

@@ -40,6 +40,7 @@ ELSEWHERE = {"datasets", "tinker_cookbook", "trl", "vllm", "__main__"} | {
     "fla",
     "flash_mla",
     "helm_python",
+    "inspect_ai",
     "mamba_ssm",
 }
 # package -> its user, if no import shows it

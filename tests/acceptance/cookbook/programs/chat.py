@@ -1,6 +1,6 @@
 """One reply through tinker-cookbook's recommended renderer, in the cookbook's own process and environment.
 
-PYTHON cookbook_chat.py MODEL CHECKPOINT QUESTION: PYTHON has tinker-cookbook and none of our packages, MODEL is a name
+PYTHON chat.py MODEL CHECKPOINT QUESTION: PYTHON has tinker-cookbook and none of our packages, MODEL is a name
 that the server of TINKER_BASE_URL serves, CHECKPOINT the path of its sampler weights. Prints JSON: the
 renderer's name, and the text of the message that the renderer reads from the sampled tokens.
 """

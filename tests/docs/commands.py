@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import PurePath
+from typing import Any
 
 from trainhouse.server.cli.commands import COMMANDS, app
 from trainhouse.server.config.load import load_config
@@ -65,6 +66,19 @@ def parse_command(arguments: list[str], environment: Mapping[str, str]) -> None:
         given = {name: value for name, value in context.params.items() if value and name in KNOBS}
         some = {"base_models": "M"} if "..." in arguments else {}
         load_config(some | given, environment, None)
+
+
+def flags() -> set[str]:
+    """Returns the flags of all commands."""
+    return {*(knob.flag for knob in KNOBS.values()), *_flags("trainhouse", get_command(app), None), "--help-all"}
+
+
+def _flags(name: str, command: Any, parent: Any) -> Iterator[str]:
+    context = command.make_context(name, [], parent=parent, resilient_parsing=True)
+    for parameter in command.get_params(context):
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    for each in getattr(command, "commands", {}):
+        yield from _flags(each, command.resolve_command(context, [each])[1], context)
 
 
 def _filled(arguments: list[str]) -> Iterator[str]:

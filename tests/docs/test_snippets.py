@@ -16,10 +16,17 @@ from trainhouse.server.config.server_config import SECTIONS
 
 from ..live import LiveServer
 from .blocks import OUTPUT, PAGES, READ, ROOT, RUN, Block, blocks_of
-from .commands import commands_of, parse_command, variables_of
+from .commands import commands_of, flags, parse_command, variables_of
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 MOST_NOT_RUN = 12
+# Of the benchmarks, docker build, vLLM, SkyRL and Megatron.
+OF_OTHER_PROGRAMS = {
+    *("--only", "--without-graphs", "--without-triton", "--most-megabytes", "--target", "--trust-remote-code"),
+    *("--enable-mixed-moe-lora-format", "--language-model-only", "--override-generation-config"),
+    *("--backend", "--backend-config", "--checkpoints-base", "--cp-comm-type", "--sequence-parallel"),
+    *("--tensor-model-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"),
+}
 RUN_PAGES = [
     page
     for page in PAGES
@@ -107,6 +114,19 @@ def test_few_blocks_are_not_run() -> None:
     marked = [block for block in BLOCKS if block.not_run]
     assert len(marked) <= MOST_NOT_RUN, [block.place for block in marked]
     assert all(len(str(block.not_run).split()) >= 3 for block in marked), "say the reason"
+
+
+@pytest.mark.slow
+def test_flags_in_the_text_exist() -> None:
+    known = flags() | OF_OTHER_PROGRAMS
+    assert "--max-lora-rank" in known and "--max-rank" not in known
+    for example in (ROOT / "examples").glob("*.py"):
+        known |= set(re.findall(r'"(--[a-z-]+)"', example.read_text()))
+    named = {page: re.findall(r"`(?:trainhouse [^`]*)?(--[a-z-]+)", page.read_text()) for page in PAGES}
+    assert sum(map(len, named.values())) > 300
+    assert not [
+        (page, flag) for page, found in named.items() for flag in found if flag not in known | OF_OTHER_PROGRAMS
+    ]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,7 @@ class DraftPlan:
         memory, of_pass, vectors, load = self.memory, self.memory.activations, self.memory.vectors, self.load
         num_shards = self.draft_spec.num_ranks // self.draft_spec.tp
         share = f"1/{num_shards}" if num_shards > 1 else "all"
+        own_share = share if self.spec.has_forward_collectives else "all"
         own = -(-sequences_of(self.spec, self.draft_spec, load).num_tokens // self.draft_spec.sp)
         learned = f"an adapter of rank {load.lora_rank}" if load.training == "lora" else "all weights of a full model"
         yield "the target's base parameters", gigabytes(memory.target), ""
@@ -112,7 +113,7 @@ class DraftPlan:
         yield "its float32 weights", gigabytes(vectors.masters), share
         yield "its pending gradients", gigabytes(vectors.gradients), share
         yield "its moments", gigabytes(vectors.moments), share
-        yield "gradients of an operation", gigabytes(vectors.scratch), "while it runs"
+        yield "gradients of an operation", gigabytes(vectors.scratch), f"while it runs, {own_share}"
         yield "the target's pass", gigabytes(memory.target_pass), "without a backward pass, with captured features"
         yield "features exchanged", gigabytes(memory.exchange), "after the target's pass"
         yield f"features of {own} tokens", gigabytes(of_pass.features), "during the draft's pass"

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
 from ..models.model import BaseModel
+from ..state.backward_sums import BackwardSums
 from ..state.flat_params import FlatLayout
 from ..state.moments import MomentFormat
 from ..state.trainable import SEED_MASK, Trainable
@@ -64,7 +65,7 @@ class DraftModel(Trainable):
             shard_parameters(program.algorithm.parameters(self.shape), groups.mesh),
             multiple_of=1 if is_alone else ZeroShards.multiple_of(groups.mesh),
         )
-        zero = None if is_alone else ZeroShards(layout, groups.mesh)
+        zero = None if is_alone else ZeroShards(layout, groups.mesh, groups.runs_together)
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout), moments, zero, is_trained)
         self.groups, self.mesh = groups, groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
@@ -73,6 +74,7 @@ class DraftModel(Trainable):
         self.target: Trainable | None = None
         self.target_version = ""
         self.has_loaded_weights = False
+        self._sums: BackwardSums | None = None
 
     @property
     def trunk_model(self) -> Trainable | None:
@@ -179,19 +181,40 @@ class DraftModel(Trainable):
             trains: whether backward passes add to the draft's gradients.
         """
         weights = self.vectors.weight_views()
-        if trains:
+        if trains and self.zero is not None and self.zero.sums_in_backward:
+            self._sums = sums = BackwardSums(self.layout, self.zero, self.gradients.scratch)
+            weights = {name: _trainable_leaf(weight) for name, weight in weights.items()}
+            for name, leaf in weights.items():
+                sums.watch(name, leaf)
+        elif trains:
             gradients = self.gradients.of_lane().views
             weights = {name: _trainable_leaf(weight, gradients[name]) for name, weight in weights.items()}
         recomputes, team = self._base.activations != "keep", self.groups.mesh.along("tp")
         return self._algorithm.network(self.shape, weights, self.vocabulary, recomputes, team)
+
+    def sum_collected_gradients(self) -> None:
+        """Sums over ranks the gradients that the last network's pass has computed while it scored, unless that is left
+        to the end of the operation."""
+        if self._sums is not None:
+            self._sums.sum_collected(self._algorithm.scoring_parameters)
+
+    def end_backward(self) -> None:
+        """Sums over ranks the other gradients of the last network's pass; zeros if there was none since the last call.
+
+        All ranks call this equally often.
+        """
+        if self.zero is not None and self.zero.sums_in_backward:
+            sums = self._sums or BackwardSums(self.layout, self.zero, self.gradients.scratch)
+            sums.finish()
+            self._sums = None
 
 
 def _by_name(layout: FlatLayout, vector: Tensor) -> Mapping[str, Tensor]:
     return {str(matrix.key): layout.view(vector, matrix.key) for matrix in layout.matrices}
 
 
-def _trainable_leaf(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Returns the weight as a leaf of autograd. Backward passes add to `gradient`, which is float32."""
+def _trainable_leaf(weight: Tensor, gradient: Tensor | None = None) -> Tensor:
+    """Returns the weight as a leaf of autograd. Backward passes add to `gradient`, float32, or to a new tensor."""
     leaf = weight.detach().requires_grad_()
     leaf.grad_dtype = torch.float32
     leaf.grad = gradient

@@ -111,6 +111,12 @@ class Team:
         _reduce_scatter(part, tensor.contiguous(), group=self._group)
         return part
 
+    def reduce(self, tensor: Tensor, index: int) -> Tensor:
+        """Sums over all ranks, in place, for the rank with this index. On others the result is meaningless."""
+        if self.size > 1:
+            dist.reduce(tensor, self.ranks[index], dist.ReduceOp.SUM, group=self._group)
+        return tensor
+
     def all_to_all(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
         """Sends the first rows to the first rank, the next ones to the next, and receives this rank's rows in rank
         order.
@@ -151,11 +157,15 @@ ALONE = Team((0,), 0, None)
 
 
 class Mesh:
-    """This rank's position in the layout `spec`, and its teams."""
+    """This rank's position in the layout `spec`, and its teams.
+
+    has_forward_collectives: see ParallelSpec.
+    """
 
     def __init__(self, spec: ParallelSpec = SINGLE, rank: int = 0) -> None:
         """Creates all teams. With more than one rank, `connect` must be called first."""
         self.spec, self.rank = spec, rank
+        self.has_forward_collectives = spec.has_forward_collectives
         self.coordinates = spec.coordinates(rank)
         self._teams = {axes: self._new_team(axes) for axes in _teams_of(spec)}
         self._torch_mesh: DeviceMesh | None = None
@@ -164,11 +174,6 @@ class Mesh:
     @property
     def is_single(self) -> bool:
         return self.spec.num_ranks == 1
-
-    @property
-    def has_forward_collectives(self) -> bool:
-        """True if ranks exchange tensors within a forward pass, so that none can run alone."""
-        return self.along("fsdp", "ep", "sp", "tp").size > 1
 
     @property
     def is_leader(self) -> bool:

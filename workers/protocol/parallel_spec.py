@@ -79,6 +79,11 @@ class ParallelSpec:
         return prod(self.sizes)
 
     @property
+    def has_forward_collectives(self) -> bool:
+        """True if ranks exchange tensors within a forward pass, so that none can run alone."""
+        return self.num_ranks > self.replicas
+
+    @property
     def num_data_shares(self) -> int:
         """Returns the number of parts that the sequences of a pass are split into."""
         return prod(getattr(self, axis) for axis in DATA_AXES)

@@ -110,6 +110,10 @@ class FlatLayout:
         strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return vector.as_strided(shape, strides, vector.storage_offset() + self._starts[key] - first)
 
+    def start_of(self, key: Hashable) -> int:
+        """Returns where the matrix with this key begins in a vector."""
+        return self._starts[key]
+
     def named_views(self, vector: Tensor) -> dict[str, Tensor]:
         """Returns views of the tensors in a vector [size], by their names in files."""
         return {

@@ -34,15 +34,22 @@ class GradientWindow:
 
 
 class Gradients:
-    """Adds an operation's gradients to scratch, and from there, if it succeeds, to the accumulator: float32 [P].
+    """Adds an operation's gradients to scratch, and from there, if it succeeds, to the accumulator: float32 [P], or
+    parts of these.
 
     window: what the accumulator holds.
     """
 
     def __init__(self, vectors: StateVectors, size: int, zero: ZeroShards | None) -> None:
-        """Starts without gradients of `size` numbers; `zero` shards the accumulator over ranks."""
+        """Starts without gradients of `size` numbers.
+
+        Args:
+            zero: shards the accumulator over ranks, and scratch if they sum gradients in the backward pass.
+        """
         self.window = GradientWindow()
-        self._vectors, self._size, self._zero = vectors, size, zero
+        self._vectors, self._zero = vectors, zero
+        self._size = size if zero is None else zero.size
+        self._scratch_size = self._size if zero is not None and zero.sums_in_backward else size
         self._operation_is_open = False
         # The first lane uses scratch.
         self._other_lanes: dict[int, ViewedVector] = {}
@@ -50,13 +57,13 @@ class Gradients:
     @property
     def scratch(self) -> Tensor:
         """The gradients of the running operation; meaningless between operations."""
-        return (self._vectors.get("scratch") or self._allocate("scratch", self._size)).tensor
+        return (self._vectors.get("scratch") or self._allocate("scratch", self._scratch_size)).tensor
 
     @property
     def accumulator(self) -> Tensor:
         """The summed gradients of the window, or this rank's part of them."""
         if (vector := self._vectors.get("accumulator")) is None:
-            vector = self._allocate("accumulator", self._size if self._zero is None else self._zero.size)
+            vector = self._allocate("accumulator", self._size)
         return vector.tensor
 
     @property
@@ -72,7 +79,7 @@ class Gradients:
     def of_lane(self) -> ViewedVector:
         """Returns the vector that collects the gradients of this thread's lane."""
         own = self._other_lanes.get(current_lane()) if self._other_lanes else None
-        return own or self._vectors.get("scratch") or self._allocate("scratch", self._size)
+        return own or self._vectors.get("scratch") or self._allocate("scratch", self._scratch_size)
 
     def begin_operation(self, lanes: Sequence[int] = ()) -> None:
         """Zeroes scratch, and keeps it until the operation is committed or abandoned.
@@ -100,8 +107,8 @@ class Gradients:
     def commit(self, num_tokens: int = 0, weight_sum: float = 0.0, losses: Mapping[str, float] | None = None) -> None:
         """Adds a successful operation's gradients to the window.
 
-        The window's first gradients become the accumulator without a copy. If ranks keep parts of it, the gradients are
-        summed over the ranks, which all commit together.
+        The window's first gradients become the accumulator without a copy. If ranks keep parts of it, they all commit
+        together, and gradients that are not yet summed over them are.
         """
         self._operation_is_open = False
         if self._zero is not None:
@@ -113,7 +120,8 @@ class Gradients:
         self.window.add(num_tokens, weight_sum, losses or {})
 
     def _commit_part(self, zero: ZeroShards) -> None:
-        part = zero.reduce_scatter(self._vectors.take("scratch"))
+        scratch = self._vectors.take("scratch")
+        part = zero.finish_sum(scratch) if zero.sums_in_backward else zero.reduce_scatter(scratch)
         if self.window.num_operations:
             self.accumulator.add_(part)
         else:

@@ -4,11 +4,13 @@ weights.
 Rajbhandari et al., ZeRO (2020), https://arxiv.org/abs/1910.02054, stage 2.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
 from ..parallel.mesh import Mesh, Team
-from .flat_params import FlatLayout
+from .flat_params import FlatLayout, Matrix
 from .moments import EightBitMoments
 
 # Numbers gathered on the device at a time.
@@ -18,15 +20,21 @@ _MOST = 1 << 24
 class ZeroShards:
     """Shards vectors [P] of a layout over the ranks along all axes but tp.
 
-    size: numbers of each part. own_range: the range of this rank's part.
+    size: numbers of each part. own_range: the range of this rank's part. sums_in_backward: whether gradients are summed
+    while a backward pass runs, see BackwardSums, and not once per operation.
     """
 
-    def __init__(self, layout: FlatLayout, mesh: Mesh) -> None:
-        """Computes this rank's part. The layout's size must be a multiple of `multiple_of`."""
+    def __init__(self, layout: FlatLayout, mesh: Mesh, runs_together: bool) -> None:
+        """Computes this rank's part. The layout's size must be a multiple of `multiple_of`.
+
+        Args:
+            runs_together: whether the ranks run equally many backward passes at the same time.
+        """
         self._layout, self._mesh = layout, mesh
         self._team = mesh.across("tp")
         self.size = layout.size // self._team.size
         self.own_range = slice(self._team.index * self.size, (self._team.index + 1) * self.size)
+        self.sums_in_backward = runs_together and self._team.size > 1
 
     @staticmethod
     def multiple_of(mesh: Mesh) -> int:
@@ -38,7 +46,29 @@ class ZeroShards:
         if self._tp.index > 0:
             for repeated in self._layout.replicated:
                 vector[repeated].zero_()
-        part = self._team.reduce_scatter(vector)
+        return self.finish_sum(self._team.reduce_scatter(vector))
+
+    def add_sum(self, matrix: Matrix, gradient: Tensor | None, part: Tensor) -> None:
+        """Adds the sum over all ranks but those along tp of a matrix's gradient to the parts of the ranks that keep it.
+
+        All ranks call this together, for the same matrix. The gradient is overwritten.
+
+        Args:
+            gradient: float32; None for zeros.
+            part: of this rank, [size].
+        """
+        if matrix.is_replicated_over_tp and self._tp.index > 0:
+            return
+        first, num = self._layout.start_of(matrix.key), prod(matrix.shape)
+        summand = part.new_zeros(num) if gradient is None else gradient.reshape(-1)
+        for owner in range(first // self.size, (first + num - 1) // self.size + 1):
+            start, stop = max(first, owner * self.size), min(first + num, (owner + 1) * self.size)
+            summed = self._team.reduce(summand[start - first : stop - first], owner)
+            if owner == self._team.index:
+                part[start - self.own_range.start : stop - self.own_range.start] += summed
+
+    def finish_sum(self, part: Tensor) -> Tensor:
+        """Adds what the ranks along tp have of this rank's part of a sum over the others, in place."""
         self._tp.all_reduce(self._alike(part))
         return part
 

@@ -193,9 +193,14 @@ class DraftPassRunner:
                 if share.sequences:
                     inputs = self._inputs(draft, features.mapped(lambda whole, rows=rows: whole[rows]), mask, share)
                     self._score(draft, inputs, operation.batch, scores, trains)
+                if trains:
+                    draft.end_backward()
                 of_ranks = draft.groups.feature_team.all_gather_object(scores.finish())
                 if share.batch.segment is not None:
                     operation.add_scores(share.batch.segment, _merge(share.batch, of_ranks))
+        if trains:
+            for _ in range(draft.groups.num_micro_batches - len(batches)):
+                draft.end_backward()  # other ranks may have more
 
     def _features_of_all_tokens(
         self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, operations: Sequence[RankOperation]
@@ -302,6 +307,7 @@ class DraftPassRunner:
         for chunk in chunks(draft_pass.num_rows, draft_pass.chunk_rows):
             _score_chunk(draft_pass, chunk, operation, scores, trains)
         if trains:
+            draft.sum_collected_gradients()
             draft_pass.close()
 
 

@@ -138,6 +138,7 @@ CASES = [
             Case(*DFLASH),
             Case("dflash", BLOCKS | {"num_layers": 2}, MORE_BLOCKS | {"num_layers": 2}, dtype="bfloat16"),
             Case(*DFLASH, "tp=2", "sp=2"),
+            Case("eagle3", UNROLLED, {"ttt_length": 9}, "fsdp=2,sp=2", dtype="bfloat16"),
         )
     ),
 ]
@@ -149,18 +150,35 @@ def test_memory_of_a_rank_that_trains_a_draft_is_as_planned(case: Case, tmp_path
     model = tiny_model("qwen3", tmp_path, **(SCALED | {"vocab_size": case.vocab}))
     shape = shape_at(model)
     planned, more = case.planned(shape, case.fields), case.planned(shape, case.more)
+    held, peak = measured(model, case)
+    of_draft = planned.total - planned.target - planned.policy
+    print(f"\n{case}: held {planned.vectors.kept / held:.3f}, peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
+    assert near(planned.vectors.kept, held, 0.02)
+    assert near(of_draft, peak)
+    assert not near(more.total - more.target - more.policy, peak)
+
+
+@pytest.mark.full
+def test_a_rank_has_its_part_of_an_operations_gradients_and_one_matrix_of_others(tmp_path: Path) -> None:
+    fields = BLOCKS | {"num_layers": 4}
+    case = Case("dflash", fields, {}, "fsdp=2,sp=2")
+    model = tiny_model("qwen3", tmp_path, **SCALED)
+    planned, (_, peak) = case.planned(shape_at(model), fields), measured(model, case)
+    of_draft, num_ranks = planned.total - planned.target - planned.policy, case.knobs["parallel"].num_ranks
+    print(f"\n{case}: peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
+    assert planned.vectors.scratch == planned.vectors.gradients and near(of_draft, peak)
+    assert not near(of_draft + (num_ranks - 1) * planned.vectors.scratch, peak)
+
+
+def measured(model: Path, case: Case) -> tuple[int, int]:
+    """Returns the bytes that the rank with most keeps between passes, and has in one."""
     with drafting(model, case) as where:
         where.run_pass()
         where.step()
         where.run_pass()
         held = max(where.of_each("alive"))
         where.run_pass()
-        peak = max(where.of_each("peak"))
-    of_draft = planned.total - planned.target - planned.policy
-    print(f"\n{case}: held {planned.vectors.kept / held:.3f}, peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
-    assert near(planned.vectors.kept, held, 0.02)
-    assert near(of_draft, peak)
-    assert not near(more.total - more.target - more.policy, peak)
+        return held, max(where.of_each("peak"))
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])

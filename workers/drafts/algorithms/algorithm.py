@@ -1,6 +1,6 @@
 """The interface of a draft algorithm: its modules, its training pass over a micro-batch, and its drafting."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +83,11 @@ class DraftAlgorithm(Protocol):
     def default_target_repr(self) -> TargetRepr | None:
         """Returns in which form its drafts read the target's distribution unless their configuration names another,
         None if they do not read it."""
+        ...
+
+    @property
+    def scoring_parameters(self) -> Collection[str]:
+        """Returns the names of the weights whose gradients a pass computes while it scores, without autograd."""
         ...
 
     def lookahead(self, options: Options) -> int:

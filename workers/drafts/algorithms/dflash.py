@@ -49,6 +49,7 @@ class DFlash:
     """Implements DraftAlgorithm for DFlash drafts."""
 
     default_target_repr: TargetRepr | None = None
+    scoring_parameters = ()
 
     def draft_lengths(self, shape: DraftShape) -> DraftLengths:
         assert shape.block_size is not None

@@ -20,7 +20,7 @@ class DraftTokenChunk:
 
         Args:
             hidden: [m, depth, size].
-            head: [V, size]; its gradient is added to `head.grad`.
+            head: [V, size]; its gradient is added to `head.grad` if it requires one.
             exists: bool [m, depth]; the scores of predictions for which it is False are 0.
         """
         self._hidden, self._head, self._vocabulary, self._target = hidden, head, vocabulary, target
@@ -56,7 +56,9 @@ class DraftTokenChunk:
             below = probs * (probs < self._target_probs)
             of_logits += (below - probs * below.sum(-1, keepdim=True)) * of_acceptance.unsqueeze(-1)
         flat = of_logits.flatten(0, 1).to(self._hidden.dtype)
-        if self._head.grad is not None:
+        if self._head.requires_grad:
+            if self._head.grad is None:
+                self._head.grad = torch.zeros_like(self._head, dtype=self._log_probs.dtype)
             add_product(self._head.grad, flat, self._hidden.flatten(0, 1))
         return (flat @ self._head.detach()).unflatten(0, self._hidden.shape[:2])
 

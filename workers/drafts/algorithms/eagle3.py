@@ -44,6 +44,7 @@ class Eagle3:
     """Implements DraftAlgorithm for EAGLE-3 drafts."""
 
     default_target_repr: TargetRepr | None = "hidden_state"
+    scoring_parameters = ("lm_head.weight",)
 
     def draft_lengths(self, shape: DraftShape) -> DraftLengths:
         return DraftLengths(default=4, most=16)

@@ -20,8 +20,8 @@ class DraftActivations:
     """Bytes of a draft's pass.
 
     features: the target's hidden states, of the tokens that the rank needs. kept: for the backward pass, with the
-    gradients of the outputs. logits: of a chunk. working: of the backward pass. The last two are never there at the
-    same time.
+    gradients of the outputs. logits: of a chunk, with the gradient of the draft's output head, if that is not in
+    scratch. working: of the backward pass. The last two are never there at the same time.
     """
 
     features: int
@@ -50,15 +50,22 @@ class Sequences:
         return self.number * self.length
 
 
-def draft_activations(draft: DraftLoad, spec: ParallelSpec, load: Workload, sequences: Sequences) -> DraftActivations:
-    """Returns the bytes for a rank of the draft's layout, in which ranks along sp have shards of the sequences."""
+def draft_activations(
+    draft: DraftLoad, spec: ParallelSpec, load: Workload, sequences: Sequences, runs_together: bool
+) -> DraftActivations:
+    """Returns the bytes for a rank of the draft's layout, in which ranks along sp have shards of the sequences.
+
+    Args:
+        runs_together: see DraftGroups.
+    """
     kind = _Eagle3 if draft.algorithm == "eagle3" else _DFlash
     of_pass = kind(draft, spec, load, sequences)
     own = -(-sequences.num_tokens // spec.sp)
+    sums_in_backward = runs_together and spec.num_ranks > spec.tp
     return DraftActivations(
         features=own * feature_bytes(draft, load),
         kept=int(of_pass.kept()),
-        logits=int(of_pass.logits()),
+        logits=int(of_pass.logits()) + (of_pass.of_head() if sums_in_backward else 0),
         working=int(of_pass.working()),
     )
 
@@ -117,6 +124,9 @@ class _Eagle3(_Pass):
         distributions = _FLOAT32 * rows * (depth * 4 + 2) * sizes.vocabulary
         return distributions + 2 * self._number * rows * depth * self._hidden
 
+    def of_head(self) -> int:
+        return _FLOAT32 * self._sizes.vocabulary * self._sizes.hidden
+
     def working(self) -> float:
         """Returns the bytes of the backward pass of the last step, which is the first, or of what is held when that
         has ended: the gradients of all weights, which are summed over the steps."""
@@ -163,6 +173,10 @@ class _DFlash(_Pass):
         sizes, depth = self._sizes, self._draft.block_size - 1
         rows = min(self._draft.budget.chunk_rows(depth, depth * sizes.target_vocabulary), self._num_blocks)
         return 3 * _FLOAT32 * rows * depth * sizes.target_vocabulary
+
+    def of_head(self) -> int:
+        """Returns 0: the head is the target's."""
+        return 0
 
     def working(self) -> float:
         """Returns the bytes of the backward pass of the MLP, or of attention, when what the MLP and its norms kept is

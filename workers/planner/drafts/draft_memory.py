@@ -26,8 +26,8 @@ class DraftVectors:
     """Bytes of a draft's vectors on a rank.
 
     weights: those that it computes with. masters: its part of them in float32, 0 if these are the weights. gradients:
-    its part of those of a window. scratch: the gradients of an operation that runs, which are summed over ranks when it
-    has succeeded.
+    its part of those of a window. scratch: the gradients of an operation that runs, or its part of them, if ranks sum
+    them in each backward pass.
     """
 
     weights: int
@@ -89,17 +89,21 @@ def draft_memory(
         target=of_target.base,
         policy=_policy(shape, spec, load),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
-        vectors=draft_vectors(draft, draft_spec, load),
+        vectors=draft_vectors(draft, draft_spec, load, spec.has_forward_collectives),
         target_pass=_target_pass(shape, spec, load, draft, of_target),
         exchange=exchange,
-        activations=draft_activations(draft, draft_spec, load, sequences),
+        activations=draft_activations(draft, draft_spec, load, sequences, spec.has_forward_collectives),
         head=round(estimate(shape, spec, replace(load, training="lora", samples=False)).gathered_head),
         sampling=estimate(shape, spec, load).sampling,
     )
 
 
-def draft_vectors(draft: DraftLoad, spec: ParallelSpec, load: Workload) -> DraftVectors:
-    """Returns the bytes of a draft's vectors; all ranks but those along tp share out what is float32."""
+def draft_vectors(draft: DraftLoad, spec: ParallelSpec, load: Workload, runs_together: bool) -> DraftVectors:
+    """Returns the bytes of a draft's vectors; all ranks but those along tp share out what is float32.
+
+    Args:
+        runs_together: see DraftGroups.
+    """
     num_shards = spec.num_ranks // spec.tp
     size, each = draft.vector_size(spec.tp, num_shards), bytes_per_number(load)
     of_moments = bytes_per_number(replace(load, training="full")).optimizer
@@ -109,7 +113,7 @@ def draft_vectors(draft: DraftLoad, spec: ParallelSpec, load: Workload) -> Draft
         masters=size // num_shards * each.weights if has_copy else 0,
         gradients=size // num_shards * _FLOAT32,
         moments=round(size // num_shards * of_moments),
-        scratch=size * _FLOAT32,
+        scratch=(size // num_shards if runs_together else size) * _FLOAT32,
     )
 
 

@@ -256,7 +256,7 @@ def plan_of(options: PlanOptions) -> MemoryPlan:
 def plan_of_draft(options: PlanOptions) -> Planned:
     """Returns the plan of the ranks that train drafts of a model. Raises as `plan_of`."""
     options = _options_of_drafts(options)
-    algorithm, fields = parse_draft(options.draft)
+    wanted_draft = parse_draft(options.draft)
     model = _model(_served(options))
     dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
     device_bytes, num_devices = _device_bytes(options), _number(options, "num_devices")
@@ -269,7 +269,7 @@ def plan_of_draft(options: PlanOptions) -> Planned:
     if not isinstance(model, ModelShape):
         raise _no_estimate(model)
     load = _load(options, model, longest, dtype)
-    draft = draft_load(model, algorithm, fields, load)
+    draft = draft_load(model, wanted_draft.algorithm, wanted_draft.fields, load, target_repr=wanted_draft.target_repr)
     if is_auto:
         if device_bytes is None:
             raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")

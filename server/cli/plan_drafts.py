@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
+from typing import get_args
 
+from ...schemas.training import TargetRepr
 from ...workers.planner.drafts.draft_layouts import heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
 from ...workers.planner.drafts.draft_memory import DraftMemory, longest_sequence, sequences_of
@@ -146,17 +148,36 @@ class DraftPlan:
             yield "no sequence of 256 tokens fits: use more ranks along the target's fsdp, ep or tp"
 
 
-def parse_draft(text: str) -> tuple[Algorithm, Mapping[str, int]]:
-    """Reads "eagle3,draft_vocab_size=32000". Raises ConfigError."""
+@dataclass(frozen=True)
+class DraftOptions:
+    """The value of --draft. fields: see draft_load."""
+
+    algorithm: Algorithm
+    fields: Mapping[str, int]
+    target_repr: TargetRepr = "hidden_state"
+
+
+def parse_draft(text: str) -> DraftOptions:
+    """Reads "eagle3,draft_vocab_size=32000,target_repr=logits". Raises ConfigError."""
     wanted, *given = text.split(",")
     if wanted not in ("eagle3", "dflash"):
         raise ConfigError(f"--draft is {wanted!r}: expected eagle3 or dflash, and fields such as eagle3,ttt_length=4")
-    known, fields = FIELDS[wanted], dict[str, int]()
+    known, fields, target_repr = FIELDS[wanted], dict[str, int](), DraftOptions.target_repr
     for each in given:
         name, _, value = each.partition("=")
+        if name == "target_repr" and wanted == "eagle3":
+            target_repr = _target_repr(value)
+            continue
         if name not in known:
             raise ConfigError(f"--draft has no {name!r} for {wanted}: expected {', '.join(known)}")
         if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= _MOST:
             raise ConfigError(f"--draft has {name} {value!r}: expected a whole number from 1 to {_MOST}")
         fields[name] = int(value)
-    return wanted, fields
+    return DraftOptions(wanted, fields, target_repr)
+
+
+def _target_repr(value: str) -> TargetRepr:
+    for each in get_args(TargetRepr):
+        if value == each:
+            return each
+    raise ConfigError(f"--draft has target_repr {value!r}: expected {', '.join(get_args(TargetRepr))}")

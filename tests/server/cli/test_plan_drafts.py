@@ -80,9 +80,23 @@ def test_a_full_target_and_longer_unrolling_need_more(capsys: pytest.CaptureFixt
     assert total("dflash") < total("dflash,num_layers=4") < total("dflash,num_layers=4,num_anchors=1024")
 
 
+def test_stored_logits_count_where_ranks_exchange_them(capsys: pytest.CaptureFixture[str]) -> None:
+    def exchanged(form: str, layout: str, draft: str) -> int:
+        flags = (f"--draft={DRAFT},{form}", "--max-context-length=4096", f"--parallel={layout}")
+        plan = printed(capsys, of_model("Llama-3.1-8B"), *flags, f"--draft-parallel={draft}", "--json")
+        return json.loads(plan)["memory"]["exchange"]
+
+    hidden, logits = (exchanged(f"target_repr={form}", "fsdp=2", "sp=2") for form in ("hidden_state", "logits"))
+    assert logits == pytest.approx(4 * 4096 * 2 * 128256, rel=0.1) and logits > 5 * hidden
+    assert exchanged("target_repr=pruned_logits", "fsdp=2", "sp=2") == pytest.approx(logits / 4, rel=0.2)
+    assert exchanged("target_repr=logits", "sp=2", "sp=2") == exchanged("ttt_length=7", "sp=2", "sp=2")
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
+        ("--draft=eagle3,target_repr=hidden", 2, "--draft has target_repr 'hidden': expected hidden_state, logits, "),
+        ("--draft=eagle3,target_repr=pruned_logits", 1, "pruned_logits needs draft_vocab_size or target_top_k"),
         ("--draft=medusa", 2, "--draft is 'medusa': expected eagle3 or dflash"),
         ("--draft=eagle3,num_anchors=4", 2, "--draft has no 'num_anchors' for eagle3: expected capture_layers, "),
         ("--draft=eagle3,ttt_length=0", 2, "--draft has ttt_length '0': expected a whole number from 1 to 16777216"),

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.models import Algorithm, DraftConfig
-from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.schemas.training import (
+    AdamParams,
+    Datum,
+    FeatureLocation,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    TargetRepr,
+)
 from trainhouse.workers.drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
 from trainhouse.workers.drafts.draft_model import DraftModel
@@ -32,6 +39,7 @@ from trainhouse.workers.worker.worker import Worker
 from ...tiny import tiny_model
 from ..parallel.measuring import ACCOUNTING, HANG_SECONDS
 from ..parallel.test_full_memory import near
+from ..parallel.test_stored_features import with_addresses
 from .test_estimate import SCALED, public, shape_at
 
 LENGTH = 1024
@@ -49,10 +57,12 @@ class Case:
     dtype: str = "float32"
     activations: str = "keep"
     vocab: int = 512
+    target_repr: TargetRepr | None = None
 
     def __str__(self) -> str:
         draft = f"-draft-{self.draft}" if self.draft else ""
-        return f"{self.algorithm}-{self.spec}{draft}-{self.dtype}-{self.activations}"
+        form = f"-{self.target_repr}" if self.target_repr else ""
+        return f"{self.algorithm}-{self.spec}{draft}-{self.dtype}-{self.activations}{form}"
 
     @property
     def knobs(self) -> dict[str, Any]:
@@ -68,12 +78,15 @@ class Case:
         spec, wanted = self.knobs["parallel"], self.knobs["draft_parallel"]
         of_worker = {name: self.knobs[name] for name in ("dtype", "activations", "micro_batch_tokens")}
         load = Workload(longest=LENGTH, samples=False, lora_rank=1, **of_worker)
-        draft = draft_load(shape, self.algorithm, fields, load, is_cpu=True)
+        draft = draft_load(
+            shape, self.algorithm, fields, load, is_cpu=True, target_repr=self.target_repr or "hidden_state"
+        )
         return draft_memory(shape, spec, load, draft, draft_spec_of(shape, spec, draft, wanted))
 
     @property
     def config(self) -> DraftConfig:
-        return DraftConfig(algorithm=self.algorithm, seed=1, num_layers=self.fields.get("num_layers"))
+        sizes = {name: self.fields.get(name) for name in ("num_layers", "draft_vocab_size")}
+        return DraftConfig(algorithm=self.algorithm, seed=1, target_repr=self.target_repr, **sizes)
 
     @property
     def options(self) -> dict[str, float | str]:
@@ -96,15 +109,26 @@ class Drafting:
     def step(self) -> None:
         self.of_each("apply_steps", (OptimizerStep("draft", AdamParams()),))
 
-    def run_pass(self) -> None:
-        """Runs a micro-batch of one sequence on each rank that has data."""
-        random, self._num_operations = np.random.default_rng(0), self._num_operations + 1
-        num_data = self._case.knobs["parallel"].num_data_shares
+    def run_pass(self, captured: Path | None = None) -> None:
+        """Runs a micro-batch of one sequence on each rank that has data, from features captured in a directory if one
+        is given."""
+        random, num_data = np.random.default_rng(0), self._case.knobs["parallel"].num_data_shares
         data = tuple(Datum(random.integers(3, 512, LENGTH).astype(np.int32)) for _ in range(num_data))
         request = ForwardBackwardRequest("draft", 1, data, self._case.algorithm, self._case.options)
+        if captured is not None:
+            place = FeatureLocation(str(captured), captures=True)
+            output = self._answer(
+                replace(request, loss_fn="capture", loss_fn_config={}, forward_only=True, features=place)
+            )
+            request = with_addresses(request, output, captured)
+        self._answer(request)
+
+    def _answer(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        self._num_operations += 1
         part = OperationPart(self._num_operations, request)
         (output,) = self._runner.run(self._ranks.run_pass(Pass((part,)), HANG_SECONDS))
         assert isinstance(output, ForwardBackwardOutput), output
+        return output
 
 
 @contextmanager
@@ -168,6 +192,24 @@ def test_a_rank_has_its_part_of_an_operations_gradients_and_one_matrix_of_others
     print(f"\n{case}: peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
     assert planned.vectors.scratch == planned.vectors.gradients and near(of_draft, peak)
     assert not near(of_draft + (num_ranks - 1) * planned.vectors.scratch, peak)
+
+
+@pytest.mark.full
+def test_memory_of_stored_logits_that_ranks_exchange_is_as_planned(tmp_path: Path) -> None:
+    fields = UNROLLED | {"draft_vocab_size": 256}
+    case = Case("eagle3", fields, {}, "fsdp=2", "sp=2", vocab=16384, target_repr="logits")
+    model = tiny_model("qwen3", tmp_path / "model", **(SCALED | {"vocab_size": case.vocab}))
+    planned, of_hidden = (each.planned(shape_at(model), fields) for each in (case, replace(case, target_repr=None)))
+    with drafting(model, case) as where:
+        where.of_each("set_vocabulary", "draft", np.arange(256, dtype=np.int64))
+        (tmp_path / "features").mkdir()
+        where.run_pass(tmp_path / "features")
+        where.step()
+        where.run_pass(tmp_path / "features")
+        peak = max(where.of_each("peak"))
+    of_draft, without = (each.total - each.target - each.policy for each in (planned, of_hidden))
+    print(f"\n{case}: peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB; {without / peak:.3f} as for hidden states")
+    assert near(of_draft, peak) and not near(without, peak)
 
 
 def measured(model: Path, case: Case) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """The draft whose training is planned, as far as it determines memory. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from ...shapes.draft_features import feature_columns, target_columns, token_bytes
+from ...shapes.draft_features import FeatureColumn, feature_columns, target_columns, token_bytes
 from ...shapes.draft_sizes import DraftSizes, dflash_shapes, eagle3_shapes, own_shape
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
@@ -26,7 +26,8 @@ class DraftLoad:
     """A draft that a rank trains.
 
     ttt_length: of eagle3's loss. block_size, num_anchors: of dflash. budget: of a chunk of logits. target_top_k: of the
-    form of captured features with fewest logits.
+    form of captured features with fewest logits. stored: what its form stores of the target's output, by name; nothing
+    if that is hidden states.
     """
 
     algorithm: Algorithm
@@ -36,6 +37,7 @@ class DraftLoad:
     block_size: int = 16
     num_anchors: int = 512
     target_top_k: int = 64
+    stored: Mapping[str, FeatureColumn] = field(default_factory=dict[str, FeatureColumn])
 
     def shapes(self, tp: int = 1) -> Mapping[str, tuple[int, ...]]:
         """Returns the shapes of a rank's weights, by module."""
@@ -67,12 +69,18 @@ class DraftLoad:
 
 
 def draft_load(
-    shape: ModelShape, algorithm: Algorithm, fields: Mapping[str, int], load: Workload, is_cpu: bool = False
+    shape: ModelShape,
+    algorithm: Algorithm,
+    fields: Mapping[str, int],
+    load: Workload,
+    is_cpu: bool = False,
+    target_repr: str = "hidden_state",
 ) -> DraftLoad:
     """Returns the draft of a target with these fields, and defaults for others.
 
     Args:
         fields: of the draft and of its loss, by name; capture_layers is their number.
+        target_repr: the form in which an eagle3 draft reads its target's distribution.
     Raises:
         ValueError: the target cannot have such a draft.
     """
@@ -105,7 +113,8 @@ def draft_load(
         raise ValueError(
             f"target_top_k is {given['target_top_k']}, and {shape.name} has {shape.vocab} tokens: lower it"
         )
-    return DraftLoad(algorithm, sizes, LogitBudget.on(is_cpu, load.head_chunk_tokens), **given)
+    stored = _stored(sizes, target_repr, fields.get("target_top_k"))
+    return DraftLoad(algorithm, sizes, LogitBudget.on(is_cpu, load.head_chunk_tokens), **given, stored=stored)
 
 
 FIELDS: Mapping[Algorithm, tuple[str, ...]] = {
@@ -113,6 +122,14 @@ FIELDS: Mapping[Algorithm, tuple[str, ...]] = {
     "dflash": ("num_layers", "capture_layers", "intermediate_size", "block_size", "num_anchors"),
 }
 """The fields that a plan may set, by algorithm."""
+
+
+def _stored(sizes: DraftSizes, target_repr: str, top_k: int | None) -> Mapping[str, FeatureColumn]:
+    if target_repr == "hidden_state":
+        return {}
+    if target_repr == "pruned_logits" and top_k is None and sizes.vocabulary == sizes.target_vocabulary:
+        raise ValueError("target_repr pruned_logits needs draft_vocab_size or target_top_k: set one")
+    return target_columns(target_repr, sizes.hidden, sizes.target_vocabulary, sizes.vocabulary, top_k)
 
 
 def _num_captured(algorithm: Algorithm, layers: int, num_layers: int) -> int:

@@ -6,6 +6,7 @@ Imports no torch.
 from dataclasses import dataclass, replace
 
 from ...protocol.parallel_spec import ParallelSpec
+from ...shapes.draft_features import token_bytes
 from ...shapes.model_shape import ModelShape
 from ..activations import forward_activations
 from ..estimate import MemoryEstimate, estimate, num_learned
@@ -85,6 +86,12 @@ def draft_memory(
     of_target = estimate(shape, spec, replace(load, samples=False))
     sequences = sequences_of(spec, draft_spec, load)
     exchange = _exchange(spec, draft_spec, load, draft, sequences)
+    activations = draft_activations(draft, draft_spec, load, sequences, spec.has_forward_collectives)
+    if draft.stored and draft_spec.sp * draft_spec.tp > spec.sp * spec.tp:
+        own = -(-sequences.num_tokens // draft_spec.sp)
+        exchange = max(exchange, _exchange_of_stored(spec, load, draft, own))
+        with_outputs = own * (_without_outputs(draft, load) + token_bytes(draft.stored, load.number_bytes))
+        activations = replace(activations, features=max(activations.features, with_outputs))
     return DraftMemory(
         target=of_target.base,
         policy=_policy(shape, spec, load),
@@ -92,7 +99,7 @@ def draft_memory(
         vectors=draft_vectors(draft, draft_spec, load, spec.has_forward_collectives),
         target_pass=_target_pass(shape, spec, load, draft, of_target),
         exchange=exchange,
-        activations=draft_activations(draft, draft_spec, load, sequences, spec.has_forward_collectives),
+        activations=activations,
         head=round(estimate(shape, spec, replace(load, training="lora", samples=False)).gathered_head),
         sampling=estimate(shape, spec, load).sampling,
     )
@@ -174,3 +181,20 @@ def _exchange(
     before, after = -(-load.tokens // (spec.sp * spec.tp)), -(-sequences.num_tokens // draft_spec.sp)
     captured = draft.sizes.captured * draft.sizes.hidden * load.number_bytes
     return (before + after) * (feature_bytes(draft, load) + captured)
+
+
+def _exchange_of_stored(spec: ParallelSpec, load: Workload, draft: DraftLoad, after: int) -> int:
+    """Returns the bytes of features while outputs that are stored in the draft's form are exchanged: as read, as sent,
+    as received, and in order.
+
+    Args:
+        after: the tokens of which this rank has features after the exchange.
+    """
+    before = -(-load.tokens // (spec.sp * spec.tp))
+    outputs = token_bytes(draft.stored, load.number_bytes)
+    return (before + after) * (_without_outputs(draft, load) + 2 * outputs)
+
+
+def _without_outputs(draft: DraftLoad, load: Workload) -> int:
+    """Returns the bytes of a token's embedding and captured layers."""
+    return feature_bytes(draft, load) - draft.sizes.hidden * load.number_bytes

@@ -32,6 +32,7 @@ PRODUCT_USED_ELSEWHERE = {
         refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",
     "schemas/sampling.py": "client_counter",
     # Read by templates.
+    "server/console/capacity.py": "num_sampling_jobs",
     "server/console/timeline.py": "bars",
     # vLLM imports them by these names.
     "workers/engines/vllm/serve.py": "WeightsEndpoint WeightsLoader",

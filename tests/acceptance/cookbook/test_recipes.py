@@ -166,7 +166,7 @@ def test_dpo_learns_no_preference_from_pairs_that_contradict_each_other(cookbook
 
 
 def test_rlhf_pipeline(cookbook: Cookbook) -> None:
-    """Its three stages take each other's checkpoints: supervised, a reward model, reinforcement with it."""
+    """The three stages take each other's checkpoints: supervised, a reward model, reinforcement with it."""
     module = "tinker_cookbook.recipes.preference.rlhf.rlhf_pipeline"
     rates = ("sft_learning_rate=1e-2", "rm_learning_rate=3e-3")
     cookbook.run("-m", module, "batch_size=8", "max_steps=4", "rl_max_tokens=16", "eval_every=0", *rates)

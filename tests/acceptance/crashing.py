@@ -167,7 +167,7 @@ def train(
             script.kill()
             raise
     output = "".join(lines)
-    assert script.returncode == 0, output
+    assert script.returncode == 0, f"exit status {script.returncode}: {output}"
     assert set(by_line) <= set(lines), output
     return [_trained(crashing.state_dir, each) for each in json.loads(lines[-1])]
 

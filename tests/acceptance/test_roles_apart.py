@@ -94,7 +94,7 @@ def test_crash_of_the_reference_worker_does_not_affect_other_roles(
         assert states(server) == "up"
         found = {role: each.result() for role, each in training.items()}
         assert others < set(worker_pids(server.process.pid))
-        again = re.findall(r"(\S+) is rebuilt", server.log.read_text())
+        again = re.findall(r"([\w:]+) is rebuilt", server.log.read_text())
         assert again == [runs.ids["reference"]]
         # Undisturbed; an offset of two steps would show.
         undisturbed = runs.train("policy", 42, runs.create("policy"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -51,7 +52,7 @@ from ..shapes.model_shape import (
     refuse_missing_weights,
     rope_of,
 )
-from ..shapes.other_models import TEXT_PARTS, WITH_HEAD, logit_cap_of, logit_scale_of
+from ..shapes.other_models import SAME_TYPES, TEXT_PARTS, WITH_HEAD, logit_cap_of, logit_scale_of
 from ..shapes.packed_weights import quantization_of
 from ..shapes.parts import RoutedExperts, Weight
 from ..shapes.sequence_split import SequenceSplit
@@ -632,7 +633,11 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, str | None]:
     Raises:
         ValueError: the model is not supported.
     """
-    config = AutoConfig.from_pretrained(source)
+    stored, _ = PreTrainedConfig.get_config_dict(source)
+    if (same_type := SAME_TYPES.get(str(stored.get("model_type")))) is None:
+        config = AutoConfig.from_pretrained(source)
+    else:
+        config = CONFIG_MAPPING[same_type].from_dict(stored | {"model_type": same_type})
     if (refusal := refusal_of(config.to_dict())) is not None:
         raise ValueError(f"{source}: {refusal}")
     if config.model_type not in TEXT_PARTS:

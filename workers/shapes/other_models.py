@@ -28,6 +28,9 @@ TEXT_PARTS: Mapping[str, str] = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 
+# Types of releases that transformers knows under another name -> that name.
+SAME_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+
 # What our layers lack for types of which models are trained, by the start of the model_type.
 _MISSING: Mapping[str, str] = {
     "deepseek_v4": "compressed attention, nor hyper-connections",
@@ -35,7 +38,7 @@ _MISSING: Mapping[str, str] = {
     "inkling": "relative-position bias, nor short convolution of keys and values",
     "kimi_linear": "Kimi delta attention",
     "nemotron_h_omni": "part for images",
-    "qwen4_exp": "attention by an indexer, nor gated residual stream",
+    "qwen4_exp": "sparse attention of Qwen4, nor gated residual streams",
 }
 
 # Those whose part for text is a causal model with its own head.
@@ -73,10 +76,11 @@ def missing_part(model_type: str) -> str | None:
 
 
 def text_type_of(config: Mapping[str, object]) -> str:
-    """Returns the model_type of the part for text; that of the whole if there are no other parts."""
+    """Returns the model_type of the part for text, by transformers' name; that of the whole if there are no other parts.
+    """
     whole, nested = str(config.get("model_type", "unknown")), config.get("text_config")
     named = nested.get("model_type") if whole in _OF_ANY_TEXT and isinstance(nested, dict) else None
-    return str(named or TEXT_PARTS.get(whole, whole))
+    return str(named or TEXT_PARTS.get(whole) or SAME_TYPES.get(whole, whole))
 
 
 def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:

@@ -265,7 +265,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
         ("Qwen3-30B-A3B", 4, (16, 32), (1, 2, 4, 8)),
         ("Qwen3-30B-A3B-YaRN", 4, (64,), (1, 2, 4, 8)),
         ("Llama-3.1-8B", 4, (8, 16, 32), (1, 2)),
-        ("Llama-3.1-70B", 4, (8, 16, 32), (1, 2, 4, 8)),
+        ("Llama-3.1-70B", 4, (8, 16, 32, 64), (1, 2, 4, 8)),
     ]
     for model, slots, lengths, numbers in wanted:
         for length in lengths:

@@ -1,5 +1,6 @@
 """The text part of a release that also takes images is loaded alone, and gives the numbers of the whole."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,26 @@ def test_kimi_is_read_from_the_names_of_its_releases(tmp_path: Path) -> None:
     release = kimi_container(text, tmp_path / "release")
     theirs = AutoModelForCausalLM.from_pretrained(text, dtype=torch.float32)
     assert distance(Adapted(release), theirs) < 1e-5
+
+
+def test_a_type_that_transformers_knows_by_another_name_is_read_as_that(tmp_path: Path) -> None:
+    tiny_model("deepseek_v3", model := tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"}))
+    adapted = Adapted(model)
+    assert adapted.base.runs_own_layers and distance(adapted, theirs) < 1e-5
+
+
+def test_hunyuan_may_choose_another_number_of_experts_in_each_layer(tmp_path: Path) -> None:
+    model = tiny_model("hunyuan_v1_moe", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"moe_topk": [2, 1]}))
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = Adapted(model)
+    assert adapted.base.runs_own_layers and distance(adapted, theirs) < 1e-5
+    (model / "config.json").write_text(json.dumps(config | {"moe_topk": [2, 2]}))
+    assert distance(Adapted(model), theirs) > 1e-5
+    (model / "config.json").write_text(json.dumps(config | {"moe_topk": [2]}))
+    with pytest.raises(ValueError, match="moe_topk has 1 numbers for 2 layers"):
+        Adapted(model)

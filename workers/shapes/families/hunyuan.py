@@ -12,6 +12,13 @@ def _dense_layers(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
+    chosen = config.numbers("moe_topk") or [config.number("moe_topk")] * config.num_layers
+    if len(chosen) != config.num_layers:
+        raise ValueError(f"moe_topk has {len(chosen)} numbers for {config.num_layers} layers: expected one for each")
+    return [_sparse_layer(config.changed({"moe_topk": each})) for each in chosen]
+
+
+def _sparse_layer(config: ConfigReader) -> Layer:
     features = config.number("intermediate_size")
     experts = RoutedExperts(
         hidden=config.hidden,
@@ -22,7 +29,7 @@ def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
         router_weight="wg.weight",
         module="Moe",
     )
-    return [Layer(config.hidden, _attention(config), experts)] * config.num_layers
+    return Layer(config.hidden, _attention(config), experts)
 
 
 def _attention(config: ConfigReader) -> SoftmaxAttention:

@@ -94,7 +94,7 @@ class ServerConnection:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
-    async def get(self, path: str, answer: type[W], **query: int) -> W:
+    async def get(self, path: str, answer: type[W], **query: int | str) -> W:
         return answer.model_validate_json((await self.request("GET", path, query=query)).content)
 
     async def post(self, path: str, body: Wire, answer: type[W], headers: dict[str, str] | None = None) -> W:

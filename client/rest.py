@@ -37,7 +37,7 @@ class RestClient:
     def __init__(self, connection: ServerConnection) -> None:
         self._connection = connection
 
-    def _get(self, path: str, answer: type[W], **query: int) -> APIFuture[W]:
+    def _get(self, path: str, answer: type[W], **query: int | str) -> APIFuture[W]:
         return self._connection.run(self._connection.get(path, answer, **query))
 
     def list_training_runs(self, limit: int = 20, offset: int = 0, search: str = "") -> APIFuture[TrainingRunList]:

@@ -76,8 +76,7 @@ def missing_part(model_type: str) -> str | None:
 
 
 def text_type_of(config: Mapping[str, object]) -> str:
-    """Returns the model_type of the part for text, by transformers' name; that of the whole if there are no other parts.
-    """
+    """Returns transformers' model_type of the part for text; that of the whole if there are no other parts."""
     whole, nested = str(config.get("model_type", "unknown")), config.get("text_config")
     named = nested.get("model_type") if whole in _OF_ANY_TEXT and isinstance(nested, dict) else None
     return str(named or TEXT_PARTS.get(whole) or SAME_TYPES.get(whole, whole))

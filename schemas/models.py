@@ -83,6 +83,11 @@ class DraftConfig(Wire):
     target_top_k: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     seed: Seed | None = None
 
+    def differs_in(self, other: "DraftConfig") -> str | None:
+        """Returns a field in which the shapes of the drafts differ; None if they have the same."""
+        names = [name for name in DraftConfig.model_fields if name not in ("seed", "target_repr", "target_top_k")]
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+
 
 class NewDraft(Strict, DraftConfig):
     """Configures a draft model that is created; unknown fields are refused."""

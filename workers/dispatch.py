@@ -351,7 +351,7 @@ class WorkerDispatch:
                 else VllmProcess(sampler_configs(model, sampling)[0], config, form, directory)
             )
             save_run = partial(self.save_run, optimizer=False)
-            return VllmEngine(training, save_run, server, form, model.max_full_models, directory)
+            return VllmEngine(training, save_run, server, form, model.max_full_models, directory, config)
         # A request that killed one sampler may be retried on another one, so they share their suspects.
         suspects = Suspects(SUSPECT_SHRINK_FACTOR)
         groups = [self._new_group(each, name, suspects) for name, each in named_sampler_configs(model, sampling)]

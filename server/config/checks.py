@@ -150,6 +150,11 @@ def _check_vllm(models: ModelsSection, sampling: SamplingSection) -> None:
         raise ConfigError(
             f"vllm_url names {num_urls} servers for {num_models} base models: name one for each, in the same order"
         )
+    if sampling.vllm_draft is not None and sampling.vllm_url is not None:
+        raise ConfigError(
+            "vllm_draft is for a vLLM that the server starts: leave it out, since others may use the one at vllm_url, "
+            "or set vllm_python instead"
+        )
     if sampling.sampler_parallel != SINGLE:
         raise ConfigError(
             "sampler_parallel has no effect with sampler vllm: leave it out; vllm_tp sets how many GPUs share each "

@@ -15,6 +15,7 @@ from .knob_values import (
     BYTE_UNITS,
     ConfigError,
     parse_bytes,
+    parse_draft_shape,
     parse_layout,
     parse_role_group,
     parse_served_model,
@@ -94,6 +95,12 @@ LAYOUT_OR_AUTO = ValueKind(
     "PARALLEL",
     lambda text, place: None if text == AUTO else parse_layout(text, flag=place),
     is_joined=True,
+)
+DRAFT = ValueKind(
+    "eagle3, dflash, or JSON with the fields of `draft`",
+    "DRAFT",
+    lambda text, place: parse_draft_shape(text),
+    show=lambda draft: draft.model_dump_json(exclude_none=True),
 )
 WEIGHTS = ValueKind("weights, such as alice=2", "WEIGHTS", lambda text, place: parse_weights(text), is_joined=True)
 

@@ -1,11 +1,13 @@
 """Parses values as users write them: base models, layouts, role groups, sizes in bytes, weights."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...schemas.models import DraftConfig, NewDraft
 from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.protocol.worker_config import RoleGroup, ServedModel
 from ...workers.shapes.styles import replicated_units
@@ -75,6 +77,11 @@ def parse_role_group(text: str) -> RoleGroup:
     named = tuple(role.strip() for role in roles.split("+"))
     spec = parse_layout(layout, flag=f"role group {text!r}")
     return RoleGroup(named, spec, tuple(devices.split(",")) if devices else ())
+
+
+def parse_draft_shape(text: str) -> DraftConfig:
+    """Parses eagle3, dflash, or the JSON of `draft` of create_model. Raises ValueError."""
+    return NewDraft.model_validate_json(text if text.startswith("{") else json.dumps({"algorithm": text}))
 
 
 def is_url(text: str) -> bool:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ...schemas.models import Role
+from ...schemas.models import DraftConfig, Role
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from ...workers.protocol.worker_config import RoleGroup, ServedModel
 from .knob import (
     BASE_MODELS,
     DATABASE_URL,
     DEVICES,
+    DRAFT,
     LAYOUT,
     LAYOUT_OR_AUTO,
     NOT_NEGATIVE,
@@ -200,6 +201,12 @@ class SamplingSection(Section):
         0.9, "fraction of GPU memory for the vLLM started here", check=SHARE, only_with=WITH_VLLM
     )
     vllm_tp: int = knob(1, "tensor-parallel GPUs of the vLLM started here", check=POSITIVE, only_with=WITH_VLLM)
+    vllm_draft: Annotated[DraftConfig | None, DRAFT] = knob(
+        None, "shape of drafts for the vLLM started here: eagle3, dflash or the JSON of `draft`", only_with=WITH_VLLM
+    )
+    vllm_draft_tokens: int = knob(
+        4, "draft tokens per pass of an eagle3 draft in vLLM", check=between(1, 16), only_with=WITH_VLLM
+    )
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,8 @@ def _vllm_config(sampling: SamplingSection) -> VllmConfig:
         dtype=sampling.vllm_dtype,
         memory_share=sampling.vllm_memory_share,
         tensor_parallel=sampling.vllm_tp,
+        draft=sampling.vllm_draft,
+        draft_tokens=sampling.vllm_draft_tokens,
     )
 
 

@@ -12,9 +12,6 @@ from ...schemas.models import DraftConfig
 from ..drafts.draft_model import DraftModel
 from .description import CheckpointDescription, write_json
 
-# Fields of the configuration that do not change the shape of a draft.
-_NO_SHAPE = frozenset({"seed", "target_repr", "target_top_k"})
-
 
 class DraftFormat:
     """Implements CheckpointFormat for drafts."""
@@ -36,13 +33,11 @@ class DraftFormat:
     def check(self, saved: CheckpointDescription) -> None:
         ours, theirs = self._model.draft, saved.training
         assert isinstance(theirs, DraftConfig)
-        for name in DraftConfig.model_fields.keys() - _NO_SHAPE:
-            of_model, of_saved = getattr(ours, name), getattr(theirs, name)
-            if of_model != of_saved:
-                raise OperationError(
-                    f"the checkpoint was saved with {name} {of_saved}, the draft has {of_model}: create a draft of"
-                    " that shape and load into that"
-                )
+        if (name := ours.differs_in(theirs)) is not None:
+            raise OperationError(
+                f"the checkpoint was saved with {name} {getattr(theirs, name)}, the draft has {getattr(ours, name)}:"
+                " create a draft of that shape and load into that"
+            )
 
     def write_extra_files(self, directory: Path, base_name: str) -> None:
         config = self._model.shape.config.to_dict() | {"dtype": "float32"}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
+from ...schemas.models import DraftConfig
 from .parallel_spec import SINGLE, ParallelSpec
 
 ZeroStage = Literal["3", "2"]
@@ -149,6 +150,8 @@ class VllmConfig:
     dtype: "auto" is the dtype of training.
     memory_share: fraction of a GPU's memory.
     tensor_parallel: GPUs of each server.
+    draft: the shape of the drafts that servers which we start can use; None = they use none.
+    draft_tokens: at a time, of eagle3.
     """
 
     urls: tuple[str, ...] = ()
@@ -157,6 +160,8 @@ class VllmConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     memory_share: float = 0.9
     tensor_parallel: int = 1
+    draft: DraftConfig | None = None
+    draft_tokens: int = 4
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from trainhouse.schemas.models import DraftConfig
 from trainhouse.server.config.knob_values import ConfigError, parse_bytes, parse_served_model
 from trainhouse.server.config.load import load_config, store_config_of
 from trainhouse.server.config.server_config import KNOBS, SECTIONS, ServerConfig
@@ -109,6 +110,15 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"sampler": "vllm", "vllm_python": "/no/such"}, "vllm_python: there is no file /no/such"),
         ({"sampler": "vllm", "vllm_url": "a:8000"}, "vllm_url is 'a:8000': expected http://HOST:PORT"),
         ({"sampler": "vllm", "vllm_url": "http://a,http://b"}, "vllm_url names 2 servers for 1 base models"),
+        (
+            {"sampler": "vllm", "vllm_url": "http://a", "vllm_draft": "eagle3"},
+            "vllm_draft is for a vLLM that the server starts: leave it out",
+        ),
+        ({"vllm_draft": "eagle3"}, "vllm_draft has no effect with sampler native"),
+        (
+            {"sampler": "vllm", "vllm_python": "/bin/sh", "vllm_draft": '{"algorithm": "eagle3", "layers": 2}'},
+            """expected eagle3, dflash, or JSON with the fields of `draft`""",
+        ),
         ({"vllm_url": "http://a"}, "vllm_url has no effect with sampler native: leave it out or set sampler to vllm"),
         (
             {"sampler": "vllm", "vllm_url": "http://a", "sampler_workers": "1"},
@@ -417,6 +427,14 @@ def test_sampling_knobs_reach_the_dispatch(tmp_path: Path) -> None:
     assert vllm == VllmConfig(("http://a:1/x",), "key", None, "bfloat16", 0.5, 2)
     own = load_config({**MODEL, "sampler": "vllm"}, {"TRAINHOUSE_VLLM_PYTHON": "/bin/sh"}, None)
     assert own.dispatch_config().sampling.vllm == VllmConfig(python="/bin/sh")
+    for draft, shape in (
+        ("dflash", DraftConfig(algorithm="dflash")),
+        ('{"algorithm": "eagle3", "draft_vocab_size": 300}', DraftConfig(algorithm="eagle3", draft_vocab_size=300)),
+    ):
+        drafted = config_of(sampler="vllm", vllm_python="/bin/sh", vllm_draft=draft, vllm_draft_tokens="6")
+        vllm = drafted.dispatch_config().sampling.vllm
+        assert vllm is not None and vllm.draft is not None
+        assert (vllm.draft.model_dump(), vllm.draft_tokens) == (shape.model_dump(), 6)
 
 
 def test_checkpoint_places_and_several_mirrors_are_read(tmp_path: Path) -> None:

@@ -589,6 +589,9 @@ async def test_drafts_are_refused_with_vllm(model: Path, tmp_path: Path) -> None
             path = await saved_draft(server)
             failed = await server.post("asample", sample_request(await create_sampler(server, draft_path=path)))
             answer = await server.result(failed["request_id"])
-            assert "draft_path is not supported by vLLM" in answer["error"] and answer["category"] == "user"
+            assert (
+                "draft_path is not supported by a vLLM that started without a draft" in answer["error"]
+                and answer["category"] == "user"
+            )
     finally:
         await dispatch.close()

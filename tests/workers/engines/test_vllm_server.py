@@ -97,7 +97,7 @@ async def test_models_without_adapters_in_vllm_are_refused_at_start(architecture
     async def save_run(run_id: str, directory: Path) -> None:
         pytest.fail("there is no run")
 
-    engine = VllmEngine(training, save_run, server, form_of(architecture), 0, tmp_path)
+    engine = VllmEngine(training, save_run, server, form_of(architecture), 0, tmp_path, VllmConfig())
     with pytest.raises(ValueError, match="is not used: vLLM takes no adapters of this model: use --sampler native"):
         await engine.start(lambda _: None)
     await engine.close()

@@ -26,7 +26,7 @@ from .adapter_version import VllmAdapterVersion, full_weight_files, weights_unde
 from .api import VllmApi
 from .turns import Turns
 
-_READS_ON_SECONDS = 5.0
+READS_ON_SECONDS = 5.0
 """The time that files are kept: vLLM may still start a cancelled request, and crashes if its files are missing."""
 
 
@@ -147,7 +147,7 @@ class VllmAdapters:
         if version.training_crash_epoch is not None:
             with contextlib.suppress(OperationError):  # the server is shutting down
                 await drop_weights(self._training, version.name)
-        await asyncio.sleep(_READS_ON_SECONDS)
+        await asyncio.sleep(READS_ON_SECONDS)
         await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
 
     async def _unload(self, version: VllmAdapterVersion) -> None:
@@ -155,10 +155,11 @@ class VllmAdapters:
             await self._api.unload_adapter(version.name)
 
 
-async def link_files(source: Path, form: VllmForm, target: Path) -> None:
+async def link_files(source: Path, form: VllmForm | None, target: Path) -> None:
     """Links a checkpoint's files into another directory, so that the checkpoint may be deleted.
 
-    Files in another form than the one that vLLM reads are rewritten there. Optimizer states are left out: vLLM would
+    Files in another form than the one that vLLM reads are rewritten there; None for drafts, which it reads as they are.
+    Optimizer states are left out: vLLM would
     take them for weights.
     """
     try:
@@ -166,7 +167,8 @@ async def link_files(source: Path, form: VllmForm, target: Path) -> None:
         await asyncio.to_thread(
             shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True, ignore=ignored
         )
-        await asyncio.to_thread(write_for_vllm, target, form)
+        if form is not None:
+            await asyncio.to_thread(write_for_vllm, target, form)
     except (OSError, shutil.Error) as error:
         raise OperationError(f"checkpoint {source} cannot be read: {error}", "server") from None
 

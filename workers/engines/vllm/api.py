@@ -11,17 +11,17 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 import numpy as np
 
 from ....schemas.errors import OperationError
-from ....schemas.sampling import EMPTY_LOGPROB, SampledSequence, SampleResponse, TopkLogprobs
+from ....schemas.sampling import EMPTY_LOGPROB, GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ...protocol.calls import SampledPart, SampleJob
 from ...protocol.timeouts import VLLM_CONNECT_SECONDS, VLLM_HEALTH_SECONDS, VLLM_SEND_SECONDS
 from ...scheduler.work import OnProgress
@@ -45,6 +45,9 @@ _NUM_LOOKS = 12
 
 Done = TypeVar("Done")
 
+Part = Literal["model", "draft"]
+"""A part of vLLM whose weights can be replaced."""
+
 
 class VllmUnreachable(Exception):
     """The server is down or broke the connection. reached: it had the request, which may have crashed it."""
@@ -67,10 +70,12 @@ class VllmCompletion:
     """Holds a response, or one event of a stream.
 
     parts: numbered by their samples' places in the request. num_cached: cached prompt tokens, if vLLM reports them.
+    guesses: of a request's only sample, at its end, if its own draft proposed the tokens.
     """
 
     parts: list[SampledPart]
     num_cached: int | None
+    guesses: GuessCounts | None
 
 
 class VllmApi:
@@ -120,12 +125,12 @@ class VllmApi:
                 "server",
             ) from None
 
-    async def load_weights(self, source: str) -> None:
-        """Replaces the base model's weights by those in the directory, or of the hub id.
+    async def load_weights(self, source: str, part: Part) -> None:
+        """Replaces the weights of the base model or the draft by those in the directory, or of the hub id.
 
         After a failure they are undefined, and the server must start again.
         """
-        await self._request_json("POST", PATH, {"path": source})
+        await self._request_json("POST", PATH, {"path": source, "part": part})
 
     async def is_healthy(self, within_seconds: float = VLLM_HEALTH_SECONDS) -> bool:
         try:
@@ -209,10 +214,13 @@ class SampleCollector:
         self._on_progress = on_progress
         self._parts: defaultdict[int, list[SampledPart]] = defaultdict(list)
         self._num_cached: list[int] = []
+        self._guesses: list[GuessCounts] = []
 
     def add(self, request: VllmRequest, answer: VllmCompletion) -> None:
         if answer.num_cached is not None:
             self._num_cached.append(answer.num_cached)
+        if answer.guesses is not None:
+            self._guesses.append(answer.guesses)
         for part in answer.parts:
             drawn = request.samples[part.sample]
             # All samples of a greedy job are equal, and one was drawn.
@@ -227,7 +235,8 @@ class SampleCollector:
     def response(self) -> SampleResponse:
         """Returns all samples, which must have ended."""
         sequences = tuple(_sequence(self._parts[sample]) for sample in range(self._job.num_samples))
-        return SampleResponse(sequences, prompt_cache_hit_tokens=min(self._num_cached, default=0))
+        hits = min(self._num_cached, default=0)
+        return SampleResponse(sequences, prompt_cache_hit_tokens=hits, guesses=_sum(self._guesses))
 
 
 def _sequence(parts: list[SampledPart]) -> SampledSequence:
@@ -240,6 +249,15 @@ def _sequence(parts: list[SampledPart]) -> SampledSequence:
         logprobs=np.concatenate([part.logprobs for part in parts]),
         topk_logprobs=_concatenate(tops) if tops else None,
     )
+
+
+def _sum(guesses: Sequence[GuessCounts]) -> GuessCounts | None:
+    """Returns None if no pass has verified draft tokens."""
+    if not (passes := sum(each.passes for each in guesses)):
+        return None
+    by_accepted = zip(*(each.by_accepted for each in guesses), strict=True)
+    drafted, accepted = sum(each.drafted for each in guesses), sum(each.accepted for each in guesses)
+    return GuessCounts(passes, drafted, accepted, tuple(map(sum, by_accepted)))
 
 
 def _concatenate(tops: list[TopkLogprobs]) -> TopkLogprobs:
@@ -262,7 +280,21 @@ def _parse(answer: dict[str, Any], job: SampleJob) -> VllmCompletion:
     if "error" in answer:
         raise VllmFailed(str(answer["error"].get("message", answer["error"])), reached=True)
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    return VllmCompletion([_part(choice, job) for choice in answer["choices"]], details.get("cached_tokens"))
+    guesses = (answer.get("metrics") or {}).get("speculative_decoding")
+    return VllmCompletion(
+        [_part(choice, job) for choice in answer["choices"]],
+        details.get("cached_tokens"),
+        _guesses(guesses) if guesses and job.draft_id is not None else None,
+    )
+
+
+def _guesses(counts: dict[str, Any]) -> GuessCounts:
+    return GuessCounts(
+        passes=counts["num_spec_steps"],
+        drafted=counts["num_draft_tokens"],
+        accepted=counts["num_accepted_draft_tokens"],
+        by_accepted=tuple(counts["acceptance_histogram"]),
+    )
 
 
 def _part(choice: dict[str, Any], job: SampleJob) -> SampledPart:

@@ -15,6 +15,7 @@ from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
 from ...protocol.calls import RunSpec, SampleJob
+from ...protocol.worker_config import VllmConfig
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.supervision.backoff import backoff
@@ -23,7 +24,8 @@ from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
 from .adapter_version import VllmAdapterVersion, full_weight_files, weights_under
 from .adapters import VllmAdapters, link_files
 from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
-from .base_weights import BaseWeights
+from .draft_slot import DraftSlot
+from .placed_weights import PlacedWeights
 from .requests import VllmModel, VllmRequest, check_supported, split
 from .server import VllmServer
 
@@ -41,12 +43,14 @@ class _RetriedJob:
     """A job and its attempts.
 
     version: the adapter; None means the base model.
+    draft: the draft that vLLM must have; None means any.
     num_strikes: failures that only this job can have caused.
     gone_since: when the server was found gone; None until then.
     """
 
     job: SampleJob
     version: VllmAdapterVersion | None
+    draft: VllmAdapterVersion | None
     streamed: StreamDeduplicator
     num_strikes: int = 0
     num_retries: int = 0
@@ -68,6 +72,7 @@ class VllmEngine:
         form: VllmForm,
         max_full_models: int,
         directory: Path | None,
+        config: VllmConfig,
     ) -> None:
         """save_run: writes a run, after its previous operations, into an existing empty directory."""
         self._training = training
@@ -76,8 +81,10 @@ class VllmEngine:
         self._form = form
         self._max_full_models = max_full_models
         self._api = VllmApi(server, is_mixed=form.experts == "mixed")
-        self._base_weights = BaseWeights(self._api, server)
+        self._base_weights = PlacedWeights(self._api, server, "model")
         self._adapters = VllmAdapters(self._api, training, directory and directory / "adapters")
+        draft = PlacedWeights(self._api, server, "draft")
+        self._draft_slot = DraftSlot(draft, training, config, directory and directory / "drafts")
         self._in_flight = InFlightRequests()
         self._quarantine = Quarantine(server.name)
         self._model: VllmModel | None = None
@@ -92,6 +99,7 @@ class VllmEngine:
         """Raises ValueError with the reason if vLLM does not start, or takes no adapters of this model."""
         if self._form.refusal is not None:
             raise ValueError(f"{self._server.name} is not used: vLLM {self._form.refusal}: use --sampler native")
+        self._server.speculative = await self._draft_slot.first_draft()
         await self._server.start(on_progress)
         if self._server.is_on_cpu:
             await self._add_base_adapter()
@@ -99,6 +107,7 @@ class VllmEngine:
     async def close(self) -> None:
         await self._in_flight.close()
         await self._base_weights.close()
+        await self._draft_slot.close()
         await self._adapters.close()
         await self._api.close()
         await self._server.close()
@@ -133,19 +142,17 @@ class VllmEngine:
         self._adapters.drop(adapter_id)
 
     def has_draft(self, draft_id: str) -> bool:
-        return False
+        return self._draft_slot.holds(draft_id)
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
-        raise OperationError(
-            "draft_path is not supported by vLLM, which has one draft for all requests from its start: leave it out, or"
-            " start the server with --sampler native"
-        )
+        """Keeps the draft's files, which vLLM loads when a request needs them."""
+        await self._draft_slot.put(draft_id, directory)
 
     async def drop_draft(self, draft_id: str) -> None:
-        pass
+        self._draft_slot.drop(draft_id)
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        check_supported(job)
+        check_supported(job, has_drafts=self._draft_slot.exists)
         return await self._in_flight.run(job.job_id, self._answer(job, on_progress))
 
     def cancel(self, job_id: str) -> None:
@@ -158,13 +165,14 @@ class VllmEngine:
         return {f"{self._training.name} (vLLM)": self._base_weights.pushes.memory()}
 
     async def _answer(self, job: SampleJob, on_progress: OnProgress | None) -> SampleResponse:
-        async with self._adapters.in_use(job.adapter_id) as version:
-            sampling = self._sample(_RetriedJob(job, version, StreamDeduplicator(on_progress)))
+        async with self._adapters.in_use(job.adapter_id) as version, self._draft_slot.in_use(job.draft_id) as draft:
+            job = job if draft is not None else replace(job, draft_id=None)
+            sampling = self._sample(_RetriedJob(job, version, draft, StreamDeduplicator(on_progress)))
             if not _wants_scores(job):
                 return await sampling
             sampled, scored = await _gather_or_cancel([sampling, self._score(job, version)])
             hits = sampled.prompt_cache_hit_tokens
-            return replace(scored, sequences=sampled.sequences, prompt_cache_hit_tokens=hits)
+            return replace(scored, sequences=sampled.sequences, prompt_cache_hit_tokens=hits, guesses=sampled.guesses)
 
     async def _score(self, job: SampleJob, version: VllmAdapterVersion | None) -> SampleResponse:
         """Scores the prompt with the training workers.
@@ -177,7 +185,9 @@ class VllmEngine:
             await self._adapters.load_into_training(version)
             adapter_id = version.name
         params = SamplingParams(max_tokens=1, seed=job.params.seed, temperature=job.params.temperature)
-        plain = replace(job, num_samples=1, topk_sample_logprobs=0, streams=False, stop_token_ids=(), stop_strings=())
+        plain = replace(
+            job, num_samples=1, draft_id=None, topk_sample_logprobs=0, streams=False, stop_token_ids=(), stop_strings=()
+        )
         scoring = replace(plain, job_id=f"{job.job_id}:scores", adapter_id=adapter_id, params=params)
         return await self._training.sample(scoring)
 
@@ -240,6 +250,8 @@ class VllmEngine:
         adapter = self._bare if version is full else version
         requests = split(job, model, adapter and adapter.name)
         await self._base_weights.load(full, start)
+        if retried.draft is not None:
+            await self._draft_slot.load(retried.draft, start)
         if adapter is not None:
             await self._adapters.load_into_vllm(adapter, start)
         samples = SampleCollector(job, on_progress)

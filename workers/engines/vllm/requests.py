@@ -6,6 +6,7 @@ A job is refused if vLLM does not support it, would answer it wrongly, or would 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 
 from ....schemas.errors import OperationError
 from ...protocol.calls import SampleJob
@@ -91,7 +92,8 @@ class VllmRequest:
 
 
 def split(job: SampleJob, model: VllmModel, adapter: str | None) -> list[VllmRequest]:
-    """Splits the job into requests. Greedy samples are all equal, and vLLM refuses more than one.
+    """Splits the job into requests. Greedy samples are all equal, and vLLM refuses more than one. Draft tokens are
+    counted only for requests of one sample.
 
     Raises OperationError if the prompt fills the context, or top log-probabilities would need too much memory.
     """
@@ -108,7 +110,8 @@ def split(job: SampleJob, model: VllmModel, adapter: str | None) -> list[VllmReq
             f" more than {_MAX_CELLS} cells: lower it or max_tokens, or split the request"
         )
     samples = range(1 if is_greedy(job) else job.num_samples)
-    parts = (samples[start : start + _MAX_SAMPLES] for start in samples[::_MAX_SAMPLES])
+    most = 1 if job.draft_id is not None else _MAX_SAMPLES
+    parts = (samples[start : start + most] for start in samples[::most])
     return [VllmRequest(job, part, adapter or model.name, max_tokens) for part in parts]
 
 
@@ -116,9 +119,13 @@ def is_greedy(job: SampleJob) -> bool:
     return job.params.temperature < _LOWEST_TEMPERATURE
 
 
-def check_supported(job: SampleJob) -> None:
-    """Raises OperationError if vLLM does not support the job, or would answer wrongly or crash."""
-    if reason := next(_obstacles(job), None):
+def check_supported(job: SampleJob, has_drafts: bool) -> None:
+    """Raises OperationError if vLLM does not support the job, or would answer wrongly or crash.
+
+    Args:
+        has_drafts: whether vLLM has started with a draft.
+    """
+    if reason := next(chain(_obstacles(job), _obstacles_with_draft(job) if has_drafts else ()), None):
         raise OperationError(f"{reason}, or start the server with --sampler native")
     if not len(job.prompt):
         raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
@@ -138,6 +145,13 @@ def _obstacles(job: SampleJob) -> Iterator[str]:
         yield f"logit_bias has {num_biases} tokens, vLLM takes {_MAX_BIASES}: leave some out"
     if params.min_tokens and num_stops > _MAX_STOPS:
         yield f"{num_stops} stop tokens with min_tokens exceed vLLM's limit of {_MAX_STOPS}: leave out min_tokens"
+
+
+def _obstacles_with_draft(job: SampleJob) -> Iterator[str]:
+    """Yields what a vLLM with a draft refuses of every request."""
+    for name in ("min_p", "logit_bias"):
+        if getattr(job.params, name):
+            yield f"{name} is not supported by a vLLM with drafts (--vllm-draft): leave it out"
 
 
 def _num_cells(job: SampleJob, max_tokens: int) -> int:

@@ -1,5 +1,5 @@
-"""`vllm serve` with an endpoint that replaces the base model's weights: `python serve.py serve MODEL --middleware
-__main__.WeightsEndpoint --worker-extension-cls __main__.WeightsLoader ...`.
+"""`vllm serve` with an endpoint that replaces the weights of the base model or of the draft: `python serve.py serve
+MODEL --middleware __main__.WeightsEndpoint --worker-extension-cls __main__.WeightsLoader ...`.
 
 A program for a Python that has vLLM, and has nothing of ours. vLLM's own endpoints for this ask for no key, and lose
 their way among layers with adapters.
@@ -7,12 +7,15 @@ their way among layers with adapters.
 
 # pyright: reportMissingImports=false
 
+import asyncio
 import os
 import secrets
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
+from unittest.mock import patch
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,14 +26,17 @@ _MOST_BYTES = 64 << 10
 
 
 class WeightsEndpoint:
-    """ASGI middleware: POST PATH with JSON {"path": a directory or hub id} loads the weights there in place.
+    """ASGI middleware: POST PATH with JSON {"path": a directory or hub id, "part": "model" or "draft"} loads the
+    weights there in place.
 
-    Requests that still run are aborted, and the prefix cache is emptied. After a failure the weights are undefined.
+    The prefix cache is emptied. Requests that still run are aborted; with "draft" they continue after it, and what they
+    have in the cache is computed again. After a failure the weights are undefined.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._authorization = f"Bearer {os.environ['VLLM_API_KEY']}"
+        self._lock = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] == PATH:
@@ -45,12 +51,14 @@ class WeightsEndpoint:
             return _error(401, "POST with the key is expected")
         if int(request.headers.get("content-length") or _MOST_BYTES + 1) > _MOST_BYTES:
             return _error(413, "the body is too large, or its length is missing")
-        path = (await request.json())["path"]
+        body = await request.json()
+        mode, method = ("keep", "replace_draft") if body["part"] == "draft" else ("abort", "replace_weights")
         engine = request.app.state.engine_client
         try:
-            await engine.pause_generation(mode="abort", clear_cache=True)
-            await engine.collective_rpc("replace_weights", args=(path,))
-            await engine.resume_generation()
+            async with self._lock:
+                await engine.pause_generation(mode=mode, clear_cache=True)
+                await engine.collective_rpc(method, args=(body["path"],))
+                await engine.resume_generation()
         except Exception as error:
             traceback.print_exc()
             return _error(500, f"{type(error).__name__}: {error}")
@@ -77,6 +85,69 @@ class WeightsLoader:
             for layer in model.modules():
                 if isinstance(layer, VocabParallelEmbedding):
                     layer.quant_method.process_weights_after_loading(layer)
+
+    def replace_draft(self, path: str) -> None:
+        """Loads the weights of a draft of the same shape as that with which vLLM has started."""
+        from vllm.model_executor.model_loader import get_model_loader
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        draft = self.model_runner.drafter.model
+        config = copy(self.vllm_config.speculative_config.draft_model_config)
+        config.model = path
+        weights = get_model_loader(self.vllm_config.load_config).get_all_weights(config, draft)
+        with _without_shared(draft), _context_projections(draft.model):
+            initialize_layerwise_reload(draft)
+            draft.load_weights(weights)
+            finalize_layerwise_reload(draft, config)
+
+
+@contextmanager
+def _without_shared(draft: Any) -> Iterator[None]:
+    """Takes the target's embeddings and output head out of the draft, which has no weights for them."""
+    from torch import nn
+
+    loaded_from_file = {"lm_head": "has_own_lm_head", "embed_tokens": "has_own_embed_tokens"}
+    places = [
+        (parent, name, getattr(parent, name))
+        for parent, name in ((draft, "lm_head"), (draft.model, "embed_tokens"))
+        if not getattr(draft, loaded_from_file[name], False)
+    ]
+    for parent, name, _ in places:
+        setattr(parent, name, nn.Identity())
+    try:
+        yield
+    finally:
+        for parent, name, layer in places:
+            setattr(parent, name, layer)
+
+
+@contextmanager
+def _context_projections(layers: Any) -> Iterator[None]:
+    """Updates the copies that dflash has of its weights for the context.
+
+    vLLM makes them from weights that it has not yet packed, which a reload has only between its steps.
+    """
+    import torch
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    if not hasattr(layers, "_build_fused_kv_buffers"):
+        yield
+        return
+    attentions = {layer.self_attn.qkv_proj: layer.self_attn for layer in layers.layers}
+    pack, keys_and_values = UnquantizedLinearMethod.process_weights_after_loading, dict[Any, torch.Tensor]()
+
+    def pack_after_copy(method: Any, layer: Any) -> None:
+        if layer in attentions:
+            keys_and_values[layer] = layer.weight[attentions[layer].q_size :].clone()
+        pack(method, layer)
+
+    with (
+        patch.object(UnquantizedLinearMethod, "process_weights_after_loading", pack_after_copy),
+        patch.object(layers, "_build_fused_kv_buffers", lambda: None),
+    ):
+        yield
+    layers._fused_kv_weight.copy_(torch.cat([keys_and_values[layer] for layer in attentions]))
+    layers._k_norm_weights.copy_(torch.stack([each.k_norm.weight for each in attentions.values()]))
 
 
 @contextmanager
@@ -121,6 +192,35 @@ def _recorded_names(model: Any) -> Iterator[set[str]]:
 def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message}}, status)
 
+
+def _keep_drafts_apart() -> None:
+    """Changes what vLLM's drafts share with the target.
+
+    Its embeddings: without the layer that adds adapters to them, which would look for the draft's tokens among those of
+    the target's last pass; no adapter of ours has embeddings. Its output head: not if the draft has its own, with which
+    a new draft starts as a copy of the target's, because the next draft has another.
+    """
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    share_embeddings = SpecDecodeBaseProposer._maybe_share_embeddings
+    share_head = SpecDecodeBaseProposer._maybe_share_lm_head
+
+    def share_plain_embeddings(proposer: Any, target: Any) -> None:
+        share_embeddings(proposer, target)
+        layers = proposer.model.model
+        layers.embed_tokens = getattr(layers.embed_tokens, "base_layer", layers.embed_tokens)
+
+    def share_missing_head(proposer: Any, target: Any) -> None:
+        if not getattr(proposer.model, "has_own_lm_head", False):
+            share_head(proposer, target)
+
+    SpecDecodeBaseProposer._maybe_share_embeddings = share_plain_embeddings
+    SpecDecodeBaseProposer._maybe_share_lm_head = share_missing_head
+
+
+# Processes that vLLM starts import this file under the second name.
+if __name__ in ("__main__", "__mp_main__"):
+    _keep_drafts_apart()
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

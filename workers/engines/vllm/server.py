@@ -49,6 +49,7 @@ class VllmServer:
     retry_seconds: how long requests wait while the server is down; None means until it is back.
     takes_full_models: whether the base model's weights can be replaced: others may use a server at a URL.
     source: the directory or hub id of the base model, "" if unknown.
+    speculative: vLLM's configuration of the draft with which our own server starts; None = without.
     """
 
     num_starts = 0
@@ -56,6 +57,7 @@ class VllmServer:
     is_on_cpu = False
     takes_full_models = False
     source = ""
+    speculative: Mapping[str, object] | None = None
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.name = f"the vLLM at {url}"
@@ -255,6 +257,9 @@ class VllmProcess(VllmServer):
             "middleware": "__main__.WeightsEndpoint",
             "worker-extension-cls": "__main__.WeightsLoader",
         }
+        if self.speculative is not None:
+            flags["speculative-config"] = json.dumps(self.speculative)
+            flags["per-request-spec-decode-metrics"] = "summary"
         if model.max_context_length is not None:
             flags["max-model-len"] = model.max_context_length
         shape = _shape(model)

@@ -1,4 +1,4 @@
-"""The weights that vLLM has under its adapters: the base model's, or those of a full model in their place."""
+"""The weights that vLLM has at one place: under its adapters, the base model's or a full model's; or a draft's."""
 
 import asyncio
 import logging
@@ -8,18 +8,22 @@ from ....schemas.errors import OperationError
 from ..in_flight import cancel_and_wait
 from ..weights import WeightTransferStats
 from .adapter_version import VllmAdapterVersion
-from .api import VllmApi, VllmFailed, VllmUnreachable
+from .api import Part, VllmApi, VllmFailed, VllmUnreachable
 from .server import VllmServer
 
 logger = logging.getLogger(__name__)
 
 
-class BaseWeights:
-    """Replaces the weights in place. No request runs meanwhile, see VllmAdapters.in_use."""
+class PlacedWeights:
+    """Replaces the weights in place.
 
-    def __init__(self, api: VllmApi, server: VllmServer) -> None:
+    No request runs while those of the model are replaced, see VllmAdapters.in_use.
+    """
+
+    def __init__(self, api: VllmApi, server: VllmServer, part: Part) -> None:
         self._api, self._server = api, server
-        # None for the base model's weights, with which every vLLM starts.
+        self._part: Part = part
+        # None for the weights with which every vLLM starts.
         self._loaded: VllmAdapterVersion | None = None
         self._are_defined = True
         self._start = 0
@@ -27,8 +31,8 @@ class BaseWeights:
         self._loading: set[asyncio.Task[None]] = set()
         self.pushes = WeightTransferStats()
 
-    async def load(self, full: VllmAdapterVersion | None, start: int) -> None:
-        """Loads the full model, or the base model if it is None, unless vLLM has it.
+    async def load(self, wanted: VllmAdapterVersion | None, start: int) -> None:
+        """Loads the version, or the base model if it is None, unless vLLM has it.
 
         Args:
             start: VllmServer.num_starts of the vLLM that must have it.
@@ -36,10 +40,10 @@ class BaseWeights:
             OperationError: vLLM cannot load these weights.
             VllmUnreachable: it is down, or starts again.
         """
-        if self._has(full, start):
+        if self._has(wanted, start):
             return
         # A cancelled request must not end the loading, of which vLLM would continue with a part.
-        loading = asyncio.create_task(self._load(full, start))
+        loading = asyncio.create_task(self._load(wanted, start))
         self._loading.add(loading)
         loading.add_done_callback(self._loading.discard)
         await asyncio.shield(loading)
@@ -47,54 +51,55 @@ class BaseWeights:
     async def close(self) -> None:
         await cancel_and_wait(self._loading)
 
-    def _has(self, full: VllmAdapterVersion | None, start: int) -> bool:
+    def _has(self, wanted: VllmAdapterVersion | None, start: int) -> bool:
         if start > self._start:
             self._start, self._loaded, self._are_defined = start, None, True
-        return self._start == start and self._are_defined and self._loaded is full and not self._lock.locked()
+        return self._start == start and self._are_defined and self._loaded is wanted and not self._lock.locked()
 
-    async def _load(self, full: VllmAdapterVersion | None, start: int) -> None:
+    async def _load(self, wanted: VllmAdapterVersion | None, start: int) -> None:
         async with self._lock:
             if self._start != start:
                 raise VllmUnreachable("has restarted", reached=False)
-            if self._are_defined and self._loaded is full:
+            if self._are_defined and self._loaded is wanted:
                 return
-            if full is not None and full.refusal is not None:
-                raise OperationError(full.refusal)
+            if wanted is not None and wanted.refusal is not None:
+                raise OperationError(wanted.refusal)
             self._are_defined, began = False, time.monotonic()
             try:
-                await self._api.load_weights(self._server.source if full is None else str(full.directory))
+                source = self._server.source if wanted is None else str(wanted.directory)
+                await self._api.load_weights(source, self._part)
             except BaseException as error:
-                await self._give_up(full, error)
+                await self._give_up(wanted, error)
                 raise
-            self._loaded, self._are_defined = full, True
+            self._loaded, self._are_defined = wanted, True
             self._record(time.monotonic() - began)
 
-    async def _give_up(self, full: VllmAdapterVersion | None, error: BaseException) -> None:
+    async def _give_up(self, wanted: VllmAdapterVersion | None, error: BaseException) -> None:
         """Ends our vLLM, whose weights are undefined. If it could not read them, the next one does not try again.
 
         Raises OperationError then.
         """
         is_alive = isinstance(error, (VllmFailed, OperationError)) and await self._api.is_healthy()
         self._server.kill()
-        if full is not None and is_alive:
-            logger.error("vLLM cannot load the weights of %s from %s: %s", full.name, full.directory, error)
-            reason = str(error).replace(str(full.directory), "their directory")
-            full.refusal = (
-                f"vLLM cannot load the weights of {full.adapter_id}: {reason}; sample them from a server with --sampler"
-                " native"
+        if wanted is not None and is_alive:
+            logger.error("vLLM cannot load the weights of %s from %s: %s", wanted.name, wanted.directory, error)
+            reason = str(error).replace(str(wanted.directory), "their directory")
+            wanted.refusal = (
+                f"vLLM cannot load the weights of {wanted.adapter_id}: {reason}; sample with them from a server with"
+                " --sampler native"
             )
-            raise OperationError(full.refusal) from None
+            raise OperationError(wanted.refusal) from None
         if isinstance(error, OperationError):
             raise VllmFailed(str(error), reached=False) from None
 
     def _record(self, seconds: float) -> None:
-        full = self._loaded
-        if full is None:
+        wanted = self._loaded
+        if wanted is None:
             logger.info("%s has the base model's weights again, after %.3f s", self._server.name, seconds)
             return
-        num_bytes = full.num_bytes
+        num_bytes = wanted.num_bytes
         self.pushes.add(num_bytes, seconds)
         logger.info(
             "%s has version %d of the weights of %s: %d bytes in %.3f s",
-            self._server.name, full.number, full.adapter_id, num_bytes, seconds,
+            self._server.name, wanted.number, wanted.adapter_id, num_bytes, seconds,
         )  # fmt: skip

@@ -47,7 +47,7 @@ TRL_READY := $(TRL)/.ready
 endif
 
 # tinker-cookbook's recipes and evaluations, with what they need, in a separate environment with .venv's releases of what
-# both need (1.6 GB, a minute, once), or COOKBOOK_PYTHON=/a/python of yours. Apart from these: inspect-ai, which takes
+# both need (1.8 GB, a minute, once), or COOKBOOK_PYTHON=/a/python of yours. Apart from these: inspect-ai, which takes
 # older releases of some, and tml-renderers, older than the cookbook asks for, for renderers that no recipe here uses.
 $(COOKBOOK)/.ready: $(READY)
 	test -x $(COOKBOOK)/bin/python || $(PYTHON) -m venv $(COOKBOOK) || python3 -m venv $(COOKBOOK)

@@ -23,7 +23,8 @@ router = APIRouter(prefix=CONSOLE, include_in_schema=False)
 
 _MAX_SHOWN = 20
 _MAX_TOKENS = 20_000
-"""Tokens of all data on a page: a browser shows a page of this size in a second."""
+"""Tokens of all data on a page, or numbers of their largest inputs: a browser shows a page of this size in a second."""
+_MAX_DENSE_BYTES = 16 << 20
 
 
 @router.get("/data")
@@ -42,19 +43,26 @@ async def view_data(
     tokenizer = await services.tokenizers.get(model)
     # As a whole: what reads it needs the tokenizer, which another process does not have.
     body = await decode_body(await receive_body(request), Decoder(bytes, math.inf))
-    shown = await services.tokenizers.run_in_thread(lambda: _viewed(body, tokenizer))
-    return HTMLResponse(render("viewed_data.html", shown=shown))
+    return HTMLResponse(await services.tokenizers.run_in_thread(lambda: _rendered(body, tokenizer)))
+
+
+def _rendered(body: bytes, tokenizer: Tokenizer) -> str:
+    """Raises RequestError."""
+    return render("viewed_data.html", shown=_viewed(body, tokenizer))
 
 
 def _viewed(body: bytes, tokenizer: Tokenizer) -> list[ViewedDatum]:
     """Returns the first data of the body. Raises RequestError."""
     shown, num_tokens = [], 0
     for datum in islice(_data(body), _MAX_SHOWN):
-        num_tokens += len(datum.tokens)
+        num_tokens += max([len(datum.tokens), *(values.size for values in datum.loss_fn_inputs.values())])
         if num_tokens > _MAX_TOKENS:
             most = f"the first {len(shown) + 1} data have {num_tokens} tokens, and a page shows at most {_MAX_TOKENS}"
             raise RequestError(f"{most}: show fewer, or use trainhouse view", 413)
-        shown.append(view_datum(datum, tokenizer.name_of))
+        try:
+            shown.append(view_datum(datum, tokenizer.name_of))
+        except ValueError as error:
+            raise RequestError(f"datum {len(shown)}: {error}") from None
     return shown
 
 
@@ -67,7 +75,7 @@ def _data(body: bytes) -> Iterator[Datum]:
         for one in value if isinstance(value, list) else [value]:
             if not isinstance(one, dict):
                 raise RequestError(f"{place} is {str(one)[:40]!r}: expected a datum, as an object")
-            if (data := data_of(one)) is None:
+            if (data := data_of(one, _MAX_DENSE_BYTES)) is None:
                 command = "trainhouse view FILE.jsonl --model MODEL"
                 raise RequestError(
                     f"{place} is no datum, since it has no model_input. A chat or a row becomes one in the client: "

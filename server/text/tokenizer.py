@@ -27,6 +27,7 @@ from .chat_template import ChatTemplate, Message
 _NUM_THREADS = 2
 _READ_SECONDS = 120.0
 _REFUSED_SECONDS = 60.0
+_LARGEST_ID = 2**32 - 1
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -117,17 +118,21 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the token's bytes within a text. Joined they are UTF-8; an unknown id has none."""
-        if token_id not in self._bytes:
-            self._bytes[token_id] = self._read_bytes(token_id)
-        return self._bytes[token_id]
+        if (spelled := self._bytes.get(token_id)) is None:
+            spelled = self._read_bytes(token_id) if 0 <= token_id <= _LARGEST_ID else b""
+            if spelled:  # others are as many as clients send
+                self._bytes[token_id] = spelled
+        return spelled
 
     def name_of(self, token_id: int) -> str:
         """Returns the token's text; its escaped bytes after `bytes:` if they are not whole characters; its id if
         unknown.
         """
-        if token_id not in self._names:
-            self._names[token_id] = _name(token_id, self.token_bytes(token_id))
-        return self._names[token_id]
+        if (name := self._names.get(token_id)) is None:
+            name = _name(token_id, spelled := self.token_bytes(token_id))
+            if spelled:
+                self._names[token_id] = name
+        return name
 
     def _encode(self, text: str, most_tokens: int, add_special_tokens: bool) -> list[int]:
         most_characters = most_tokens * self._longest_token

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.codec import JSON, decode_forward_backward
+from ...schemas.codec import JSON, MAX_DENSE_BYTES, decode_forward_backward
 from ...schemas.training import Datum
 
 SIGNIFICANT = ("advantages", "weights", "returns")
@@ -49,26 +49,35 @@ class ViewedDatum:
 
 
 def view_datum(datum: Datum, text_of: Callable[[int], str]) -> ViewedDatum:
+    """Raises ValueError if the targets have no shape of targets, or numbers are not finite."""
     targets = datum.loss_fn_inputs.get("target_tokens", datum.tokens[1:])
+    if targets.ndim not in (1, 2) or targets.shape[1:] == (0,):
+        raise ValueError(f"target_tokens have the shape {list(targets.shape)}: expected [T], or [T, K]")
     flat = targets if targets.ndim == 1 else targets[:, 0]  # the likeliest target stands for several
     columns = {
         name: values.tolist()
         for name, values in datum.loss_fn_inputs.items()
         if name != "target_tokens" and values.shape == flat.shape
     }
+    for name, values in columns.items():
+        if not np.isfinite(values).all():
+            raise ValueError(f"{name} has numbers that are not finite")
     tokens, shown = datum.tokens.tolist(), np.asarray(flat).tolist()
     texts = [text_of(token) for token in (tokens[0], *shown)]
     return ViewedDatum(tokens, shown, texts[0], texts[1:], columns)
 
 
-def data_of(value: Mapping[str, Any]) -> Sequence[Datum] | None:
+def data_of(value: Mapping[str, Any], max_dense_bytes: int = MAX_DENSE_BYTES) -> Sequence[Datum] | None:
     """Returns the data of a request of forward_backward, or of a datum as REST takes it; None for other objects.
 
-    Raises RequestError if they violate the protocol.
+    Args:
+        max_dense_bytes: of sparse loss inputs, which are made dense.
+    Raises:
+        RequestError: they violate the protocol.
     """
     sent = value.get("forward_backward_input", value)
     data = sent.get("data") if isinstance(sent, Mapping) else None
     if "model_input" not in value and not data:
         return None
     body = {"model_id": "view", "seq_id": 1, "loss_fn": "cross_entropy", "data": data or [value]}
-    return decode_forward_backward(json.dumps(body).encode(), JSON).data
+    return decode_forward_backward(json.dumps(body).encode(), JSON, max_dense_bytes).data

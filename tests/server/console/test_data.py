@@ -22,7 +22,8 @@ HEADERS = {"X-API-Key": "tml-console-data"}
 
 
 def show(server: LiveServer, text: str | bytes, model: str = "tiny/chat") -> httpx.Response:
-    return httpx.post(f"{server.url}/console/data", params={"model": model}, content=text, headers=HEADERS)
+    # The first request reads the tokenizer, which takes seconds.
+    return httpx.post(f"{server.url}/console/data", params={"model": model}, content=text, headers=HEADERS, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +65,20 @@ def test_data_come_as_lines_as_a_list_or_as_a_request(shared_server: LiveServer,
         (json.dumps({"model_input": EVIL}), 400, "model_input"),
         (json.dumps({"model_input": [5] * 30_000, "loss_fn_inputs": {}}), 413, "a page shows at most 20000"),
         (" " * (2 << 20), 413, "1048576 bytes"),
+        (json.dumps({"model_input": [5], "loss_fn_inputs": {"target_tokens": [5] * 30_000}}), 413, "at most 20000"),
+        (json.dumps({"model_input": [5], "loss_fn_inputs": {"target_tokens": [[]]}}), 400, "shape [1, 0]"),
+        ('{"model_input": [5], "loss_fn_inputs": {"target_tokens": [6], "weights": [NaN]}}', 400, "not finite"),
     ],
 )
 def test_what_is_no_data_is_refused(shared_server: LiveServer, text: str | bytes, status: int, words: str) -> None:
     answer = show(shared_server, text)
     assert answer.status_code == status and words in answer.json()["detail"]
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_shown_by_id(shared_server: LiveServer) -> None:
+    for token in (-100, 10**6, 2**40):
+        datum = {"model_input": [5], "loss_fn_inputs": {"target_tokens": [token]}}
+        assert f">token_id:{token}<" in show(shared_server, json.dumps(datum)).raise_for_status().text
 
 
 def test_a_model_that_is_not_served_is_refused(shared_server: LiveServer) -> None:

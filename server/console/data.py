@@ -34,15 +34,15 @@ async def show_data(services: ServicesDependency, visitor: VisitorDependency) ->
 
 @router.post("/data")
 async def view_data(
-    request: Request, services: ServicesDependency, model: Annotated[str, Query(max_length=MAX_PATH)]
+    request: Request, services: ServicesDependency, model: Annotated[str, Query(max_length=MAX_PATH)] = ""
 ) -> HTMLResponse:
     """Shows the data of the request's body: JSON, or a line of JSON for each datum."""
-    if model not in services.dispatch.models:
-        served = ", ".join(services.dispatch.models)
-        raise RequestError(f"the base model {model} is not served: choose one of {served}", 404)
-    tokenizer = await services.tokenizers.get(model)
     # As a whole: what reads it needs the tokenizer, which another process does not have.
     body = await decode_body(await receive_body(request), Decoder(bytes, math.inf))
+    if model not in services.dispatch.models:
+        served = ", ".join(services.dispatch.models)
+        raise RequestError(f"the base model {model!r} is not served: choose one of {served}", 404)
+    tokenizer = await services.tokenizers.get(model)
     return HTMLResponse(await services.tokenizers.run_in_thread(lambda: _rendered(body, tokenizer)))
 
 

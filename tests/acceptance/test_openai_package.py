@@ -3,9 +3,6 @@
 import asyncio
 import json
 import math
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -592,16 +589,6 @@ def test_cached_tokens_are_reported_only_to_their_tenant(client: openai.OpenAI, 
         usage = other.completions.create(**fields).usage
     assert usage is not None and usage.prompt_tokens_details is not None
     assert not usage.prompt_tokens_details.cached_tokens, "prompts of other tenants are not revealed"
-
-
-def test_documented_examples_run(server: LiveServer) -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "openai.md").read_text()
-    for language, command in (("python", [sys.executable, "-c"]), ("sh", ["bash", "-ec"])):
-        (code,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-        code = code.replace("http://127.0.0.1:8000", server.url).replace("HuggingFaceTB/SmolLM2-135M-Instruct", MODEL)
-        done = subprocess.run([*command, code], capture_output=True, timeout=60, check=False)
-        assert done.returncode == 0 and done.stdout, done.stderr
-    assert done.stdout.endswith(b"data: [DONE]\n\n")
 
 
 def test_logprobs_are_numbers(client: openai.OpenAI) -> None:

@@ -83,5 +83,5 @@ def adapter_gone_error(adapter_id: str) -> OperationError:
     return OperationError(f"adapter {adapter_id} is gone: its sampler was closed or never saved")
 
 
-def adapter_not_stored_error(adapter_id: str, error: OSError) -> OperationError:
+def adapter_not_stored_error(adapter_id: str, error: Exception) -> OperationError:
     return OperationError(f"adapter {adapter_id} cannot be kept for sampling: {error}", "server")

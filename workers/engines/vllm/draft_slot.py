@@ -70,7 +70,7 @@ class DraftSlot:
             await self._training.submit(MethodWork(_FIRST, "", "drop_run", (_FIRST,), drops=_FIRST))
         except (OSError, OperationError) as error:
             raise ValueError(f"the draft for vLLM (--vllm-draft) cannot be created: {error}") from None
-        self._shape = _shape_in(directory)
+        self._shape = await asyncio.to_thread(_shape_in, directory)
         block = self._shape.block_size
         tokens = self._config.draft_tokens if block is None else block - 1
         return {"method": self._shape.algorithm, "model": str(directory), "num_speculative_tokens": tokens}
@@ -89,7 +89,11 @@ class DraftSlot:
                 " with --vllm-draft, which names the shape of drafts for the vLLM that it starts, or with --sampler"
                 " native"
             )
-        _check_shape(self._shape, _shape_in(directory))
+        try:
+            theirs = await asyncio.to_thread(_shape_in, directory)
+        except (OSError, ValueError, KeyError) as error:
+            raise adapter_not_stored_error(draft_id, error) from None
+        _check_shape(self._shape, theirs)
         number = next(self._numbers)
         try:
             kept = await self._scratch.path() / str(number)

@@ -31,6 +31,15 @@ EACH_LAYOUT = [each for each in EACH_DEPLOYMENT if each.values != ("ray",)]
 RUNNING: list["LiveServer"] = []  # conftest adds their logs to failed tests
 
 
+CHATML = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+"""A chat template whose turns end with a token, as those of real models do."""
+
+
 @dataclass(eq=False)
 class LiveServer:
     url: str

@@ -7,14 +7,8 @@ import numpy as np
 import pytest
 from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient
 
-from ..live import LiveServer, save_byte_tokenizer
+from ..live import CHATML, LiveServer, save_byte_tokenizer
 
-CHATML = """{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% endif -%}"""
 # As Qwen3's: thoughts are shown in the last answer alone.
 THOUGHTS = CHATML.replace(
     "{{ message.content }}",

@@ -4,15 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..live import LiveServer, live_server, save_byte_tokenizer
+from ..live import CHATML, LiveServer, live_server, save_byte_tokenizer
 from ..tiny import tiny_model
-
-CHATML = """{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt -%}<|im_start|>assistant
-{% endif -%}"""
 
 
 @pytest.fixture(scope="session")

@@ -168,14 +168,15 @@ class ModelData(Wire):
 
 
 class GetInfoResponse(Wire):
-    """Describes a model. lora_alpha, target_modules, adapted, not_adapted, expert_factors, warning, max_context_length,
-    model_role, draft and target_path are ours.
+    """Describes a model. num_parameters, lora_alpha, target_modules, adapted, not_adapted, expert_factors, warning,
+    max_context_length, model_role, draft and target_path are ours.
 
-    Without LoRA, lora_rank and lora_alpha are 0, and target_modules is empty. adapted, not_adapted: by name of a linear
-    layer (mlp.up_proj, mlp.experts.up_proj), the number of layers in which the adapter has matrices for it, and in
-    which it has none, as for a router. expert_factors: null if it adapts no experts. warning: what train_mlp asks for
-    and the adapter lacks, null if nothing. draft: with its defaults filled in. target_path: the draft's current target,
-    null for the bare base model.
+    num_parameters: the weights that it trains: those of its adapter, or all of a full model or draft; 0 for a
+    reference. Without LoRA, lora_rank and lora_alpha are 0, and target_modules is empty. adapted, not_adapted: by name
+    of a linear layer (mlp.up_proj, mlp.experts.up_proj), the number of layers in which the adapter has matrices for it,
+    and in which it has none, as for a router. expert_factors: null if it adapts no experts. warning: what train_mlp
+    asks for and the adapter lacks, null if nothing. draft: with its defaults filled in. target_path: the draft's
+    current target, null for the bare base model.
     """
 
     model_id: str
@@ -184,6 +185,7 @@ class GetInfoResponse(Wire):
     is_lora: bool
     lora_rank: int
     model_name: str
+    num_parameters: int | None = None
     lora_alpha: float
     target_modules: list[str]
     adapted: dict[str, int] | None = None

@@ -90,7 +90,8 @@ async def get_info(
 ) -> GetInfoResponse:
     """Describes a live model; waits until it has been created.
 
-    An adapter is scaled by lora_alpha / lora_rank; both are 0 for a full model and a draft. `target_path` is the policy
+    `num_parameters` counts the weights that it trains, over all ranks. An adapter is scaled by lora_alpha / lora_rank;
+    both are 0 for a full model and a draft. `target_path` is the policy
     checkpoint that a draft predicts, absent if it predicts the bare base model.
     """
     run = await services.runs.get(tenant, request.model_id)
@@ -104,6 +105,7 @@ async def get_info(
         is_lora=lora is not None,
         lora_rank=lora.rank if lora else 0,
         model_name=base.name,
+        num_parameters=info.num_parameters,
         lora_alpha=lora.alpha if lora else 0.0,
         target_modules=list(info.target_modules) if lora else [],
         adapted=info.num_adapted,

@@ -54,6 +54,7 @@ class RunSpec:
 class RunInfo:
     """Describes a run that was created.
 
+    num_parameters: the weights that it trains, on all ranks; 0 for a reference.
     training: with every default that the request left open filled in.
     feature_bytes: for a draft run, bytes of captured features per token.
     target_modules, not_adapted: for an adapter, names of the layers with matrices that it adapts, and of the others.

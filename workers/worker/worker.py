@@ -174,7 +174,8 @@ class Worker:
         feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
         names = tuple(target.name for target in targets)
         frozen = self._models.lora.frozen_experts(model.lora) if isinstance(model, Adapter) else ()
-        return RunInfo(model.layout.num_weights, names, model.training, feature_bytes, others, frozen)
+        num_trained = model.layout.num_weights if model.program.trains else 0
+        return RunInfo(num_trained, names, model.training, feature_bytes, others, frozen)
 
     def drop_run(self, run_id: str) -> None:
         """Drops the run; ignores unknown ones."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.planner.activations import activations
 from trainhouse.workers.planner.estimate import estimate, kv_cache_tokens
@@ -29,6 +30,7 @@ from trainhouse.workers.shapes.parts import SoftmaxAttention
 from transformers import AutoModelForCausalLM
 
 from ...tiny import DEFAULT_ROPE, FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model
+from ..adapted import Adapted
 from ..lineup import LINEUP
 from ..parallel.measuring import LENGTH, LORA, Measured, measured
 
@@ -147,6 +149,24 @@ PUBLISHED = {
     "Nemotron-3-Nano-30B-A3B": (11_346_176, 584_832, 133_760),
     "Nemotron-3-Super-120B-A12B": (111_349_760, 1_675_264, 135_168),
 }
+
+
+def test_the_published_counts_are_those_of_the_cookbook() -> None:
+    cookbook: Any = pytest.importorskip("tinker_cookbook.hyperparam_utils", reason="make setup installs it")
+    flags = ("train_mlp", "train_attn", "train_unembed")
+    for name, counts in PUBLISHED.items():
+        listed = next(each for each in cookbook._LORA_PARAMS_PER_RANK_BY_COMPONENT if name in each)
+        only = [{each: each == flag for each in flags} for flag in flags]
+        assert [cookbook.get_lora_param_count(listed, 1, **each) for each in only] == [*counts], name
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_adapters_are_as_large_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
+    """The rank leaves no gaps between the matrices of the tiny models."""
+    adapted, shape = Adapted(tiny_models[kind]), shape_at(tiny_models[kind])
+    for rank in (16, 32):
+        lora = LoraConfig(rank=rank, train_unembed=False, expert_factors="shared")
+        assert adapted.lora.build(lora).layout.num_weights == adapter_size(shape, SINGLE, rank)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -239,7 +239,7 @@ def plan_of(options: PlanOptions) -> MemoryPlan:
         if is_auto:
             raise ValueError(auto_refusal(model))
         raise _no_estimate(model)
-    load = _load(options, model, longest, dtype)
+    spec, load = model.own_layout(spec), _load(options, model, longest, dtype)
     if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
         raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
     link, choice, speeds = _one_of(options, "device_link", DEVICE_LINKS), None, None
@@ -268,7 +268,7 @@ def plan_of_draft(options: PlanOptions) -> Planned:
     check_layout(spec, model, num_devices, longest, dtype, activations, quantization)
     if not isinstance(model, ModelShape):
         raise _no_estimate(model)
-    load = _load(options, model, longest, dtype)
+    spec, load = model.own_layout(spec), _load(options, model, longest, dtype)
     draft = draft_load(model, wanted_draft.algorithm, wanted_draft.fields, load, target_repr=wanted_draft.target_repr)
     if is_auto:
         if device_bytes is None:

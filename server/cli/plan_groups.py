@@ -194,6 +194,7 @@ def planned_groups(
                 "eagle3, for their ranks, and leave draft out of --role-group for those of the others"
             )
         check_layout(model.parallel, shape, None, model.max_context_length, model.dtype, model.activations)
+        model = replace(model, parallel=shape.own_layout(model.parallel))
         groups.append(_rank_group(name, roles, model, load, samples=_samples(dispatch, roles, load)))
     _check_devices(groups, num_devices)
     plan = GroupsPlan(

@@ -54,7 +54,7 @@ def with_layouts(
         way = "" if choice.load.activations == model.activations else f" --activations {choice.load.activations}"
         device = devices.assign(model, choice.spec.num_ranks)
         where = "" if device == model.device else f" --device {device}"
-        say(f"{model.model.name}: --parallel {choice.spec}{way}{where} ({needed})")
+        say(f"{model.model.name}: --parallel {choice.spec.axes}{way}{where} ({needed})")
         models.append(replace(model, parallel=choice.spec, activations=choice.load.activations, device=device))
         reasons += [f"{model.model.name}: {reason}" for reason in reasons_of(choice.candidates, speeds)]
     for reason in reasons:
@@ -94,7 +94,7 @@ def with_sampler_layout(
     load = _load(model, shape, True, on_cpu)
     choice = smallest_sampler_layout(shape, load, prefill_tokens, memory, own, speeds)
     needed = f"{gigabytes(choice.num_bytes)} of {gigabytes(memory)} on each rank, as planned"
-    say(f"samplers of {shape.name}: --sampler-parallel {choice.spec} ({needed})")
+    say(f"samplers of {shape.name}: --sampler-parallel {choice.spec.axes} ({needed})")
     for reason in reasons_of(choice.candidates, speeds):
         say(f"samplers of {shape.name}: {reason}")
     return replace(config, sampling=replace(sampling, parallel=choice.spec))

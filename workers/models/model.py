@@ -116,12 +116,12 @@ class BaseModel:
         """Loads and checks the model.
 
         Args:
-            mesh: the ranks that share it; None for one.
+            mesh: the ranks that share it; None for one. Its layout becomes the model's own.
         Raises:
             ValueError: the model is not supported, or not with this layout.
         """
         mesh = self._mesh = mesh or Mesh()
-        self.spec, self.source = mesh.spec, config.model.source
+        self.source = config.model.source
         check_installed("base_quantization", config.base_quantization, "none", "released")
         check_installed("optimizer_states", config.optimizer_states, "float32")
         self._quantization = config.base_quantization
@@ -135,6 +135,9 @@ class BaseModel:
         loaded_config, self._text_part_of = _config_of(config.model.source)
         self.shape = describe_model(config.model.name, loaded_config.to_dict())
         self.architecture = read_architecture(config.model)
+        if isinstance(self.shape, ModelShape):
+            mesh.spec = self.shape.own_layout(mesh.spec)
+        self.spec = mesh.spec
         check_quantization(config.base_quantization, mesh.spec, self.shape)
         self._weights = self.shape.placed_weights() if isinstance(self.shape, ModelShape) else {}
         placed = ParameterSharding(mesh, self._weights)

@@ -42,6 +42,7 @@ def check_layout(
     check_quantization(quantization, spec, model)
     if isinstance(model, ModelShape):
         _check_replicated(spec, model)
+        spec = model.own_layout(spec)
         _check_tensor(spec, model)
         _check_sequence(spec, model)
         _check_experts(spec, model)
@@ -80,18 +81,13 @@ def auto_refusal(model: ModelDescription) -> str:
 
 def valid_tp(shape: ModelShape, replicated: Collection[ShardedUnit] = ()) -> list[int]:
     """Returns the valid degrees in ascending order. Units in `replicated` are whole on all ranks, so any degree suits
-    them."""
-    sizes = [things.number for things in shape.divisible() if things.unit not in replicated]
+    them, and those that tp need not divide."""
+    sizes = [things.number for things in shape.divisible() if things.unit not in replicated and not things.or_whole]
     return divisors(gcd(*sizes)) if sizes else [1]
 
 
 def valid_ep(shape: ModelShape) -> list[int]:
     return divisors(shape.experts.num) if shape.experts else [1]
-
-
-def divides_sequences(shape: ModelShape, sp: int, tp: int) -> bool:
-    """True if ranks along sp divide evenly what a rank along tp has of the things that they divide."""
-    return not any(each.by_sp and each.number // tp % sp for each in shape.divisible())
 
 
 def cuda_devices() -> int | None:
@@ -166,8 +162,8 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
 
 def _check_sequence(spec: ParallelSpec, shape: ModelShape) -> None:
     for things in shape.divisible():
-        own = things.number // spec.tp_size_of(things.unit)
-        if things.by_sp and own % spec.sp:
+        if not things.suits_sp(spec):
+            own = things.number // spec.tp_size_of(things.unit)
             each = "" if own == things.number else f" that each rank along tp={spec.tp} has"
             choices = ", ".join(map(str, divisors(own)))
             raise ValueError(

@@ -130,7 +130,8 @@ def _along_sp(mixer: Mixer, spec: ParallelSpec, load: Workload, forward: int) ->
     number, tp = load.number_bytes, spec.tp_size_of("self_attn")
     others = (spec.sp - 1) / spec.sp
     if isinstance(mixer, GatedDelta | Mamba):
-        yield Exchanged("sp", (forward + 1) * number * _recurrent_numbers(mixer) / spec.tp * others, 5 * (forward + 1))
+        numbers = _recurrent_numbers(mixer, spec)
+        yield Exchanged("sp", (forward + 1) * number * numbers * others, 5 * (forward + 1))
         return
     assert isinstance(mixer, SoftmaxAttention | LatentAttention)
     queries, keys = _attention_numbers(mixer, tp)
@@ -158,13 +159,14 @@ def _attention_numbers(mixer: SoftmaxAttention | LatentAttention, tp: int) -> tu
     return mixer.heads // tp * mixer.head_dim, mixer.kv_heads // tp * mixer.head_dim
 
 
-def _recurrent_numbers(mixer: GatedDelta | Mamba) -> int:
-    """Returns the inputs and outputs of the recurrence of a token."""
+def _recurrent_numbers(mixer: GatedDelta | Mamba, spec: ParallelSpec) -> float:
+    """Returns the inputs and outputs of the recurrence of a token on a rank along tp, copies for ranks along sp
+    included."""
     if isinstance(mixer, Mamba):
-        features, _, *others = mixer.sections
-        return 2 * features + sum(others)
+        features, _, states, _, heads = mixer.sections
+        return (2 * features + 2 * states * mixer.copies_along_sp(spec) + heads) / spec.tp_size_of("mamba")
     keys, values = mixer.key_heads * mixer.key_dim, mixer.value_heads * mixer.value_dim
-    return 2 * keys + 2 * values + 2 * mixer.value_heads
+    return (2 * keys + 2 * values + 2 * mixer.value_heads) / spec.tp_size_of("linear_attn")
 
 
 def _gathered(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Iterator[Exchanged]:

@@ -49,7 +49,9 @@ def _kept_bytes(model: WorkerConfig) -> int:
     shape = read_model(model.model) if whole and model.parallel != SINGLE else None
     if not isinstance(shape, ModelShape):
         return whole
-    return whole * sum(each.kept for each in parameters(shape, model.parallel)) // num_parameters(shape)
+    return (
+        whole * sum(each.kept for each in parameters(shape, shape.own_layout(model.parallel))) // num_parameters(shape)
+    )
 
 
 def loaded_bytes(model: WorkerConfig) -> int | None:

@@ -114,7 +114,7 @@ def _with_more_ranks(plan: GroupsPlan, num_devices: int | None) -> Iterator[Grou
             continue
         taken = {device for each in plan.groups if each.name != group.name for device in each.devices}
         for tp in valid_tp(plan.shape, group.spec.replicated):
-            spec = replace(group.spec, tp=tp)
+            spec = plan.shape.own_layout(replace(group.spec, tp=tp))
             first, last = _number(group.devices[0]), _number(group.devices[0]) + spec.num_ranks
             devices = tuple(f"cuda:{number}" for number in range(first, last))
             has_room = taken.isdisjoint(devices) and (num_devices is None or last <= num_devices)

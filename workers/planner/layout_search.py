@@ -10,7 +10,7 @@ from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import DEFAULT_MICRO_BATCH_TOKENS
 from ..shapes.model_shape import ModelShape
 from .activations import activations
-from .checks import divides_sequences, divisors, valid_ep, valid_tp
+from .checks import divisors, valid_ep, valid_tp
 from .estimate import MemoryEstimate, estimate
 from .exchanges import TokenCost, sampling_cost, training_cost
 from .footprint import gigabytes
@@ -259,7 +259,7 @@ def _single_changes(
     if load.samples and _fits(shape, spec, only := replace(load, samples=False), device_bytes):
         yield Remedy("--train-only", spec, only)
     if choice := smallest_layout(shape, load, device_bytes, num_devices):
-        yield Remedy(f"--parallel {choice.spec}", choice.spec, load)
+        yield Remedy(f"--parallel {choice.spec.axes}", choice.spec, load)
 
 
 def _fits(shape: ModelShape, spec: ParallelSpec, load: Workload, device_bytes: int) -> bool:
@@ -306,5 +306,6 @@ def layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
                 continue
             rest = num_ranks // tp // ep
             for sp in divisors(rest):
-                if divides_sequences(shape, sp, tp):
-                    yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
+                spec = shape.own_layout(ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp))
+                if all(each.suits_sp(spec) for each in shape.divisible()):
+                    yield spec

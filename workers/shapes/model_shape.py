@@ -7,7 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
 from pathlib import Path
@@ -161,6 +161,11 @@ class ModelShape(ModelDescription):
     def divisible(self) -> Sequence[Divisible]:
         """Returns what the layers have that ranks divide evenly."""
         return tuple(dict.fromkeys(each for layer in dict.fromkeys(self.layers) for each in layer.divisible()))
+
+    def own_layout(self, spec: ParallelSpec) -> ParallelSpec:
+        """Returns the layout in which ranks have those units whole that tp need not divide, and does not."""
+        whole = {each.unit for each in self.divisible() if each.or_whole and each.number % spec.tp}
+        return replace(spec, replicated=(*spec.replicated, *sorted(whole.difference(spec.replicated))))
 
     def placed_weights(self) -> dict[str, Weight]:
         """Returns the parameters of all layers by their names below the trunk."""

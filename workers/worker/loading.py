@@ -84,7 +84,7 @@ def fitting_micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh
     load = Workload.of(
         config, DEFAULT_MICRO_BATCH_TOKENS, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True
     )
-    tokens = micro_batch_tokens(shape, config.parallel, load, share)
+    tokens = micro_batch_tokens(shape, base.spec, load, share)
     if tokens < DEFAULT_MICRO_BATCH_TOKENS and config.rank == 0:
         logger.warning(
             "%s: micro-batches have at most %d tokens instead of %d: no more fit into a third of the %s that a rank has"

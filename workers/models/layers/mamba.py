@@ -31,6 +31,7 @@ class MambaMixer:
         self.is_replicated = "mamba" in mesh.spec.replicated
         tp = mesh.spec.tp_size_of("mamba")
         self._groups, self._sizes = part.groups // tp, [size // tp for size in part.sections]
+        self._copies = part.copies_along_sp(mesh.spec)
         self._norm = rms_norm_of(module.norm) if part.has_norm else None
         self._limits: tuple[float, float] = module.time_step_limit
         self._scales: Tensor | None = None
@@ -61,7 +62,9 @@ class MambaMixer:
         gate, mixed, time_steps = projected.split([self._sizes[0], sum(self._sizes[1:4]), self._sizes[4]], dim=-1)
         time_steps = softplus(time_steps.float() + self._module.dt_bias).clamp(*self._limits)
         if isinstance(packing, ShardedPacking):
-            out = packing.by_heads([*self._heads(mixed), time_steps], self._mixed_share)
+            x, *shared = self._heads(mixed, time_steps.shape[1])
+            shared = [each.repeat_interleave(self._copies, dim=1) for each in shared]
+            out = packing.by_heads([x, *shared, time_steps], self._mixed_share)
         else:
             out = self._mixed(mixed, time_steps, packing)
         return self._module.out_proj(self._gated(out, gate))
@@ -85,20 +88,27 @@ class MambaMixer:
         """Returns the recurrence's output [tokens, heads, head_dim] for x, b and c [tokens, features] before the
         convolution. team: the ranks that share out the heads, if any."""
 
-        def own(whole: Tensor, sizes: Sequence[int]) -> Tensor:
-            return whole if team is None else Split("sp", team.size, team.index, tuple(sizes)).part(whole, 0)
+        def own(whole: Tensor, *sizes: int) -> Tensor:
+            return whole if team is None else Split("sp", team.size, team.index, sizes).part(whole, 0)
 
-        conv1d, channels, heads = self._module.conv1d, self._sizes[1:4], self._sizes[4:]
-        bias = None if conv1d.bias is None else own(conv1d.bias, channels)
-        convolution = CausalConvolution(self._number, own(conv1d.weight, channels), bias, True, mixed.dtype)
-        x, b, c = self._heads(recur(convolution, [mixed], packing))
+        def own_channels(whole: Tensor) -> Tensor:
+            x, *shared = whole.split(self._sizes[1:4])
+            copied = [each.unflatten(0, (self._groups, -1)).repeat_interleave(self._copies, dim=0) for each in shared]
+            return torch.cat([own(x, len(x)), *(own(each, len(each)).flatten(0, 1) for each in copied)])
+
+        conv1d, heads = self._module.conv1d, self._sizes[4]
+        weight, bias = conv1d.weight, conv1d.bias
+        if team is not None:
+            weight, bias = own_channels(weight), None if bias is None else own_channels(bias)
+        convolution = CausalConvolution(self._number, weight, bias, True, mixed.dtype)
+        x, b, c = self._heads(recur(convolution, [mixed], packing), time_steps.shape[1])
         decay, skip = own(-self._module.A_log.float().exp(), heads), own(self._module.D, heads)
         rule = StateSpace(self._number, self._part.head_dim, self._part.state_dim, decay, skip)
         return recur(rule, [x, time_steps, b, c], packing)
 
-    def _heads(self, mixed: Tensor) -> Sequence[Tensor]:
+    def _heads(self, mixed: Tensor, heads: int) -> Sequence[Tensor]:
         """Returns x [tokens, heads, head_dim], and b and c [tokens, groups, state_dim]."""
-        shares = sum(self._sizes[1:4]) // mixed.shape[-1]
-        parts = mixed.split([size // shares for size in self._sizes[1:4]], dim=-1)
-        features = self._part.head_dim, self._part.state_dim, self._part.state_dim
-        return [part.unflatten(-1, (-1, size)) for part, size in zip(parts, features, strict=True)]
+        features = heads * self._part.head_dim
+        x, shared = mixed.split([features, mixed.shape[-1] - features], dim=-1)
+        b_and_c = [each.unflatten(-1, (-1, self._part.state_dim)) for each in shared.chunk(2, dim=-1)]
+        return x.unflatten(-1, (heads, -1)), *b_and_c

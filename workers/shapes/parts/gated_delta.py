@@ -85,7 +85,7 @@ class GatedDelta:
             yield from weight.adapter_pairs(spec)
 
     def divisible(self) -> Iterator[Divisible]:
-        yield Divisible("linear_attn", self.key_heads, "key heads with the gated delta rule", by_sp=True)
+        yield Divisible("linear_attn", self.key_heads, "key heads with the gated delta rule", by_sp="divided")
 
     def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
         tp = spec.tp_size_of("linear_attn")

@@ -145,7 +145,7 @@ class LatentAttention:
 
     def divisible(self) -> Iterator[Divisible]:
         # In a ring of ranks along sp, no rank has the keys of a whole sequence.
-        yield Divisible("self_attn", self.heads, "heads", by_sp=self.indexer is not None)
+        yield Divisible("self_attn", self.heads, "heads", by_sp=None if self.indexer is None else "divided")
 
     def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
         """Counts the latent vector of a token, and its key for the indexer. All ranks keep both whole: each head reads

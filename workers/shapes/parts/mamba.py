@@ -85,7 +85,8 @@ class Mamba:
             yield from weight.adapter_pairs(spec)
 
     def divisible(self) -> Iterator[Divisible]:
-        yield Divisible("mamba", self.groups, "groups of state-space heads", by_sp=True)
+        yield Divisible("mamba", self.groups, "groups of state-space heads", by_sp="copied", or_whole=True)
+        yield Divisible("mamba", self.heads, "state-space heads", by_sp="divided", or_whole=True)
 
     def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
         tp = spec.tp_size_of("mamba")
@@ -98,7 +99,7 @@ class Mamba:
         """Counts the projection, the convolution's output, that of the recurrence and its norm, time steps, and
         states."""
         tp = share.spec.tp_size_of("mamba")
-        numbers = sum(self.sections) + sum(self.sections[1:4]) + 2 * self.sections[0]
+        numbers = sum(self.sections) + 3 * self.sections[0] + 2 * self.sections[2] * self.copies_along_sp(share.spec)
         float32 = 3 * self.heads + self.sections[0] * self.state_dim / _CHUNK
         return share.inputs(self.hidden, 3) + (share.number_bytes * numbers + FLOAT32 * float32) / tp
 
@@ -108,6 +109,10 @@ class Mamba:
         tp = share.spec.tp_size_of("mamba")
         pairs, states = self.heads * _CHUNK, self.sections[0] * self.state_dim / _CHUNK
         return FLOAT32 * (7 * self.sections[0] + 6 * self.sections[2] + 4 * pairs + 3 * states) / tp
+
+    def copies_along_sp(self, spec: ParallelSpec) -> int:
+        """Returns how many ranks along sp have the b and c of a group: 1 unless they are more than the groups."""
+        return max(1, spec.sp * spec.tp_size_of("mamba") // self.groups)
 
     def flops(self) -> Flops:
         """Counts for each token what it adds to the state, and what it reads."""

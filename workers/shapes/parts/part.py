@@ -87,13 +87,23 @@ class Weight:
 
 @dataclass(frozen=True)
 class Divisible:
-    """A number of things that ranks along tp divide evenly. by_sp: whether ranks along sp divide a rank's part of
-    them, too."""
+    """A number of things that ranks along tp divide evenly.
+
+    by_sp: how ranks along sp share out a rank's part of them: evenly ("divided"), or, if there are more ranks than
+    things, with copies ("copied"); None if they do not. or_whole: whether each rank has the unit whole if tp does not
+    divide the number.
+    """
 
     unit: ShardedUnit
     number: int
     what: str
-    by_sp: bool = False
+    by_sp: Literal["divided", "copied"] | None = None
+    or_whole: bool = False
+
+    def suits_sp(self, spec: ParallelSpec) -> bool:
+        """True if ranks along sp can share out what a rank along tp has."""
+        own = self.number // spec.tp_size_of(self.unit)
+        return self.by_sp is None or own % spec.sp == 0 or (self.by_sp == "copied" and spec.sp % own == 0)
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,8 @@ class SoftmaxAttention:
     def divisible(self) -> Iterator[Divisible]:
         yield Divisible("self_attn", self.heads, "query heads")
         # A ring of ranks along sp has no parts of sequences.
-        yield Divisible("self_attn", self.kv_heads, "key/value heads", by_sp=self.part_size is not None)
+        by_sp = None if self.part_size is None else "divided"
+        yield Divisible("self_attn", self.kv_heads, "key/value heads", by_sp)
 
     def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
         if self.kv_source is not None:

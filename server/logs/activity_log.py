@@ -51,6 +51,8 @@ class ActivityLog:
             suppressed = self._refusals.setdefault(status, _RefusalLimit(self._clock())).take(self._clock())
             if suppressed is None:
                 return
+        if not logger.isEnabledFor(level):
+            return
         fields = {"method": method, "route": route, "path": path if route is None else None, "status": status}
         fields |= {"ms": _milliseconds(seconds), "reason": reason, "suppressed": suppressed or None}
         log_event(logger, level, "request", fields)
@@ -60,6 +62,8 @@ class ActivityLog:
         level = logging.DEBUG if ended.kind in _FREQUENT else logging.INFO
         if reason is not None:
             level = logging.INFO if category == "user" else logging.WARNING
+        if not logger.isEnabledFor(level):
+            return
         fields = {
             "verb": ended.kind,
             "seq": ended.seq_id,
@@ -85,6 +89,8 @@ class ActivityLog:
     ) -> None:
         """Logs a sampling request that has ended; `num_tokens` is None if it failed or was cancelled."""
         level = logging.DEBUG if reason is None else logging.INFO if category == "user" else logging.WARNING
+        if not logger.isEnabledFor(level):
+            return
         fields = {
             "verb": "sample",
             "sample": request_id,

@@ -181,7 +181,7 @@ def _services(
         evaluation_data,
     )
     telemetry = Telemetry(dispatch, config.process.slow_pass_seconds, tracing)
-    journal.on_durable = telemetry.metrics.journal_written
+    journal.on_durable = telemetry.journal_written
     run_services = RunServices(
         config=config,
         futures=futures,
@@ -240,6 +240,7 @@ def _services(
 async def _running(services: Services) -> AsyncIterator[None]:
     """Opens the parts in the order of their dependencies, and closes them in reverse order."""
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(services.telemetry.catch_up)
         stack.push_async_callback(services.journal.close)
         stack.push_async_callback(services.recordings.close)
         await _warn_of_unknown_tenants(services)

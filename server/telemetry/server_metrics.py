@@ -14,11 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.scheduler.rank_calls import ACTIVITIES, EndedCall
 from ...workers.scheduler.rank_group import RankGroup
 from ..store import OperationRecord
+from .ended_sample import EndedSample
 
 logger = logging.getLogger(__name__)
 
@@ -101,13 +101,13 @@ class ServerMetrics(Collector):
         if ended.error is None:
             self._trained_tokens.labels(ended.kind).inc(ended.num_tokens)
 
-    def sample_ended(self, base_model: str, prompt_tokens: int, sampled: SampleResponse | None, seconds: float) -> None:
-        """Records a sampling request; `sampled` is None if it failed."""
-        self._samples.labels(base_model, "failed" if sampled is None else "ok").observe(seconds)
-        if sampled is not None:
-            self._prompt_tokens.labels(base_model).inc(prompt_tokens)
-            self._sampled_tokens.labels(base_model).inc(sampled.num_tokens)
-            if (guesses := sampled.guesses) is not None:
+    def sample_ended(self, ended: EndedSample) -> None:
+        base_model, num_tokens = ended.base_model, ended.num_tokens
+        self._samples.labels(base_model, "failed" if num_tokens is None else "ok").observe(ended.seconds)
+        if num_tokens is not None:
+            self._prompt_tokens.labels(base_model).inc(ended.prompt_tokens)
+            self._sampled_tokens.labels(base_model).inc(num_tokens)
+            if (guesses := ended.guesses) is not None:
                 self._draft_tokens.labels(base_model, "accepted").inc(guesses.accepted)
                 self._draft_tokens.labels(base_model, "rejected").inc(guesses.drafted - guesses.accepted)
 

@@ -1,8 +1,9 @@
 """Telemetry, to which the parts of a server report what happened: for its metrics, its log and its traces."""
 
-import secrets
+import random
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import Category, OperationError, RequestError
@@ -13,6 +14,8 @@ from ...workers.scheduler.rank_calls import EndedCall
 from ...workers.scheduler.work import CallSize
 from ..logs.activity_log import ActivityLog
 from ..store import OperationRecord
+from .backlog import Backlog
+from .ended_sample import EndedSample
 from .recent_calls import RecentCalls
 from .server_metrics import ServerMetrics
 
@@ -24,15 +27,31 @@ _OTHER_ROUTES = "other"
 
 
 class Telemetry:
-    """Gives work its context, and passes on what ended. metrics: what Prometheus reads. recent_calls: of the ranks."""
+    """Gives work its context, and records what ended: the log at once, metrics and traces from the backlog."""
 
     def __init__(self, dispatch: WorkerDispatch, slow_pass_seconds: float, tracing: "Tracing | None" = None) -> None:
-        self.metrics = ServerMetrics(dispatch)
-        self.recent_calls = RecentCalls()
+        self._metrics = ServerMetrics(dispatch)
+        self._recent_calls = RecentCalls()
         self._log = ActivityLog(slow_pass_seconds)
         self._tracing = tracing
+        self._backlog = Backlog()
         for group in dispatch.groups:
             group.on_call = self.call_ended
+
+    @property
+    def metrics(self) -> ServerMetrics:
+        """Returns what Prometheus reads."""
+        self.catch_up()
+        return self._metrics
+
+    @property
+    def recent_calls(self) -> RecentCalls:
+        self.catch_up()
+        return self._recent_calls
+
+    def catch_up(self) -> None:
+        """Records what was reported until now."""
+        self._backlog.work_off()
 
     def request_began(self, method: str, route: str | None, headers: Mapping[str, str]) -> WorkContext:
         """Returns the context of a request that has arrived, which becomes that of the present task.
@@ -40,7 +59,7 @@ class Telemetry:
         Args:
             route: "METHOD path-template"; None for routes that take no key, and for paths that do not exist.
         """
-        work = WorkContext(request=secrets.token_hex(8))
+        work = WorkContext(request=f"{random.getrandbits(64):016x}")
         if self._tracing is not None and route is not None:
             self._tracing.request_began(work, method, route, headers)
         enter_work(work)
@@ -51,16 +70,22 @@ class Telemetry:
     ) -> None:
         """Records a request that has been answered; for `route` see `request_began`."""
         enter_work(work)
-        if self._tracing is not None:
-            self._tracing.request_ended(work, status)
-        self.metrics.request_ended(route or _OTHER_ROUTES, status, seconds)
         template = None if route is None else route.partition(" ")[2]
         self._log.request(method, template, path, status, seconds, work.refusal)
+        self._backlog.add(partial(self._record_request, work, route, status, seconds, time.time()))
+
+    def _record_request(
+        self, work: WorkContext, route: str | None, status: int, seconds: float, ended_at: float
+    ) -> None:
+        self._metrics.request_ended(route or _OTHER_ROUTES, status, seconds)
+        if self._tracing is not None:
+            self._tracing.request_ended(work, status, ended_at)
 
     def work_began(self, kind: str, tenant_id: str, run_id: str) -> WorkContext:
         """Returns the context of an operation, or of a sampling request, that has arrived or was left by an earlier
         process."""
-        work = replace(current_work() or WorkContext(), tenant=tenant_id, run=run_id, refusal=None)
+        request = current_work() or WorkContext()
+        work = WorkContext(request.request, tenant_id, run_id, request.trace, request.span)
         if self._tracing is not None:
             self._tracing.work_began(work, kind)
         return work
@@ -73,10 +98,13 @@ class Telemetry:
         Args:
             reason: why it failed, without data of the request; None if it succeeded.
         """
+        self._log.operation(ended, size, category, reason)
+        self._backlog.add(partial(self._record_operation, work, ended, reason))
+
+    def _record_operation(self, work: WorkContext, ended: OperationRecord, reason: str | None) -> None:
+        self._metrics.operation_ended(ended)
         if self._tracing is not None:
             self._tracing.operation_ended(work, ended, reason)
-        self.metrics.operation_ended(ended)
-        self._log.operation(ended, size, category, reason)
 
     def sample_ended(
         self,
@@ -91,18 +119,29 @@ class Telemetry:
         """Records a sampling request; its result is None if it failed or was cancelled."""
         category, reason = _explain(error)
         num_tokens = None if sampled is None else sampled.num_tokens
-        if self._tracing is not None:
-            self._tracing.sample_ended(work, prompt_tokens, num_tokens, reason)
-        self.metrics.sample_ended(base_model, prompt_tokens, sampled, seconds)
+        guesses = None if sampled is None else sampled.guesses
         self._log.sample(request_id, prompt_tokens, num_tokens, seconds, category, reason)
+        sample = EndedSample(base_model, prompt_tokens, num_tokens, guesses, seconds, time.time(), reason)
+        self._backlog.add(partial(self._record_sample, work, sample))
+
+    def _record_sample(self, work: WorkContext, sample: EndedSample) -> None:
+        self._metrics.sample_ended(sample)
+        if self._tracing is not None:
+            self._tracing.sample_ended(work, sample)
 
     def call_ended(self, ended: EndedCall) -> None:
         """Records a call of a group's ranks."""
-        self.metrics.call_ended(ended)
-        self.recent_calls.add(ended)
         self._log.call(ended)
+        self._backlog.add(partial(self._record_call, ended))
+
+    def _record_call(self, ended: EndedCall) -> None:
+        self._metrics.call_ended(ended)
+        self._recent_calls.add(ended)
         if self._tracing is not None:
             self._tracing.call_ended(ended)
+
+    def journal_written(self, seconds: float) -> None:
+        self._backlog.add(partial(self._metrics.journal_written, seconds))
 
 
 def _explain(error: Exception | None) -> tuple[Category, str | None]:

@@ -21,7 +21,7 @@ def serve() -> None:
     nowhere = WorkContext()
     Telemetry.request_began = Telemetry.work_began = lambda *_: nowhere
     Telemetry.request_ended = Telemetry.operation_ended = _nothing
-    Telemetry.sample_ended = Telemetry.call_ended = _nothing
+    Telemetry.sample_ended = Telemetry.call_ended = Telemetry.journal_written = _nothing
     Futures.resolve = _resolve_alone
     main()
 

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from trainhouse import AdamParams, Datum, SamplingParams
 from trainhouse.server.config.knob_values import ConfigError
+from trainhouse.server.telemetry.ended_sample import EndedSample
 from trainhouse.server.telemetry.open_tracing import opened_tracing, wants_traces
 from trainhouse.server.telemetry.tracing import Tracing
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -29,6 +30,18 @@ TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Spans(InMemorySpanExporter):
+    """Holds the spans of all that was reported when they are read, which the server may not have recorded yet."""
+
+    catch_up: Callable[[], None]
+
+    def get_finished_spans(self) -> tuple[ReadableSpan, ...]:
+        self.catch_up()
+        return super().get_finished_spans()
+
+    def clear(self) -> None:
+        self.catch_up()
+        super().clear()
+
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.get_finished_spans() if span.name == name]
 
@@ -52,6 +65,7 @@ async def traced(
 ) -> AsyncIterator[Server]:
     config, tracing = server_config(tiny_models["qwen3"], tmp_path / "state"), Tracing(SimpleSpanProcessor(spans))
     async with running_server(config, dispatch, tracing=tracing) as server:
+        spans.catch_up = server.services.telemetry.catch_up
         yield server
 
 
@@ -206,7 +220,7 @@ async def test_a_collector_that_does_not_respond_delays_the_end_by_a_bounded_tim
             assert tracing is not None
             work = WorkContext()
             tracing.work_began(work, "sample")
-            tracing.sample_ended(work, 1, 1, None)
+            tracing.sample_ended(work, EndedSample(MODEL, 1, 1, None, 0.1, time.time(), None))
             began_at = time.monotonic()
         assert 0.3 <= time.monotonic() - began_at < 3.0
     # The export's threads would log its failure during a later test.

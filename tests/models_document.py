@@ -15,6 +15,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from ..schemas.adapters.vllm_form import FORMS
@@ -26,6 +27,12 @@ from ..workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, Pa
 from .workers.lineup import LINEUP
 from .workers.models.tiny_types import default_config
 
+# The types that generate text, from text alone or with images and sound.
+KNOWN = {
+    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+}
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 CONFIGS = Path(__file__).parent / "workers" / "configs"
 DEVICES, MEMORIES = (1, 8, 16, 64), ("80GB", "141GB")
@@ -51,8 +58,8 @@ INTRODUCTION = """\
 
 `make models` writes the tables of this file from the code; a test compares them.
 
-Of the {total} types of models for text, and for text and images, that transformers {version} has, {own} run by
-trainhouse's own layers, {others} by transformers' modules, and {refused} are refused. `trainhouse plan` and `serve`
+Of the {total} types of models for text, and for text with images or sound, that transformers {version} has, {own} run
+by trainhouse's own layers, {others} by transformers' modules, and {refused} are refused. `trainhouse plan` and `serve`
 decide by the same function. [Families of models](#families-of-models) says what was checked, and
 [support.md](support.md) what else a model needs.
 """
@@ -84,7 +91,7 @@ PLANNED = """
 Planned, not run: `trainhouse plan --parallel auto` for sequences of {tokens} tokens (`--max-context-length`), with one
 adapter of rank 32 and a base model in bfloat16. A cell has the layout that fills the devices, and GB on each rank;
 `recompute` and `offload` are values of `--activations`. Where no layout fits, it has the one that needs least. The
-ranks train and sample, over NVLink.
+ranks train and sample, over NVLink. Sizes of Nemotron-3-Ultra's experts follow from its published totals.
 
 | model | memory | {devices} |
 |---|---|{columns}
@@ -114,9 +121,8 @@ def transformers_version() -> str:
 
 def by_decision() -> tuple[list[str], list[str], dict[str, str]]:
     """Returns the types that run by our own layers, by transformers' modules, and reasons of refused ones by type."""
-    every = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
     served = {*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS}
-    reasons = {each: str(refusal_of(default_config(each))) for each in sorted(every - served)}
+    reasons = {each: str(refusal_of(default_config(each))) for each in sorted(KNOWN - served)}
     return sorted({*FAMILIES, *TEXT_PARTS}), sorted(BY_TRANSFORMERS), reasons
 
 
@@ -137,7 +143,7 @@ def words_of(part: Part) -> str:
 
 def adapted_by_vllm(model_type: str) -> str:
     architectures = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    named = architectures.get(model_type, model_type)
+    named = str(architectures.get(model_type, model_type))
     form = FORMS.get(NAMES_IN_RELEASES.get(named, named))
     if form is None:
         return "not compared"

@@ -17,6 +17,23 @@ def hybrid(hidden: int, layers: int, heads: int, value_heads: int, **others: obj
     return {"model_type": model_type, "text_config": text}
 
 
+def granite4(hidden: int, heads: int, kv_heads: int, **others: object) -> dict[str, Any]:
+    """Returns the config of a Granite 4 model whose every tenth layer has attention, and the others Mamba-2."""
+    return {
+        "model_type": "granitemoehybrid",
+        "hidden_size": hidden,
+        "num_hidden_layers": 40,
+        "layer_types": (["mamba"] * 9 + ["attention"]) * 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "mamba_d_state": 128,
+        "vocab_size": 100352,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        **others,
+    }
+
+
 LINEUP: Mapping[str, Mapping[str, Any]] = {
     "Qwen3.5-4B": hybrid(2560, 32, 16, 32, intermediate_size=9216, tie_word_embeddings=True),
     "Qwen3.5-9B": hybrid(4096, 32, 16, 32, intermediate_size=12288),
@@ -92,6 +109,41 @@ LINEUP: Mapping[str, Mapping[str, Any]] = {
         "moe_intermediate_size": 2688,
         "moe_shared_expert_intermediate_size": 5376,
     },
+    # Its publishers name the latent size, 22 of 512 experts, and 550 billion parameters, 55 of them active. The sizes
+    # of experts give these numbers; the layers, the published count of adapters on attention and Mamba-2.
+    "Nemotron-3-Ultra-550B-A55B": {
+        "model_type": "nemotron_h",
+        **LONG,
+        "hidden_size": 8192,
+        "hybrid_override_pattern": "M" * 48 + "E" * 48 + "*" * 12,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 256,
+        "n_routed_experts": 512,
+        "num_experts_per_tok": 22,
+        "moe_latent_size": 2048,
+        "moe_intermediate_size": 5120,
+        "moe_shared_expert_intermediate_size": 10240,
+    },
+    "Granite-3.3-8B": {
+        "model_type": "granite",
+        "hidden_size": 4096,
+        "num_hidden_layers": 40,
+        "intermediate_size": 12800,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 49159,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "Granite-4.0-H-Tiny": granite4(
+        1536, 12, 4, mamba_n_heads=48, shared_intermediate_size=1024, intermediate_size=512, num_local_experts=64
+    )
+    | {"num_experts_per_tok": 6},
+    "Granite-4.0-H-Small": granite4(
+        4096, 32, 8, mamba_n_heads=128, shared_intermediate_size=1536, intermediate_size=768, num_local_experts=72
+    )
+    | {"num_experts_per_tok": 10},
     "gemma-4-26B-A4B": {
         "model_type": "gemma4",
         "text_config": {

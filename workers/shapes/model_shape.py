@@ -25,6 +25,9 @@ from .released_format import ReleasedWeights
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
 
+# Parts of a config.json that only models for more than text have.
+_WITH_OTHER_PARTS = ("text_config", "codec_config", "thinker_config", "vq_config")
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -370,6 +373,8 @@ def _unknown(model_type: str, config: Mapping[str, object]) -> str:
         return (
             f"{model_type} models, which have parts for {' and '.join(beside)}, are not supported: serve a text model"
         )
+    if any(isinstance(config.get(key), dict) for key in _WITH_OTHER_PARTS):
+        return f"{model_type} models, which have other parts than text, are not supported: serve a text model"
     return (
         f"{model_type} models are not supported: it was not verified that sequences get the same numbers in a shared"
         " pass as alone; docs/models.md lists the models that are served"

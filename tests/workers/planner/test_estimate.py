@@ -25,7 +25,7 @@ from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel
-from trainhouse.workers.shapes.model_shape import ModelShape, read_model
+from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, read_model
 from trainhouse.workers.shapes.parts import SoftmaxAttention
 from transformers import AutoModelForCausalLM
 
@@ -149,6 +149,18 @@ PUBLISHED = {
     "Nemotron-3-Nano-30B-A3B": (11_346_176, 584_832, 133_760),
     "Nemotron-3-Super-120B-A12B": (111_349_760, 1_675_264, 135_168),
 }
+
+
+def test_nemotron_ultra_is_as_large_as_its_publishers_say() -> None:
+    """Adapters of attention and Mamba-2 are those that the hosted service publishes; of experts within 0.1 %."""
+    shape = describe_model("Ultra", LINEUP["Nemotron-3-Ultra-550B-A55B"])
+    assert isinstance(shape, ModelShape) and round(num_parameters(shape) / 1e9) == 549
+    mixers = tuple(replace(layer, feed_forward=None) for layer in shape.layers if layer.mixer is not None)
+    assert adapter_size(replace(shape, layers=mixers), SINGLE, 32) == 32 * 4_134_912
+    published = 32 * (254_529_536 + 4_134_912)
+    assert adapter_size(shape, SINGLE, 32) == pytest.approx(published, rel=1e-3)
+    layers = next(shape.layers[:i] + shape.layers[i + 1 :] for i, each in enumerate(shape.layers) if each.feed_forward)
+    assert adapter_size(replace(shape, layers=layers), SINGLE, 32) != pytest.approx(published, rel=1e-3)
 
 
 def test_the_published_counts_are_those_of_the_cookbook() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,13 @@ def test_experts_of_gemma4_are_those_of_its_release() -> None:
     assert experts is not None and (experts.num, experts.per_token, experts.features) == (128, 8, 704)
     assert experts.shared is not None and experts.shared.features == 2112
     assert round(num_parameters(shape) / 1e8) == 252  # as published
+
+
+@pytest.mark.parametrize(("name", "gibibytes"), [("Granite-4.0-H-Small", 59.99), ("Granite-4.0-H-Tiny", 12.93)])
+def test_granite_models_are_as_large_as_their_files(name: str, gibibytes: float) -> None:
+    shape, wanted = shape_of(LINEUP[name]), pytest.approx(gibibytes, rel=1e-3)
+    assert 2 * num_parameters(shape) / 2**30 == wanted
+    assert 2 * num_parameters(replace(shape, layers=shape.layers[1:])) / 2**30 != wanted
 
 
 def compare_gemma4(ours: ModelShape, theirs: Any) -> None:

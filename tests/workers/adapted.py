@@ -151,12 +151,14 @@ def peft_gradients(
     num_experts: int,
     linears: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     are_misread: bool = False,
+    alternate: bool = False,
 ) -> dict[str, Tensor]:
     """Returns the gradients by the names of the adapter's matrices.
 
     Args:
         linears: names of an expert's gate, if any, up and down projections in files.
         are_misread: whether peft takes inputs of experts for outputs.
+        alternate: whether rows of an expert's gate and up projection take turns.
     """
     gradients = {}
     for name, parameter in peft_parameters(tuned).items():
@@ -165,7 +167,7 @@ def peft_gradients(
         gradient = parameter.grad
         if experts and are_misread:
             side, gradient = _turned(side, gradient, num_experts)
-        of_experts = _of_experts(layer, side, gradient, num_experts, linears) if experts else None
+        of_experts = _of_experts(layer, side, gradient, num_experts, linears, alternate) if experts else None
         gradients |= of_experts or {name: parameter.grad}
     return gradients
 
@@ -201,7 +203,9 @@ def stacked_gradients(
     return gradients
 
 
-def _of_experts(layer: str, side: str, gradient: Tensor, num: int, linears: Sequence[str]) -> dict[str, Tensor]:
+def _of_experts(
+    layer: str, side: str, gradient: Tensor, num: int, linears: Sequence[str], alternate: bool
+) -> dict[str, Tensor]:
     """Splits the gradient of stacked experts into one per expert and projection.
 
     peft stores A as [experts * ranks, in] and B as [out, ranks * experts], for down_proj, or for gate and up together.
@@ -212,7 +216,11 @@ def _of_experts(layer: str, side: str, gradient: Tensor, num: int, linears: Sequ
         parts = [each.chunk(len(kinds)) for each in gradient.view(num, -1, gradient.shape[1])]
     else:
         of_each = gradient.view(len(gradient), -1, num).permute(2, 0, 1)
-        parts = [[r.chunk(len(kinds), 1)[i] for i, r in enumerate(each.chunk(len(kinds)))] for each in of_each]
+        num_kinds = len(kinds)
+        rows = [
+            [each[i::num_kinds] for i in range(num_kinds)] if alternate else each.chunk(num_kinds) for each in of_each
+        ]
+        parts = [[r.chunk(num_kinds, 1)[i] for i, r in enumerate(each)] for each in rows]
     side = side.removeprefix("base_layer.")
     return {
         f"{layer}.experts.{number}.{kind}.{side}": part

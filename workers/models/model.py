@@ -574,13 +574,19 @@ class BaseModel:
             )
         return output.last_hidden_state.squeeze(0)
 
+    @cached_property
+    def _layer_modules(self) -> nn.ModuleList:
+        """The layers, whose name in transformers differs between families."""
+        lists = (each for each in self.trunk.modules() if isinstance(each, nn.ModuleList))
+        return next(each for each in lists if len(each) == self.num_layers)
+
     @contextmanager
     def _capture_outputs(self, captured: dict[int, Tensor]) -> Iterator[None]:
         """Makes layers store their outputs in `captured` while inside.
 
         transformers' own hidden states would not do: the last layer's have the norm applied.
         """
-        trunk: Any = self.trunk
+        layers = self._layer_modules
 
         def kept(layer: int, state: Any) -> None:
             captured[layer] = (state if isinstance(state, Tensor) else state[0]).squeeze(0)
@@ -588,9 +594,9 @@ class BaseModel:
         with ExitStack() as held:
             for layer in captured:
                 if layer == EMBEDDING:
-                    hook = trunk.layers[0].register_forward_pre_hook(lambda _, inputs: kept(EMBEDDING, inputs))
+                    hook = layers[0].register_forward_pre_hook(lambda _, inputs: kept(EMBEDDING, inputs))
                 else:
-                    hook = trunk.layers[layer].register_forward_hook(
+                    hook = layers[layer].register_forward_hook(
                         lambda _, inputs, output, layer=layer: kept(layer, output)
                     )
                 held.callback(hook.remove)

@@ -20,14 +20,11 @@ from trainhouse.workers.checkpoint import TrainedState, read_new_model, read_sav
 from trainhouse.workers.checkpoint.peft_import import import_adapter
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.shapes.families import FAMILIES
-from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS
 from transformers import AutoModelForCausalLM
 
 from ..adapted import Adapted, load_in_peft, peft_gradients, peft_logits, probe, quieten_peft, relative_error, sequences
-from ..models.tiny_types import tiny_config_of
+from ..models.tiny_types import SERVED, tiny_config_of
 
-SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
 # In every run of the tests: dense, sparse in each way that peft distinguishes, and with unusual names.
 CORE = ("dots1", "gpt_neox", "gpt_oss", "laguna", "llama", "mixtral", "phimoe", "qwen2_moe", "starcoder2")
 EVERY = [each if each in CORE else pytest.param(each, marks=pytest.mark.full) for each in SERVED]

@@ -11,7 +11,7 @@ from trainhouse.schemas.models import DraftConfig
 from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
 from trainhouse.workers.drafts.algorithms.modules import DraftModules, rotated
 from trainhouse.workers.parallel.mesh import ALONE
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3_5MoeTextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ...tiny import LLAMA3_ROPE, TINY_SHAPE, tiny_config
@@ -41,6 +41,16 @@ def test_defaults_are_filled_in_once(name: Any, fields: dict[str, Any]) -> None:
     found = resolved(DraftConfig(algorithm=name), num_hidden_layers=8, pad_token_id=7)
     assert found == DraftConfig(algorithm=name, num_layers=1, draft_vocab_size=512, intermediate_size=128, **fields)
     assert resolved(found, num_hidden_layers=8, pad_token_id=7) == found
+
+
+def test_the_size_of_the_mlp_is_needed_if_the_target_names_none() -> None:
+    sparse = Qwen3_5MoeTextConfig(num_hidden_layers=2)
+    for name in ALGORITHMS:
+        fill = algorithm(name).with_defaults
+        with pytest.raises(OperationError, match="has no intermediate_size: give the draft's"):
+            fill(DraftConfig(algorithm=name), sparse, 512)
+        filled = fill(DraftConfig(algorithm=name, intermediate_size=48), sparse, 512)
+        assert filled.intermediate_size == 48
 
 
 @pytest.mark.parametrize(

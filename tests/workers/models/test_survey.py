@@ -26,7 +26,6 @@ from trainhouse.workers.ops import attention
 from trainhouse.workers.ops.attention import pack_lengths
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import refusal_of
 from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
 from trainhouse.workers.worker.worker import Worker
@@ -35,9 +34,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..adapted import quieten_peft
 from ..jobs import answers, job
-from .tiny_types import default_config, tiny_config_of
+from .tiny_types import SERVED, default_config, tiny_config_of
 
-SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
 REFUSED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SERVED) - set(TEXT_PARTS))
 # In every run of the tests; each has a feature that no other type has.
 CORE = ("afmoe", "exaone_moe", "gpt2", "granitemoehybrid", "nemotron_h", "phimoe", "qwen2_moe")
@@ -145,13 +143,23 @@ def some_data(vocab_size: int) -> tuple[Datum, ...]:
 
 
 def saved(model: Any, directory: Path) -> None:
-    """Saves the model with random biases and norms, so that errors in their use are detected."""
+    """Saves the model with random biases and norms, so that errors in their use are detected.
+
+    The padding's embedding, which transformers makes zero, is random too: an indexer finds all tokens alike for a zero.
+    """
     generator = torch.Generator().manual_seed(3)
     buffers = [buffer for name, buffer in model.named_buffers() if "bias" in name or "scalar" in name]
+    embedding = model.get_input_embeddings()
     with torch.no_grad():
+        if embedding.padding_idx is not None:
+            embedding.weight[embedding.padding_idx] = embedding.weight[3].flip(0)
         for each in (*model.parameters(), *buffers):
             if each.ndim <= 1 and each.is_floating_point():
                 each.add_(0.1 * torch.randn(each.shape, generator=generator))
+        for name, each in model.named_parameters():
+            # Gemma 4 has the scale of scores in these weights. Without it rounding would grow from layer to layer.
+            if model.config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                each.mul_(each.numel() ** -0.5)
     model.save_pretrained(directory)
 
 

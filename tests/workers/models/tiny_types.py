@@ -4,9 +4,13 @@ import dataclasses
 from copy import deepcopy
 from typing import Any
 
+from trainhouse.workers.shapes.families import FAMILIES
+from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS
 from transformers import AutoConfig, PreTrainedConfig
 
 from ...tiny import INDEXER_SHAPE, YARN_ROPE
+
+SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
 
 # Settings that make a config small, if it has them.
 _SMALL: dict[str, Any] = {
@@ -54,6 +58,7 @@ _SMALL: dict[str, Any] = {
     "ssm_state_size": 8,
     "n_groups": 2,
     "initializer_range": 0.1,
+    "init_std": 0.1,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,

@@ -3,36 +3,30 @@
 The reference is PEFT on transformers' own model, in one process, with a rank's exported adapter, by autograd.
 """
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.numpy import load_file
-from torch import Tensor
-from trainhouse.schemas.adapters.adapter_files import write_for_peft
 from trainhouse.schemas.models import ExpertFactors, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.schemas.training import Datum, ForwardBackwardOutput
+from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.planner.checks import check_layout
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.shapes.model_shape import ModelShape, read_model
-from trainhouse.workers.shapes.parts import RoutedExperts
-from transformers import AutoModelForCausalLM
+from trainhouse.workers.shapes.model_shape import read_model
 
 from ...tiny import PLAIN_KINDS, tiny_model
-from ..adapted import peft_gradients, peft_parameters, quieten_peft, stacked_gradients
+from ..adapted import peft_parameters
+from ..peft_reference import PeftReference
 from .training import ADAM, Layout, greedy, layout, supervised
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "gemma2", "gemma3")
-FUSED = {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"), "in_proj": ("gate_proj", "x_proj")}
 HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
 # PEFT adapts no outputs of Mamba-2 in these.
@@ -78,7 +72,6 @@ MORE = [case for case in MATRIX if case not in CORE]
 
 TOLERANCE = 1e-4
 LENGTHS = (9, 30, 17, 4)
-NUM_EXPERTS = 4
 
 
 @pytest.mark.parametrize(
@@ -97,22 +90,10 @@ def test_a_family_trains_and_samples_as_transformers_does(
         jobs = [greedy(f"{length}", "s", length) for length in (3, 23)]
         samples = where.sample(*jobs)
 
-    write_for_peft(exported)
-    tuned = in_peft(tiny_models[kind], exported)
-    loss, logprobs = loss_of(tuned, request.data)
+    reference = PeftReference(tiny_models[kind], exported)
+    loss, logprobs = reference.loss_of(request.data)
     loss.backward()
-    shape = read_model(ServedModel("m", str(tiny_models[kind])))
-    experts = shape.experts if isinstance(shape, ModelShape) else None
-    linears = experts.linears if experts else RoutedExperts.linears
-    wanted = peft_gradients(tuned, NUM_EXPERTS, linears, experts is not None and experts.is_misread)
-    if factors == "shared":
-        wanted = stacked_gradients(wanted, NUM_EXPERTS, linears)
-    # Files of Laguna and Hunyuan 3 have the shared experts under another name than modules.
-    in_files = "shared_mlp" if kind == "hy_v3" else "shared_expert"
-    wanted = {
-        name if name in gradients else name.replace("shared_experts", in_files): each for name, each in wanted.items()
-    }
-    wanted = gradients_of_parts(wanted, gradients)
+    wanted = reference.gradients(gradients)
     assert close(output.metrics["loss:sum"], loss.item())
     assert all(
         np.abs(each["logprobs"] - row_logprobs).max() < TOLERANCE
@@ -121,34 +102,15 @@ def test_a_family_trains_and_samples_as_transformers_does(
     assert gradients.keys() == wanted.keys()
     assert not [name for name, our_gradient in gradients.items() if not close(our_gradient, wanted[name])]
     for job in jobs:
-        assert_sampled(tuned, job.prompt, samples[job.job_id])
+        assert_sampled(reference, job.prompt, samples[job.job_id])
 
     # These bounds detect a change of a thousandth in a loss, gradient or adapter.
     assert not close(1.001 * output.metrics["loss:sum"], loss.item())
     assert not [name for name, our_gradient in gradients.items() if close(1.001 * our_gradient, wanted[name])]
     with torch.no_grad():
-        for parameter in peft_parameters(tuned).values():
+        for parameter in peft_parameters(reference.model).values():
             parameter.mul_(1.003)
-    assert np.abs(output.loss_fn_outputs[1]["logprobs"] - loss_of(tuned, request.data)[1][1]).max() > TOLERANCE
-
-
-def gradients_of_parts(wanted: Mapping[str, Any], ours: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Splits the gradients of a layer of which we adapt some ranges of rows apart, and PEFT all by one pair."""
-    split = {}
-    for name, gradient in wanted.items():
-        path, _, side = name.partition(".lora_")
-        layer, _, whole = path.rpartition(".")
-        parts = [f"{layer}.{part}.lora_{side}" for part in FUSED.get(whole, ())]
-        ranks = np.array_split(np.arange(gradient.shape[0 if side.startswith("A") else 1]), max(1, len(parts)))
-        if side.startswith("A"):
-            split |= {part: gradient[rank] for part, rank in zip(parts, ranks, strict=False)}
-            split |= {} if parts else {name: gradient}
-            continue
-        stops = np.cumsum([len(ours[part]) for part in parts])
-        rows = [slice(stop - len(ours[part]), stop) for part, stop in zip(parts, stops, strict=True)]
-        split |= {part: gradient[row][:, rank] for part, row, rank in zip(parts, rows, ranks, strict=False)}
-        split |= {} if parts else {name: gradient}
-    return split
+    assert np.abs(output.loss_fn_outputs[1]["logprobs"] - reference.loss_of(request.data)[1][1]).max() > TOLERANCE
 
 
 def trained(where: Layout, expert_factors: ExpertFactors = "each", train_attn: bool = True) -> Path:
@@ -162,37 +124,13 @@ def trained(where: Layout, expert_factors: ExpertFactors = "each", train_attn: b
     return where.saved("a")
 
 
-def in_peft(model: Path, exported: Path) -> PeftModel:
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
-    with warnings.catch_warnings():
-        quieten_peft()
-        return PeftModel.from_pretrained(base, exported, is_trainable=True).eval()
-
-
-def loss_of(model: PeftModel, data: Sequence[Datum]) -> tuple[Tensor, list[np.ndarray]]:
-    """Returns the weighted sum of negative log-probabilities of the targets, and the log-probabilities."""
-    loss, logprobs = torch.zeros(()), []
-    for datum in data:
-        targets, weights = (torch.from_numpy(datum.loss_fn_inputs[name]) for name in ("target_tokens", "weights"))
-        row_logprobs = log_softmax(model, datum.tokens).gather(1, targets.long()[:, None])[:, 0]
-        loss = loss - (weights * row_logprobs).sum()
-        logprobs.append(row_logprobs.detach().numpy())
-    return loss, logprobs
-
-
-def log_softmax(model: PeftModel, tokens: np.ndarray) -> Tensor:
-    """Returns [tokens, vocab]."""
-    ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    return model(input_ids=ids).logits[0].log_softmax(-1)
-
-
 @torch.no_grad()
-def assert_sampled(model: PeftModel, prompt: np.ndarray, found: Any) -> None:
+def assert_sampled(reference: PeftReference, prompt: np.ndarray, found: Any) -> None:
     """Asserts that each token is the likeliest of a forward pass over all before it, with its log-probability."""
     assert isinstance(found, SampleResponse), found
     (sequence,) = found.sequences
     whole = np.concatenate([prompt, sequence.tokens])
-    rows = log_softmax(model, whole[:-1]).numpy()
+    rows = reference.log_softmax(whole[:-1]).numpy()
     of_sample = rows[len(prompt) - 1 :]
     assert np.array_equal(of_sample.argmax(-1), sequence.tokens)
     assert np.abs(of_sample.max(-1) - sequence.logprobs).max() < TOLERANCE

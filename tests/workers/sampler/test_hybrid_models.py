@@ -1,4 +1,4 @@
-"""Samples of models with recurrent layers: prefixes, preemption, chunks and drafts change no token."""
+"""Samples of models with recurrent layers reuse all of a prompt but its last token; see also test_every_family.py."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ from trainhouse.schemas.sampling import SampleResponse
 
 from ...tiny import RECURRENT_KINDS, tiny_model
 from ..adapted import Adapted
-from .test_prefixes import BLOCK, assert_resumes_after_preemption, assert_same, core_first
-from .test_sampler import answer, finish, job, new_sampler, prompt, reference_of_sample
+from .test_prefixes import BLOCK, assert_same, core_first
+from .test_sampler import answer, job, new_sampler, prompt, reference_of_sample
 
 CORE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "granite4", "falcon_h1", "nemotron_h_latent")
 
@@ -26,15 +26,6 @@ def assert_right(hybrid: Adapted, found: SampleResponse, tokens: np.ndarray, ada
         np.testing.assert_allclose(each.logprobs, wanted, atol=1e-4)
 
 
-def test_samples_have_the_probabilities_of_whole_passes(hybrid: Adapted) -> None:
-    jobs = [job(str(i), prompt(length), "one", num_samples=2) for i, length in enumerate((1, 2, 9, 9, 33, 70, 150))]
-    found = finish(new_sampler(hybrid), *jobs)
-    for one in jobs:
-        assert_right(hybrid, found[one.job_id], one.prompt)
-    with pytest.raises(AssertionError):
-        assert_right(hybrid, found["1"], prompt(3))
-
-
 @pytest.mark.parametrize("length", [2, 3 * BLOCK, 100])
 def test_a_repeated_prompt_runs_only_its_last_token(hybrid: Adapted, length: int) -> None:
     sampler, one = new_sampler(hybrid), job("a", prompt(length), "one", num_samples=2)
@@ -42,6 +33,8 @@ def test_a_repeated_prompt_runs_only_its_last_token(hybrid: Adapted, length: int
     assert (first.prompt_cache_hit_tokens, again.prompt_cache_hit_tokens) == (0, length - 1)
     assert_same(again, first)
     assert_right(hybrid, again, one.prompt)
+    with pytest.raises(AssertionError):
+        assert_right(hybrid, again, prompt(length + 1))
 
 
 def test_the_next_turn_of_a_conversation_reuses_all_of_the_last(hybrid: Adapted) -> None:
@@ -53,10 +46,6 @@ def test_the_next_turn_of_a_conversation_reuses_all_of_the_last(hybrid: Adapted)
         assert_right(hybrid, found, tokens)
         tokens = np.concatenate([tokens, found.sequences[0].tokens, prompt(10, seed=turn)])
         known = len(tokens) - 10 - 1
-
-
-def test_preempted_and_parked_samples_resume_with_the_same_tokens(hybrid: Adapted) -> None:
-    assert_resumes_after_preemption(hybrid)
 
 
 def test_the_planned_size_equals_the_bytes_of_the_tensors(hybrid: Adapted) -> None:

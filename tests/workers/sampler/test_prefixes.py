@@ -22,20 +22,6 @@ def core_first(core: Sequence[str], kinds: Sequence[str]) -> list[Any]:
     return [*core, *(pytest.param(kind, marks=pytest.mark.full) for kind in kinds if kind not in core)]
 
 
-def assert_resumes_after_preemption(adapted: Adapted) -> None:
-    """Asserts that samples that a small cache preempts, and that are parked, have the tokens of undisturbed ones."""
-    jobs = [job(str(i), prompt(10), "one", seed=i, max_tokens=150) for i in range(4)]
-    wanted = finish(new_sampler(adapted), *jobs)
-    size = new_sampler(adapted)._scheduler.slots.cache.size
-    sampler = new_sampler(adapted, kv_cache_bytes=4 * size.bytes_of(128), prefill_chunk_tokens=16)
-    for joining in (tuple(jobs), ()):
-        sampler.slice(SamplingSlice(joining, (), 0))
-    assert sampler.held_bytes() == 4 * size.bytes_of(128)
-    sampler.park()
-    finished = finish(sampler)
-    assert {i: tokens_of(finished[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
-
-
 def assert_same(found: SampleResponse, wanted: SampleResponse) -> None:
     assert tokens_of(found) == tokens_of(wanted)
     for one, other in zip(found.sequences, wanted.sequences, strict=True):

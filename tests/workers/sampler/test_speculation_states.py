@@ -56,7 +56,9 @@ def drafting(jobs: list[SampleJob]) -> list[SampleJob]:
     return [replace(each, draft_id="draft", num_draft_tokens=NUM_DRAFT_TOKENS) for each in jobs]
 
 
-def propose_right_tokens(monkeypatch: pytest.MonkeyPatch, wanted: Mapping[str, SampleResponse]) -> None:
+def propose_right_tokens(
+    monkeypatch: pytest.MonkeyPatch, wanted: Mapping[str, SampleResponse], vocab_size: int = 512
+) -> None:
     """Proposes in a sequence's n-th pass the next n modulo k + 1 of the wanted tokens, and k in all."""
 
     def propose(self: SpeculativeDecoder, sequences: Any, table: Any) -> dict[Any, DraftTokens]:
@@ -66,8 +68,8 @@ def propose_right_tokens(monkeypatch: pytest.MonkeyPatch, wanted: Mapping[str, S
                 start = int(table.count[sequence.line])
                 tokens = wanted[sequence.job.spec.job_id].sequences[0].tokens[start : start + num].astype(np.int64)
                 num_right = sequence.draft_stats.num_passes % (num + 1)
-                tokens[num_right:] = 3 + (tokens[num_right:] + 1) % 500
-                one_hot = torch.nn.functional.one_hot(torch.from_numpy(tokens), 512).float()
+                tokens[num_right:] = 3 + (tokens[num_right:] + 1) % (vocab_size - 12)
+                one_hot = torch.nn.functional.one_hot(torch.from_numpy(tokens), vocab_size).float()
                 found[sequence] = DraftTokens(tokens, one_hot)
         return found
 

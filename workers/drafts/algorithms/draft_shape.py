@@ -68,7 +68,7 @@ class DraftShape(DraftSizes):
 def with_defaults(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int, default_layers: int) -> DraftConfig:
     """Fills in the fields that all algorithms have.
 
-    Raises OperationError if the target lacks a layer or has fewer tokens than requested.
+    Raises OperationError if the target lacks a layer, has fewer tokens than requested, or names no size of an MLP.
     """
     text = target.get_text_config()
     num_layers = int(text.num_hidden_layers)
@@ -81,11 +81,14 @@ def with_defaults(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int,
         raise OperationError(
             f"draft_vocab_size {draft.draft_vocab_size} exceeds the target's vocabulary of {vocab_size}: lower it"
         )
+    intermediate = draft.intermediate_size or getattr(text, "intermediate_size", None)
+    if intermediate is None:
+        raise OperationError("the target's config.json has no intermediate_size: give the draft's")
     return draft.model_copy(
         update={
             "num_layers": draft.num_layers or default_layers,
             "draft_vocab_size": draft.draft_vocab_size or vocab_size,
-            "intermediate_size": draft.intermediate_size or int(text.intermediate_size),
+            "intermediate_size": int(intermediate),
         }
     )
 
@@ -104,7 +107,7 @@ def _config(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> Ll
         num_attention_heads=heads,
         num_key_value_heads=getattr(layer, "num_key_value_heads", None) or heads,
         head_dim=getattr(layer, "head_dim", None) or given.hidden_size // heads,
-        rms_norm_eps=getattr(given, "rms_norm_eps", 1e-6),
+        rms_norm_eps=getattr(given, "rms_norm_eps", None) or 1e-6,
         max_position_embeddings=given.max_position_embeddings,
         rope_parameters=_rope(rope.get("full_attention", rope)),
         tie_word_embeddings=False,

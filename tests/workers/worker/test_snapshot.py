@@ -4,7 +4,9 @@ import asyncio
 import os
 import signal
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,19 +33,20 @@ def dispatch(
     runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[WorkerDispatch]:
     """Starts a dispatch with so little room for adapters that some are on disk."""
-    pages = str(tmp_path_factory.mktemp("pages"))
-    model = WorkerConfig(
-        ServedModel("tiny", str(tiny_models["qwen3"])),
-        device="cpu",
-        threads=1,
-        adapter_slots=2,
-        host_adapter_bytes=1,
-        page_directory=pages,
-    )
-    dispatch = WorkerDispatch(DispatchConfig((model,)))
+    room = {"adapter_slots": 2, "host_adapter_bytes": 1, "page_directory": str(tmp_path_factory.mktemp("pages"))}
+    with started(runner, tiny_models["qwen3"], **room) as dispatch:
+        yield dispatch
+
+
+@contextmanager
+def started(runner: asyncio.Runner, model: Path, **knobs: Any) -> Iterator[WorkerDispatch]:
+    config = WorkerConfig(ServedModel("tiny", str(model)), device="cpu", threads=1, **knobs)
+    dispatch = WorkerDispatch(DispatchConfig((config,)))
     runner.run(dispatch.start(lambda _: None))
-    yield dispatch
-    runner.run(dispatch.close())
+    try:
+        yield dispatch
+    finally:
+        runner.run(dispatch.close())
 
 
 def run(runner: asyncio.Runner, test: Coroutine[object, object, None]) -> None:
@@ -174,6 +177,24 @@ def test_a_window_that_lost_an_operation_stays_refused_in_a_snapshot(
 def test_a_run_recovered_after_a_crash_equals_an_undisturbed_one(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
+    assert_recovers(dispatch, runner, tmp_path)
+
+
+# One for each kind of mixer, and of experts.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss", "gemma4_moe", "qwen3_5_moe", "deepseek_v3", "glm_moe_dsa", "falcon_h1", "nemotron_h_latent"]
+)
+def test_a_run_of_any_kind_of_layers_is_recovered_after_a_crash(
+    kind: str, tiny_models: dict[str, Path], runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    with started(runner, tiny_models[kind]) as dispatch:
+        assert_recovers(dispatch, runner, tmp_path)
+
+
+def assert_recovers(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
+    """Asserts that a run restored after a crash of its worker ends with the state of an undisturbed one."""
+
     async def check() -> None:
         for run_id in ("undisturbed", "killed"):
             await dispatch.create_run("tiny", spec(run_id), "tenant")

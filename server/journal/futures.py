@@ -153,6 +153,8 @@ class Futures:
         self._appending: set[Future] = set()  # being written to the file
         self._unstored: list[Future] = []  # in the file, in file order, but not in the store yet
         self._has_unstored = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._num_stored, self._batch_stored = 0, asyncio.Condition()
         self.long_polls, self.kept_bytes = LongPolls(), KeptBytes(store)
         # Held while a large result is encoded or decoded, since each step of that blocks the event loop for a moment.
         self.large_result_lock = asyncio.Lock()
@@ -187,15 +189,9 @@ class Futures:
         """Returns the requests with this id prefix that have a result, including those of earlier processes."""
         here = [future for request_id, future in self._live.items() if request_id.startswith(prefix) and future.result]
         stored = await self._store.results.list_by_prefix(prefix)
-        known = {
-            one.request_id: ResultSummary(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored
-        }
-        known |= {
-            one.request_id: ResultSummary(one.request_id, one.result.is_error, one.num_bytes)
-            for one in here
-            if one.result
-        }
-        return list(known.values())
+        found = [ResultSummary(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored]
+        found += [ResultSummary(one.request_id, one.result.is_error, one.num_bytes) for one in here if one.result]
+        return list({one.request_id: one for one in found}.values())
 
     def create(
         self,
@@ -272,9 +268,20 @@ class Futures:
     def _sizes_not_stored(self) -> list[tuple[str, int]]:
         return [(future.tenant_id, future.num_bytes) for future in (*self._unstored, *self._appending)]
 
+    async def store_now(self) -> None:
+        """Waits until the store has the results that are in the file now, or cannot take them at present."""
+        if not self._unstored:
+            return
+        wanted = self._num_stored + len(self._unstored)
+        self._hurry.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RETRY_SECONDS), self._batch_stored:
+                await self._batch_stored.wait_for(lambda: self._num_stored >= wanted)
+
     async def close(self) -> None:
         self._closing.set()
         self._has_unstored.set()
+        self._hurry.set()
         try:
             if self._writer is not None:
                 await self._writer
@@ -325,9 +332,11 @@ class Futures:
             if not self._unstored:
                 self._has_unstored.clear()
                 await self._has_unstored.wait()
-                await self._linger(_LINGER_SECONDS)
+                await _wait(self._hurry, _LINGER_SECONDS)
                 continue
             batch = self._unstored[:_MAX_PER_WRITE]
+            if not self._closing.is_set():
+                self._hurry.clear()
             try:
                 ended = [one.ended for one in batch if one.ended is not None]
                 await self._store.results.put([one.record() for one in batch], ended)
@@ -335,7 +344,7 @@ class Futures:
                 if self._closing.is_set():
                     raise
                 self._store_errors.failed(error)
-                await self._linger(_RETRY_SECONDS)
+                await _wait(self._closing, _RETRY_SECONDS)
                 continue
             self._store_errors.succeeded()
             del self._unstored[: len(batch)]
@@ -346,26 +355,17 @@ class Futures:
                 self._stored_bytes += future.num_bytes + _BYTES_BESIDE_BODY
             while self._stored_bytes > self._memory_bytes:
                 self._evict_oldest()
-
-    async def _linger(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._closing.wait(), seconds)
+            self._num_stored += len(batch)
+            async with self._batch_stored:
+                self._batch_stored.notify_all()
 
     async def _store_results_after(self, newest: ResultRecord | None) -> None:
         """Adds to the store the results that an earlier process wrote to its file, but not to the store."""
         start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
-        records = await asyncio.to_thread(lambda: list(self._records_after(start)))
+        records = await asyncio.to_thread(lambda: list(_records_after(self._segments, start)))
         for first in range(0, len(records), _MAX_PER_WRITE):
             results, operations = zip(*records[first : first + _MAX_PER_WRITE], strict=True)
             await self._store.results.put(results, [one for one in operations if one is not None])
-
-    def _records_after(self, start: RecordPosition) -> Iterator[tuple[ResultRecord, OperationRecord | None]]:
-        for segment in self._segments.earlier:
-            if segment < start.segment:
-                continue
-            for stored in read_segment(self._segments.path(segment)):
-                if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
-                    yield _read_result(RecordPosition(segment, stored.offset), stored)
 
     def _evict_oldest(self) -> None:
         request_id, future = self._stored.popitem(last=False)
@@ -373,8 +373,24 @@ class Futures:
         del self._live[request_id]
 
 
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+
+
 def _nothing() -> None:
     """Replaces Future.on_stored after Future.end."""
+
+
+def _records_after(
+    segments: SegmentLog, start: RecordPosition
+) -> Iterator[tuple[ResultRecord, OperationRecord | None]]:
+    for segment in segments.earlier:
+        if segment < start.segment:
+            continue
+        for stored in read_segment(segments.path(segment)):
+            if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
+                yield _read_result(RecordPosition(segment, stored.offset), stored)
 
 
 def _read_result(place: RecordPosition, stored: LogRecord) -> tuple[ResultRecord, OperationRecord | None]:

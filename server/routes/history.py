@@ -48,6 +48,7 @@ async def get_run_metrics(
     which an answer has at most 200.
     """
     await own_run(services, tenant, run_id)
+    await services.futures.store_now()
     limit = limit if points is not None else min(limit, _MAX_STEPS)
     training = await services.history.training_metrics(run_id, SeriesQuery(after, limit, points, names))
     logged = await services.history.logged_metrics(run_id, SeriesQuery(logged_after, limit, points, names))
@@ -83,6 +84,7 @@ async def list_run_operations(
     ones the optimizer steps.
     """
     await own_run(services, tenant, run_id)
+    await services.futures.store_now()
     found = await services.store.operations.list_newest(run_id, before, limit + 1, failed)
     next_ = found[limit - 1].seq_id if len(found) > limit else None
     return RunOperationList(operations=[_operation(one) for one in found[:limit]], next=next_)

@@ -136,11 +136,7 @@ def train(rest: RestClient, client: TrainingClient, num_steps: int, first: int =
         passed = client.forward_backward(DATA, "cross_entropy")
         client.optim_step(AdamParams(learning_rate=1e-2)).result(60)
         losses.append(passed.result(60).metrics["loss:sum"])
-    # The history follows results by a quarter of a second.
-    deadline = time.monotonic() + 20
-    while rest.get_metrics(client.model_id).result().training.steps[-1:] != [first + num_steps - 1]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert rest.get_metrics(client.model_id).result().training.steps[-1:] == [first + num_steps - 1]
     return losses
 
 

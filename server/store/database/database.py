@@ -92,21 +92,23 @@ class Database:
         return None if row is None else record_of(record_type, row)
 
     async def select_all(self, record_type: type[Record], query: Select) -> tuple[Record, ...]:
-        rows = await self.read(lambda connection: connection.execute(query).all())
-        return tuple(record_of(record_type, row) for row in rows)
+        def statements(connection: Connection) -> tuple[Record, ...]:
+            return tuple(record_of(record_type, row) for row in connection.execute(query))
+
+        return await self.read(statements)  # converted there, too: thousands of rows would block the event loop
 
     async def select_page(
         self, record_type: type[Record], query: Select, offset: int, limit: int
     ) -> tuple[tuple[Record, ...], PageInfo]:
         """Returns one page. `query` must have an order without ties, so that pages neither overlap nor skip rows."""
         count = select(func.count()).select_from(query.order_by(None).subquery())
-        rows, total_count = await self.read(
-            lambda connection: (
-                connection.execute(query.offset(offset).limit(limit)).all(),
-                connection.execute(count).scalar_one(),
-            )
-        )
-        return tuple(record_of(record_type, row) for row in rows), PageInfo(offset, limit, total_count)
+
+        def statements(connection: Connection) -> tuple[tuple[Record, ...], PageInfo]:
+            rows = connection.execute(query.offset(offset).limit(limit))
+            records = tuple(record_of(record_type, row) for row in rows)
+            return records, PageInfo(offset, limit, connection.execute(count).scalar_one())
+
+        return await self.read(statements)
 
     def _read_now(self, statements: Callable[[Connection], T]) -> T:
         with self._reading.connect() as connection:

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, delete, func, insert, select, tuple_, update
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from ..database.database import Database
 from ..database.records import OperationRecord
-from ..database.rows import row_values
 from ..database.schema import operations
 
 _seq_id = operations.c.seq_id
+_DELETE_SAME = delete(operations).where(operations.c.run_id == bindparam("run"), _seq_id == bindparam("seq"))
 
 
 class OperationTable:
@@ -20,9 +20,9 @@ class OperationTable:
     def put(connection: Connection, ended: Sequence[OperationRecord]) -> None:
         """Inserts the operations in the caller's transaction, replacing earlier records of the same ones."""
         if ended:
-            key = tuple_(operations.c.run_id, operations.c.seq_id)
-            connection.execute(delete(operations).where(key.in_([(one.run_id, one.seq_id) for one in ended])))
-            connection.execute(insert(operations), [row_values(one) for one in ended])
+            rows = [{**vars(one)} for one in ended]
+            connection.execute(_DELETE_SAME, [{"run": one.run_id, "seq": one.seq_id} for one in ended])
+            connection.execute(insert(operations), rows)
 
     async def list_newest(
         self, run_id: str, before: int | None, limit: int, failed: bool = False

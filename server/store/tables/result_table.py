@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, bindparam, delete, func, insert, select
 
 from ..database.database import Database
 from ..database.records import OperationRecord, ResultRecord
-from ..database.rows import row_values
 from ..database.schema import results
 from .operation_table import OperationTable
 
 _MAX_NAMED = 500
+_DELETE_SAME = delete(results).where(results.c.request_id == bindparam("same"))
 
 
 class ResultTable:
@@ -22,8 +22,8 @@ class ResultTable:
 
         def statements(connection: Connection) -> None:
             if put:
-                connection.execute(delete(results).where(results.c.request_id.in_([one.request_id for one in put])))
-                connection.execute(insert(results), [row_values(one) for one in put])
+                connection.execute(_DELETE_SAME, [{"same": one.request_id} for one in put])
+                connection.execute(insert(results), [{**vars(one)} for one in put])
             OperationTable.put(connection, ended)
 
         await self._database.write(statements)

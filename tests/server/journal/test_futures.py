@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.server.files.segment import MAX_BODY_BYTES
@@ -215,6 +216,31 @@ async def test_failed_writes_of_results_are_retried_and_logged_once(
     assert passed.endswith("works again")
     futures = await open_futures()
     assert [await futures.wait(name, TENANT, 0) for name in ("r:1", "r:2")] == [Result(b"r:1"), Result(b"r:2")]
+    await futures.close()
+
+
+async def test_a_reader_of_the_store_waits_for_results_but_not_for_a_store_that_fails(
+    open_futures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainhouse.server.journal.futures._LINGER_SECONDS", 30.0)
+    monkeypatch.setattr("trainhouse.server.journal.futures._RETRY_SECONDS", 0.1)
+    futures = await open_futures()
+    for name in ("r:1", "r:2"):
+        futures.resolve(futures.create(name, TENANT), Result(b"{}"))
+        assert not await futures.has_result(name)
+        async with asyncio.timeout(10):
+            await futures.store_now()
+        assert await futures.has_result(name)
+
+    async def fail(*records: object) -> None:
+        raise OperationalError("", None, OSError("no database"))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(futures._store.results, "put", fail)
+        futures.resolve(futures.create("r:3", TENANT), Result(b"{}"))
+        async with asyncio.timeout(10):
+            await futures.store_now()
+        assert not await futures.has_result("r:3")
     await futures.close()
 
 

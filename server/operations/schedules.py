@@ -39,6 +39,11 @@ class CreateEvaluation(Forward):
     def check(self, run: RunRecord) -> None:
         request, evaluations = self.request, run.schedules.evaluations
         assert request.evaluation is not None
+        if run.role == "reference":
+            raise OperationError(
+                "an evaluation follows optimizer steps, and a reference takes none: use forward for its losses, or "
+                "create the evaluation on the model that is trained"
+            )
         if request.capture_for is not None or any(datum.feature_ref is not None for datum in request.data):
             raise OperationError("an evaluation cannot use or capture features: leave out capture_for and feature_ref")
         if request.loss_fn == STABLE_REINFORCE:

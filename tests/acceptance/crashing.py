@@ -95,6 +95,11 @@ class Crashing:
         meanwhile()
         self._start()
 
+    def restart_dead(self) -> None:
+        """Starts the server again after it has died of itself."""
+        assert self._server.process.wait(60) == -signal.SIGKILL
+        self.restart()
+
     def strike(self, killed: str) -> None:
         """killed: "worker", one "rank" of it, "server" or "both"."""
         if killed in ("worker", "both"):

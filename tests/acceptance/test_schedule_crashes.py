@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse import AdamParams, CheckpointSchedule, Datum, ServiceClient
 
-from .crashing import Crashing
+from .crashing import Crashing, until
+from .killed_in_hooks import ARMED, KILLED_IN_HOOKS
 from .training_script import MODEL
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
@@ -21,6 +22,9 @@ ADAM = AdamParams(learning_rate=3e-3)
 METRIC = "evaluation/heldout/loss:mean"
 TOLERANCE = 1e-4
 STRIKES = {2: "worker", 4: "server", 5: "both", 6: "server", 8: "worker", 10: "both"}
+# Where in the work after a step the server or its worker dies. The first deletion is after step 8.
+POINTS = {2: "evaluation server", 4: "evaluation worker", 6: "save server", 8: "save worker"}
+MORE_POINTS = {2: "publication server", 8: "before-deletion server", 10: "deletion server", 12: "publication server"}
 
 
 @dataclass
@@ -37,8 +41,13 @@ def data(seed: int, num_datums: int) -> list[Datum]:
     return [Datum(text[:-1], {"target_tokens": text[1:], "weights": [1.0] * 23}) for text in texts]
 
 
-def trained(crashing: Crashing, strikes: Mapping[int, str]) -> Results:
-    drawn = random.Random(0)
+def trained(
+    crashing: Crashing,
+    before: Callable[[int], None] = lambda step: None,
+    after: Callable[[int], None] = lambda step: None,
+    waits: bool = False,
+) -> Results:
+    """Returns the results of a run. before, after: called around the submission of each optimizer step."""
     with ServiceClient(crashing.url, "tml-schedules") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=0)
         client.create_evaluation("heldout", 2, data(1, 300)).result(120)
@@ -47,10 +56,11 @@ def trained(crashing: Crashing, strikes: Mapping[int, str]) -> Results:
         stepped = []
         for step in range(1, NUM_STEPS + 1):
             client.forward_backward(data(0, 4), "cross_entropy")
+            before(step)
             stepped.append(client.optim_step(ADAM))
-            if (killed := strikes.get(step)) is not None:
-                time.sleep(drawn.uniform(0, 0.5))
-                crashing.strike(killed)
+            after(step)
+            if waits:  # so that what follows one step does not happen while the next one is armed
+                stepped[-1].result(240)
         metrics = [dict(each.result(240).metrics or {}) for each in stepped]
         kept = service.create_rest_client().list_checkpoints(client.model_id).result(120).checkpoints
     directory = crashing.state_dir / "checkpoints" / client.model_id.replace(":", "_") / "weights"
@@ -64,11 +74,46 @@ def trained(crashing: Crashing, strikes: Mapping[int, str]) -> Results:
 
 
 def test_schedules_survive_crashes_and_count_each_step_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    found = []
-    for name, strikes in (("undisturbed", {}), ("struck", STRIKES)):
-        with Crashing(tiny_models["qwen3"], tmp_path / name).running() as crashing:
-            found.append(trained(crashing, strikes))
-    wanted, struck = found
+    drawn = random.Random(0)
+
+    def strike(step: int) -> None:
+        if (killed := STRIKES.get(step)) is not None:
+            time.sleep(drawn.uniform(0, 0.5))
+            crashing.strike(killed)
+
+    with Crashing(tiny_models["qwen3"], tmp_path / "undisturbed").running() as crashing:
+        wanted = trained(crashing)
+    with Crashing(tiny_models["qwen3"], tmp_path / "struck").running() as crashing:
+        assert_same(trained(crashing, after=strike), wanted)
+
+
+@pytest.mark.parametrize("points", [POINTS, MORE_POINTS], ids=["work", "publication"])
+def test_what_a_crash_interrupts_after_a_step_is_done_exactly_once(
+    points: Mapping[int, str], tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """kill -9 lands inside the evaluation's pass, the save, or the publication, or there is no such kill at all."""
+    armed = tmp_path / "armed"
+    monkeypatch.setenv(ARMED, str(armed))
+
+    def arm(step: int) -> None:
+        if step in points:
+            armed.write_text(points[step])
+
+    def wait_for_kill(step: int) -> None:
+        until(lambda: not armed.exists())
+        if points.get(step, "").endswith("server"):
+            crashing.restart_dead()
+
+    with Crashing(tiny_models["qwen3"], tmp_path / "undisturbed").running() as crashing:
+        wanted = trained(crashing)
+    with Crashing(tiny_models["qwen3"], tmp_path / "struck", module=KILLED_IN_HOOKS).running() as crashing:
+        assert_same(trained(crashing, arm, wait_for_kill, waits=True), wanted)
+        assert len(crashing.pids) == 1 + sum(each.endswith("server") for each in points.values())
+
+
+def assert_same(struck: Results, wanted: Results) -> None:
+    """Checks results against those of an undisturbed run, and that these are what the schedules ask for."""
+    assert [each["optimizer_step:last"] for each in struck.metrics] == [*range(1, NUM_STEPS + 1)]
     assert [each.keys() for each in struck.metrics] == [each.keys() for each in wanted.metrics]
     for one, other in zip(struck.metrics, wanted.metrics, strict=True):
         assert one == pytest.approx(other, rel=TOLERANCE)

@@ -106,6 +106,9 @@ def test_operations_that_a_role_cannot_do_are_refused(service: ServiceClient) ->
         service.create_sampling_client(model_path=saved)
     with pytest.raises(TrainhouseError, match="a reference is not trained: load_weights moves it"):
         reference.optim_step(ADAM).result(60)
+    with pytest.raises(TrainhouseError, match="a reference takes none: use forward for its losses"):
+        reference.create_evaluation("never", 1, [policy_datum(TOKENS[0])]).result(60)
+    assert policy.create_evaluation("due", 1, [policy_datum(TOKENS[0])]).result(60).metrics
     with pytest.raises(TrainhouseError, match="a reference cannot be saved"):
         reference.save_state("nothing").result(60)
     with pytest.raises(ValueError, match="a critic has no log-probabilities"):

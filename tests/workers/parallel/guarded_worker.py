@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainhouse.workers.models.layers import decoder_layer
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.calls import PartAnswer, Pass, SamplingSlice, SliceResult
+from trainhouse.workers.protocol.calls import Failure, OptimizerStep, PartAnswer, Pass, SamplingSlice, SliceResult
 from trainhouse.workers.worker.worker import Worker
 
 GUARDED = "trainhouse.tests.workers.parallel.guarded_worker:GuardedWorker"
@@ -19,7 +19,8 @@ GUARDED = "trainhouse.tests.workers.parallel.guarded_worker:GuardedWorker"
 
 @dataclass
 class Operations:
-    """Names of the operations that a rank ran in passes or in decode steps, and of those that took a DTensor.
+    """Names of the operations that a rank ran in passes, in decode steps or in steps of optimizers, and of those that
+    took a DTensor.
 
     normed_tokens: the numbers of tokens that the norms of layers took.
     """
@@ -67,10 +68,14 @@ class GuardedWorker(Worker):
         with _Watch(self._operations("decode")):
             return super().sample_slice(work)
 
+    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
+        with _Watch(self._operations("step")):
+            return super().apply_steps(steps)
+
     def seen(self, during: str) -> Operations:
-        """Returns what ran since the last call during "pass" or "decode"."""
+        """Returns what ran since the last call during "pass", "decode" or "step"."""
         seen = self._operations(during)
-        del self._seen[during]
+        self._seen.pop(during, None)
         return seen
 
     def num_dtensors(self) -> int:

@@ -16,12 +16,14 @@ from ...workers.planner.drafts.draft_layouts import draft_layout_that_fits, draf
 from ...workers.planner.drafts.draft_load import draft_load
 from ...workers.planner.drafts.draft_memory import draft_memory
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
+from ...workers.planner.exchanges import TokenCost
 from ...workers.planner.footprint import gigabytes
-from ...workers.planner.layout_reasons import reasons_of
+from ...workers.planner.layout_reasons import reasons_of_choice
 from ...workers.planner.layout_search import (
     Candidate,
     PlannedLayout,
     Remedy,
+    Way,
     layout_that_fits,
     loads_with_fewer_activations,
     micro_batch_tokens,
@@ -398,13 +400,22 @@ def _as_json(plan: MemoryPlan) -> dict[str, object]:
         "filling": None if plan.with_replicas is None else str(plan.with_replicas),
         "remedies": [remedy.flags for remedy in plan.remedies],
         "link": None if plan.speeds is None else {"name": plan.speeds.link.name, "source": plan.speeds.source},
+        "ways": [_way(each) for each in plan.choice.ways] if plan.choice else [],
         "candidates": [_candidate(each) for each in plan.choice.candidates] if plan.choice else [],
     }
 
 
+def _way(way: Way) -> dict[str, object]:
+    return {"activations": way.activations, "parallel": way.spec.axes, "cost": _cost(way.cost)}
+
+
 def _candidate(candidate: Candidate) -> dict[str, object]:
-    cost = None if candidate.cost is None else asdict(candidate.cost) | {"seconds": candidate.cost.seconds}
+    cost = None if candidate.cost is None else _cost(candidate.cost)
     return {"parallel": candidate.spec.axes, "bytes": candidate.num_bytes, "cost": cost}
+
+
+def _cost(cost: TokenCost) -> dict[str, float]:
+    return asdict(cost) | {"seconds": cost.seconds}
 
 
 def _load(options: PlanOptions, shape: ModelShape, longest: int | None, dtype: str) -> Workload:
@@ -616,4 +627,4 @@ def _reason(plan: MemoryPlan) -> Iterator[str]:
     if smaller is not None:
         yield f"fewer ranks do not fit: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
     assert plan.speeds is not None
-    yield from reasons_of(plan.choice.candidates, plan.speeds)
+    yield from reasons_of_choice(plan.choice, plan.speeds)

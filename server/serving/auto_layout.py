@@ -11,7 +11,7 @@ from itertools import count
 from ...workers.models.devices import first_device
 from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
 from ...workers.planner.footprint import gigabytes, runs_on_cpu
-from ...workers.planner.layout_reasons import reasons_of
+from ...workers.planner.layout_reasons import reasons_of, reasons_of_choice
 from ...workers.planner.layout_search import (
     PlannedLayout,
     layout_that_fits,
@@ -56,7 +56,7 @@ def with_layouts(
         where = "" if device == model.device else f" --device {device}"
         say(f"{model.model.name}: --parallel {choice.spec.axes}{way}{where} ({needed})")
         models.append(replace(model, parallel=choice.spec, activations=choice.load.activations, device=device))
-        reasons += [f"{model.model.name}: {reason}" for reason in reasons_of(choice.candidates, speeds)]
+        reasons += [f"{model.model.name}: {reason}" for reason in reasons_of_choice(choice, speeds)]
     for reason in reasons:
         say(reason)
     return replace(config, models=tuple(models))
@@ -169,7 +169,8 @@ class _Devices:
 def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None, speeds: Speeds) -> PlannedLayout:
     shape = _shape(model)
     load = _load(model, shape, samples, runs_on_cpu(model))
-    return layout_that_fits(shape, [load, *loads_with_fewer_activations(load)], memory, num_devices, speeds)
+    loads = [load, *loads_with_fewer_activations(load)]
+    return layout_that_fits(shape, loads, memory, num_devices, speeds, with_replicas=False)
 
 
 def _shape(model: WorkerConfig) -> ModelShape:

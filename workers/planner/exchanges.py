@@ -1,11 +1,11 @@
-"""Counts what the ranks of a layout send in passes and decode steps, and estimates the time. Imports no torch.
+"""Estimates the time that a layout takes for a token, from what its ranks compute, send and read. Imports no torch.
 
-Only what differs between layouts of equally many ranks is counted: they share out the same computation.
+Passes are bound by products and exchanges, decode steps by reading and exchanges: only these are counted.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ..protocol.parallel_spec import AXES, ParallelSpec
@@ -13,6 +13,7 @@ from ..protocol.worker_config import DispatchConfig
 from ..shapes.model_shape import ModelShape
 from ..shapes.parts import GatedDelta, LatentAttention, Layer, Mamba, Mixer, RoutedExperts, SoftmaxAttention
 from ..shapes.sequence_split import SequenceSplit
+from .flops import rank_flops
 from .parameters import ParameterGroup, output_head, parameters
 from .speeds import Speeds
 from .workload import Workload
@@ -36,13 +37,15 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """The time and bytes for one token of all ranks' work together, as far as layouts differ in it.
+    """The time and bytes for one token of all ranks' work together.
 
+    compute_seconds: for the products of a pass, forward and backward.
     sent: bytes that a rank sends in a pass for one of its tokens, forward and backward. pass_seconds: for that.
     decode_sent: bytes that a rank sends to sample one token. decode_seconds: for that, and to read weights and cache.
-    Both are 0 for ranks that do not train, or do not sample.
+    All are 0 for ranks that do not train, or do not sample.
     """
 
+    compute_seconds: float = 0.0
     sent: float = 0.0
     pass_seconds: float = 0.0
     decode_sent: float = 0.0
@@ -51,19 +54,20 @@ class TokenCost:
     @property
     def seconds(self) -> float:
         """Returns the time to train on a token, which the same ranks may have sampled before."""
-        return self.pass_seconds + self.decode_seconds
+        return self.compute_seconds + self.pass_seconds + self.decode_seconds
 
 
 def training_cost(shape: ModelShape, spec: ParallelSpec, load: Workload, speeds: Speeds) -> TokenCost:
     """Returns the cost of ranks that train, and also sample if the load says so."""
     exchanged = list(_in_pass(shape, spec, load))
     tokens = _pass_tokens(spec, load)
-    sent = sum(each.num_bytes for each in exchanged) / tokens
-    of_passes = TokenCost(sent, _seconds(spec, exchanged, speeds) / tokens)
-    if not load.samples:
-        return of_passes
-    decoding = sampling_cost(shape, spec, load, speeds)
-    return TokenCost(of_passes.sent, of_passes.pass_seconds, decoding.decode_sent, decoding.decode_seconds)
+    decoding = sampling_cost(shape, spec, load, speeds) if load.samples else TokenCost()
+    return replace(
+        decoding,
+        compute_seconds=rank_flops(shape, spec, load) / speeds.flops_per_second / (spec.num_data_shares * spec.sp),
+        sent=sum(each.num_bytes for each in exchanged) / tokens,
+        pass_seconds=_seconds(spec, exchanged, speeds) / tokens,
+    )
 
 
 def sampling_cost(shape: ModelShape, spec: ParallelSpec, load: Workload, speeds: Speeds) -> TokenCost:

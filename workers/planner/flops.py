@@ -1,17 +1,21 @@
 """Counts the operations that passes need, from what the parts of layers say. Imports no torch.
 
-A multiplication and its addition are two. Only products count, each as often as the model needs it: not what is
-computed a second time to save memory, nor padding, nor scores that attention masks.
+A multiplication and its addition are two. Only products count, not padding, nor scores that attention masks.
+`ModelFlops` counts each as often as the model needs it, `rank_flops` as often as ranks compute it.
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
-import numpy as np
-
+from ..protocol.parallel_spec import SINGLE, ParallelSpec
 from ..shapes.model_shape import ModelShape
-from ..shapes.parts import Flops, IndexFlops, View
+from ..shapes.parts import Flops, IndexFlops, Layer, RoutedExperts, View
+from .workload import Workload
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,16 @@ class OwnFlops:
 class ModelFlops:
     """Counts for the sequences of one base model, from constants that are summed over its layers once."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, spec: ParallelSpec = SINGLE) -> None:
+        """spec: counts what one of its ranks along tp computes of these sequences."""
         beside = (size for name, size in shape.other_weights.items() if not name.startswith("embed"))
-        self._head = 2.0 * shape.vocab * shape.hidden
-        self._weights = 2.0 * sum(prod(size) for size in beside if len(size) > 1)
+        self._head = 2.0 * shape.vocab * shape.hidden / spec.tp
+        self._weights = 2.0 * sum(prod(size) for size in beside if len(size) > 1) / spec.tp
         self._states = 0.0
         self._scores: defaultdict[View, float] = defaultdict(float)
         self._indices: Counter[IndexFlops] = Counter()
         for layer, number in Counter(shape.layers).items():
-            for each in layer.flops():
+            for each in layer.flops(spec):
                 self._add(each, number)
 
     def _add(self, flops: Flops, number: int) -> None:
@@ -51,7 +56,7 @@ class ModelFlops:
         if flops.index is not None:
             self._indices[flops.index] += number
 
-    def of_pass(self, lengths: np.ndarray, own: OwnFlops, num_trained: int | None = None) -> float:
+    def of_pass(self, lengths: "np.ndarray", own: OwnFlops, num_trained: int | None = None) -> float:
         """Returns the operations of a forward pass that scores all tokens, and of a backward pass.
 
         Args:
@@ -71,7 +76,7 @@ class ModelFlops:
         of_token = 2.0 * of_token - num_frozen * self._weights
         return forward + num_tokens * of_token + 2.0 * attention + num_trained * of_head
 
-    def trunk(self, lengths: np.ndarray) -> float:
+    def trunk(self, lengths: "np.ndarray") -> float:
         """Returns the operations of the base up to the last hidden states of these sequences."""
         of_tokens = int(lengths.sum()) * (self._weights + self._states)
         return of_tokens + self._attention(lengths) + self._choice(lengths)
@@ -79,13 +84,41 @@ class ModelFlops:
     def head(self, num_scored: int, own: OwnFlops) -> float:
         return num_scored * (own.head + (self._head if own.has_logits else 0.0))
 
-    def _attention(self, lengths: np.ndarray) -> float:
+    def _attention(self, lengths: "np.ndarray") -> float:
         return sum(scores * view.num_pairs(lengths) for view, scores in self._scores.items())
 
-    def _choice(self, lengths: np.ndarray) -> float:
+    def _choice(self, lengths: "np.ndarray") -> float:
         """Returns the operations of indexers, which sequences have that are longer than what they choose."""
         found = 0.0
         for index, number in self._indices.items():
             longer = lengths[lengths > index.most]
             found += number * (int(longer.sum()) * index.tokens + View().num_pairs(longer) * index.pairs)
         return found
+
+
+def rank_flops(shape: ModelShape, spec: ParallelSpec, load: Workload) -> float:
+    """Returns the operations of a rank for each of its tokens in a pass over sequences of the longest length.
+
+    Counts adapters of all linear layers, the layers that the backward pass computes again, and what each of the ranks
+    along tp computes for the same tokens.
+    """
+    import numpy as np  # imported late: the command line starts without it
+
+    lengths, along_tp = np.array([load.longest]), ParallelSpec(tp=spec.tp, replicated=spec.replicated)
+    counts = ModelFlops(shape, along_tp)
+    own = OwnFlops(_adapter_flops(shape, along_tp, load.effective_lora_rank), trains_base=load.training == "full")
+    of_pass = counts.of_pass(lengths, own, num_trained=load.longest)
+    again = 0.0 if load.activations == "keep" else counts.trunk(lengths) + load.longest * own.trunk
+    return (of_pass + again) / load.longest
+
+
+def _adapter_flops(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> float:
+    """Returns the operations of the adapters' products in a forward pass, for each token."""
+    features = sum(number * _adapter_features(layer, spec) for layer, number in Counter(shape.layers).items())
+    return 2.0 * lora_rank * features
+
+
+def _adapter_features(layer: Layer, spec: ParallelSpec) -> int:
+    # Of experts those that a token uses.
+    parts = (replace(each, num=each.per_token) if isinstance(each, RoutedExperts) else each for each in layer.parts)
+    return sum(sum(pair) for part in parts for pair in part.adapter_pairs(spec))

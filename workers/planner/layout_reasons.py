@@ -1,13 +1,33 @@
-"""Explains the choice between layouts of equally many ranks, in lines of text. Imports no torch."""
+"""Explains the choice between layouts, and between ways to keep activations, in lines of text. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 
-from .exchanges import SAMPLE_TOKENS, SAMPLES
+from .exchanges import SAMPLE_TOKENS, SAMPLES, TokenCost
 from .footprint import gigabytes
-from .layout_search import Candidate
+from .layout_search import Candidate, PlannedLayout
 from .speeds import Speeds
 
 _MOST_SHOWN = 5
+
+
+def reasons_of_choice(choice: PlannedLayout, speeds: Speeds) -> Iterator[str]:
+    """Yields why the activations and the layout were chosen; nothing if there was no choice."""
+    if len(choice.ways) > 1:
+        yield (
+            f"--activations {choice.load.activations} takes least time for a token (a device computes "
+            f"{speeds.flops_per_second / 1e12:g} TFLOP/s, assumed):"
+        )
+        for way in choice.ways:
+            total = _microseconds(way.cost.seconds)
+            yield f"  {way.activations} with {way.spec}: {total}, of which {', '.join(_terms(way.cost))}"
+    yield from reasons_of(choice.candidates, speeds)
+
+
+def _terms(cost: TokenCost) -> Iterator[str]:
+    yield f"products {_microseconds(cost.compute_seconds)}"
+    yield f"exchanges {_microseconds(cost.pass_seconds)}"
+    if cost.decode_seconds:
+        yield f"sampling {_microseconds(cost.decode_seconds)}"
 
 
 def reasons_of(candidates: Sequence[Candidate], speeds: Speeds) -> Iterator[str]:
@@ -34,8 +54,9 @@ def _time_of(candidate: Candidate) -> str:
     cost = candidate.cost
     assert cost is not None
     parts = [f"{gigabytes(candidate.num_bytes)} on each rank"]
-    if cost.pass_seconds:
-        parts.append(f"a pass sends {_kilobytes(cost.sent)} in {_microseconds(cost.pass_seconds)}")
+    if cost.compute_seconds:
+        sending = f"sends {_kilobytes(cost.sent)} in {_microseconds(cost.pass_seconds)}"
+        parts.append(f"a pass computes for {_microseconds(cost.compute_seconds)} and {sending}")
     if cost.decode_seconds:
         parts.append(f"sampling sends {_kilobytes(cost.decode_sent)} and takes {_microseconds(cost.decode_seconds)}")
     return f"{candidate.spec}: {', '.join(parts)}"

@@ -1,6 +1,7 @@
 """Finds the smallest layout that fits a device, and changes that would make another one fit. Imports no torch.
 
-Among layouts of equally many ranks it takes the one with the least time for a token, see exchanges.py.
+Among layouts of equally many ranks, and among ways to keep activations, it takes the one with the least time for a
+token, see exchanges.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,11 +42,20 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Way:
+    """A way to keep activations, and the cost of the layout that was found for it."""
+
+    activations: str
+    spec: ParallelSpec
+    cost: TokenCost
+
+
+@dataclass(frozen=True)
 class PlannedLayout:
     """A layout and what each of its ranks needs.
 
     smaller: the best layout with fewer ranks, which does not fit. candidates: all layouts of as many ranks, those that
-    fit first, by cost.
+    fit first, by cost. ways: those that were compared, by cost.
     """
 
     spec: ParallelSpec
@@ -53,6 +63,7 @@ class PlannedLayout:
     memory: MemoryEstimate
     smaller: "PlannedLayout | None" = None
     candidates: tuple[Candidate, ...] = ()
+    ways: tuple[Way, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,7 @@ def _rank_of_candidate(candidate: Candidate) -> tuple[float, int, int, int]:
 
 
 def loads_with_fewer_activations(load: Workload) -> list[Workload]:
-    """Returns loads that keep fewer activations, the fastest first. Recomputing the layers adds a third to a pass."""
+    """Returns loads that keep fewer activations, the fastest first."""
     return [replace(load, activations=way) for way in ("recompute", "offload")] if load.activations == "keep" else []
 
 
@@ -175,12 +186,27 @@ def layout_that_fits(
     device_bytes: int,
     num_devices: int | None = None,
     speeds: Speeds = NVLINK,
+    with_replicas: bool = True,
 ) -> PlannedLayout:
-    """Returns the smallest layout for the first of the loads for which one fits. Raises ValueError if none does."""
+    """Returns the smallest layout for one of the loads, which differ in the activations that they keep: the one that
+    takes least time for a token. Raises ValueError if none fits.
+
+    Activations in host memory are the last resort, as neither that memory nor the copies are counted.
+
+    Args:
+        with_replicas: whether layouts of fewer ranks than the largest have replicas on its other devices.
+    """
+    found: list[PlannedLayout] = []
     for load in loads:
-        choice = smallest_layout(shape, load, device_bytes, num_devices, speeds)
-        if choice is not None:
-            return choice
+        if load.activations != "offload" or not found:
+            choice = smallest_layout(shape, load, device_bytes, num_devices, speeds)
+            found += [] if choice is None else [choice]
+    if found:
+        largest = max(each.spec.num_ranks for each in found) if with_replicas else 1
+        ways = [_way(shape, each, largest, speeds) for each in found]
+        seconds = [each.cost.seconds for each in ways]
+        fastest = found[seconds.index(min(seconds))]
+        return replace(fastest, ways=tuple(sorted(ways, key=lambda each: each.cost.seconds)))
     least = smallest_memory_layout(shape, loads[-1], num_devices)
     memory = least.memory
     where, more = (f" on {num_devices} devices", ", or take more devices") if num_devices else ("", "")
@@ -193,6 +219,12 @@ def layout_that_fits(
         f"{gigabytes(memory.trainable.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
         f"{gigabytes(memory.work)}): {remedy}{more}"
     )
+
+
+def _way(shape: ModelShape, choice: PlannedLayout, num_devices: int, speeds: Speeds) -> Way:
+    """Returns the cost of the layout with as many replicas as these devices have room for."""
+    spec = replace(choice.spec, replicas=max(1, num_devices // choice.spec.num_ranks))
+    return Way(choice.load.activations, spec, training_cost(shape, spec, choice.load, speeds))
 
 
 def _heaviest(memory: MemoryEstimate, load: Workload, usable: int) -> list[str]:

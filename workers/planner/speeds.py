@@ -24,7 +24,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Speeds:
-    """The link between the devices of a node, the network between nodes, and the bandwidth of a device's memory.
+    """The link between the devices of a node, the network between nodes, and of a device the bandwidth of its memory
+    and the rate that large products in 16 bits reach in a pass (in float32 on CPUs).
 
     source: where the link is known from, for the plan's text.
     """
@@ -32,6 +33,7 @@ class Speeds:
     link: Link
     network: Link
     memory_bytes_per_second: float
+    flops_per_second: float
     source: str = "assumed"
 
     def way(self, num_neighbours: int) -> Link:
@@ -39,9 +41,9 @@ class Speeds:
         return self.link if num_neighbours <= DEVICES_PER_NODE else self.network
 
 
-NVLINK = Speeds(Link("nvlink", 200e9, 10e-6), Link("network", 50e9, 30e-6), 2e12)
-PCIE = Speeds(Link("pcie", 20e9, 20e-6), Link("network", 10e9, 40e-6), 1e12)
-HOST = Speeds(Link("host", 5e9, 50e-6), Link("network", 1e9, 100e-6), 50e9)
+NVLINK = Speeds(Link("nvlink", 200e9, 10e-6), Link("network", 50e9, 30e-6), 2e12, 400e12)
+PCIE = Speeds(Link("pcie", 20e9, 20e-6), Link("network", 10e9, 40e-6), 1e12, 100e12)
+HOST = Speeds(Link("host", 5e9, 50e-6), Link("network", 1e9, 100e-6), 50e9, 0.2e12)
 
 SPEEDS = {each.link.name: each for each in (NVLINK, PCIE, HOST)}
 """The speeds by the name of the link."""

@@ -147,16 +147,28 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "sp=2,tp=4 takes least time for a token, of layouts of 8 ranks that fit (over nvlink, --device-link):" in text
     )
-    considered = re.findall(r"^  (\S+): \S+ GB on each rank, a pass sends \S+ kB in (\S+) us, .* (\S+) us$", text, re.M)
-    times = [float(in_pass) + float(to_sample) for _, in_pass, to_sample in considered]
+    pattern = r"^  (\S+): \S+ GB on each rank, a pass computes for (\S+) us and sends \S+ kB in (\S+) us, .* (\S+) us$"
+    considered = re.findall(pattern, text, re.MULTILINE)
+    times = [sum(map(float, terms)) for _, *terms in considered]
     assert considered[0][0] == "sp=2,tp=4" and len(times) > 1 and times == sorted(times)
+    assert "--activations keep takes least time for a token (a device computes 400 TFLOP/s, assumed):\n" in text
+    pattern = (
+        r"^  (keep|recompute) with \S+: (\S+) us, of which products (\S+) us, exchanges (\S+) us, sampling (\S+) us$"
+    )
+    ways = re.findall(pattern, text, re.MULTILINE)
+    assert [way for way, *_ in ways] == ["keep", "recompute"]
+    assert all(float(total) == pytest.approx(sum(map(float, terms)), abs=0.2) for _, total, *terms in ways)
+    assert float(ways[0][1]) < float(ways[1][1])
     assert "with 64 of the 64 devices: replicas=8,sp=2,tp=4" in text
     training = printed(capsys, model, *knobs, link, "--train-only")
     assert "layout: sp=4,tp=2, 8 ranks" in training and "sampling sends" not in training
+    *_, shown = training.replace("--device-link):", "assumed):").partition("--activations keep takes")
+    assert f"--activations keep takes{shown}```\n" in DOCUMENT
     found = json.loads(printed(capsys, model, *knobs, link, "--train-only", "--json"))
     assert found["link"] == {"name": "nvlink", "source": "--device-link"}
     fitting = [each for each in found["candidates"] if each["cost"] is not None]
     assert fitting[0]["parallel"] == "sp=4,tp=2" and len(fitting) < len(found["candidates"])
+    assert found["ways"][0] == {"activations": "keep", "parallel": "sp=4,tp=2", "cost": fitting[0]["cost"]}
     assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
     assert "recomputed" not in text
     less = printed(capsys, model, *knobs, "--num-devices=2")
@@ -165,6 +177,7 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     pattern = r"fits on 1 devices: single with --activations offload needs least, \d+\.\d GB on each rank \(base "
     assert re.search(pattern, refused(capsys, 1, model, *too_few))
     assert "single with --activations keep needs" in refused(capsys, 1, model, *too_few, "--activations=keep")
+    assert "takes least time for a token (a" not in printed(capsys, model, *knobs, "--activations=keep")
     assert "give --device-memory, such as 80GB" in refused(capsys, 2, model, "--parallel=auto")
 
 

@@ -7,21 +7,23 @@ from pathlib import Path
 import pytest
 from trainhouse.workers.planner.estimate import estimate
 from trainhouse.workers.planner.exchanges import sampling_cost, training_cost
+from trainhouse.workers.planner.flops import rank_flops
 from trainhouse.workers.planner.layout_search import (
     layout_that_fits,
     loads_with_fewer_activations,
     smallest_sampler_layout,
     usable_bytes,
 )
-from trainhouse.workers.planner.speeds import HOST, NVLINK, PCIE, link_in, speeds_of
+from trainhouse.workers.planner.speeds import HOST, NVLINK, PCIE, Link, link_in, speeds_of
 from trainhouse.workers.planner.workload import Workload
-from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 
 from ..lineup import LINEUP
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "parallel.md"
+WHOLE_ROW = next(row for row in DOCUMENT.read_text().splitlines() if row.startswith("| latent vectors of keys"))
 DEVICE_BYTES = 80 * 10**9
 LOAD = Workload(longest=16384)
 
@@ -68,6 +70,8 @@ def test_training_divides_tokens_and_experts_and_sampling_heads_and_experts(name
         assert choice == layout_that_fits(shape, loads, DEVICE_BYTES, 16)
         costs = [each.cost.seconds for each in choice.candidates if each.cost is not None]
         assert choice.candidates[0].spec == choice.spec and costs == sorted(costs)
+        assert choice.ways[0].activations == choice.load.activations and "offload" not in str(choice.ways[1:])
+        assert [each.cost.seconds for each in choice.ways] == sorted(each.cost.seconds for each in choice.ways)
         for each in choice.candidates:
             fits = estimate(shape, each.spec, choice.load).total <= usable_bytes(DEVICE_BYTES)
             assert fits == (each.cost is not None)
@@ -108,6 +112,83 @@ def test_bytes_of_a_pass_are_those_of_its_exchanges() -> None:
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     ends = 128256 * 4096
     assert sent("Llama-3.1-8B", "fsdp=2") == pytest.approx((2 * weights + 2 * ends) * 2 / 2 / 8192)
+
+
+def test_products_of_a_pass_are_those_of_its_sizes() -> None:
+    """Llama-3.1-8B has 32 layers of 4096 features, 32 and 8 heads of 128, and 14336 in between."""
+    shape, load = public("Llama-3.1-8B"), replace(LOAD, samples=False)
+    weights, head = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336), 128256 * 4096
+    scores = 32 * 2 * 4096 * 16385 // 2  # a token sees half of the others
+
+    def adapters(tp: int) -> int:
+        within = 2 * (4096 + 4096 // tp) + 2 * (4096 + 1024 // tp) + 3 * (4096 + 14336 // tp)
+        return 32 * 32 * within
+
+    for tp in (1, 2):
+        frozen, trained = (weights + head) // tp, adapters(tp)
+        forward, backward = frozen + scores // tp + trained, frozen + 2 * scores // tp + 2 * trained
+        found = rank_flops(shape, ParallelSpec(tp=tp, sp=2), load)
+        assert found == 2 * (forward + backward)
+        again = rank_flops(shape, ParallelSpec(tp=tp, sp=2), replace(load, activations="recompute"))
+        assert again - found == 2 * (forward - head // tp)
+    full = rank_flops(shape, SINGLE, replace(load, training="full"))
+    assert full == 2 * 3 * (weights + head + scores)
+    # A device computes the tokens of its own sequences, or its own part of these.
+    for spec in ("replicas=4", "replicas=2,sp=2", "fsdp=4"):
+        cost = training_cost(shape, ParallelSpec.parse(spec), load, NVLINK)
+        assert cost.compute_seconds == rank_flops(shape, SINGLE, load) / 400e12 / 4
+    by_tp = training_cost(shape, ParallelSpec(tp=2), load, NVLINK).compute_seconds
+    assert by_tp == rank_flops(shape, ParallelSpec(tp=2), load) / 400e12
+
+
+def test_ranks_along_tp_compute_latent_vectors_and_routers_each() -> None:
+    """DeepSeek-V3.1 has 61 layers of 7168 features, latent vectors of 1536 and 576, and from the fourth layer on a
+    router of 256 experts."""
+    shape, load = public("DeepSeek-V3.1"), replace(LOAD, samples=False, training="full")
+    whole = 61 * 7168 * (1536 + 576) + 58 * 7168 * 256
+    one, eight = (rank_flops(shape, ParallelSpec(tp=tp), load) for tp in (1, 8))
+    assert eight == pytest.approx(one / 8 + 7 / 8 * 2 * 3 * whole, rel=1e-9)
+    assert eight > 1.1 * one / 8
+    dense = public("Llama-3.1-8B")
+    one, eight = (rank_flops(dense, ParallelSpec(tp=tp), load) for tp in (1, 8))
+    assert eight == one / 8
+    for name in ("Llama-3.1-8B", "DeepSeek-V3.1", "DeepSeek-V3.2"):
+        for longest in (4096, 16384):
+            adapters = Workload(longest, samples=False)
+            one, eight = (rank_flops(public(name), ParallelSpec(tp=tp), adapters) for tp in (1, 8))
+            assert f" {100 * (8 * eight / one - 1):.0f} %" in WHOLE_ROW
+    # Indexers score all earlier tokens, with no gradient.
+    chosen = public("DeepSeek-V3.2")
+    index = 64 * 129 * 16385 / 2 + 64 * 128 * 1536 + 128 * 7168 + 64 * 7168
+    one, eight = (rank_flops(chosen, ParallelSpec(tp=tp), load) for tp in (1, 8))
+    assert eight == pytest.approx(one / 8 + 7 / 8 * 2 * (3 * whole + 61 * index), rel=1e-9)
+
+
+def test_layers_are_recomputed_where_that_takes_less_time_than_a_wider_layout() -> None:
+    """Layouts that keep activations need all of these devices, and gather all weights for each pass."""
+    shape, load = public("DeepSeek-V3.1"), replace(LOAD, samples=False)
+    loads, device = [load, *loads_with_fewer_activations(load)], 141 * 10**9
+    choice = layout_that_fits(shape, loads, device, 64)
+    assert (str(choice.spec), choice.load.activations) == ("ep=4,tp=4", "recompute")
+    assert [(each.activations, str(each.spec)) for each in choice.ways] == [
+        ("recompute", "replicas=4,ep=4,tp=4"),
+        ("keep", "fsdp=2,sp=4,tp=8"),
+    ]
+    again, kept = (each.cost for each in choice.ways)
+    # The same 64 devices share the products, of which recomputing has more, and sends less.
+    assert again.compute_seconds == rank_flops(shape, ParallelSpec(tp=4), choice.load) / 400e12 / 16
+    assert kept.compute_seconds == rank_flops(shape, ParallelSpec(tp=8), load) / 400e12 / 8
+    assert again.compute_seconds > kept.compute_seconds and again.pass_seconds < kept.pass_seconds / 10
+    # The control: on links that cost nothing, products decide.
+    free = Link("free", 1e18, 0.0)
+    keeping = layout_that_fits(shape, loads, device, 64, replace(NVLINK, link=free, network=free))
+    assert (keeping.spec.num_ranks, keeping.load.activations) == (64, "keep")
+    slow = layout_that_fits(shape, loads, device, 64, replace(NVLINK, link=free, network=free, flops_per_second=1e9))
+    assert slow.load.activations == "keep"
+    # Without replicas a wider layout has more devices.
+    alone = layout_that_fits(shape, loads, device, 64, with_replicas=False)
+    assert [str(each.spec) for each in alone.ways] == ["ep=4,tp=4", "fsdp=2,sp=4,tp=8"]
+    assert alone.ways[0].cost.compute_seconds == 4 * again.compute_seconds
 
 
 def test_teams_across_nodes_use_the_network() -> None:

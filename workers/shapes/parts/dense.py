@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...protocol.parallel_spec import ParallelSpec
+from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .part import FLOAT32, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _ROWS, _COLUMNS = Placement("mlp", 0), Placement("mlp", 1)
@@ -96,8 +96,8 @@ class Dense:
         products = 2 if share.number_bytes == 4 and not share.is_full else 1
         return gathered + products * share.number_bytes * self._own_features(share)
 
-    def flops(self) -> Flops:
-        return Flops(product_flops(self.weights()))
+    def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
+        return Flops(product_flops(self.weights(), spec))
 
     def _own_features(self, share: Share) -> int:
         return self.features // share.spec.tp_size_of("mlp")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...protocol.parallel_spec import ParallelSpec
+from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "linear_attn"
@@ -107,7 +107,8 @@ class GatedDelta:
         heads = self.value_heads / share.spec.tp_size_of("linear_attn")
         return FLOAT32 * heads * (6 * self.key_dim + 6 * self.value_dim + 8 * _CHUNK)
 
-    def flops(self) -> Flops:
+    def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         """Counts for each token what the state predicts for its key, the correction added to it, and what the query
         reads."""
-        return Flops(product_flops(self.weights()), states=6.0 * self._values * self.key_dim)
+        states = 6.0 * self._values * self.key_dim / spec.tp_size_of("linear_attn")
+        return Flops(product_flops(self.weights(), spec), states=states)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...protocol.parallel_spec import ParallelSpec
+from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .part import (
     FLOAT32,
     INT32,
@@ -178,9 +178,10 @@ class LatentAttention:
         heads = self.heads // share.spec.tp_size_of("self_attn")
         return 2 * (FLOAT32 + share.number_bytes) * heads * max(self.key_dim, self.value_dim)
 
-    def flops(self) -> Flops:
-        linears = product_flops(each for each in self.weights() if not each.name.startswith(_INDEXER))
-        scores = 2.0 * self.heads * (self.key_dim + self.value_dim)
+    def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
+        """Counts projections to latent vectors and the indexer whole on each rank along tp."""
+        linears = product_flops((each for each in self.weights() if not each.name.startswith(_INDEXER)), spec)
+        scores = 2.0 * self.heads * (self.key_dim + self.value_dim) / spec.tp_size_of("self_attn")
         if self.indexer is None:
             return Flops(linears, scores=scores)
         return Flops(linears, scores=scores, view=View(self.indexer.most), index=self._index_flops())

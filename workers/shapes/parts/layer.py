@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...protocol.parallel_spec import ParallelSpec
+from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .dense import Dense
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
@@ -103,7 +103,7 @@ class Layer:
         for part in self.parts:
             yield from part.divisible()
 
-    def flops(self) -> Iterator[Flops]:
-        """Yields the operations of its parts, and of what it does with its further input."""
-        yield from (part.flops() for part in self.parts)
-        yield Flops(product_flops(self._input_weights()))
+    def flops(self, spec: ParallelSpec = SINGLE) -> Iterator[Flops]:
+        """Yields the operations of its parts, and of what it does with its further input, on one rank along tp."""
+        yield from (part.flops(spec) for part in self.parts)
+        yield Flops(product_flops(self._input_weights()) / spec.tp)

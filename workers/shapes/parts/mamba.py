@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...protocol.parallel_spec import ParallelSpec
+from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "mamba"
@@ -114,6 +114,7 @@ class Mamba:
         """Returns how many ranks along sp have the b and c of a group: 1 unless they are more than the groups."""
         return max(1, spec.sp * spec.tp_size_of("mamba") // self.groups)
 
-    def flops(self) -> Flops:
+    def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         """Counts for each token what it adds to the state, and what it reads."""
-        return Flops(product_flops(self.weights()), states=4.0 * self.sections[0] * self.state_dim)
+        states = 4.0 * self.sections[0] * self.state_dim / spec.tp_size_of("mamba")
+        return Flops(product_flops(self.weights(), spec), states=states)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-from ...protocol.parallel_spec import ParallelSpec, ShardedUnit
+from ...protocol.parallel_spec import SINGLE, ParallelSpec, ShardedUnit
 
 if TYPE_CHECKING:
     import numpy as np
@@ -169,9 +169,9 @@ class Flops:
     index: IndexFlops | None = None
 
 
-def product_flops(weights: Iterable[Weight]) -> float:
-    """Returns the operations for each token of products with those weights that are matrices."""
-    return 2.0 * sum(prod(each.shape) for each in weights if len(each.shape) > 1)
+def product_flops(weights: Iterable[Weight], spec: ParallelSpec = SINGLE) -> float:
+    """Returns the operations for each token of products with a rank's parts of those weights that are matrices."""
+    return 2.0 * sum(prod(each.own_shape(spec)) for each in weights if len(each.shape) > 1)
 
 
 @dataclass(frozen=True)
@@ -234,4 +234,6 @@ class Part(Protocol):
         """Returns the bytes for each token that are needed in addition while the part runs backward."""
         ...
 
-    def flops(self) -> Flops: ...
+    def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
+        """Returns the operations of one rank along tp, for all tokens that these ranks have in common."""
+        ...

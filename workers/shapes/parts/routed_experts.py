@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...protocol.parallel_spec import ParallelSpec
+from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .dense import Dense
 from .part import FLOAT32, INT64, Divisible, Flops, Placement, Share, Weight, product_flops
 
@@ -189,8 +189,10 @@ class RoutedExperts:
         pairs = self.per_token * (2 if share.spec.ep_size_of("experts") == 1 else 4)
         return share.number_bytes * (pairs + 2) * self._mapped
 
-    def flops(self) -> Flops:
-        of_experts = 2.0 * self.per_token * len(self.linears) * self.features * self._mapped
-        of_router = 2.0 * self.hidden * (self.num + self.gates_shared)
-        of_shared = self.shared.flops().weights if self.shared is not None else 0.0
-        return Flops(of_router + of_experts + product_flops(self._latent_weights()) + of_shared)
+    def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
+        """Counts the router whole on each rank along tp, but one with a norm of its own for the rank's own tokens."""
+        of_experts = 2.0 * self.per_token * len(self.linears) * self.own_features(spec) * self._mapped
+        num_routing = spec.tp if self.norms is not None else 1
+        of_router = 2.0 * self.hidden * (self.num / num_routing + self.gates_shared / spec.tp)
+        of_shared = self.shared.flops(spec).weights if self.shared is not None else 0.0
+        return Flops(of_router + of_experts + product_flops(self._latent_weights(), spec) + of_shared)

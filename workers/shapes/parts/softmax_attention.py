@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...protocol.parallel_spec import ParallelSpec
+from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, View, Weight, product_flops
 from .query_growth import QueryGrowth
 
@@ -184,7 +184,8 @@ class SoftmaxAttention:
     def working_bytes(self, share: Share) -> float:
         return 0.0
 
-    def flops(self) -> Flops:
+    def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         norms = tuple(f"{self.name}.{name}." for name in self.head_norms)
         linears = (each for each in self.weights() if not each.name.startswith(norms))
-        return Flops(product_flops(linears), scores=4.0 * self._queries, view=View(self.window, self.part_size))
+        scores = 4.0 * self._queries / spec.tp_size_of("self_attn")
+        return Flops(product_flops(linears, spec), scores=scores, view=View(self.window, self.part_size))

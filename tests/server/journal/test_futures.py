@@ -225,6 +225,7 @@ async def test_a_reader_of_the_store_waits_for_results_but_not_for_a_store_that_
     monkeypatch.setattr("trainhouse.server.journal.futures._LINGER_SECONDS", 30.0)
     monkeypatch.setattr("trainhouse.server.journal.futures._RETRY_SECONDS", 0.1)
     futures = await open_futures()
+    await asyncio.sleep(0.01)  # until the writer waits for results
     for name in ("r:1", "r:2"):
         futures.resolve(futures.create(name, TENANT), Result(b"{}"))
         assert not await futures.has_result(name)

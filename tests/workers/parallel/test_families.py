@@ -29,9 +29,8 @@ from .training import ADAM, Layout, greedy, layout, supervised
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "gemma2", "gemma3")
 HYBRID = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
-# PEFT adapts no outputs of Mamba-2 in these.
-WITHOUT_ATTENTION = ("nemotron_h_moe", "nemotron_h_latent")
-MAMBA = ("granite4", "granite4_moe", "bamba", *WITHOUT_ATTENTION)
+SPARSE_NEMOTRON = ("nemotron_h_moe", "nemotron_h_latent")
+MAMBA = ("granite4", "granite4_moe", "bamba", "falcon_h1", *SPARSE_NEMOTRON)
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
 PLAIN_SPARSE = (
     *("ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
@@ -66,8 +65,9 @@ MATRIX += [(kind, "ep=2", "shared") for kind in ("qwen3_next", "qwen3_5_moe", *L
 MATRIX += [(kind, spec, "shared") for kind in ("afmoe", "laguna") for spec in ("sp=2", "fsdp=2")]
 MATRIX += [("gemma4_moe", spec, "shared") for spec in ("tp=2", "sp=2", "ep=2", "ep=2,tp=2")]
 MATRIX += [(kind, spec, "shared") for kind in MAMBA for spec in ("single", "tp=2", "sp=2")]
-MATRIX += [(kind, "ep=2", "shared") for kind in ("granite4_moe", *WITHOUT_ATTENTION)]
-MATRIX += [(kind, "single", "each") for kind in WITHOUT_ATTENTION]
+MATRIX += [(kind, "ep=2", "shared") for kind in ("granite4_moe", *SPARSE_NEMOTRON)]
+MATRIX += [(kind, "single", "each") for kind in SPARSE_NEMOTRON]
+MATRIX += [("gpt_oss", spec, "shared") for spec in ("single", "tp=2", "sp=2", "fsdp=2", "ep=2")]
 MORE = [case for case in MATRIX if case not in CORE]
 
 TOLERANCE = 1e-4
@@ -81,7 +81,7 @@ def test_a_family_trains_and_samples_as_transformers_does(
     kind: str, spec: str, factors: ExpertFactors, tiny_models: Mapping[str, Path], tmp_path: Path
 ) -> None:
     with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path) as where:
-        exported = trained(where, factors, kind not in WITHOUT_ATTENTION)
+        exported = trained(where, factors)
         request = supervised("a", 7, *LENGTHS)
         (output,) = where.run_pass(request)
         assert isinstance(output, ForwardBackwardOutput), output
@@ -113,9 +113,9 @@ def test_a_family_trains_and_samples_as_transformers_does(
     assert np.abs(output.loss_fn_outputs[1]["logprobs"] - reference.loss_of(request.data)[1][1]).max() > TOLERANCE
 
 
-def trained(where: Layout, expert_factors: ExpertFactors = "each", train_attn: bool = True) -> Path:
+def trained(where: Layout, expert_factors: ExpertFactors = "each") -> Path:
     """Takes two steps, so that neither factor is zero."""
-    lora = LoraConfig(rank=4, seed=11, expert_factors=expert_factors, train_attn=train_attn)
+    lora = LoraConfig(rank=4, seed=11, expert_factors=expert_factors)
     where.call("create_run", RunSpec("a", lora))
     for seed in (1, 2):
         (output,) = where.run_pass(supervised("a", seed, 12, 25))

@@ -35,6 +35,7 @@ MATRIX += [(kind, name) for kind in ONE_GROUP for name in ("tp=2", "sp=2", "sp=4
 MATRIX += [("granite4_moe_one_group", "ep=2,tp=2"), *((kind, "sp=4") for kind in ("granite4", "falcon_h1"))]
 MORE = [case for case in MATRIX if case not in CORE]
 
+LORA = LoraConfig(rank=4, seed=11)
 TOLERANCE = 1e-5
 
 
@@ -63,11 +64,11 @@ def test_layouts_train_and_sample_as_one_rank(kind: str, name: str, tmp_path: Pa
         assert np.linalg.norm(found.gradients[matrix] * 1.0001 - gradient) > TOLERANCE * size
 
 
-def outcome(model: Path, spec: ParallelSpec, directory: Path) -> Outcome:
+def outcome(model: Path, spec: ParallelSpec, directory: Path, lora: LoraConfig = LORA) -> Outcome:
     """Returns a pass's results after a step that makes no factor zero, and greedy samples."""
     directory.mkdir()
     with layout(model, spec, directory) as where:
-        where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=11)))
+        where.call("create_run", RunSpec("a", lora))
         where.run_pass(supervised("a", 1, 12, 25))
         where.call("apply_steps", (OptimizerStep("a", ADAM.model_copy(update={"learning_rate": 3e-2})),))
         exported = where.saved("a")

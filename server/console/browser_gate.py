@@ -23,7 +23,7 @@ from ..tenants.browser_sessions import BrowserSession
 from ..tenants.scopes import find_route
 from .templates import CONSOLE, SIGN_IN, error_page
 
-COOKIE = "trainhouse_console"
+_COOKIE = "trainhouse_console"
 FORM_TOKEN = "X-Form-Token"
 """The header that every changing request of a signed-in browser needs. Pages of other sites can neither read the token
 nor send the header."""
@@ -54,6 +54,13 @@ _API = frozenset(
     }
 )
 """Routes of the API that scripts of pages call, at /console/api/v1/... and /console/v1/..."""
+
+
+def cookie_name(request: Request) -> str:
+    """Returns a name with the port, since browsers send a host's cookies to all of its ports: servers must not sign
+    each other's browsers out."""
+    port = request.headers.get("host", "").rpartition(":")[2]
+    return f"{_COOKIE}_{port}" if port.isascii() and port.isdecimal() else _COOKIE
 
 
 class BrowserGate:
@@ -96,7 +103,7 @@ async def _refusal(request: Request) -> Response | None:
     if (inner := _api_path(path)) is not None and find_route(request.method, inner) not in _API:
         return _detail(f"there is no {request.method} {path} here: use the API with a key, see /docs", 404)
     services: Services = request.app.state.services
-    session = services.browsers.find(request.cookies.get(COOKIE))
+    session = services.browsers.find(request.cookies.get(cookie_name(request)))
     if session is None or not await _is_valid(services, session):
         # A program may also read pages with its key, like the API.
         return None if presented_key(request) else _to_sign_in(request)

@@ -18,7 +18,7 @@ from ..routes.history import own_run
 from ..routes.services import Services, ServicesDependency
 from ..runs.history import SeriesQuery
 from ..tenants.auth import TenantDependency, presented_key
-from .browser_gate import COOKIE
+from .browser_gate import cookie_name
 from .runs import MAX_COMPARED, RunIds
 from .templates import CONSOLE
 
@@ -122,7 +122,8 @@ async def _may_continue(request: Request, services: Services) -> bool:
     """False if the server stops, the browser has signed out, or the key was revoked."""
     if services.quotas.is_closed:
         return False
-    if COOKIE in request.cookies and services.browsers.find(request.cookies[COOKIE]) is None:
+    cookie = request.cookies.get(cookie_name(request))
+    if cookie is not None and services.browsers.find(cookie) is None:
         return False
     try:
         await services.auth.authenticate(presented_key(request))

@@ -14,7 +14,7 @@ from ..routes.pages import FIRST_STEPS
 from ..routes.services import ServicesDependency
 from ..tenants.auth import address_of
 from ..tenants.browser_sessions import LIFETIME_SECONDS
-from .browser_gate import COOKIE
+from .browser_gate import cookie_name
 from .templates import CONSOLE, SIGN_IN, render, static_files, static_version
 from .visitor import PAGES, scopes_of
 
@@ -64,11 +64,11 @@ async def sign_in(request: Request, services: ServicesDependency) -> Response:
         if error.retry_after_seconds is not None:
             page.headers["Retry-After"] = str(round(error.retry_after_seconds))
         return page
-    services.browsers.end(request.cookies.get(COOKIE))
+    services.browsers.end(request.cookies.get(cookie_name(request)))
     tenant = await services.auth.authenticate(token)
     answer = RedirectResponse(target if is_page(target) else CONSOLE, 303)
     answer.set_cookie(
-        COOKIE,
+        cookie_name(request),
         services.browsers.begin(tenant.id, token),
         max_age=LIFETIME_SECONDS,
         path=CONSOLE,
@@ -82,9 +82,9 @@ async def sign_in(request: Request, services: ServicesDependency) -> Response:
 @router.post("/sign-out", status_code=204)
 async def sign_out(request: Request, services: ServicesDependency) -> Response:
     """Ends the browser's session at once."""
-    services.browsers.end(request.cookies.get(COOKIE))
+    services.browsers.end(request.cookies.get(cookie_name(request)))
     answer = Response(status_code=204)
-    answer.delete_cookie(COOKIE, path=CONSOLE, httponly=True, samesite="strict")
+    answer.delete_cookie(cookie_name(request), path=CONSOLE, httponly=True, samesite="strict")
     return answer
 
 

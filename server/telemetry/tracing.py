@@ -63,6 +63,12 @@ class _Span:
     is_sliced: bool = False
 
 
+class _Resource(Resource):
+    """The server's resource, which the exporter looks up for each span: the hash of its base class makes JSON of it."""
+
+    __hash__ = object.__hash__
+
+
 class Tracing:
     """Begins and ends spans; the span of a work's context is the parent of those below it.
 
@@ -78,7 +84,8 @@ class Tracing:
         if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: _SERVICE, SERVICE_VERSION: VERSION}))
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._resource, self._sampler, self._ids = resource, provider.sampler, provider.id_generator
+        self._resource = _Resource(resource.attributes, resource.schema_url)
+        self._sampler, self._ids = provider.sampler, provider.id_generator
         self._processor = processor
         self._propagator = TraceContextTextMapPropagator()
 

@@ -1,6 +1,7 @@
 """The command line: help, one-line refusals, API keys, and real server processes."""
 
 import json
+import logging
 import os
 import pty
 import shutil
@@ -24,12 +25,22 @@ from trainhouse.server.cli.commands import main
 from trainhouse.server.cli.serve import serve_help, serve_help_all
 from trainhouse.server.config.server_config import KNOBS, SECTIONS
 from trainhouse.server.serving.server_process import FORCED_STATUS
+from trainhouse.workers.protocol.log_lines import LineFormatter
 
 from ...letters import save_letter_tokenizer
 from ...live import LiveServer, live_server
 from ...lock import declared
 
 SOON_SECONDS = 30
+
+
+@pytest.fixture(autouse=True)
+def no_log_on_a_closed_stream() -> Iterator[None]:
+    """Removes the handlers of commands that a test ran in this process, which write to the test's captured stream."""
+    yield
+    root = logging.getLogger()
+    for handler in [each for each in root.handlers if isinstance(each.formatter, LineFormatter)]:
+        root.removeHandler(handler)
 
 
 def trainhouse(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

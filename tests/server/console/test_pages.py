@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from trainhouse.server.console.browser_gate import COOKIE
 
 from ..real import ALICE, BOB, Run, Server, batch
 from .signed_in import signed_in
@@ -141,7 +140,8 @@ async def test_events_bring_later_steps_once_until_the_browser_signs_out(server:
         await server.post(f"training_runs/{run.model_id}/metrics", {"entries": [{"step": 2, "metrics": {"kl": 0.5}}]})
         await stored(client, run, 3)
         await asyncio.sleep(1.0)
-        server.services.browsers.end(client.cookies[COOKIE])
+        [cookie] = client.cookies.values()
+        server.services.browsers.end(cookie)
         server.services.history.has_grown([run.model_id])
         answer = await asyncio.wait_for(stream, 20)
     assert answer.headers["content-type"].startswith("text/event-stream")

@@ -32,6 +32,22 @@ async def test_a_key_is_exchanged_for_a_cookie_that_scripts_and_other_sites_cann
             assert page.status_code == 200 and (await api.tenant()).name in page.text and ALICE not in page.text
 
 
+async def test_browsers_stay_signed_in_to_several_servers_of_one_host(api: Api) -> None:
+    async with new_browser(api.app, "http://test:8000") as client:
+        for port in (8000, 8001):
+            assert (await sign_in(client, ALICE)).status_code == 303
+            client.base_url = f"http://test:{port + 1}"
+        assert set(client.cookies) == {"trainhouse_console_8000", "trainhouse_console_8001"}
+        client.base_url = "http://test:8001"
+        token = await form_token(client)
+        assert (await client.post("http://test:8001/console/sign-out", headers=token)).status_code == 204
+        assert (await client.get("http://test:8000/console/runs")).status_code == 200
+        assert (await client.get("http://test:8001/console/runs")).status_code == 303
+        for host in ("test:x", "test:²", "[::1]"):
+            answer = await client.get("/console/runs", headers={b"Host": host.encode("latin-1")})
+            assert answer.status_code == 303, host
+
+
 @pytest.mark.parametrize("key", ["", "secret", "tml-made-up"])
 async def test_a_wrong_key_is_refused_and_not_repeated(api: Api, key: str) -> None:
     await create_key(api.services.store, "team")

@@ -21,15 +21,21 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
         return with_transformers(place)
     if reader == "vllm":
         return _with_vllm(base, place)
-    if (refused := description.get("refused_by_peft")) is not None:
+    if (refused := refusal_by_peft(description)) is not None:
         return (
-            "vLLM if you export it with --for vllm, or export it with --merge-into BASE_DIRECTORY: peft refuses"
-            f" adapters of {refused} in {base}"
+            "a program of yours, or vLLM if you export it with --for vllm, or export it with --merge-into"
+            f" BASE_DIRECTORY: {refused}"
         )
     # Adapters of a text part that is inside of a larger model name its tensors.
     is_inside = any(_TEXT_PART in name for name in TensorFile(directory / WEIGHTS))
     whole = f"{_auto_class(is_inside)}.from_pretrained of {base}"
     return f'PeftModel.from_pretrained(base, "{place}") of peft, where base is {whole}'
+
+
+def refusal_by_peft(description: dict[str, Any]) -> str | None:
+    """Returns what peft lacks for the exported adapter, None if it takes it. description: see `loaded_by`."""
+    refused = description.get("refused_by_peft")
+    return None if refused is None else f"peft refuses adapters of {refused} in {description['base_model']}"
 
 
 def with_transformers(place: Path) -> str:

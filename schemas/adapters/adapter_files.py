@@ -32,6 +32,15 @@ Pair = tuple[np.ndarray, np.ndarray]
 """A [rank, in] and B [out, rank], or of all experts of a layer with another first dimension, which is 1 for a matrix
 that they share."""
 
+# Models with images of whose text part tinker-cookbook completes the paths.
+_TEXT_PART, _COMPLETED_TEXT_PART = "model.", "model.language_model."
+_WITH_COMPLETED_PATHS = frozenset(
+    f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4", "KimiK25", "Kimi_K25")
+)
+# By class of the base model: parts of paths that have another name in its files and in vLLM, the one that the cookbook
+# expects. Not so the head of GPT-NeoX, and the text part of Gemma 3 and Mistral 3: peft would drop what has such names.
+_PARTS_FOR_COOKBOOK: Mapping[str | None, Mapping[str, str]] = {"HYV3ForCausalLM": {".shared_experts.": ".shared_mlp."}}
+
 # Below a layer's experts, where peft has the pair that adapts the parameter which it wraps first.
 _FIRST_OF_EXPERTS = "base_layer"
 
@@ -39,12 +48,29 @@ _FIRST_OF_EXPERTS = "base_layer"
 def write_for_cookbook(directory: Path) -> None:
     """Rewrites the adapter in a checkpoint's directory under the names that tinker-cookbook expects.
 
-    The head stays lm_head and not unembed_tokens, the official service's name for it, which the cookbook would merge
-    into the embedding if the two are tied. Experts whose layers have other names in the model's files than gate_proj,
-    up_proj and down_proj stay separate: the cookbook finds them under no name. Other models stay as they are.
+    These are in most models the names in the model's files. The head is not called unembed_tokens, the official
+    service's name for it, which the cookbook would merge into the embedding if the two are tied. Experts whose layers
+    have other names in the model's files than gate_proj, up_proj and down_proj stay separate: the cookbook finds them
+    under no name. Other models stay as they are.
     """
     if (directory / WEIGHTS).exists():
-        _rewrite(directory, _for_cookbook(TensorFile(directory / WEIGHTS)))
+        architecture = _description(directory).get("architecture")
+        tensors = _for_cookbook(TensorFile(directory / WEIGHTS))
+        _rewrite(directory, {name_for_cookbook(name, architecture): each for name, each in tensors.items()})
+
+
+def name_for_cookbook(name: str, architecture: str | None) -> str:
+    """Returns the name of a matrix as tinker-cookbook expects it of a base model of this class."""
+    if architecture in _WITH_COMPLETED_PATHS:
+        return name.replace(f"{PREFIX}{_COMPLETED_TEXT_PART}", f"{PREFIX}{_TEXT_PART}")
+    return _renamed(name, _PARTS_FOR_COOKBOOK.get(architecture, {}))
+
+
+def _path_of_module(path: str, architecture: str | None) -> str:
+    """Returns the path for which the cookbook expects this one, or the same if it is no other."""
+    if architecture in _WITH_COMPLETED_PATHS and not path.startswith(_COMPLETED_TEXT_PART):
+        return re.sub(f"^{re.escape(_TEXT_PART)}", _COMPLETED_TEXT_PART, path)
+    return _renamed(path, {theirs: ours for ours, theirs in _PARTS_FOR_COOKBOOK.get(architecture, {}).items()})
 
 
 def write_for(reader: Reader, directory: Path) -> None:
@@ -224,7 +250,8 @@ def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
 
 
 def _apart(file: TensorFile, description: Mapping[str, Any], stacked: Mapping[str, Any] | None) -> dict[str, Pair]:
-    pairs = pairs_of(file)
+    architecture = description.get("architecture")
+    pairs = {_path_of_module(path, architecture): pair for path, pair in pairs_of(file).items()}
     stacks = [match for path in pairs if (match := _OF_ALL_EXPERTS.fullmatch(path)) is not None]
     with_gates = {match["experts"] for match in stacks if match["linear"] == "w3"}
     for match in stacks:

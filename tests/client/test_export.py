@@ -23,6 +23,7 @@ from ..tiny import tiny_model
 
 KEY = "tml-export"
 MODEL = "tiny/chat"
+DATA = [Datum([5, 6, 7, 8], {"target_tokens": np.array([6, 7, 8, 9])})]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,12 @@ def train_and_save(client: TrainingClient, loss_fn: str) -> str:
     return client.save_state("state").result(60).path
 
 
+def logprobs(directory: Path) -> np.ndarray:
+    """Returns those of transformers for the data of `train_and_save`."""
+    logits = AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([[5, 6, 7, 8]])).logits[0]
+    return logits.log_softmax(-1)[range(4), [6, 7, 8, 9]].detach().numpy()
+
+
 @pytest.mark.slow
 def test_an_adapter_is_exported_without_its_optimizer(
     service: ServiceClient, shared_server: LiveServer, tmp_path: Path
@@ -67,16 +74,13 @@ def test_an_adapter_is_exported_merged(
     service: ServiceClient, shared_server: LiveServer, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     client = service.create_lora_training_client(MODEL, rank=4, seed=1)
-    path, tokens = train_and_save(client, "cross_entropy"), [5, 6, 7, 8]
-    passed = client.forward([Datum(tokens, {"target_tokens": np.array([6, 7, 8, 9])})], "cross_entropy").result(60)
+    path = train_and_save(client, "cross_entropy")
+    passed = client.forward([Datum([5, 6, 7, 8], {"target_tokens": np.array([6, 7, 8, 9])})], "cross_entropy").result(
+        60
+    )
     base = tiny_models["llama"]  # the same weights
     output = export(shared_server, path, tmp_path / "merged", f"--merge-into={base}")
     assert f'AutoModelForCausalLM.from_pretrained("{tmp_path}/merged") of transformers' in output
-
-    def logprobs(directory: Path) -> np.ndarray:
-        logits = AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([tokens])).logits[0]
-        return logits.log_softmax(-1)[range(4), [6, 7, 8, 9]].detach().numpy()
-
     ours = passed.loss_fn_outputs[0]["logprobs"]
     np.testing.assert_allclose(logprobs(tmp_path / "merged"), ours, atol=1e-5)
     assert np.abs(logprobs(base) - ours).max() > 1e-3
@@ -167,3 +171,29 @@ def test_vllm_is_told_of_adapters_in_the_mixed_form(tmp_path: Path) -> None:
     hint = loaded_by(about, tmp_path, "vllm")
     assert "--max-lora-rank 64 --enable-mixed-moe-lora-format --lora-modules" in hint
     assert '"is_3d_lora_weight": true' in hint and hint.endswith("hub id of a/b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("nemotron_h", marks=pytest.mark.full)])
+def test_an_adapter_that_peft_refuses_is_exported_merged(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the base model's name is a directory
+    base = tiny_model(kind, tmp_path / "here" / kind)
+    with live_server({f"here/{kind}": base}, tmp_path / "state") as server, ServiceClient(server.url, KEY) as service:
+        client = service.create_lora_training_client(f"here/{kind}", rank=4, seed=1)
+        path = train_and_save(client, "cross_entropy")
+        ours = client.forward(DATA, "cross_entropy").result(60).loss_fn_outputs[0]["logprobs"]
+        said = export(server, path, tmp_path / "merged")
+        assert f"merged into the base model: peft refuses adapters of out_proj in here/{kind}; load " in said
+        np.testing.assert_allclose(logprobs(tmp_path / "merged"), ours, atol=1e-5)
+        assert np.abs(logprobs(base) - ours).max() > 1e-3
+        assert "peft refuses adapters of out_proj" in export(server, path, tmp_path / "alone", "--for=peft")
+        assert (tmp_path / "alone" / WEIGHTS).exists()
+        without = service.create_lora_training_client(f"here/{kind}", rank=4, seed=1, train_attn=False)
+        said = export(server, train_and_save(without, "cross_entropy"), tmp_path / "for-peft")
+        assert "PeftModel.from_pretrained" in said and (tmp_path / "for-peft" / WEIGHTS).exists()
+        base.rename(tmp_path / "elsewhere")
+        said = export(server, path, tmp_path / "none")
+        assert f"here/{kind} is not on this machine" in said and "--merge-into" in said and "--for peft" in said
+        assert not (tmp_path / "none").exists()

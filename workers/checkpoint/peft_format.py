@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...schemas.adapters.adapter_files import name_for_cookbook
 from ...schemas.errors import OperationError
 from ...schemas.models import GATE_UP_PATTERN, LoraConfig
 from ..lora import Adapter, Target
@@ -90,7 +91,7 @@ class PeftFormat:
     def legacy_name(self, name: str) -> str:
         for target in self._renamed:
             name = name.replace(f"{target.saved_path}.lora_", f"{target.name}.lora_")
-        return name
+        return name_for_cookbook(name, self._adapter.architecture)
 
     def missing_tensors(self, saved: CheckpointDescription) -> set[str]:
         """Returns the tensors of layers that the checkpoint does not adapt: earlier versions adapted fewer layers of

@@ -52,6 +52,7 @@ class SavedTensors(Mapping[str, Tensor]):
         self._places: dict[str, tuple[str, int | None]] = {}
         newer = {older: name for name in wanted if (older := older_name(name)) != name}
         stacks = _stacks(wanted)
+        stacks |= {older_name(name): places for name, places in stacks.items()}
         self._opened: dict[Path, Any] = {}
         shapes: dict[str, list[int]] = {}
         paths = _files(directory, stem)

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from ....client.export_checkpoint import loaded_by, with_transformers
+from ....client.export_checkpoint import loaded_by, refusal_by_peft, with_transformers
 from ....client.merged_model import merge_into_base
 from ....client.rest import RestClient
 from ....schemas.adapters.adapter_files import CONFIG, DESCRIPTION, Reader
+from ....workers.shapes.model_shape import model_directory
 from ..options import new_app
 from ..output import print_json, spinner
 from .server import Server, through_server
@@ -29,7 +30,8 @@ def export(
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="New or empty directory to write.")],
     reader: Annotated[
-        Reader | None, typer.Option("--for", help="The program that is to load an adapter (peft).")
+        Reader | None,
+        typer.Option("--for", help="The program that is to load an adapter (peft, but merged if peft refuses it)."),
     ] = None,
     merge_into: Annotated[
         Path | None,
@@ -48,11 +50,12 @@ def export(
             raise ValueError(f"{directory} is not empty: name a new directory")
         with server.client() as service, spinner(f"downloading {path}"):
             rest = service.create_rest_client()
-            if merge_into is None:
-                files = rest.export_checkpoint(path, directory, reader or "peft").result()
+            if reader is None:
+                note = _exported(rest, path, directory, merge_into)
             else:
-                files = _export_merged(rest, path, merge_into, directory)
-        note = _note(directory, files, reader or "peft", merge_into is not None)
+                rest.export_checkpoint(path, directory, reader).result()
+                note = _note(directory, reader)
+        files = sorted(directory.iterdir())
     except BaseException:
         if is_new:
             with suppress(OSError):  # what was written before stays
@@ -64,22 +67,44 @@ def export(
         print(note)
 
 
-def _note(directory: Path, files: list[Path], reader: Reader, is_merged: bool) -> str:
-    """Says how to load the files."""
-    if is_merged:
-        return f"load {directory} with: {with_transformers(directory.resolve())}"
-    if all(file.suffix == ".age" for file in files):
-        return f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`"
-    description = json.loads((directory / DESCRIPTION).read_text())
-    return f"load {directory} with: {loaded_by(description, directory, reader)}"
-
-
-def _export_merged(rest: RestClient, path: str, base: Path, directory: Path) -> list[Path]:
+def _exported(rest: RestClient, path: str, directory: Path, merge_into: Path | None) -> str:
+    """Writes a checkpoint for peft, or merged if that is asked for or peft refuses the adapter; returns how to load it
+    and why it is merged."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         adapter = Path(scratch)
-        rest.export_checkpoint(path, adapter).result()
-        if not (adapter / CONFIG).exists():
-            raise ValueError(f"{path} is not an adapter that can be read here: export it without --merge-into")
-        merge_into_base(adapter, base, directory)
-    return sorted(directory.iterdir())
+        files = rest.export_checkpoint(path, adapter).result()
+        refused = _refusal_by_peft(adapter)
+        if merge_into is not None or refused is not None:
+            if not (adapter / CONFIG).exists():
+                raise ValueError(f"{path} is not an adapter that can be read here: export it without --merge-into")
+            merge_into_base(adapter, merge_into or _base_of(adapter, str(refused)), directory)
+            why = f"merged into the base model: {refused}; " if merge_into is None else ""
+            return f"{why}load {directory} with: {with_transformers(directory.resolve())}"
+        for file in files:
+            file.rename(directory / file.name)
+    return _note(directory, "peft")
+
+
+def _refusal_by_peft(adapter: Path) -> str | None:
+    described = adapter / DESCRIPTION
+    return refusal_by_peft(json.loads(described.read_text())) if described.exists() else None
+
+
+def _base_of(adapter: Path, refused: str) -> Path:
+    """Returns the directory of the base model. Raises ValueError if it is not on this machine."""
+    name = json.loads((adapter / DESCRIPTION).read_text())["base_model"]
+    if (found := model_directory(name)) is None:
+        raise ValueError(
+            f"{refused}, so the adapter would be exported merged, and {name} is not on this machine: name its directory"
+            " with --merge-into BASE_DIRECTORY, or export the adapter alone with --for peft or --for vllm"
+        )
+    return found
+
+
+def _note(directory: Path, reader: Reader) -> str:
+    """Says how to load the files."""
+    if all(file.suffix == ".age" for file in directory.iterdir()):
+        return f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`"
+    description = json.loads((directory / DESCRIPTION).read_text())
+    return f"load {directory} with: {loaded_by(description, directory, reader)}"

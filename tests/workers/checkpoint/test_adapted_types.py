@@ -150,6 +150,21 @@ def assert_reimported_unchanged(adapted: Adapted, directory: Path, target: Path)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
+def test_peft_uses_the_ranks_of_experts_that_it_says_it_ignores(model_type: str, tmp_path: Path) -> None:
+    """PEFT looks for matches of rank_pattern among modules alone, also of an entry of its own."""
+    adapter = adapted_tiny(model_type, tmp_path / "model").create("run")
+    directory = exported(adapter, tmp_path / "here")
+    write_for_peft(directory)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with pytest.warns(RuntimeWarning, match="_pattern keys did not match any targeted module and were ignored"):
+        tuned = PeftModel.from_pretrained(base, str(directory))
+    ranks = {name.split(".mlp.")[-1]: len(each) // 4 for name, each in tuned.named_parameters() if ".lora_A." in name}
+    of_experts = {name.partition(".lora_A")[0]: rank for name, rank in ranks.items() if name.startswith("experts.")}
+    assert of_experts == {"experts.base_layer": 8, "experts": 4}
+
+
 @pytest.mark.parametrize("part", ["train_attn", "train_mlp"])
 @pytest.mark.parametrize("model_type", ["dots1", "qwen2_moe", "gpt_bigcode"])
 def test_peft_adapts_no_more_than_was_trained(model_type: str, part: str, tmp_path: Path) -> None:
@@ -227,7 +242,7 @@ def test_group_without_adaptable_layers_is_refused(model_type: str, tmp_path: Pa
             layers.check_groups(lora)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "mixtral", "hy_v3"])
 def test_an_adapter_with_the_cookbooks_names_is_read_and_written_back(model_type: str, tmp_path: Path) -> None:
     adapted = adapted_tiny(model_type, tmp_path / "model")
     adapter = adapted.create("run")
@@ -235,7 +250,7 @@ def test_an_adapter_with_the_cookbooks_names_is_read_and_written_back(model_type
     before = load_file(directory / "adapter_model.safetensors")
     write_for_cookbook(directory)
     renamed = load_file(directory / "adapter_model.safetensors")
-    assert (renamed.keys() != before.keys()) == (model_type == "qwen3_moe")
+    assert (renamed.keys() != before.keys()) == (model_type in ("qwen3_moe", "hy_v3"))
     assert torch.equal(numbers([*renamed.values()]), numbers([*before.values()]))
     loaded = read_new_model(adapted.models, directory)
     assert torch.equal(loaded.weights, adapter.weights)

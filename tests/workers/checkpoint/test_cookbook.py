@@ -4,31 +4,53 @@ The cookbook's functions run unchanged. `make setup` installs them.
 """
 
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from trainhouse.schemas.adapters.adapter_files import write_for_cookbook, write_for_vllm
-from trainhouse.schemas.adapters.vllm_form import VllmForm
+from trainhouse.schemas.adapters.adapter_files import write_for_cookbook, write_for_peft, write_for_vllm
+from trainhouse.schemas.adapters.vllm_form import FORMS, VllmForm
+from trainhouse.workers.checkpoint import read_new_model
 from trainhouse.workers.lora import Adapter
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ..adapted import Adapted
+from ...tiny import tiny_model
+from ..adapted import Adapted, quieten_peft, sequences
+from ..containers import kimi_container, tiny_container
 from .test_adapted_types import EVERY, TOLERANCE, adapted_tiny, distance, exported, in_peft_from
 
 weights: Any = pytest.importorskip("tinker_cookbook.weights", reason="make setup installs tinker-cookbook")
 
-# Types of which the cookbook knows no names, because their files differ from transformers' modules, or only a tied head
-# is adapted. `trainhouse export --merge-into` merges them.
+# Limits of the cookbook, as docs/checkpoints.md lists them.
+# Its functions know experts' layers as gate_proj, up_proj and down_proj, and the files of these have w1, w2 and w3.
 SEPARATE = dict.fromkeys(("minimax_m2", "mixtral", "phimoe"), "Expert LoRA weights must be 3D")
+# Only the head is adapted, which is tied.
 HEAD_ALONE = dict.fromkeys(("gpt2", "gpt-sw3", "jetmoe"), "mapped to 'lm_head.weight'")
-# The cookbook writes no adapters of these for vLLM and SGLang.
+# It writes no adapters of these for vLLM and SGLang.
 NOT_SERVED = ("deepseek_v3",)
-# Of these the cookbook knows which projections are fused in files.
-FUSED = ("nemotron_h",)
+# What it writes of these has the names that vLLM has: it knows which projections are fused, or their names in files.
+AS_IN_VLLM = {"nemotron_h": VllmForm(), "hy_v3": FORMS["HYV3ForCausalLM"]}
+# PEFT refuses what it writes of these, because of out_proj, and drops matrices of others: of shared experts and dense
+# layers in sparse models, since target_modules alone names them, and of experts and projections of which transformers
+# has no such modules.
+REFUSED_BY_PEFT = ("falcon_h1", "nemotron_h")
+DROPPED_BY_PEFT = frozenset(
+    (
+        *("afmoe", "bamba", "cohere2_moe", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "gemma4_text"),
+        *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared"),
+        *("hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "llama4_text", "mistral4", "qwen2_moe", "qwen3_next"),
+        *("qwen3_5_moe_text", "qwen3_5_text", "solar_open"),
+    )
+)
+# Matrices of experts are not square: the cookbook takes their directions from their sizes.
+SPARSE = {kind: {"moe_intermediate_size": 24} for kind in ("mistral4", "qwen3_5_moe")}
+# It knows no other names than those of the modules for the head of gpt_neox, for the parts of Mamba-2 outside of
+# Nemotron, and for experts whose weights are in one tensor of another name than gate_up_proj.
 UNKNOWN = {
     **SEPARATE,
     **HEAD_ALONE,
@@ -37,11 +59,10 @@ UNKNOWN = {
     **dict.fromkeys(
         ("granitemoe", "granitemoeshared"), r"mapped to 'model.layers.0.block_sparse_moe.experts.0.\w+.weight'"
     ),
-    # Of these it knows the names in releases with images, whose text part this is.
+    # It knows the parts of the delta rule of model types qwen3_5 and qwen3_5_moe alone, whose text part this is.
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"), r"mapped to 'model.layers.\d.linear_attn.in_proj_\w+.weight'"
     ),
-    "hy_v3": r"mapped to 'model.layers.1.mlp.shared_experts.\w+.weight'",
 }
 
 
@@ -92,10 +113,11 @@ def test_the_cookbook_takes_adapters(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", EVERY)
 def test_the_cookbook_converts_adapters_to_ours_for_peft(model_type: str, tmp_path: Path) -> None:
-    adapter = adapted_tiny(model_type, tmp_path / "model").create("run")
+    adapted = adapted_tiny(model_type, tmp_path / "model")
+    adapter = adapted.create("run")
     own = exported(adapter, tmp_path / "ours")
-    if model_type in FUSED:
-        write_for_vllm(own, VllmForm())
+    if model_type in AS_IN_VLLM:
+        write_for_vllm(own, AS_IN_VLLM[model_type])
     ours = load_file(own / "adapter_model.safetensors")
     options = {"base_model": str(tmp_path / "model"), "output_path": str(tmp_path / "peft")}
     directory = given(adapter, tmp_path / "here")
@@ -106,6 +128,67 @@ def test_the_cookbook_converts_adapters_to_ours_for_peft(model_type: str, tmp_pa
     weights.build_lora_adapter(adapter_path=str(directory), **options)
     theirs = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+    if model_type in REFUSED_BY_PEFT:
+        with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba-based models"):
+            in_peft_from(tmp_path / "model", tmp_path / "peft")
+        return
+    off = distance(adapted, adapter, in_peft_from(tmp_path / "model", tmp_path / "peft"))
+    moved = distance(adapted, adapter, AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32))
+    assert off > 0.1 * moved if model_type in DROPPED_BY_PEFT else off < TOLERANCE * moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma4", "qwen3_5", "qwen3_5_moe", "kimi"])
+def test_the_cookbook_merges_adapters_of_the_text_part_of_models_with_images(kind: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    if kind == "kimi":
+        kimi_container(tiny_model("deepseek_v3", tmp_path / "text"), model)
+    else:
+        tiny_container(kind, model, {"tie_word_embeddings": False}, **SPARSE.get(kind, {}))
+    adapted = Adapted(model)
+    adapter = adapted.create("run", train_unembed=not is_tied(adapted))
+    directory = given(adapter, tmp_path / "here")
+    weights.build_hf_model(base_model=str(model), adapter_path=str(directory), output_path=str(tmp_path / "merged"))
+    data = sequences(vocab_size=adapted.base.vocab_size)
+    with torch.no_grad():
+        logits = (adapted.logits(data, adapter), adapted.logits(data, None))
+        every = (*logits, Adapted(tmp_path / "merged").logits(data, None))
+    ours, before, found = (each.log_softmax(-1) for each in every)
+    assert (found - ours).abs().max() < TOLERANCE * (before - ours).abs().max()
+    assert torch.equal(read_new_model(adapted.models, directory).weights, adapter.weights)
+    write_for_peft(directory)
+    names = load_file(directory / "adapter_model.safetensors")
+    assert names and not any(".model.layers." in name for name in names)
+
+
+# Whether PEFT loads what the cookbook writes.
+IN_PEFT = {"gemma3": True, "mistral": True, "mistral4": False, "qwen3_5": False, "qwen3_5_moe": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", IN_PEFT)
+def test_the_cookbook_converts_adapters_of_the_text_part_of_models_with_images(kind: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tiny_container(kind, model, {"tie_word_embeddings": False}, **SPARSE.get(kind, {}))
+    adapted = Adapted(model)
+    adapter = adapted.create("run", train_unembed=not is_tied(adapted))
+    options = {"base_model": str(model), "adapter_path": str(given(adapter, tmp_path / "here"))}
+    weights.build_lora_adapter(**options, output_path=str(tmp_path / "peft"))
+    off, moved = (distance(adapted, adapter, each) for each in whole_in_peft(model, tmp_path / "peft"))
+    assert off < TOLERANCE * moved if IN_PEFT[kind] else off > 0.1 * moved
+    if not kind.startswith("qwen"):  # files call the text part language_model.model, PEFT model.language_model
+        with pytest.raises(weights._merge.WeightsMergeError, match=r"mapped to '(lm_head|model\.language_model)\."):
+            weights.build_hf_model(**options, output_path=str(tmp_path / "merged"))
+
+
+def whole_in_peft(model: Path, directory: Path) -> Iterator[torch.nn.Module]:
+    """Yields the model with the adapter, and without."""
+    tuned, bare = (AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32) for _ in range(2))
+    with warnings.catch_warnings():
+        quieten_peft()
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")  # of the part for images
+        yield PeftModel.from_pretrained(tuned, str(directory))
+    yield bare
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma3_text"])

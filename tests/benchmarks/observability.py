@@ -2,11 +2,12 @@
 
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import httpx
+import numpy as np
 from trainhouse.schemas.codec import PROTOBUF, encode_forward_backward_request
 
 from .harness import (
@@ -27,7 +28,7 @@ from .processes.clients import EMPTY_ROW
 from .training import cpu_seconds
 
 BATCH = "16x128"
-STEPS, OPERATIONS, WARM_UPS = 20, 200, 20
+STEPS, OPERATIONS, WARM_UPS = 20, 400, 20
 """Measured in a round of the benchmark, and before the first."""
 
 SERVER_OFF = "trainhouse.tests.benchmarks.processes.unobserved"
@@ -59,9 +60,9 @@ def observability(setup: Setup) -> Section:
         }
         for side in servers
     ]
-    more = [on - off for on, off in zip(operations["on"], operations["off"], strict=True)]
+    more = _longer(operations["on"], operations["off"])
     lines = [
-        Line("an empty operation takes longer by, ms", statistics.median(more), "at most", 0.2),
+        Line("an empty operation takes longer by, ms", more, "at most", 0.2),
         Line(f"tokens/s of {BATCH} with, of that without", median_ratio(steps["off"], steps["on"]), "at least", 0.99),
     ]
     notes = [
@@ -70,6 +71,15 @@ def observability(setup: Setup) -> Section:
         "8 tokens with its result, in one exchange over HTTP; single operations and steps take turns."
     ]
     return Section("Metrics, history, log and traces", table, lines, notes)
+
+
+def _longer(on: Sequence[float], off: Sequence[float]) -> float:
+    """Returns the median of by how much `on` takes longer, over two rounds each.
+
+    The second side of a round is slower, so single differences have two peaks, with their median in the gap.
+    """
+    more = np.array(on) - np.array(off)
+    return float(np.median(more[: len(more) // 2 * 2].reshape(-1, 2).mean(1)))
 
 
 def _in_turn(sides: Mapping[str, Callable[[], object]], number: int) -> dict[str, list[float]]:

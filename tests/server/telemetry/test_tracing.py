@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,33 @@ async def test_a_client_that_does_not_sample_its_trace_gets_no_spans(traced: Ser
     await traced.polled(response.json()["request_id"], accept=PROTOBUF)
     assert response.headers["x-trace-id"] == TRACE, "its lines in the log can be found"
     assert {span.name for span in spans.get_finished_spans()} == {"POST /api/v1/retrieve_future"}
+
+
+@pytest.mark.parametrize(("sampler", "num_spans"), [("always_on", 50), ("always_off", 0)])
+@pytest.mark.parametrize("name", ["", "parentbased_"])
+def test_the_standard_variables_decide_which_traces_are_exported(
+    monkeypatch: pytest.MonkeyPatch, name: str, sampler: str, num_spans: int
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", name + sampler)
+    assert len(spans_of_requests(50)) == num_spans
+
+
+def test_a_part_of_all_traces_can_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
+    assert 120 < len(spans_of_requests(400)) < 280
+    assert len(spans_of_requests(50, {"traceparent": f"00-{TRACE}-{CLIENT}-01"})) == 50, "the client has decided"
+
+
+def spans_of_requests(number: int, headers: Mapping[str, str] = {}) -> Sequence[ReadableSpan]:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SimpleSpanProcessor(exporter))
+    for _ in range(number):
+        work = WorkContext()
+        tracing.request_began(work, "GET", "GET /api/v1/checkpoints", headers)
+        assert work.trace is not None
+        tracing.request_ended(work, 200, time.time())
+    return exporter.get_finished_spans()
 
 
 @pytest.mark.slow

@@ -70,9 +70,15 @@ _OF_OTHERS = {
 # Flags that plan several rank groups: name, metavar, help.
 _OF_GROUPS = (
     ("role-group", "ROLES=LAYOUT[@DEVICE]", "as for serve; repeatable"),
+    ("sampler", "native|vllm", "as for serve (native); vllm is counted with its share of each device"),
     ("sampler-workers", "N", "as for serve (0)"),
     ("sampler-parallel", "LAYOUT", "as for serve (single)"),
     ("sampler-device", "DEVICE", "as for serve (--device)"),
+    ("vllm-python", "PATH", "as for serve; may be left out"),
+    ("vllm-url", "URL", "as for serve: a vLLM elsewhere, which takes nothing of these devices"),
+    ("vllm-tp", "N", "as for serve (1)"),
+    ("vllm-memory-share", "SHARE", "as for serve (0.9)"),
+    ("vllm-dtype", "TYPE", "as for serve (auto)"),
     ("shared-devices", "together|turns", "as for serve (together)"),
     ("device", "DEVICE", "of the first rank of the policies: cpu or cuda:N (cuda:0)"),
     ("prefill-chunk-tokens", "N", "as for serve"),

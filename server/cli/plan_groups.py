@@ -3,6 +3,7 @@
 The groups are those that `serve` would start with the same flags, after the same checks.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
@@ -14,10 +15,12 @@ from ...workers.planner.group_remedies import group_remedies
 from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, PlannedGroup
 from ...workers.planner.parameters import num_parameters
 from ...workers.planner.workload import Workload
+from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.protocol.worker_config import (
     DEFAULT_PREFILL_CHUNK_TOKENS,
     GPU_PREFILL_CHUNK_TOKENS,
     DispatchConfig,
+    VllmConfig,
     WorkerConfig,
 )
 from ...workers.scheduler.supervision.pool_factory import (
@@ -26,6 +29,7 @@ from ...workers.scheduler.supervision.pool_factory import (
     policy_configs,
     role_config,
     role_group_name,
+    sampler_configs,
 )
 from ...workers.shapes.model_shape import ModelShape
 from ..config.knob_values import ConfigError
@@ -173,7 +177,10 @@ def planned_groups(
         ValueError: `serve` would refuse the groups, or their memory cannot be planned.
     """
     reasons: list[str] = []
-    config = load_config({"device": "cuda"} | {name: given[name] for name in given if name in KNOBS}, {}, None)
+    usual = {"device": "cuda"}
+    if given.get("sampler") == "vllm" and "vllm_url" not in given:
+        usual["vllm_python"] = sys.executable  # which Python has vLLM makes no difference here
+    config = load_config(usual | {name: given[name] for name in given if name in KNOBS}, {}, None)
     if config.ranks.parallel is None:
         raise ConfigError(
             "--parallel auto plans the policies alone: find their layout without the flags of other groups, and name it"
@@ -196,11 +203,14 @@ def planned_groups(
         check_layout(model.parallel, shape, None, model.max_context_length, model.dtype, model.activations)
         model = replace(model, parallel=shape.own_layout(model.parallel))
         groups.append(_rank_group(name, roles, model, load, samples=_samples(dispatch, roles, load)))
+    if dispatch.sampling.vllm is not None:
+        groups += _vllm_groups(dispatch, dispatch.sampling.vllm, load, device_bytes)
     _check_devices(groups, num_devices)
     plan = GroupsPlan(
         shape, tuple(groups), dispatch.shared_devices == "turns", device_bytes, config.memory.host_adapter_bytes
     )
-    has_gpu_cache = any(each.load.samples and CPU not in each.devices for each in groups)
+    ours = (each for each in groups if each.reserved_bytes is None)
+    has_gpu_cache = any(each.load.samples and CPU not in each.devices for each in ours)
     is_default_cache = has_gpu_cache and config.memory.kv_cache_bytes is None
     return PlannedGroups(plan, num_devices, is_default_cache, tuple(reasons))
 
@@ -211,12 +221,14 @@ def _groups(config: DispatchConfig) -> Iterator[tuple[str, tuple[str, ...], Work
     yield model.model.name, ("policy",), model
     for group in config.role_groups:
         yield role_group_name(model, group), group.roles, role_config(config, model, group)
-    for name, sampler in named_sampler_configs(model, config.sampling):
-        yield name, (), sampler
+    if config.sampling.vllm is None:
+        for name, sampler in named_sampler_configs(model, config.sampling):
+            yield name, (), sampler
 
 
 def _samples(config: DispatchConfig, roles: Sequence[str], load: Workload) -> bool:
-    return not roles or ("policy" in roles and load.samples and not config.sampling.workers)
+    is_apart = bool(config.sampling.workers) or config.sampling.vllm is not None
+    return not roles or ("policy" in roles and load.samples and not is_apart)
 
 
 def _rank_group(name: str, roles: tuple[str, ...], model: WorkerConfig, load: Workload, samples: bool) -> PlannedGroup:
@@ -228,6 +240,36 @@ def _rank_group(name: str, roles: tuple[str, ...], model: WorkerConfig, load: Wo
     usual = DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else min(GPU_PREFILL_CHUNK_TOKENS, load.micro_batch_tokens)
     own = replace(load, samples=samples, dtype=dtype, zero_stage=load.zero_stage if spec.fsdp > 1 else "3")
     return PlannedGroup(name, roles, spec, own, devices, model.prefill_chunk_tokens or usual)
+
+
+def _vllm_groups(
+    config: DispatchConfig, vllm: VllmConfig, load: Workload, device_bytes: int | None
+) -> Iterator[PlannedGroup]:
+    """Yields the vLLM that `serve` starts, none if it runs elsewhere. It uses the first --vllm-tp of its devices."""
+    for model in sampler_configs(policy_configs(config)[0], config.sampling):
+        if runs_on_cpu(model):
+            raise ValueError("a vLLM on CPUs has no fixed memory: name its GPUs with --sampler-device, such as cuda:1")
+        if device_bytes is None:
+            raise ConfigError("--sampler vllm takes a share of its devices: give --device-memory, such as 80GB")
+        # Without a number it sees all devices.
+        seen = range(vllm.tensor_parallel) if model.device == "cuda" else ()
+        devices = [device_of("cuda", number) for number in seen] or model.device.split(",")
+        if len(devices) < vllm.tensor_parallel:
+            example = ",".join(f"cuda:{number}" for number in range(1, 1 + vllm.tensor_parallel))
+            raise ValueError(
+                f"--vllm-tp {vllm.tensor_parallel} needs as many devices, and vLLM has {model.device}: name them all, "
+                f"as in --sampler-device {example}"
+            )
+        dtype = load.dtype if vllm.dtype == "auto" else vllm.dtype
+        yield PlannedGroup(
+            name=f"{model.model.name} (vLLM)",
+            roles=(),
+            spec=ParallelSpec(tp=vllm.tensor_parallel),
+            load=replace(load, samples=True, dtype=dtype),
+            devices=tuple(device_of(each, 0) for each in devices[: vllm.tensor_parallel]),
+            prefill_tokens=GPU_PREFILL_CHUNK_TOKENS,
+            reserved_bytes=int(vllm.memory_share * device_bytes),
+        )
 
 
 def _check_devices(groups: Sequence[PlannedGroup], num_devices: int | None) -> None:

@@ -8,6 +8,7 @@ from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
 from .activations import Activations, forward_activations
 from .estimate import MemoryEstimate, estimate
+from .footprint import gigabytes
 from .parameters import adapter_size, full_size, value_head_size
 from .trainable_memory import TrainableBytes, bytes_per_number
 from .workload import Workload
@@ -55,12 +56,13 @@ class GroupMemory:
     """Bytes of a rank of a group, by the time at which it has them.
 
     waiting: on its device while other groups work. phases: while it works, by phase. moved: what leaves the device if
-    the group is offloaded, with the gradients of a window.
+    the group is offloaded, with the gradients of a window. stays: whether it has its memory while others take turns.
     """
 
     waiting: RankBytes
     phases: Mapping[Phase, RankBytes]
     moved: RankBytes
+    stays: bool = False
 
     @property
     def peak(self) -> int:
@@ -112,6 +114,21 @@ def group_memory(
 
     moved = replace(waiting, models=vectors.weights)
     return GroupMemory(waiting, {phase: working(phase) for phase in _phases(roles, load.samples)}, moved)
+
+
+def reserved_memory(weights: int, reserved: int) -> GroupMemory:
+    """Returns the bytes of a device on which another process takes a fixed part: weights, and the cache with all else.
+
+    Raises:
+        ValueError: the weights do not fit into it.
+    """
+    if weights >= reserved:
+        raise ValueError(
+            f"vLLM has {gigabytes(reserved)} of each device, and its part of the weights is {gigabytes(weights)}: "
+            "raise --vllm-tp or --vllm-memory-share, or use larger devices"
+        )
+    held = RankBytes(weights=weights, kv_cache=reserved - weights)
+    return GroupMemory(held, {"sampling": held}, RankBytes(), stays=True)
 
 
 def _phases(roles: Collection[str], samples: bool) -> Iterator[Phase]:

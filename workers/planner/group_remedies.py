@@ -110,7 +110,8 @@ def _with_more_ranks(plan: GroupsPlan, num_devices: int | None) -> Iterator[Grou
     usable = plan.usable_bytes or 0
     heaviest = {each.heaviest for each in plan.devices if each.needed > usable}
     for group in plan.groups:
-        if group.name not in heaviest or CPU in group.devices or not _has_own_flags(plan, group):
+        is_ours = CPU not in group.devices and group.reserved_bytes is None
+        if group.name not in heaviest or not is_ours or not _has_own_flags(plan, group):
             continue
         taken = {device for each in plan.groups if each.name != group.name for device in each.devices}
         for tp in valid_tp(plan.shape, group.spec.replicated):
@@ -135,6 +136,8 @@ def _has_own_flags(plan: GroupsPlan, group: PlannedGroup) -> bool:
 
 
 def _flags(group: PlannedGroup, spec: ParallelSpec) -> str:
+    if group.reserved_bytes is not None:
+        return f"--sampler-device {','.join(group.devices)}"
     if not group.roles:
         layout = "" if spec.num_ranks == 1 else f" --sampler-parallel {spec.axes}"
         return f"--sampler-device {group.devices[0]}{layout}"

@@ -7,9 +7,9 @@ from functools import cached_property
 from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
 from .estimate import num_learned
-from .group_memory import PHASES, GroupMemory, Phase, RankBytes, group_memory
+from .group_memory import PHASES, GroupMemory, Phase, RankBytes, group_memory, reserved_memory
 from .layout_search import usable_bytes
-from .parameters import parameters
+from .parameters import num_parameters, parameters
 from .workload import Workload
 
 CPU = "cpu"
@@ -26,6 +26,7 @@ class PlannedGroup:
 
     roles: of the runs that it trains or scores; none if it only samples. devices: of its ranks, in order.
     prefill_tokens: most tokens of prompts that run at a time.
+    reserved_bytes: that vLLM takes of each device, however little it needs; None if the ranks are ours.
     """
 
     name: str
@@ -34,6 +35,15 @@ class PlannedGroup:
     load: Workload
     devices: tuple[str, ...]
     prefill_tokens: int
+    reserved_bytes: int | None = None
+
+    def memory(self, shape: ModelShape) -> GroupMemory:
+        """Returns the bytes of each rank. Raises ValueError if vLLM's weights exceed what it takes."""
+        if self.reserved_bytes is None:
+            return group_memory(shape, self.spec, self.load, self.roles, self.prefill_tokens)
+        # vLLM divides embedding and output head, too.
+        weights = -(-num_parameters(shape) * self.load.number_bytes // self.spec.tp)
+        return reserved_memory(weights, self.reserved_bytes)
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,9 @@ class DevicePlan:
         found = {name: self.memory[name].during(phase) for name in self.ranks}
         if not self.takes_turns:
             return found
-        return {name: each for name, each in found.items() if phase in self.memory[name].phases}
+        return {
+            name: each for name, each in found.items() if phase in self.memory[name].phases or self.memory[name].stays
+        }
 
     def needed_during(self, phase: Phase) -> int:
         """Returns the bytes on one device, of which groups that take turns use those of the largest."""
@@ -105,8 +117,10 @@ class DevicePlan:
         return 0 if self.names == (CPU,) else (sum(self.ranks.values()) - 1) * _PROCESS_BYTES
 
     def _together(self, of_groups: Mapping[str, int]) -> int:
-        on_device = [self.ranks[name] * each for name, each in of_groups.items()]
-        return self.other_processes + (max(on_device) if self.takes_turns else sum(on_device))
+        taking_turns = {name for name in of_groups if self.takes_turns and not self.memory[name].stays}
+        staying = sum(self.ranks[name] * each for name, each in of_groups.items() if name not in taking_turns)
+        most = max((self.ranks[name] * of_groups[name] for name in taking_turns), default=0)
+        return self.other_processes + staying + most
 
 
 @dataclass(frozen=True)
@@ -125,10 +139,7 @@ class GroupsPlan:
 
     @cached_property
     def memory(self) -> Mapping[str, GroupMemory]:
-        return {
-            each.name: group_memory(self.shape, each.spec, each.load, each.roles, each.prefill_tokens)
-            for each in self.groups
-        }
+        return {each.name: each.memory(self.shape) for each in self.groups}
 
     @cached_property
     def devices(self) -> Sequence[DevicePlan]:
@@ -158,7 +169,8 @@ class GroupsPlan:
     def moving(self) -> Mapping[str, Moves]:
         """Returns what groups that share their devices in turns move."""
         shared = {device for each in self.devices if self.takes_turns and each.is_shared for device in each.names}
-        return {each.name: self._moves(each) for each in self.groups if not shared.isdisjoint(each.devices)}
+        moving = (each for each in self.groups if each.reserved_bytes is None)
+        return {each.name: self._moves(each) for each in moving if not shared.isdisjoint(each.devices)}
 
     def with_loads(self, **changes: object) -> "GroupsPlan":
         """Returns the plan with these fields of all loads changed."""

@@ -30,6 +30,51 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return found
 
 
+def test_vllm_takes_its_share_of_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its part of 8,030,261,248 parameters in 16 bits, and the rest of 0.9 of 80 GB."""
+    vllm = (LLAMA, SHORT, "--device-memory=80GB", "--sampler=vllm")
+    apart = planned(capsys, *vllm, "--device=cuda:0", "--sampler-device=cuda:1,cuda:2", "--vllm-tp=2")
+    own, (held,) = apart["groups"]["M"], apart["groups"]["M (vLLM)"]["phases"].values()
+    assert held["weights"] == 8030261248 and held["kv_cache"] == 72 * 10**9 - 8030261248 and apart["fits"]
+    assert "sampling" not in own["phases"] and own["waiting"]["kv_cache"] == 0, "the policies do not sample"
+    assert [each["names"] for each in apart["devices"]] == [["cuda:0"], ["cuda:1", "cuda:2"]]
+    assert apart["devices"][1]["needed"] == 72 * 10**9
+    unnamed = planned(capsys, *vllm, "--vllm-tp=2")
+    assert unnamed["groups"]["M (vLLM)"]["devices"] == ["cuda:0", "cuda:1"]
+    elsewhere = planned(capsys, *vllm, "--vllm-url=http://gpu-host:8000")
+    assert list(elsewhere["groups"]) == ["M"] and elsewhere["groups"]["M"] == own
+    # On the device of training both are there at once, and devices of its own are a remedy.
+    shared = planned(capsys, *vllm, "--vllm-memory-share=0.5")
+    alone = apart["devices"][0]["needed"]
+    assert shared["devices"][0]["needed"] == alone + 40 * 10**9 + 500_000_000 and not shared["fits"]
+    assert "--sampler-device cuda:1" in shared["remedies"]
+    assert planned(capsys, *vllm, "--vllm-memory-share=0.5", "--sampler-device=cuda:1")["fits"]
+    # Others take turns beside it; it moves nothing.
+    turns = (*vllm, "--vllm-memory-share=0.3", "--shared-devices=turns", "--role-group=critic=single")
+    several = planned(capsys, *turns, "--activations=recompute")
+    peaks = [max(each["total"] for each in group["phases"].values()) for group in several["groups"].values()]
+    assert several["devices"][0]["needed"] == max(peaks[:2]) + 24 * 10**9 + 2 * 500_000_000
+    assert list(several["moving"]) == ["M", "M (critic)"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--vllm-tp=2 --device=cuda:3",
+            "--vllm-tp 2 needs as many devices, and vLLM has cuda:3: name them all, as in --sampler-device cuda:1,",
+        ),
+        ("--vllm-memory-share=0.1", "vLLM has 8.0 GB of each device, and its part of the weights is 16.1 GB: raise"),
+        ("--sampler-parallel=tp=2", "vllm_tp sets how many GPUs share"),
+        ("--device=cpu", "a vLLM on CPUs has no fixed memory"),
+        ("--vllm-python=/nowhere", "there is no file /nowhere"),
+    ],
+)
+def test_a_vllm_that_cannot_be_planned_is_refused(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([LLAMA, SHORT, "--device-memory=80GB", "--sampler=vllm", *flags.split()]) != 0
+    assert message in capsys.readouterr().err
+
+
 # Against running workers
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from trainhouse.server.runs import history
 from trainhouse.server.store import OperationRecord
+from trainhouse.server.store.tables import operation_table
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import ADAM, BOB, MODEL, Run, Server, batch, running_server, server_config
@@ -178,6 +179,20 @@ async def test_long_histories_come_in_pages_or_averaged(server: Server) -> None:
     assert averaged["steps"] == list(range(21, 2101, 21)) and averaged["next"] is None
     assert averaged["metrics"]["learning_rate"][:2] == [11.0, 32.0]
     assert set(averaged["metrics"]["loss:mean"]) == {0.25}
+
+
+@pytest.mark.parametrize("most", [7, 2])
+async def test_operations_are_read_a_bounded_number_at_a_time(
+    server: Server, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    run = await with_steps(server, 5)
+    before = (await get(server, run, "metrics"))["training"]
+    monkeypatch.setattr(operation_table, "_MAX_READ", most)
+    after = (await get(server, run, "metrics"))["training"]
+    assert after["steps"] == before["steps"] == [1, 2, 3, 4, 5]
+    assert after["metrics"]["loss:mean"] == before["metrics"]["loss:mean"]
+    block = await server.services.store.operations.list_of_steps(run.model_id, 0, 5)
+    assert len(block) == {7: 6, 2: 3}[most]
 
 
 async def test_old_operations_are_merged_into_their_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

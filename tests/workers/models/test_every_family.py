@@ -104,7 +104,12 @@ def saved_model(name: str, directory: Path) -> Path:
     if name in VARIANTS:
         return tiny_model(name, directory)
     torch.manual_seed(0)
-    saved(AutoModelForCausalLM.from_config(tiny_config_of(name), dtype=torch.float32), directory)
+    model = AutoModelForCausalLM.from_config(tiny_config_of(name), dtype=torch.float32)
+    for path, weight in model.named_parameters():
+        # Gemma 4 has the scale of scores in these weights. Without it rounding would grow from layer to layer.
+        if name == "gemma4_text" and path.endswith("q_norm.weight"):
+            weight.data.fill_(weight.numel() ** -0.5)
+    saved(model, directory)
     return directory
 
 

@@ -156,10 +156,6 @@ def saved(model: Any, directory: Path) -> None:
         for each in (*model.parameters(), *buffers):
             if each.ndim <= 1 and each.is_floating_point():
                 each.add_(0.1 * torch.randn(each.shape, generator=generator))
-        for name, each in model.named_parameters():
-            # Gemma 4 has the scale of scores in these weights. Without it rounding would grow from layer to layer.
-            if model.config.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
-                each.mul_(each.numel() ** -0.5)
     model.save_pretrained(directory)
 
 

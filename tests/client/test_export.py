@@ -193,6 +193,9 @@ def test_an_adapter_that_peft_refuses_is_exported_merged(
         without = service.create_lora_training_client(f"here/{kind}", rank=4, seed=1, train_attn=False)
         said = export(server, train_and_save(without, "cross_entropy"), tmp_path / "for-peft")
         assert "PeftModel.from_pretrained" in said and (tmp_path / "for-peft" / WEIGHTS).exists()
+        critic = service.create_lora_training_client(f"here/{kind}", rank=4, seed=1, model_role="critic")
+        said = export(server, critic.save_state("critic").result(60).path, tmp_path / "critic")
+        assert "peft refuses" in said and (tmp_path / "critic" / WEIGHTS).exists()
         base.rename(tmp_path / "elsewhere")
         said = export(server, path, tmp_path / "none")
         assert f"here/{kind} is not on this machine" in said and "--merge-into" in said and "--for peft" in said

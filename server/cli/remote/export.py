@@ -87,8 +87,10 @@ def _exported(rest: RestClient, path: str, directory: Path, merge_into: Path | N
 
 
 def _refusal_by_peft(adapter: Path) -> str | None:
-    described = adapter / DESCRIPTION
-    return refusal_by_peft(json.loads(described.read_text())) if described.exists() else None
+    """Returns why peft does not take an adapter that can be merged instead: not a critic's, whose head no base model
+    has."""
+    description = json.loads(file.read_text()) if (file := adapter / DESCRIPTION).exists() else {}
+    return None if description.get("role") == "critic" else refusal_by_peft(description)
 
 
 def _base_of(adapter: Path, refused: str) -> Path:

@@ -22,6 +22,7 @@ from ..drafts.sequences.features import DraftInputs
 from ..drafts.sequences.target_distribution import TargetDistribution
 from ..drafts.training.acceptance import Survivals, SurvivalTable, acceptance_lengths
 from ..drafts.training.feature_source import FeatureSource, HookedTarget, StoredFeatureSource, TargetFeatures
+from ..drafts.training.pass_flops import DraftSequence, draft_pass_flops
 from ..drafts.training.sharding import (
     DraftBatch,
     DraftBatchShare,
@@ -41,9 +42,11 @@ from ..models.model import BaseModel
 from ..ops.linear import soft_cap_derivatives
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard
+from ..planner.flops import ModelFlops
 from ..protocol.calls import Failure
 from ..registry.model_registry import ModelRegistry
 from ..shapes.logit_budget import LogitBudget
+from ..shapes.model_shape import ModelShape
 from ..state.trainable import Trainable
 from .feature_capture import TargetChunks, store_features, write_failure_message
 from .rank_operation import RankOperation
@@ -98,6 +101,7 @@ class DraftPassRunner:
         """
         self._base, self._models, self._mesh, self._head, self._shard_of = base, models, mesh, head, shard_of
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
+        self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
     def find_stored(
         self, request: ForwardBackwardRequest, location: FeatureLocation, datum_indices: Sequence[int]
@@ -145,6 +149,10 @@ class DraftPassRunner:
         needed = NeededSources.union([each.needed for each in plans]) if plans else None
         if plans:
             _drop_partly_stored(operations, [plans[rank].stored for rank in self._mesh.along("sp", "tp").ranks])
+        if self._flops is not None:
+            for operation in operations:
+                if operation.capture_directory is None:
+                    operation.flops = self._num_flops(self._flops, operation)
         return partial(self._run, operations, not operations[0].forward_only, needed)
 
     def _run(
@@ -201,6 +209,16 @@ class DraftPassRunner:
         if trains:
             for _ in range(draft.groups.num_micro_batches - len(batches)):
                 draft.end_backward()  # other ranks may have more
+
+    def _num_flops(self, target: ModelFlops, operation: RankOperation) -> float:
+        """Returns the operations that this rank's share of an operation's data needs."""
+        batch = operation.batch
+        sequences = [
+            DraftSequence(example.inputs["weights"], number, index in operation.stored)
+            for index, (example, number) in enumerate(zip(batch.examples, batch.datum_indices, strict=True))
+        ]
+        draft = self._models.draft(operation.run_id)
+        return draft_pass_flops(draft, target, sequences, batch.config, trains=not operation.forward_only)
 
     def _features_of_all_tokens(
         self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, operations: Sequence[RankOperation]

@@ -12,9 +12,10 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
-from trainhouse.schemas.models import FullConfig, LoraConfig
+from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.drafts.sequences.blocks import TokenRandom, sample_anchors
 from trainhouse.workers.planner.flops import ModelFlops, OwnFlops
 from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
@@ -142,6 +143,71 @@ def test_full_training_counts_gradients_by_all_weights(tiny_models: dict[str, Pa
     forward = 2 * (TOKENS * (by_hand.weights + HEAD) + PAIRS * by_hand.scores)
     backward = 2 * 2 * (TOKENS * by_hand.weights + COUNTED * HEAD + PAIRS * by_hand.scores)
     assert run(worker, "run")["model_flops:sum"] == forward + backward
+
+
+# Drafts of a target of two layers. The first token of each sequence has weight 0.
+
+DEPTH = 3
+DRAFT_LAYER = 64 * (64 + 32 + 32)  # a half of each projection to queries, keys and values
+DRAFT_REST = 64 * 64 + MLP
+
+
+def draft_data(lengths: tuple[int, ...] = LENGTHS) -> tuple[Datum, ...]:
+    random = np.random.default_rng(0)
+    weights = [np.minimum(np.arange(length), 1).astype(np.float32) for length in lengths]
+    return tuple(Datum(random.integers(3, 500, len(each)).astype(np.int32), {"weights": each}) for each in weights)
+
+
+def run_draft(worker: Worker, algorithm: Algorithm, *, forward_only: bool = False) -> float:
+    config = {"ttt_length": DEPTH} if algorithm == "eagle3" else {"num_anchors": 2, "seed": 0}
+    request = ForwardBackwardRequest("draft", 1, draft_data(), algorithm, config, forward_only=forward_only)
+    (answer,) = worker.run_pass(Pass((OperationPart(0, request),)))
+    assert isinstance(answer, ForwardBackwardOutput), answer
+    assert answer.metrics["mfu:mean"] > 0
+    return answer.metrics["model_flops:sum"]
+
+
+def test_an_eagle3_pass_reports_the_operations_counted_by_hand(tiny_models: dict[str, Path]) -> None:
+    worker, target = a_worker(tiny_models["qwen3"]), BY_HAND["qwen3"]
+    worker.create_run(RunSpec("draft", DraftConfig(algorithm="eagle3", seed=0, draft_vocab_size=100), "draft"))
+    worker.set_vocabulary("draft", np.arange(100))
+    captured = worker._models.draft("draft").shape.captured
+    trunk = TOKENS * target.weights + PAIRS * target.scores
+    # The token at 1 has a prediction from one token, that at 2 from two, and all others from three; no data have a last
+    # label, which counts for no token.
+    predicted = sum(min(place, DEPTH) for length in LENGTHS for place in range(1, length - 1))
+    counted = sum(length - 2 for length in LENGTHS)
+    fc, embedded = TOKENS * captured * 64 * 64, TOKENS * DRAFT_LAYER
+    steps = TOKENS * DEPTH * (DRAFT_LAYER + DRAFT_REST)
+    attention = SCORES * (DEPTH * PAIRS + TOKENS * (1 + 2))  # a query's own steps: none, one and two
+    own = embedded + steps + attention + predicted * 64 * 100
+    forward = 2 * (trunk + fc + own + counted * HEAD)
+    assert run_draft(worker, "eagle3", forward_only=True) == forward
+    assert run_draft(worker, "eagle3") == forward + 2 * (fc + 2 * own)
+
+
+def test_a_dflash_pass_reports_the_operations_counted_by_hand(tiny_models: dict[str, Path]) -> None:
+    worker, target = a_worker(tiny_models["qwen3"]), BY_HAND["qwen3"]
+    config = DraftConfig(algorithm="dflash", seed=0, block_size=4, mask_token_id=2)
+    worker.create_run(RunSpec("draft", config, "draft"))
+    shape = worker._models.draft("draft").shape
+    assert shape.layers == 1
+    trunk, fc = TOKENS * target.weights + PAIRS * target.scores, TOKENS * shape.captured * 64 * 64
+    found = run_draft(worker, "dflash", forward_only=True)
+    # Where the anchors are is drawn; the sequence of 3 tokens has one label, at 1, so one block of it.
+    num_blocks, kv = 2 + 2 + 1, 64 * 2 * 32
+    fixed = trunk + fc + TOKENS * kv + num_blocks * 4 * (64 * 64 + kv + DRAFT_REST)
+    least, most = (num_blocks * 4 * SCORES * 4, num_blocks * 3 * HEAD + 4 * SCORES * sum(20 + 4 for _ in range(5)))
+    assert 2 * (fixed + least) < found < 2 * (fixed + most)
+    anchors = [
+        sample_anchors(np.array([0.0] + [1.0] * (length - 2) + [0.0]), TokenRandom(0, number), 2)
+        for number, length in enumerate(LENGTHS)
+    ]
+    pairs = sum(4 * (anchor + 4) for each in anchors for anchor in each)
+    predicted = sum(min(3, length - anchor) for each, length in zip(anchors, LENGTHS, strict=True) for anchor in each)
+    assert found == 2 * (fixed + SCORES * pairs + predicted * HEAD)
+    own = fixed - trunk - fc + SCORES * pairs
+    assert run_draft(worker, "dflash") == found + 2 * (fc + 2 * own + predicted * HEAD)
 
 
 def test_a_critic_has_a_head_of_one_number(tiny_models: dict[str, Path]) -> None:

@@ -40,9 +40,10 @@ from ...tiny import tiny_model
 from ..parallel.measuring import ACCOUNTING, HANG_SECONDS
 from ..parallel.test_full_memory import near
 from ..parallel.test_stored_features import with_addresses
-from .test_estimate import SCALED, public, shape_at
+from .test_estimate import OF_KIND, SCALED, public, shape_at
 
 LENGTH = 1024
+SIZES = {"qwen3_moe": OF_KIND["qwen3_moe"]}
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,11 @@ class Case:
     activations: str = "keep"
     vocab: int = 512
     target_repr: TargetRepr | None = None
+    target: str = "qwen3"
 
     def __str__(self) -> str:
         draft = f"-draft-{self.draft}" if self.draft else ""
+        draft += f"-{self.target}" if self.target != "qwen3" else ""
         form = f"-{self.target_repr}" if self.target_repr else ""
         return f"{self.algorithm}-{self.spec}{draft}-{self.dtype}-{self.activations}{form}"
 
@@ -163,6 +166,10 @@ CASES = [
             Case("dflash", BLOCKS | {"num_layers": 2}, MORE_BLOCKS | {"num_layers": 2}, dtype="bfloat16"),
             Case(*DFLASH, "tp=2", "sp=2"),
             Case("eagle3", UNROLLED, {"ttt_length": 9}, "fsdp=2,sp=2", dtype="bfloat16"),
+            *(Case(*EAGLE, spec, target="qwen3_moe") for spec in ("ep=2", "fsdp=2,ep=2")),
+            Case(*EAGLE, "ep=2,tp=2", "replicas=2,tp=2", target="qwen3_moe"),
+            Case(*EAGLE, "fsdp=2,tp=2", "sp=2,tp=2"),
+            Case(*DFLASH, "fsdp=2,ep=2", "replicas=2,tp=2", target="qwen3_moe"),
         )
     ),
 ]
@@ -171,7 +178,7 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_memory_of_a_rank_that_trains_a_draft_is_as_planned(case: Case, tmp_path: Path) -> None:
-    model = tiny_model("qwen3", tmp_path, **(SCALED | {"vocab_size": case.vocab}))
+    model = tiny_model(case.target, tmp_path, **(SCALED | SIZES.get(case.target, {}) | {"vocab_size": case.vocab}))
     shape = shape_at(model)
     planned, more = case.planned(shape, case.fields), case.planned(shape, case.more)
     held, peak = measured(model, case)

@@ -15,7 +15,7 @@ from ...workers.planner.parameters import num_parameters
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.shapes.model_shape import ModelShape
-from ..config.knob_values import ConfigError
+from ..config.knob_values import ConfigError, draft_fields
 from .output import aligned
 
 # Most of any field of a draft.
@@ -159,17 +159,20 @@ class DraftOptions:
 
 def parse_draft(text: str) -> DraftOptions:
     """Reads "eagle3,draft_vocab_size=32000,target_repr=logits". Raises ConfigError."""
-    wanted, *given = text.split(",")
+    given = draft_fields(text)
+    wanted = given.pop("algorithm")
     if wanted not in ("eagle3", "dflash"):
         raise ConfigError(f"--draft is {wanted!r}: expected eagle3 or dflash, and fields such as eagle3,ttt_length=4")
     known, fields, target_repr = FIELDS[wanted], dict[str, int](), DraftOptions.target_repr
-    for each in given:
-        name, _, value = each.partition("=")
+    for name, value in given.items():
         if name == "target_repr" and wanted == "eagle3":
             target_repr = _target_repr(value)
             continue
         if name not in known:
             raise ConfigError(f"--draft has no {name!r} for {wanted}: expected {', '.join(known)}")
+        if name == "capture_layers" and all(each.isascii() and each.isdigit() for each in value.split("+")):
+            fields[name] = len(set(value.split("+")))
+            continue
         if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= _MOST:
             raise ConfigError(f"--draft has {name} {value!r}: expected a whole number from 1 to {_MOST}")
         fields[name] = int(value)

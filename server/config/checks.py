@@ -150,6 +150,10 @@ def _check_vllm(models: ModelsSection, sampling: SamplingSection) -> None:
         raise ConfigError(
             f"vllm_url names {num_urls} servers for {num_models} base models: name one for each, in the same order"
         )
+    if sampling.vllm_draft_tokens is not None and sampling.vllm_draft is None:
+        raise ConfigError(
+            "vllm_draft_tokens has no effect without vllm_draft: leave it out, or set vllm_draft to the shape of drafts"
+        )
     if sampling.vllm_draft is not None and sampling.vllm_url is not None:
         raise ConfigError(
             "vllm_draft is for a vLLM that the server starts: leave it out, since others may use the one at vllm_url, "

@@ -20,6 +20,7 @@ from .knob_values import (
     parse_role_group,
     parse_served_model,
     parse_weights,
+    show_draft_shape,
 )
 
 
@@ -97,10 +98,10 @@ LAYOUT_OR_AUTO = ValueKind(
     is_joined=True,
 )
 DRAFT = ValueKind(
-    "eagle3, dflash, or JSON with the fields of `draft`",
+    "eagle3 or dflash, and fields of `draft`, such as eagle3,draft_vocab_size=32000",
     "DRAFT",
     lambda text, place: parse_draft_shape(text),
-    show=lambda draft: draft.model_dump_json(exclude_none=True),
+    show=show_draft_shape,
 )
 WEIGHTS = ValueKind("weights, such as alice=2", "WEIGHTS", lambda text, place: parse_weights(text), is_joined=True)
 

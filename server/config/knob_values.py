@@ -1,6 +1,5 @@
 """Parses values as users write them: base models, layouts, role groups, sizes in bytes, weights."""
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -79,9 +78,32 @@ def parse_role_group(text: str) -> RoleGroup:
     return RoleGroup(named, spec, tuple(devices.split(",")) if devices else ())
 
 
+def draft_fields(text: str) -> dict[str, str]:
+    """Splits ALGORITHM[,FIELD=VALUE...], the form in which drafts are given; the algorithm is a field, too."""
+    algorithm, *given = text.split(",")
+    fields = {name: value for name, _, value in (each.partition("=") for each in given)}
+    return {**fields, "algorithm": algorithm}
+
+
 def parse_draft_shape(text: str) -> DraftConfig:
-    """Parses eagle3, dflash, or the JSON of `draft` of create_model. Raises ValueError."""
-    return NewDraft.model_validate_json(text if text.startswith("{") else json.dumps({"algorithm": text}))
+    """Parses the fields of `draft` of create_model, such as eagle3,capture_layers=1+14. Raises ValueError."""
+    fields: dict[str, object] = dict(draft_fields(text))
+    if isinstance(layers := fields.get("capture_layers"), str):
+        fields["capture_layers"] = layers.split("+")
+    return NewDraft.model_validate({name: _number_or_text(value) for name, value in fields.items()})
+
+
+def show_draft_shape(draft: DraftConfig) -> str:
+    """Formats a draft as `parse_draft_shape` reads it."""
+    given = draft.model_dump(exclude_none=True, exclude={"training", "algorithm"})
+    shown = (f"{name}={'+'.join(map(str, each)) if isinstance(each, tuple) else each}" for name, each in given.items())
+    return ",".join([draft.algorithm, *shown])
+
+
+def _number_or_text(value: object) -> object:
+    if isinstance(value, list):
+        return [_number_or_text(each) for each in value]
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
 def is_url(text: str) -> bool:

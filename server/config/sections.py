@@ -202,10 +202,10 @@ class SamplingSection(Section):
     )
     vllm_tp: int = knob(1, "tensor-parallel GPUs of the vLLM started here", check=POSITIVE, only_with=WITH_VLLM)
     vllm_draft: Annotated[DraftConfig | None, DRAFT] = knob(
-        None, "shape of drafts for the vLLM started here: eagle3, dflash or the JSON of `draft`", only_with=WITH_VLLM
+        None, "shape of drafts for the vLLM started here: such as eagle3,draft_vocab_size=32000", only_with=WITH_VLLM
     )
-    vllm_draft_tokens: int = knob(
-        4, "draft tokens per pass of an eagle3 draft in vLLM", check=between(1, 16), only_with=WITH_VLLM
+    vllm_draft_tokens: int | None = knob(
+        None, "draft tokens per pass of an eagle3 draft in vLLM (default: 4)", check=between(1, 16), only_with=WITH_VLLM
     )
 
 

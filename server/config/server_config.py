@@ -164,7 +164,7 @@ def _vllm_config(sampling: SamplingSection) -> VllmConfig:
         memory_share=sampling.vllm_memory_share,
         tensor_parallel=sampling.vllm_tp,
         draft=sampling.vllm_draft,
-        draft_tokens=sampling.vllm_draft_tokens,
+        draft_tokens=sampling.vllm_draft_tokens or VllmConfig.draft_tokens,
     )
 
 

@@ -65,7 +65,7 @@ class DraftModel(Trainable):
             shard_parameters(program.algorithm.parameters(self.shape), groups.mesh),
             multiple_of=1 if is_alone else ZeroShards.multiple_of(groups.mesh),
         )
-        zero = None if is_alone else ZeroShards(layout, groups.mesh, groups.runs_together)
+        zero = None if is_alone else ZeroShards(layout, groups.mesh, groups.sums_in_backward)
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout), moments, zero, is_trained)
         self.groups, self.mesh = groups, groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)

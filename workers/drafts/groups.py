@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from ..parallel.mesh import Mesh, Team
 from ..protocol.parallel_spec import SINGLE, ParallelSpec
-from ..shapes.draft_spec import check_draft_spec, default_draft_spec
+from ..shapes.draft_spec import check_draft_spec, default_draft_spec, sums_in_backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +19,13 @@ class DraftGroups:
     along sp on different shards of the same sequences, and ranks along tp have different parts of the draft's layers.
     The sp * tp ranks at one position along replicas are a shard group.
     feature_team: the ranks that exchange captured features. Every `num_sharing` neighbours among them share one
-    micro-batch. runs_together: whether all ranks run the same number of micro-batches, at the same time.
+    micro-batch. sums_in_backward: see draft_spec.py.
     """
 
     mesh: Mesh
     feature_team: Team
     num_sharing: int
-    runs_together: bool
+    sums_in_backward: bool
 
     @staticmethod
     def of(base: Mesh, target: PreTrainedConfig, wanted: ParallelSpec | None) -> "DraftGroups":
@@ -48,12 +48,12 @@ class DraftGroups:
         mesh = base if spec == base.spec else Mesh(spec, base.rank)
         num_sharing = base.spec.sp * base.spec.tp
         feature_team = (base if num_sharing > spec.sp * spec.tp else mesh).along("sp", "tp")
-        return DraftGroups(mesh, feature_team, num_sharing, base.has_forward_collectives)
+        return DraftGroups(mesh, feature_team, num_sharing, sums_in_backward(spec, base.spec))
 
     @staticmethod
     def alone() -> "DraftGroups":
         """Returns the groups of a draft that only this rank has."""
-        return DraftGroups(Mesh(), Mesh().along(), 1, runs_together=False)
+        return DraftGroups(Mesh(), Mesh().along(), 1, sums_in_backward=False)
 
     @property
     def num_micro_batches(self) -> int:

@@ -11,6 +11,12 @@ def default_draft_spec(base: ParallelSpec, heads: int) -> ParallelSpec:
     return ParallelSpec(replicas=base.num_ranks // sp, sp=sp)
 
 
+def sums_in_backward(spec: ParallelSpec, base: ParallelSpec) -> bool:
+    """True if ranks sum a draft's gradients while a backward pass runs: several have the same weights, and all run as
+    many passes at the same time, since passes of the target need them together."""
+    return base.has_forward_collectives and spec.num_ranks > spec.tp
+
+
 def check_drafts(spec: ParallelSpec, base: ParallelSpec, target: ModelDescription) -> None:
     """Raises ValueError if the layout is not possible for the target. A target of another kind than ModelShape is
     checked when it is loaded."""

@@ -24,17 +24,13 @@ class ZeroShards:
     while a backward pass runs, see BackwardSums, and not once per operation.
     """
 
-    def __init__(self, layout: FlatLayout, mesh: Mesh, runs_together: bool) -> None:
-        """Computes this rank's part. The layout's size must be a multiple of `multiple_of`.
-
-        Args:
-            runs_together: whether the ranks run equally many backward passes at the same time.
-        """
+    def __init__(self, layout: FlatLayout, mesh: Mesh, sums_in_backward: bool) -> None:
+        """Computes this rank's part. The layout's size must be a multiple of `multiple_of`."""
         self._layout, self._mesh = layout, mesh
         self._team = mesh.across("tp")
         self.size = layout.size // self._team.size
         self.own_range = slice(self._team.index * self.size, (self._team.index + 1) * self.size)
-        self.sums_in_backward = runs_together and self._team.size > 1
+        self.sums_in_backward = sums_in_backward
 
     @staticmethod
     def multiple_of(mesh: Mesh) -> int:

@@ -108,7 +108,11 @@ def test_stored_logits_count_where_ranks_exchange_them(capsys: pytest.CaptureFix
         ("--draft=eagle3 --parallel=auto", 2, "--parallel auto needs the memory of a device"),
         ("--draft=eagle3,draft_vocab_size=200000", 1, "draft_vocab_size 200000 exceeds the vocabulary of M, 128256"),
         ("--draft=eagle3,target_top_k=200000", 1, "target_top_k is 200000, and M has 128256 tokens: lower it"),
-        ("--draft=eagle3,capture_layers=40", 1, "eagle3 captures 40 layers, and M has 32"),
+        (
+            f"--draft=eagle3,capture_layers={'+'.join(map(str, range(40)))}",
+            1,
+            "eagle3 captures 40 layers, and M has 32",
+        ),
         ("--draft=eagle3 --parallel=fsdp=2 --draft-parallel=tp=4", 1, "this is 4 ranks, but the model has 2"),
         ("--draft=eagle3 --parallel=replicas=2 --draft-parallel=tp=2", 1, "use fsdp in place of replicas"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.server.config.knob_values import ConfigError, parse_bytes, parse_served_model
+from trainhouse.server.config.knob_values import ConfigError, parse_bytes, parse_served_model, show_draft_shape
 from trainhouse.server.config.load import load_config, store_config_of
 from trainhouse.server.config.server_config import KNOBS, SECTIONS, ServerConfig
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
@@ -116,8 +116,12 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ),
         ({"vllm_draft": "eagle3"}, "vllm_draft has no effect with sampler native"),
         (
-            {"sampler": "vllm", "vllm_python": "/bin/sh", "vllm_draft": '{"algorithm": "eagle3", "layers": 2}'},
-            """expected eagle3, dflash, or JSON with the fields of `draft`""",
+            {"sampler": "vllm", "vllm_python": "/bin/sh", "vllm_draft": "eagle3,layers=2"},
+            "expected eagle3 or dflash, and fields of `draft`, such as eagle3,draft_vocab_size=32000",
+        ),
+        (
+            {"sampler": "vllm", "vllm_python": "/bin/sh", "vllm_draft_tokens": "4"},
+            "vllm_draft_tokens has no effect without vllm_draft: leave it out",
         ),
         ({"vllm_url": "http://a"}, "vllm_url has no effect with sampler native: leave it out or set sampler to vllm"),
         (
@@ -429,12 +433,15 @@ def test_sampling_knobs_reach_the_dispatch(tmp_path: Path) -> None:
     assert own.dispatch_config().sampling.vllm == VllmConfig(python="/bin/sh")
     for draft, shape in (
         ("dflash", DraftConfig(algorithm="dflash")),
-        ('{"algorithm": "eagle3", "draft_vocab_size": 300}', DraftConfig(algorithm="eagle3", draft_vocab_size=300)),
+        ("eagle3,draft_vocab_size=300", DraftConfig(algorithm="eagle3", draft_vocab_size=300)),
+        ("eagle3,capture_layers=1+14", DraftConfig(algorithm="eagle3", capture_layers=(1, 14))),
+        ("dflash,capture_layers=3,block_size=8", DraftConfig(algorithm="dflash", capture_layers=(3,), block_size=8)),
     ):
         drafted = config_of(sampler="vllm", vllm_python="/bin/sh", vllm_draft=draft, vllm_draft_tokens="6")
         vllm = drafted.dispatch_config().sampling.vllm
         assert vllm is not None and vllm.draft is not None
         assert (vllm.draft.model_dump(), vllm.draft_tokens) == (shape.model_dump(), 6)
+        assert show_draft_shape(vllm.draft) == draft
 
 
 def test_checkpoint_places_and_several_mirrors_are_read(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _FIRST = "first-draft"
 
 
 class DraftSlot:
-    """Holds drafts by id, and chooses the one that vLLM has.
+    """Holds drafts by id, and chooses the one that vLLM has. weights: those in the slot.
 
     Which one that is changes the speed of requests, not their distribution: rejection sampling is exact. So a request
     never waits for another draft: it takes the slot if no request uses the draft there, and else runs with that one.
@@ -37,7 +37,7 @@ class DraftSlot:
 
         directory: emptied of an earlier process's files; None means a temporary one.
         """
-        self._weights = weights
+        self.weights = weights
         self._training = training
         self._config = config
         self._scratch = ScratchDirectory(directory)
@@ -128,12 +128,8 @@ class DraftSlot:
             draft.num_users -= 1
             self._discard_unused(draft)
 
-    async def load(self, draft: VllmAdapterVersion, start: int) -> None:
-        """Loads a draft in use into vLLM, unless it has it. Raises what PlacedWeights.load raises."""
-        await self._weights.load(draft, start)
-
     async def close(self) -> None:
-        await self._weights.close()
+        await self.weights.close()
         await cancel_and_wait(self._discarding)
         self._scratch.close()
 

@@ -251,7 +251,7 @@ class VllmEngine:
         requests = split(job, model, adapter and adapter.name)
         await self._base_weights.load(full, start)
         if retried.draft is not None:
-            await self._draft_slot.load(retried.draft, start)
+            await self._draft_slot.weights.load(retried.draft, start)
         if adapter is not None:
             await self._adapters.load_into_vllm(adapter, start)
         samples = SampleCollector(job, on_progress)

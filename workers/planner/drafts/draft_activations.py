@@ -51,17 +51,16 @@ class Sequences:
 
 
 def draft_activations(
-    draft: DraftLoad, spec: ParallelSpec, load: Workload, sequences: Sequences, runs_together: bool
+    draft: DraftLoad, spec: ParallelSpec, load: Workload, sequences: Sequences, sums_in_backward: bool
 ) -> DraftActivations:
     """Returns the bytes for a rank of the draft's layout, in which ranks along sp have shards of the sequences.
 
     Args:
-        runs_together: see DraftGroups.
+        sums_in_backward: see draft_spec.py.
     """
     kind = _Eagle3 if draft.algorithm == "eagle3" else _DFlash
     of_pass = kind(draft, spec, load, sequences)
     own = -(-sequences.num_tokens // spec.sp)
-    sums_in_backward = runs_together and spec.num_ranks > spec.tp
     return DraftActivations(
         features=own * feature_bytes(draft, load),
         kept=int(of_pass.kept()),

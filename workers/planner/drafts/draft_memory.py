@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ...protocol.parallel_spec import ParallelSpec
 from ...shapes.draft_features import token_bytes
+from ...shapes.draft_spec import sums_in_backward
 from ...shapes.model_shape import ModelShape
 from ..activations import forward_activations
 from ..estimate import MemoryEstimate, estimate, num_learned
@@ -86,7 +87,8 @@ def draft_memory(
     of_target = estimate(shape, spec, replace(load, samples=False))
     sequences = sequences_of(spec, draft_spec, load)
     exchange = _exchange(spec, draft_spec, load, draft, sequences)
-    activations = draft_activations(draft, draft_spec, load, sequences, spec.has_forward_collectives)
+    sums_early = sums_in_backward(draft_spec, spec)
+    activations = draft_activations(draft, draft_spec, load, sequences, sums_early)
     if draft.stored and draft_spec.sp * draft_spec.tp > spec.sp * spec.tp:
         own = -(-sequences.num_tokens // draft_spec.sp)
         exchange = max(exchange, _exchange_of_stored(spec, load, draft, own))
@@ -96,7 +98,7 @@ def draft_memory(
         target=of_target.base,
         policy=_policy(shape, spec, load),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
-        vectors=draft_vectors(draft, draft_spec, load, spec.has_forward_collectives),
+        vectors=draft_vectors(draft, draft_spec, load, sums_early),
         target_pass=_target_pass(shape, spec, load, draft, of_target),
         exchange=exchange,
         activations=activations,
@@ -105,11 +107,11 @@ def draft_memory(
     )
 
 
-def draft_vectors(draft: DraftLoad, spec: ParallelSpec, load: Workload, runs_together: bool) -> DraftVectors:
+def draft_vectors(draft: DraftLoad, spec: ParallelSpec, load: Workload, sums_early: bool) -> DraftVectors:
     """Returns the bytes of a draft's vectors; all ranks but those along tp share out what is float32.
 
     Args:
-        runs_together: see DraftGroups.
+        sums_early: whether gradients are summed in the backward pass, see draft_spec.py.
     """
     num_shards = spec.num_ranks // spec.tp
     size, each = draft.vector_size(spec.tp, num_shards), bytes_per_number(load)
@@ -120,7 +122,7 @@ def draft_vectors(draft: DraftLoad, spec: ParallelSpec, load: Workload, runs_tog
         masters=size // num_shards * each.weights if has_copy else 0,
         gradients=size // num_shards * _FLOAT32,
         moments=round(size // num_shards * of_moments),
-        scratch=(size // num_shards if runs_together else size) * _FLOAT32,
+        scratch=(size // num_shards if sums_early else size) * _FLOAT32,
     )
 
 

@@ -31,7 +31,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 def test_vllm_takes_its_share_of_its_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its part of 8,030,261,248 parameters in 16 bits, and the rest of 0.9 of 80 GB."""
+    """Llama-3.1-8B has 8,030,261,248 parameters, of which each of two devices has half, in 16 bits."""
     vllm = (LLAMA, SHORT, "--device-memory=80GB", "--sampler=vllm")
     apart = planned(capsys, *vllm, "--device=cuda:0", "--sampler-device=cuda:1,cuda:2", "--vllm-tp=2")
     own, (held,) = apart["groups"]["M"], apart["groups"]["M (vLLM)"]["phases"].values()
@@ -43,13 +43,13 @@ def test_vllm_takes_its_share_of_its_devices(capsys: pytest.CaptureFixture[str])
     assert unnamed["groups"]["M (vLLM)"]["devices"] == ["cuda:0", "cuda:1"]
     elsewhere = planned(capsys, *vllm, "--vllm-url=http://gpu-host:8000")
     assert list(elsewhere["groups"]) == ["M"] and elsewhere["groups"]["M"] == own
-    # On the device of training both are there at once, and devices of its own are a remedy.
+    # On the device of training both need memory at once, and devices of its own are a remedy.
     shared = planned(capsys, *vllm, "--vllm-memory-share=0.5")
     alone = apart["devices"][0]["needed"]
     assert shared["devices"][0]["needed"] == alone + 40 * 10**9 + 500_000_000 and not shared["fits"]
     assert "--sampler-device cuda:1" in shared["remedies"]
     assert planned(capsys, *vllm, "--vllm-memory-share=0.5", "--sampler-device=cuda:1")["fits"]
-    # Others take turns beside it; it moves nothing.
+    # Others take turns next to it; it moves nothing.
     turns = (*vllm, "--vllm-memory-share=0.3", "--shared-devices=turns", "--role-group=critic=single")
     several = planned(capsys, *turns, "--activations=recompute")
     peaks = [max(each["total"] for each in group["phases"].values()) for group in several["groups"].values()]

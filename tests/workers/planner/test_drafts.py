@@ -167,6 +167,14 @@ CASES = [
             Case(*DFLASH, "tp=2", "sp=2"),
             Case("eagle3", UNROLLED, {"ttt_length": 9}, "fsdp=2,sp=2", dtype="bfloat16"),
             *(Case(*EAGLE, spec, target="qwen3_moe") for spec in ("ep=2", "fsdp=2,ep=2")),
+            Case(
+                "dflash",
+                BLOCKS | {"num_layers": 3},
+                MORE_BLOCKS | {"num_layers": 3},
+                "fsdp=2,ep=2",
+                "replicas=2,tp=2",
+                target="qwen3_moe",
+            ),
         )
     ),
 ]

@@ -34,16 +34,19 @@ class PeftReference:
         """Loads both.
 
         Args:
+            exported: by a rank, or by peft itself.
             dtype: of the model and of the adapter.
         """
-        self._description = json.loads((exported / "trainhouse.json").read_text())
+        described = exported / "trainhouse.json"
+        self._description = json.loads(described.read_text()) if described.exists() else {}
         base = AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         )
         with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
             quieten_peft()
             files = shutil.copytree(exported, Path(directory) / "adapter")
-            write_for_peft(files)
+            if self._description:
+                write_for_peft(files)
             by_hand = self._taken_out(files)
             self.model: Any = PeftModel.from_pretrained(base, files, is_trainable=True).eval().to(dtype)
         for path in {name.partition(".lora_")[0] for name in by_hand}:

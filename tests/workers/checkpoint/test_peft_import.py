@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
 from ..adapted import Adapted, peft_logits, peft_parameters, quieten_peft, sequences
-from ..parallel.test_families import assert_sampled, in_peft, loss_of
+from ..parallel.test_families import assert_sampled
 from ..parallel.training import greedy, layout, supervised
+from ..peft_reference import PeftReference
 
 TOLERANCE = 1e-4
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -284,14 +285,14 @@ def test_imported_adapter_runs_and_exports_on_a_layout(
         assert where.run_pass(request)[0] is not None, "the ranks still work after a refusal"
 
     assert not isinstance(output, Failure) and output is not None, output
-    tuned = in_peft(tiny_models[kind], source.parent)
-    _, wanted = loss_of(tuned, request.data)
+    reference = PeftReference(tiny_models[kind], source.parent)
+    _, wanted = reference.loss_of(request.data)
     found = [each["logprobs"] for each in output.loss_fn_outputs]
     assert max(abs(one - other).max() for one, other in zip(found, wanted, strict=True)) < TOLERANCE
-    assert_sampled(tuned, job.prompt, samples["j"])
+    assert_sampled(reference, job.prompt, samples["j"])
     saved = load_file(tmp_path / "here" / source.name)
     assert exported.keys() == saved.keys() and all(torch.equal(exported[name], saved[name]) for name in saved)
     with torch.no_grad():
-        for parameter in peft_parameters(tuned).values():
+        for parameter in peft_parameters(reference.model).values():
             parameter.mul_(1.003)
-    assert abs(found[1] - loss_of(tuned, request.data)[1][1]).max() > TOLERANCE, "wrong matrices are detected"
+    assert abs(found[1] - reference.loss_of(request.data)[1][1]).max() > TOLERANCE, "wrong matrices are detected"

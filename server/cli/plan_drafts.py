@@ -159,7 +159,7 @@ class DraftOptions:
 
 def parse_draft(text: str) -> DraftOptions:
     """Reads "eagle3,draft_vocab_size=32000,target_repr=logits". Raises ConfigError."""
-    given = draft_fields(text)
+    given = draft_fields(text, "--draft")
     wanted = given.pop("algorithm")
     if wanted not in ("eagle3", "dflash"):
         raise ConfigError(f"--draft is {wanted!r}: expected eagle3 or dflash, and fields such as eagle3,ttt_length=4")

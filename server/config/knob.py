@@ -100,7 +100,7 @@ LAYOUT_OR_AUTO = ValueKind(
 DRAFT = ValueKind(
     "eagle3 or dflash, and fields of `draft`, such as eagle3,draft_vocab_size=32000",
     "DRAFT",
-    lambda text, place: parse_draft_shape(text),
+    parse_draft_shape,
     show=show_draft_shape,
 )
 WEIGHTS = ValueKind("weights, such as alice=2", "WEIGHTS", lambda text, place: parse_weights(text), is_joined=True)

@@ -78,16 +78,28 @@ def parse_role_group(text: str) -> RoleGroup:
     return RoleGroup(named, spec, tuple(devices.split(",")) if devices else ())
 
 
-def draft_fields(text: str) -> dict[str, str]:
-    """Splits ALGORITHM[,FIELD=VALUE...], the form in which drafts are given; the algorithm is a field, too."""
+def draft_fields(text: str, place: str) -> dict[str, str]:
+    """Splits ALGORITHM[,FIELD=VALUE...], the form in which drafts are given; the algorithm is a field, too.
+
+    Raises ConfigError, which names the place, if a field is given twice or the text has another form.
+    """
+    if text.lstrip().startswith("{"):
+        raise ConfigError(f"{place} is {text!r}: write it without JSON, such as eagle3,draft_vocab_size=32000")
     algorithm, *given = text.split(",")
-    fields = {name: value for name, _, value in (each.partition("=") for each in given)}
-    return {**fields, "algorithm": algorithm}
+    fields = {"algorithm": algorithm}
+    for each in given:
+        name, _, value = each.partition("=")
+        if name == "algorithm":
+            raise ConfigError(f"{place} is {text!r}: write the algorithm alone, at the front, such as eagle3")
+        if name in fields:
+            raise ConfigError(f"{place} has {name} twice, {fields[name]!r} and {value!r}: give it once")
+        fields[name] = value
+    return fields
 
 
-def parse_draft_shape(text: str) -> DraftConfig:
+def parse_draft_shape(text: str, place: str) -> DraftConfig:
     """Parses the fields of `draft` of create_model, such as eagle3,capture_layers=1+14. Raises ValueError."""
-    fields: dict[str, object] = dict(draft_fields(text))
+    fields: dict[str, object] = dict(draft_fields(text, place))
     if isinstance(layers := fields.get("capture_layers"), str):
         fields["capture_layers"] = layers.split("+")
     return NewDraft.model_validate({name: _number_or_text(value) for name, value in fields.items()})

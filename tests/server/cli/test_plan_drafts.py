@@ -97,6 +97,8 @@ def test_stored_logits_count_where_ranks_exchange_them(capsys: pytest.CaptureFix
     [
         ("--draft=eagle3,target_repr=hidden", 2, "--draft has target_repr 'hidden': expected hidden_state, logits, "),
         ("--draft=eagle3,target_repr=pruned_logits", 1, "pruned_logits needs draft_vocab_size or target_top_k"),
+        ('--draft={"algorithm":"eagle3"}', 2, "write it without JSON, such as eagle3,draft_vocab_size=32000"),
+        ("--draft=eagle3,ttt_length=4,ttt_length=3", 2, "--draft has ttt_length twice, '4' and '3': give it once"),
         ("--draft=medusa", 2, "--draft is 'medusa': expected eagle3 or dflash"),
         ("--draft=eagle3,num_anchors=4", 2, "--draft has no 'num_anchors' for eagle3: expected capture_layers, "),
         ("--draft=eagle3,ttt_length=0", 2, "--draft has ttt_length '0': expected a whole number from 1 to 16777216"),

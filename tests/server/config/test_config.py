@@ -120,6 +120,18 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
             "expected eagle3 or dflash, and fields of `draft`, such as eagle3,draft_vocab_size=32000",
         ),
         (
+            {"sampler": "vllm", "vllm_python": "/bin/sh", "vllm_draft": '{"algorithm": "eagle3", "block_size": 8}'},
+            '"block_size": 8}\': write it without JSON, such as eagle3,draft_vocab_size=32000',
+        ),
+        (
+            {"sampler": "vllm", "vllm_python": "/bin/sh", "vllm_draft": "dflash,block_size=8,block_size=9"},
+            "has block_size twice, '8' and '9': give it once",
+        ),
+        (
+            {"sampler": "vllm", "vllm_python": "/bin/sh", "vllm_draft": "eagle3,algorithm=dflash"},
+            "write the algorithm alone, at the front, such as eagle3",
+        ),
+        (
             {"sampler": "vllm", "vllm_python": "/bin/sh", "vllm_draft_tokens": "4"},
             "vllm_draft_tokens has no effect without vllm_draft: leave it out",
         ),

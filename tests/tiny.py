@@ -345,8 +345,13 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "falcon_h1":
             norm = {"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
             return FalconH1Config(**(norm | MULTIPLIERS | MAMBA_SHAPE | shape))
-        case "granite4_one_group" | "granite4_moe_one_group" | "falcon_h1_one_group":
-            return tiny_config(kind.removesuffix("_one_group"), **({"mamba_n_groups": 1} | overrides))
+        case "granite4_one_group" | "granite4_moe_one_group":
+            one_group = {"mamba_n_groups": 1, "mamba_proj_bias": True}
+            return tiny_config(kind.removesuffix("_one_group"), **(one_group | overrides))
+        case "falcon_h1_one_group":
+            return tiny_config("falcon_h1", **({"mamba_n_groups": 1} | overrides))
+        case "granite4_biases":
+            return tiny_config("granite4", **({"mamba_proj_bias": True} | overrides))
         case "bamba":
             return BambaConfig(**({"attn_layer_indices": [1]} | MAMBA_SHAPE | shape))
         case "nemotron_h":

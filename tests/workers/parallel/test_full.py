@@ -32,7 +32,7 @@ CASES = [
             *(Case("tp=2", kind, tp_activations="whole") for kind in ("granite4_moe", "nemotron_h_latent")),
             *(Case("tp=2", kind) for kind in ("llama", "qwen3_tied", "qwen2", "phi3", "olmo2", "mixtral", "cohere")),
             *(Case("fsdp=2", kind) for kind in ("qwen3_tied", "phi3", "gemma3", "cohere", "qwen3_5", "deepseek_v3")),
-            *(Case("tp=2", kind) for kind in ("qwen3_5", "deepseek_v3", "granite4", "granite4_one_group")),
+            *(Case("tp=2", kind) for kind in ("qwen3_5", "deepseek_v3", "granite4_biases", "granite4_one_group")),
             *(Case(spec, "phimoe") for spec in ("tp=2", "fsdp=2,ep=2")),
             *(Case("tp=2", "stablelm", tp_activations=each) for each in ("sharded", "whole")),
             Case("fsdp=2,sp=2", "starcoder2"),

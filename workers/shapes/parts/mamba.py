@@ -10,6 +10,7 @@ from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Wei
 _NAME = "mamba"
 _ROWS, _COLUMNS = Placement("mamba", 0), Placement("mamba", 1)
 _WHOLE_ROWS = Placement("mamba", 0, is_gathered=False)
+_WHOLE = Placement("mamba", None, is_gathered=False)
 
 # Tokens of the chunks at whose starts a pass keeps states (workers/ops/recurrences/state_space.py).
 _CHUNK = 64
@@ -50,6 +51,7 @@ class Mamba:
         f"{_NAME}.in_proj.bias": _ROWS,
         f"{_NAME}.norm.weight": _WHOLE_ROWS,
         f"{_NAME}.out_proj.weight": _COLUMNS,
+        f"{_NAME}.out_proj.bias": _WHOLE,
     }
 
     def __str__(self) -> str:

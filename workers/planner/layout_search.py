@@ -194,7 +194,8 @@ def layout_that_fits(
     Activations in host memory are the last resort, as neither that memory nor the copies are counted.
 
     Args:
-        with_replicas: whether layouts of fewer ranks than the largest have replicas on its other devices.
+        with_replicas: whether layouts are compared with replicas on the other devices: of num_devices, or of as many
+            as the largest layout has.
     """
     found: list[PlannedLayout] = []
     for load in loads:
@@ -202,8 +203,8 @@ def layout_that_fits(
             choice = smallest_layout(shape, load, device_bytes, num_devices, speeds)
             found += [] if choice is None else [choice]
     if found:
-        largest = max(each.spec.num_ranks for each in found) if with_replicas else 1
-        ways = [_way(shape, each, largest, speeds) for each in found]
+        filled = (num_devices or max(each.spec.num_ranks for each in found)) if with_replicas else 1
+        ways = [_way(shape, each, filled, speeds) for each in found]
         seconds = [each.cost.seconds for each in ways]
         fastest = found[seconds.index(min(seconds))]
         return replace(fastest, ways=tuple(sorted(ways, key=lambda each: each.cost.seconds)))

@@ -1,6 +1,7 @@
 """Layouts that `auto` chooses, from a model's declaration and the link between devices."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,15 +31,15 @@ LOAD = Workload(longest=16384)
 # By model: the layouts to train, to train and sample on the same ranks, and to sample, on up to 16 devices with NVLink.
 CHOICES = {
     "Llama-3.1-8B": ("sp=2", "tp=2", "single"),
-    "Llama-3.1-70B": ("tp=4", "tp=4", "tp=4"),
+    "Llama-3.1-70B": ("tp=4 recompute", "tp=4 recompute", "tp=4"),
     "Qwen3-30B-A3B": ("sp=2,tp=2", "tp=4", "single"),
     "Qwen3.5-9B": ("sp=4", "tp=4", "single"),
-    "Qwen3.6-35B-A3B": ("sp=4,tp=2", "ep=2,sp=2,tp=2", "tp=2"),
+    "Qwen3.6-35B-A3B": ("sp=4,tp=2", "tp=2 recompute", "tp=2"),
     "gpt-oss-20b": ("sp=2", "tp=2", "single"),
     "gpt-oss-120b": ("tp=8", "tp=8", "tp=4"),
     "Nemotron-3-Nano-30B-A3B": ("sp=2,tp=2", "ep=2,tp=2", "single"),
-    "Nemotron-3-Super-120B-A12B": ("ep=4,tp=2", "ep=4,tp=2", "ep=4,tp=2"),
-    "gemma-4-26B-A4B": ("sp=2,tp=2", "sp=2,tp=2", "single"),
+    "Nemotron-3-Super-120B-A12B": ("ep=4,tp=2 recompute", "ep=4,tp=2 recompute", "ep=4,tp=2"),
+    "gemma-4-26B-A4B": ("single recompute", "sp=2,tp=2", "single"),
 }
 
 NVLINK_MATRIX = """
@@ -75,12 +76,13 @@ def test_training_divides_tokens_and_experts_and_sampling_heads_and_experts(name
         for each in choice.candidates:
             fits = estimate(shape, each.spec, choice.load).total <= usable_bytes(DEVICE_BYTES)
             assert fits == (each.cost is not None)
-        found.append(str(choice.spec))
+        found.append(str(choice.spec) if choice.load.activations == "keep" else f"{choice.spec} recompute")
     sampler = smallest_sampler_layout(shape, LOAD, 4096, DEVICE_BYTES, 16)
     assert sampler.spec.num_ranks == sampler.spec.tp * sampler.spec.ep
     found.append(str(sampler.spec))
     assert tuple(found) == CHOICES[name]
-    assert f"| `{name}` | {' | '.join(f'`{each}`' for each in found)} |" in DOCUMENT.read_text()
+    cells = (re.sub(r"^\S+", r"`\g<0>`", each) for each in found)
+    assert f"| `{name}` | {' | '.join(cells)} |" in DOCUMENT.read_text()
 
 
 def test_a_slower_link_changes_the_choice() -> None:
@@ -189,6 +191,33 @@ def test_layers_are_recomputed_where_that_takes_less_time_than_a_wider_layout() 
     alone = layout_that_fits(shape, loads, device, 64, with_replicas=False)
     assert [str(each.spec) for each in alone.ways] == ["ep=4,tp=4", "fsdp=2,sp=4,tp=8"]
     assert alone.ways[0].cost.compute_seconds == 4 * again.compute_seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "longest", "num_devices", "expected"),
+    [
+        ("gpt-oss-120b", 32768, 24, "replicas=3,tp=8"),
+        ("gpt-oss-120b", 32768, 40, "replicas=5,tp=8"),
+        ("Qwen3.6-35B-A3B", 8192, 6, "replicas=3,tp=2"),
+        ("Qwen3.6-35B-A3B", 16384, 40, "replicas=20,tp=2"),
+    ],
+)
+def test_ways_to_keep_activations_are_compared_with_replicas_on_all_devices(
+    name: str, longest: int, num_devices: int, expected: str
+) -> None:
+    shape, load = public(name), Workload(longest=longest)
+    loads = [load, *loads_with_fewer_activations(load)]
+    choice = layout_that_fits(shape, loads, DEVICE_BYTES, num_devices)
+    again, kept = choice.ways
+    assert (again.activations, str(again.spec), kept.activations) == ("recompute", expected, "keep")
+    assert choice.load.activations == "recompute" and again.spec == replace(choice.spec, replicas=again.spec.replicas)
+    for each in choice.ways:
+        of_replica = each.spec.num_ranks // each.spec.replicas
+        assert each.spec.replicas == num_devices // of_replica
+    # The control: keeping takes less time on as many devices as its own layout has.
+    of_kept = kept.spec.num_ranks // kept.spec.replicas
+    assert layout_that_fits(shape, loads, DEVICE_BYTES, of_kept).load.activations == "keep"
+    assert layout_that_fits(shape, loads, DEVICE_BYTES).load.activations == "keep"
 
 
 def test_teams_across_nodes_use_the_network() -> None:

@@ -1,15 +1,19 @@
 """Says how other programs load an exported checkpoint."""
 
 import json
+import logging
 import shlex
 from pathlib import Path
 from typing import Any
 
-from ..schemas.adapters.adapter_files import WEIGHTS, Reader, max_rank, vllm_form_of
+from ..schemas.adapters.adapter_files import DESCRIPTION, WEIGHTS, Reader, max_rank, vllm_form_of
 from ..schemas.adapters.tensor_file import TensorFile
 from ..schemas.adapters.vllm_form import room_for
 
 _TEXT_PART = ".language_model."
+_INSTEAD_OF_PEFT = ": export it for vllm, or merged with `trainhouse export --merge-into BASE_DIRECTORY`"
+
+log = logging.getLogger("trainhouse.export")
 
 
 def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "peft") -> str:
@@ -21,7 +25,10 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
         return with_transformers(place)
     if reader == "vllm":
         return _with_vllm(base, place)
-    if (refused := refusal_by_peft(description)) is not None:
+    refused = refusal_by_peft(description)
+    if refused is not None and description.get("role") == "critic":
+        return f"a program of yours: {refused}"
+    if refused is not None:
         return (
             "a program of yours, or vLLM if you export it with --for vllm, or export it with --merge-into"
             f" BASE_DIRECTORY: {refused}"
@@ -34,8 +41,25 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
 
 def refusal_by_peft(description: dict[str, Any]) -> str | None:
     """Returns what peft lacks for the exported adapter, None if it takes it. description: see `loaded_by`."""
-    refused = description.get("refused_by_peft")
-    return None if refused is None else f"peft refuses adapters of {refused} in {description['base_model']}"
+    if (kind := description.get("refused_by_peft")) is None:
+        return None
+    refused = f"peft refuses adapters of {kind} in {description['base_model']}"
+    if description.get("role") != "critic":
+        return refused
+    return f"{refused}, and vLLM samples no critics: one that peft is to load must be trained with train_attn=False"
+
+
+def description_in(directory: Path) -> dict[str, Any]:
+    """Returns the content of the exported checkpoint's trainhouse.json, {} if its files are encrypted."""
+    return json.loads(file.read_text()) if (file := directory / DESCRIPTION).exists() else {}
+
+
+def warn_if_refused(path: str, directory: Path) -> None:
+    """Logs that peft refuses the checkpoint that was exported for it, and what to do."""
+    description = description_in(directory)
+    if (refused := refusal_by_peft(description)) is not None:
+        remedy = "" if description.get("role") == "critic" else _INSTEAD_OF_PEFT
+        log.warning("%s: %s%s", path, refused, remedy)
 
 
 def with_transformers(place: Path) -> str:

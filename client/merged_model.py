@@ -17,6 +17,7 @@ import numpy as np
 
 from ..schemas.adapters.adapter_files import CONFIG, DESCRIPTION, WEIGHTS, Pair, pairs_of, split_experts
 from ..schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
+from .export_checkpoint import refusal_by_peft
 
 _ROWS = 4096  # that are in memory at a time
 _INDEX = "model.safetensors.index.json"
@@ -48,7 +49,7 @@ def merge_into_base(adapter: Path, base: Path, merged: Path) -> None:
         merged: a new directory.
     Raises:
         ValueError: the adapter is a critic's, the two do not belong together, or the base model's weights are
-            quantized. The message names the weight.
+            quantized or not all there. The message names the weight or file. Nothing was written.
     """
     merging = _Merging(adapter, base)
     merged.mkdir(parents=True, exist_ok=True)
@@ -100,9 +101,10 @@ class _Merging:
 
     def __init__(self, adapter: Path, base: Path) -> None:
         config = json.loads((adapter / CONFIG).read_text())
-        if config.get("modules_to_save"):
-            raise ValueError(f"{adapter} is the adapter of a critic, whose head no base model has: load it with peft")
         description = json.loads((adapter / DESCRIPTION).read_text())
+        if config.get("modules_to_save"):
+            remedy = refusal_by_peft(description) or "load it with peft"
+            raise ValueError(f"{adapter} is the adapter of a critic, whose head no base model has: {remedy}")
         self._rank = config["r"]
         self._scale = config["lora_alpha"] / self._rank
         self.files = [TensorFile(path) for path in _weight_files(base)]
@@ -202,7 +204,13 @@ class _Merging:
 def _weight_files(base: Path) -> list[Path]:
     """Returns the files of a model's weights; some directories also have them in another form."""
     if (base / _INDEX).exists():
-        return [base / name for name in sorted({*json.loads((base / _INDEX).read_text())["weight_map"].values()})]
+        files = [base / name for name in sorted({*json.loads((base / _INDEX).read_text())["weight_map"].values()})]
+        if missing := [file.name for file in files if not file.exists()]:
+            raise ValueError(
+                f"{base} lacks {len(missing)} of the {len(files)} files that its {_INDEX} names, such as {missing[0]}:"
+                " complete its download"
+            )
+        return files
     if (base / "model.safetensors").exists():
         return [base / "model.safetensors"]
     raise ValueError(f"{base} has no model.safetensors: name the directory of the base model")

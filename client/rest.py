@@ -19,6 +19,7 @@ from ..schemas.models import CheckpointList, SessionInfo, SessionList, TrainingR
 from ..schemas.sampling import SamplerInfo
 from ..schemas.training import Wire
 from .connection import JSON, ServerConnection, to_json
+from .export_checkpoint import warn_if_refused
 from .futures import APIFuture
 
 W = TypeVar("W", bound=Wire)
@@ -164,7 +165,7 @@ class RestClient:
         """Downloads a checkpoint for other programs: an adapter as the reader reads it, or a full model.
 
         The optimizer state is left out, since such programs load every tensor file they find. Files that are encrypted
-        stay as they are.
+        stay as they are. An adapter that peft refuses is written, too, and a warning logged that says what to do.
 
         Raises:
             ValueError: vLLM does not read the adapter (raised by the future).
@@ -179,6 +180,8 @@ class RestClient:
             for path in paths:
                 path.unlink()
             raise
+        if reader == "peft":
+            warn_if_refused(tinker_path, directory)
         return paths
 
     async def _download(self, tinker_path: str, directory: Path, wanted: Callable[[str], bool]) -> list[Path]:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch_file
+from safetensors.torch import save_file as save_torch_file
 from trainhouse import Datum, ServiceClient, TrainingClient
 from trainhouse.client.export_checkpoint import loaded_by
 from trainhouse.schemas.adapters.adapter_files import WEIGHTS
@@ -164,6 +166,16 @@ def test_the_loading_hint_depends_on_the_kind_of_model(tmp_path: Path) -> None:
         assert f"where base is {named}.from_pretrained of a/b" in loaded_by(adapter, tmp_path)
 
 
+def test_nothing_is_offered_for_a_critic_that_peft_refuses() -> None:
+    refused = {"base_model": "a/b", "training": "lora", "refused_by_peft": "out_proj"}
+    hint = loaded_by({**refused, "role": "critic"}, Path("d"))
+    assert hint == (
+        "a program of yours: peft refuses adapters of out_proj in a/b, and vLLM samples no critics: one that peft is to"
+        " load must be trained with train_attn=False"
+    )
+    assert "--merge-into" in loaded_by(refused, Path("d"))
+
+
 def test_vllm_is_told_of_adapters_in_the_mixed_form(tmp_path: Path) -> None:
     about = {"base_model": "a/b", "architecture": "GraniteMoeHybridForCausalLM"}
     (tmp_path / "trainhouse.json").write_text(json.dumps(about))
@@ -196,7 +208,37 @@ def test_an_adapter_that_peft_refuses_is_exported_merged(
         critic = service.create_lora_training_client(f"here/{kind}", rank=4, seed=1, model_role="critic")
         said = export(server, critic.save_state("critic").result(60).path, tmp_path / "critic")
         assert "peft refuses" in said and (tmp_path / "critic" / WEIGHTS).exists()
+
+
+@pytest.mark.slow
+def test_an_adapter_that_peft_refuses_is_not_merged_into_what_is_not_its_whole_base_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = tiny_model("falcon_h1", tmp_path / "here" / "falcon")
+    weights, config = base / "model.safetensors", base / "config.json"
+    with live_server({"here/falcon": base}, tmp_path / "state") as server, ServiceClient(server.url, KEY) as service:
+        path = train_and_save(service.create_lora_training_client("here/falcon", rank=4, seed=1), "cross_entropy")
+        service.create_rest_client().export_checkpoint(path, tmp_path / "written").result(60)
+        assert (tmp_path / "written" / WEIGHTS).exists()
+        assert f"{path}: peft refuses adapters of out_proj in here/falcon: export it for vllm, or merged" in caplog.text
+
+        def assert_refused(reason: str) -> None:
+            said = export(server, path, tmp_path / "none")
+            assert "peft refuses adapters of out_proj in here/falcon, so the adapter would be exported merged" in said
+            assert reason in said and "by --merge-into BASE_DIRECTORY" in said and "--for vllm or --for peft" in said
+            assert said.count("peft refuses") == 1 and not (tmp_path / "none").exists()
+
+        tensors = load_torch_file(weights)
+        save_torch_file({name: each.to(torch.float8_e4m3fn) for name, each in tensors.items()}, weights)
+        assert_refused("has dtype F8_E4M3")
+        index = {"weight_map": dict.fromkeys(tensors, "model-00002-of-00002.safetensors")}
+        (base / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert_refused("lacks 1 of the 1 files")
+        (base / "model.safetensors.index.json").unlink()
+        weights.unlink()
+        assert_refused("has no model.safetensors")
+        config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["LlamaForCausalLM"]}))
+        assert_refused(f"{base} is not the base model: its config.json names no FalconH1ForCausalLM")
         base.rename(tmp_path / "elsewhere")
-        said = export(server, path, tmp_path / "none")
-        assert f"here/{kind} is not on this machine" in said and "--merge-into" in said and "--for peft" in said
-        assert not (tmp_path / "none").exists()
+        assert_refused("here/falcon is not on this machine")

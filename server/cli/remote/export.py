@@ -1,6 +1,7 @@
 """`trainhouse export`: downloads a checkpoint from a running server into a directory that other programs can load."""
 
 import json
+import logging
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ....client.export_checkpoint import loaded_by, refusal_by_peft, with_transformers
+from ....client.export_checkpoint import description_in, loaded_by, log, refusal_by_peft, with_transformers
 from ....client.merged_model import merge_into_base
 from ....client.rest import RestClient
 from ....schemas.adapters.adapter_files import CONFIG, DESCRIPTION, Reader
@@ -44,6 +45,7 @@ def export(
     """Download a checkpoint from a running server into a directory that other programs can load."""
     if reader is not None and merge_into is not None:
         raise typer.BadParameter("--merge-into writes no adapter: leave it or --for out")
+    log.setLevel(logging.ERROR)  # the note has its warnings
     is_new = not directory.exists()
     try:
         if directory.is_dir() and any(directory.iterdir()):
@@ -78,8 +80,12 @@ def _exported(rest: RestClient, path: str, directory: Path, merge_into: Path | N
         if merge_into is not None or refused is not None:
             if not (adapter / CONFIG).exists():
                 raise ValueError(f"{path} is not an adapter that can be read here: export it without --merge-into")
-            merge_into_base(adapter, merge_into or _base_of(adapter, str(refused)), directory)
-            why = f"merged into the base model: {refused}; " if merge_into is None else ""
+            if merge_into is not None:
+                merge_into_base(adapter, merge_into, directory)
+                why = ""
+            else:
+                _merge_unasked(adapter, directory, str(refused))
+                why = f"merged into the base model: {refused}; "
             return f"{why}load {directory} with: {with_transformers(directory.resolve())}"
         for file in files:
             file.rename(directory / file.name)
@@ -89,18 +95,35 @@ def _exported(rest: RestClient, path: str, directory: Path, merge_into: Path | N
 def _refusal_by_peft(adapter: Path) -> str | None:
     """Returns why peft does not take an adapter that can be merged instead: not a critic's, whose head no base model
     has."""
-    description = json.loads(file.read_text()) if (file := adapter / DESCRIPTION).exists() else {}
+    description = description_in(adapter)
     return None if description.get("role") == "critic" else refusal_by_peft(description)
 
 
-def _base_of(adapter: Path, refused: str) -> Path:
-    """Returns the directory of the base model. Raises ValueError if it is not on this machine."""
-    name = json.loads((adapter / DESCRIPTION).read_text())["base_model"]
-    if (found := model_directory(name)) is None:
+def _merge_unasked(adapter: Path, directory: Path, refused: str) -> None:
+    """Merges an adapter that peft refuses into its base model.
+
+    Raises ValueError, which says why it would be merged and what else can be done, if the base model's files on this
+    machine do not allow it.
+    """
+    try:
+        merge_into_base(adapter, _base_of(adapter), directory)
+    except ValueError as error:
         raise ValueError(
-            f"{refused}, so the adapter would be exported merged, and {name} is not on this machine: name its directory"
-            " with --merge-into BASE_DIRECTORY, or export the adapter alone with --for peft or --for vllm"
-        )
+            f"{refused}, so the adapter would be exported merged, and that failed: {error}. Name a directory with the"
+            " base model in 16 or 32 bits by --merge-into BASE_DIRECTORY, or export the adapter alone with --for vllm"
+            " or --for peft"
+        ) from None
+
+
+def _base_of(adapter: Path) -> Path:
+    """Returns the directory of the base model. Raises ValueError if what has its name on this machine is not it."""
+    description = description_in(adapter)
+    name, architecture = description["base_model"], description.get("architecture")
+    if (found := model_directory(name)) is None:
+        raise ValueError(f"{name} is not on this machine")
+    config = json.loads(file.read_text()) if (file := found / "config.json").exists() else {}
+    if architecture not in (config.get("architectures") or ()):
+        raise ValueError(f"{found.resolve()} is not the base model: its config.json names no {architecture}")
     return found
 
 

@@ -45,6 +45,7 @@ TORCH_FREE = {
     *("workers/dispatch", "workers/engines", "workers/scheduler", "workers/pools", "workers/planner"),
     *("workers/shapes", "workers/protocol", "workers/models/devices", "workers/models/hub"),
     "workers/models/model_cache",
+    "workers/models/tokenizer_program",
 }
 
 # Modules of workers that are the same for every kind of model.

@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from ...workers.models.tokenizer_program import refuse_tokenizer_program
 from .tokenizer import TokenizerFacts
 
 
@@ -18,6 +19,7 @@ def read(source: str) -> TokenizerFacts:
     Raises:
         OSError, ValueError: it has no usable tokenizer.
     """
+    refuse_tokenizer_program(source)
     # Imported here, after `main` has hidden torch.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

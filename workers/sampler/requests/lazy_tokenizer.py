@@ -7,6 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ....schemas.errors import OperationError
 from ...models.model import BaseModel
+from ...models.tokenizer_program import refuse_tokenizer_program
 
 if TYPE_CHECKING:  # llguidance is imported only for constraints: training and sampling work without it
     from .structured_output import MatcherFactory
@@ -35,6 +36,7 @@ class LazyTokenizer:
 def _load_tokenizer(source: str) -> PreTrainedTokenizerFast:
     """Raises OperationError if there is none. For some models transformers then builds one of special tokens only."""
     try:
+        refuse_tokenizer_program(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
         reason = None if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else "its vocabulary is empty"
     except (OSError, ValueError) as error:

@@ -125,12 +125,10 @@ class RunHistory:
     async def _steps(self, run_id: str, query: SeriesQuery) -> AsyncIterator[OperationRecord]:
         """Yields optimizer steps with the metrics of their windows."""
         after, left = query.after, query.limit
-        while left > 0:
-            operations = await self._store.operations.list_of_steps(run_id, after, min(left, _BLOCK))
-            if not operations:
-                return
+        window: list[OperationRecord] = []  # since the last step; a window can be longer than what is read at a time
+        while left > 0 and (operations := await self._store.operations.list_of_steps(run_id, after, min(left, _BLOCK))):
             # A block may have thousands of passes, and merging their metrics takes seconds.
-            steps = await asyncio.to_thread(_merged_steps, operations)
+            steps, window = await asyncio.to_thread(_merged_steps, window, operations)
             for step in steps:
                 yield step
             after, left = operations[-1].seq_id, left - len(steps)
@@ -143,36 +141,51 @@ class RunHistory:
             after, left = entries[-1].step, left - len(entries)
 
 
-def _merged_steps(operations: Sequence[OperationRecord]) -> list[OperationRecord]:
-    """Returns the optimizer steps among the operations, each with the metrics of its window."""
-    steps, window = [], []
-    for operation in operations:
-        window.append(operation)
-        if operation.step is not None:
-            steps.append(replace(operation, metrics=window_metrics(window)))
-            window = []
-    return steps
-
-
-def window_metrics(window: Sequence[OperationRecord]) -> dict[str, float]:
-    """Returns the metrics of a step: its own, and those of the passes before it in its window.
+def _merged_steps(
+    window: Sequence[OperationRecord], operations: Sequence[OperationRecord]
+) -> tuple[list[OperationRecord], list[OperationRecord]]:
+    """Returns the optimizer steps among the operations, each with the metrics of its window, and the window after them,
+    in which the passes are merged.
 
     Args:
-        window: the operations since the step before; the last is the step itself.
+        window: the operations since the step before, without those in `operations`.
     """
-    step, passes = window[-1], [one for one in window[:-1] if one.kind == "forward_backward" and one.error is None]
+    steps, window = [], list(window)
+    for operation in operations:
+        if operation.step is not None:
+            steps.append(replace(operation, metrics=_window_metrics(window, operation)))
+            window = []
+        elif operation.kind == "forward_backward" and operation.error is None:
+            window.append(operation)
+    return steps, [_merged_passes(window)] if window else []
+
+
+def _merged_passes(passes: Sequence[OperationRecord]) -> OperationRecord:
+    """Returns a pass with the metrics of all of these, from the start of the first to the end of the last."""
+    began_at = min(one.ended_at - one.busy_seconds for one in passes)
+    return replace(
+        passes[-1],
+        busy_seconds=passes[-1].ended_at - began_at,
+        queued_seconds=max(one.queued_seconds for one in passes),
+        num_tokens=sum(one.num_tokens for one in passes),
+        metrics=merge_metrics([one.metrics for one in passes], [one.num_tokens for one in passes]),
+    )
+
+
+def _window_metrics(passes: Sequence[OperationRecord], step: OperationRecord) -> dict[str, float]:
+    """Returns the metrics of a step: its own, and those of the passes since the step before."""
     if not passes:
         return dict(step.metrics)  # or those of the passes were merged into it
-    metrics = merge_metrics([one.metrics for one in passes], [one.num_tokens for one in passes])
+    merged = _merged_passes(passes)
+    metrics = dict(merged.metrics)
     if (weight := metrics.get(WEIGHT, 0.0)) > 0:
         metrics.setdefault("loss:mean", metrics["loss:sum"] / weight)
-    num_tokens = sum(one.num_tokens for one in passes)
-    seconds = step.ended_at - min(one.ended_at - one.busy_seconds for one in passes)
+    seconds = step.ended_at - (merged.ended_at - merged.busy_seconds)
     metrics |= {
-        "tokens": float(num_tokens),
-        "tokens_per_second": num_tokens / max(seconds, 1e-6),
+        "tokens": float(merged.num_tokens),
+        "tokens_per_second": merged.num_tokens / max(seconds, 1e-6),
         "step_seconds": seconds,
-        "queued_seconds": max(one.queued_seconds for one in (*passes, step)),
+        "queued_seconds": max(merged.queued_seconds, step.queued_seconds),
     }
     return metrics | step.metrics
 

@@ -10,7 +10,7 @@ from ..database.schema import operations
 
 _seq_id = operations.c.seq_id
 _MAX_READ = 20_000
-"""Operations that are read at a time: a run may have this many between two housekeepings."""
+"""Operations that are read at a time."""
 
 _DELETE_SAME = delete(operations).where(operations.c.run_id == bindparam("run"), _seq_id == bindparam("seq"))
 
@@ -45,20 +45,13 @@ class OperationTable:
     async def list_of_steps(self, run_id: str, after: int, num_steps: int) -> tuple[OperationRecord, ...]:
         """Returns the operations after a seq_id, in order, up to and including the `num_steps`-th optimizer step.
 
-        At most about _MAX_READ of them, with fewer steps; of a longer window only its first passes, and its step.
+        At most _MAX_READ of them: more may follow the last one, and the last steps may be missing.
         """
         ahead = (operations.c.run_id == run_id) & (_seq_id > after)
         steps = select(_seq_id).where(ahead, operations.c.step.is_not(None)).order_by(_seq_id).limit(num_steps)
         last = select(func.max(steps.subquery().c.seq_id)).scalar_subquery()
         query = select(operations).where(ahead, _seq_id <= last).order_by(_seq_id).limit(_MAX_READ)
-        found = await self._database.select_all(OperationRecord, query)
-        if len(found) < _MAX_READ:
-            return found
-        if ends := [number for number, one in enumerate(found, start=1) if one.step is not None]:
-            return found[: ends[-1]]
-        first = select(operations).where(ahead, operations.c.step.is_not(None)).order_by(_seq_id).limit(1)
-        step = await self._database.select_one(OperationRecord, first)
-        return found if step is None else (*found, step)
+        return await self._database.select_all(OperationRecord, query)
 
     async def count_steps(self, run_id: str, after: int) -> int:
         ahead = (operations.c.run_id == run_id) & (_seq_id > after)

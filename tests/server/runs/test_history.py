@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +189,52 @@ async def test_operations_are_read_a_bounded_number_at_a_time(
     run = await with_steps(server, 5)
     before = (await get(server, run, "metrics"))["training"]
     monkeypatch.setattr(operation_table, "_MAX_READ", most)
-    after = (await get(server, run, "metrics"))["training"]
-    assert after["steps"] == before["steps"] == [1, 2, 3, 4, 5]
-    assert after["metrics"]["loss:mean"] == before["metrics"]["loss:mean"]
-    block = await server.services.store.operations.list_of_steps(run.model_id, 0, 5)
-    assert len(block) == {7: 6, 2: 3}[most]
+    assert (await get(server, run, "metrics"))["training"] == before
+    assert before["steps"] == [1, 2, 3, 4, 5]
+    assert len(await server.services.store.operations.list_of_steps(run.model_id, 0, 5)) == most
+
+
+async def test_a_step_with_more_passes_than_are_read_at_a_time_keeps_the_metrics_of_all(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, since = await server.create_run(), time.time()
+    await operations_of(server, run, 1)
+    passes = [
+        replace(
+            operation(run, seq_id, None, since),
+            num_tokens=10 * seq_id,
+            queued_seconds=1.0 / seq_id,
+            metrics={
+                "loss:sum": 2.0 * seq_id,
+                "weight:sum": 8.0,
+                "ratio:mean": float(seq_id),
+                "ratio:max": 1.0 / seq_id,
+            },
+        )
+        for seq_id in range(1, 8)
+    ]
+    records = [*passes, operation(run, 8, 1, since), operation(run, 9, None, since), operation(run, 10, 2, since)]
+    await server.services.store.results.put((), records)
+    monkeypatch.setattr(operation_table, "_MAX_READ", 2)
+
+    async def found() -> dict[str, list[float]]:
+        training = (await get(server, run, "metrics"))["training"]
+        assert training["steps"] == [1, 2]
+        return training["metrics"]
+
+    metrics = await found()
+    assert metrics["loss:sum"] == [56.0, 2.0] and metrics["loss:mean"] == [1.0, 0.25]
+    assert metrics["tokens"] == [280.0, 10.0] and metrics["queued_seconds"] == [1.0, 0.5]
+    assert metrics["step_seconds"] == pytest.approx([8.0, 2.0], abs=1e-5)
+    assert metrics["ratio:max"] == [1.0, None]
+    assert metrics["ratio:mean"][0] == pytest.approx(5.0)  # weighted by tokens: sum of squares / sum; plain: 4
+
+    monkeypatch.setattr(history, "_BLOCK", 1)
+    monkeypatch.setattr(history, "_KEPT_OPERATIONS", 1)
+    await server.services.history.tidy_up([run.model_id])
+    kept = (await get(server, run, "operations"))["operations"]
+    assert [one["seq_id"] for one in kept] == [10, 9, 8]
+    assert await found() == metrics
 
 
 async def test_old_operations_are_merged_into_their_steps(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

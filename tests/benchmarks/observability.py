@@ -30,6 +30,8 @@ from .training import cpu_seconds
 BATCH = "16x128"
 STEPS, OPERATIONS, WARM_UPS = 20, 400, 20
 """Measured in a round of the benchmark, and before the first."""
+BLOCKS, PER_BLOCK = 4, 100
+"""Empty operations of one side in a row, in a round, for so long that what is recorded later falls into them, too."""
 
 SERVER_OFF = "trainhouse.tests.benchmarks.processes.unobserved"
 WAIT = {"Accept": PROTOBUF, "Prefer": "wait=30"}
@@ -43,8 +45,10 @@ def observability(setup: Setup) -> Section:
         servers["off"] = stack.enter_context(setup.server("unobserved", module=SERVER_OFF))
         clients = {side: stack.enter_context(rest(server.url)) for side, server in servers.items()}
         spent = {side: cpu_seconds(server)[0] for side, server in servers.items()}
-        operations = _in_turn({side: _operation(http) for side, http in clients.items()}, setup.rounds * OPERATIONS)
+        operate = {side: _operation(http) for side, http in clients.items()}
+        operations = _in_turn(operate, setup.rounds * OPERATIONS)
         per_operation = {side: cpu_seconds(server)[0] - spent[side] for side, server in servers.items()}
+        blocks = _in_turn({side: partial(_block, each) for side, each in operate.items()}, setup.rounds * BLOCKS, 1)
         steps = _in_turn({side: _step(http) for side, http in clients.items()}, setup.rounds * STEPS)
         num_spans = collector.ask(None)
         assert num_spans > len(operations["on"]), f"only {num_spans} spans were exported"
@@ -54,6 +58,7 @@ def observability(setup: Setup) -> Section:
         {
             "side": side,
             "empty operation, ms": statistics.median(operations[side]),
+            f"mean in blocks of {PER_BLOCK}, ms": statistics.mean(blocks[side]) / PER_BLOCK,
             "of the server's processor, ms": 1000 * per_operation[side] / num_operations,
             f"step of {BATCH}, ms": statistics.median(steps[side]),
             "tokens/s": 1000 * num_tokens(batches()[BATCH]) / statistics.median(steps[side]),
@@ -68,7 +73,9 @@ def observability(setup: Setup) -> Section:
     notes = [
         "on: as configured, with traces of everything to a collector on this "
         f"machine, which competes for its cores ({num_spans} spans). off: nothing of it. An operation is a forward of "
-        "8 tokens with its result, in one exchange over HTTP; single operations and steps take turns."
+        "8 tokens with its result, in one exchange over HTTP; single operations, blocks and steps take turns. What is "
+        "recorded a quarter of a second after an operation is in the mean of blocks, but not in the median of single "
+        "operations."
     ]
     return Section("Metrics, history, log and traces", table, lines, notes)
 
@@ -82,16 +89,23 @@ def _longer(on: Sequence[float], off: Sequence[float]) -> float:
     return float(np.median(more[: len(more) // 2 * 2].reshape(-1, 2).mean(1)))
 
 
-def _in_turn(sides: Mapping[str, Callable[[], object]], number: int) -> dict[str, list[float]]:
+def _in_turn(
+    sides: Mapping[str, Callable[[], object]], number: int, warm_ups: int = WARM_UPS
+) -> dict[str, list[float]]:
     """Returns the milliseconds of each call."""
     timers = {side: partial(timed, work) for side, work in sides.items()}
-    return {side: [1000 * each for each in found] for side, found in in_turn(timers, number, WARM_UPS).items()}
+    return {side: [1000 * each for each in found] for side, found in in_turn(timers, number, warm_ups).items()}
 
 
 def _operation(http: httpx.Client) -> Callable[[], object]:
     content = encode_forward_backward_request(request(create_run(http), [EMPTY_ROW], 0, forward_only=True))
     headers = WAIT | {"Content-Type": PROTOBUF}
     return lambda: http.post("forward_backward", content=content, headers=headers).raise_for_status()
+
+
+def _block(operate: Callable[[], object]) -> None:
+    for _ in range(PER_BLOCK):
+        operate()
 
 
 def _step(http: httpx.Client) -> Callable[[], object]:

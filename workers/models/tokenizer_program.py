@@ -16,5 +16,5 @@ def refuse_tokenizer_program(source: str) -> None:
         name = program if isinstance(program, str) else next((each for each in program if each), "unknown")
         raise ValueError(
             f"its tokenizer is a program ({name}), which is not run here: put a tokenizer.json of the tokenizers"
-            " library beside it"
+            " library next to it"
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -215,6 +216,7 @@ def test_an_adapter_that_peft_refuses_is_not_merged_into_what_is_not_its_whole_b
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.WARNING, "trainhouse.export")  # `trainhouse export` in this process raises it
     base = tiny_model("falcon_h1", tmp_path / "here" / "falcon")
     weights, config = base / "model.safetensors", base / "config.json"
     with live_server({"here/falcon": base}, tmp_path / "state") as server, ServiceClient(server.url, KEY) as service:

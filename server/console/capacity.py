@@ -36,12 +36,14 @@ class TenantQueue:
 @router.get("/capacity")
 async def show_capacity(services: ServicesDependency, visitor: VisitorDependency) -> HTMLResponse:
     groups = services.dispatch.groups
+    report, queues = await _report(services, visitor.tenant), await _queues(services, groups)
+    services.telemetry.catch_up()
     return page(
         visitor,
         "capacity.html",
         groups=groups,
-        report=await _report(services, visitor.tenant),
-        queues=await _queues(services, groups),
+        report=report,
+        queues=queues,
         calls=list(services.telemetry.recent_calls),
         num_live=services.runs.num_live(),
         num_lost=services.runs.num_lost,

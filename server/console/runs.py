@@ -53,6 +53,7 @@ async def list_runs(
     services: ServicesDependency, visitor: VisitorDependency, search: Search = "", number: PageNumber = 1
 ) -> HTMLResponse:
     offset = _PER_PAGE * (number - 1)
+    await services.futures.store_now()
     listed = await list_training_runs(services, visitor.tenant, _PER_PAGE, offset, search=search.strip())
     rows = await asyncio.gather(*(_row(services, visitor.tenant, run) for run in listed.training_runs))
     pages = Pages(f"{CONSOLE}/runs", {"search": search}, number, _PER_PAGE, listed.cursor.total_count)
@@ -144,6 +145,7 @@ async def download_metrics(
 ) -> StreamingResponse:
     """Streams all metrics of the run, a line for each step: first those of training, next those that were logged."""
     await own_run(services, visitor.tenant, run_id)
+    await services.futures.store_now()
     name = "".join(letter if letter.isalnum() else "-" for letter in run_id)
     headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
     return StreamingResponse(_csv(services, run_id), media_type="text/csv; charset=utf-8", headers=headers)

@@ -153,7 +153,7 @@ class Futures:
         self._appending: set[Future] = set()  # being written to the file
         self._unstored: list[Future] = []  # in the file, in file order, but not in the store yet
         self._has_unstored = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._flush_requested = asyncio.Event()
         self._num_stored, self._batch_stored = 0, asyncio.Condition()
         self.long_polls, self.kept_bytes = LongPolls(), KeptBytes(store)
         # Held while a large result is encoded or decoded, since each step of that blocks the event loop for a moment.
@@ -273,7 +273,7 @@ class Futures:
         if not self._unstored:
             return
         wanted = self._num_stored + len(self._unstored)
-        self._hurry.set()
+        self._flush_requested.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_RETRY_SECONDS), self._batch_stored:
                 await self._batch_stored.wait_for(lambda: self._num_stored >= wanted)
@@ -281,7 +281,7 @@ class Futures:
     async def close(self) -> None:
         self._closing.set()
         self._has_unstored.set()
-        self._hurry.set()
+        self._flush_requested.set()
         try:
             if self._writer is not None:
                 await self._writer
@@ -332,11 +332,11 @@ class Futures:
             if not self._unstored:
                 self._has_unstored.clear()
                 await self._has_unstored.wait()
-                await _wait(self._hurry, _LINGER_SECONDS)
+                await _wait(self._flush_requested, _LINGER_SECONDS)
                 continue
             batch = self._unstored[:_MAX_PER_WRITE]
             if not self._closing.is_set():
-                self._hurry.clear()
+                self._flush_requested.clear()
             try:
                 ended = [one.ended for one in batch if one.ended is not None]
                 await self._store.results.put([one.record() for one in batch], ended)

@@ -94,5 +94,6 @@ async def asset(file: str) -> FileResponse:
 @router.get("/metrics")
 async def metrics(request: Request, services: ServicesDependency) -> Response:
     """Returns the server's metrics for Prometheus."""
+    services.telemetry.catch_up()
     body, content_type = await services.telemetry.metrics.answer(request.headers.get("Accept", ""))
     return Response(body, headers={"Content-Type": content_type})

@@ -30,27 +30,16 @@ class Telemetry:
     """Gives work its context, and records what ended: the log at once, metrics and traces from the backlog."""
 
     def __init__(self, dispatch: WorkerDispatch, slow_pass_seconds: float, tracing: "Tracing | None" = None) -> None:
-        self._metrics = ServerMetrics(dispatch)
-        self._recent_calls = RecentCalls()
+        self.metrics = ServerMetrics(dispatch)
+        self.recent_calls = RecentCalls()
         self._log = ActivityLog(slow_pass_seconds)
         self._tracing = tracing
         self._backlog = Backlog()
         for group in dispatch.groups:
             group.on_call = self.call_ended
 
-    @property
-    def metrics(self) -> ServerMetrics:
-        """Returns what Prometheus reads."""
-        self.catch_up()
-        return self._metrics
-
-    @property
-    def recent_calls(self) -> RecentCalls:
-        self.catch_up()
-        return self._recent_calls
-
     def catch_up(self) -> None:
-        """Records what was reported until now."""
+        """Records what was reported until now; called before `metrics` and `recent_calls` are read."""
         self._backlog.work_off()
 
     def request_began(self, method: str, route: str | None, headers: Mapping[str, str]) -> WorkContext:
@@ -77,7 +66,7 @@ class Telemetry:
     def _record_request(
         self, work: WorkContext, route: str | None, status: int, seconds: float, ended_at: float
     ) -> None:
-        self._metrics.request_ended(route or _OTHER_ROUTES, status, seconds)
+        self.metrics.request_ended(route or _OTHER_ROUTES, status, seconds)
         if self._tracing is not None:
             self._tracing.request_ended(work, status, ended_at)
 
@@ -102,7 +91,7 @@ class Telemetry:
         self._backlog.add(partial(self._record_operation, work, ended, reason))
 
     def _record_operation(self, work: WorkContext, ended: OperationRecord, reason: str | None) -> None:
-        self._metrics.operation_ended(ended)
+        self.metrics.operation_ended(ended)
         if self._tracing is not None:
             self._tracing.operation_ended(work, ended, reason)
 
@@ -125,7 +114,7 @@ class Telemetry:
         self._backlog.add(partial(self._record_sample, work, sample))
 
     def _record_sample(self, work: WorkContext, sample: EndedSample) -> None:
-        self._metrics.sample_ended(sample)
+        self.metrics.sample_ended(sample)
         if self._tracing is not None:
             self._tracing.sample_ended(work, sample)
 
@@ -135,13 +124,13 @@ class Telemetry:
         self._backlog.add(partial(self._record_call, ended))
 
     def _record_call(self, ended: EndedCall) -> None:
-        self._metrics.call_ended(ended)
-        self._recent_calls.add(ended)
+        self.metrics.call_ended(ended)
+        self.recent_calls.add(ended)
         if self._tracing is not None:
             self._tracing.call_ended(ended)
 
     def journal_written(self, seconds: float) -> None:
-        self._backlog.add(partial(self._metrics.journal_written, seconds))
+        self._backlog.add(partial(self.metrics.journal_written, seconds))
 
 
 def _explain(error: Exception | None) -> tuple[Category, str | None]:

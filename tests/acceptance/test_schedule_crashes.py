@@ -91,7 +91,7 @@ def test_schedules_survive_crashes_and_count_each_step_once(tiny_models: dict[st
 def test_what_a_crash_interrupts_after_a_step_is_done_exactly_once(
     points: Mapping[int, str], tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 lands inside the evaluation's pass, the save, or the publication, or there is no such kill at all."""
+    """kill -9 in an evaluation's pass, a save, a publication or a deletion leaves the results of a run without it."""
     armed = tmp_path / "armed"
     monkeypatch.setenv(ARMED, str(armed))
 

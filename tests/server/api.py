@@ -12,6 +12,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
+from trainhouse.server.journal.futures import Futures
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import (
     DATABASE_NAME,
@@ -106,6 +107,7 @@ async def running_api(
         sessions=Sessions(store, config.sessions.session_expiry_seconds, clock),
         checkpoints=Checkpoints(store, auth, state_dir, clock, storage),
         telemetry=Telemetry(dispatch, 60.0),
+        futures=Futures(state_dir / "results", store, 3600.0),
     )
     app = create_app(config, dispatch)
     app.state.services = services
@@ -114,6 +116,8 @@ async def running_api(
         for part in (services.sessions, services.checkpoints):
             await part.start()
             stack.push_async_callback(part.close)
+        await services.futures.open()
+        stack.push_async_callback(services.futures.close)
         yield Api(app, services, clock, stack)
 
 

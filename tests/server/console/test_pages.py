@@ -130,6 +130,17 @@ async def test_csv_has_every_step_and_no_formulas(server: Server) -> None:
     assert rows[2]["'=1+1"] == "2.0" and rows[2][EVIL] == "1.0" and rows[2]["loss:mean"] == ""
 
 
+@pytest.mark.parametrize(("path", "shown"), [("", '<td class="num">2</td>'), ("/{run}/metrics.csv", "training,2,")])
+async def test_pages_show_steps_as_soon_as_the_client_has_their_results(
+    server: Server, path: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainhouse.server.journal.futures._LINGER_SECONDS", 30.0)
+    run = await server.create_run()
+    async with signed_in(server.app, ALICE) as client:
+        await run.train(batch(), 2)
+        assert shown in (await client.get("/console/runs" + path.format(run=run.model_id))).text
+
+
 async def test_events_bring_later_steps_once_until_the_browser_signs_out(server: Server) -> None:
     run = await evil_run(server)
     async with signed_in(server.app, ALICE) as client:

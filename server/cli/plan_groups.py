@@ -121,6 +121,7 @@ class PlannedGroups:
             "phases": {phase: device.needed_during(phase) for phase in device.phases},
             "other_processes": device.other_processes,
             "needed": device.needed,
+            "usable": self.plan.usable_on(device),
         }
 
     def _phases(self, group: PlannedGroup) -> str:
@@ -132,16 +133,17 @@ class PlannedGroups:
         return [each.flags for each in group_remedies(self.plan, self.num_devices)]
 
     def _verdict(self, device: DevicePlan) -> Iterator[str]:
-        usable, needed = self.plan.usable_bytes, gigabytes(device.needed)
+        usable, excess = self.plan.usable_on(device), self.plan.excess_on(device)
+        needed = gigabytes(device.needed)
         if usable is None:
             yield f"needs {needed}; --device-memory compares it with a device"
-        elif device.needed <= usable:
+        elif not excess:
             yield f"fits: needs {needed} of {gigabytes(usable)}"
         else:
             most, memory = device.heaviest, self.plan.memory[device.heaviest]
             phase = max(memory.phases, key=lambda each: memory.phases[each].total)
             yield (
-                f"does not fit: needs {needed}, {gigabytes(device.needed - usable)} more than the {gigabytes(usable)} "
+                f"does not fit: needs {needed}, {gigabytes(excess)} more than the {gigabytes(usable)} "
                 f"that may be used; most is that of {most}, {gigabytes(memory.peak)} in its {phase}"
             )
 

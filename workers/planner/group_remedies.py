@@ -56,6 +56,7 @@ def _changes(plan: GroupsPlan, num_devices: int | None) -> Iterator[GroupRemedy]
     if _can_take_turns(plan):
         yield _in_turns(plan)
     yield from _apart(plan, num_devices)
+    yield from _with_smaller_share(plan)
     yield from _with_less_work(plan)
     yield from _with_more_ranks(plan, num_devices)
 
@@ -74,6 +75,19 @@ def _apart(plan: GroupsPlan, num_devices: int | None) -> Iterator[GroupRemedy]:
         if group.name in shared and CPU not in group.devices and has_room and _has_own_flags(plan, group):
             moved = replace(group, devices=tuple(f"cuda:{number}" for number in range(first, last)))
             yield GroupRemedy(_flags(moved, group.spec), _with_group(plan, moved))
+
+
+def _with_smaller_share(plan: GroupsPlan) -> Iterator[GroupRemedy]:
+    """Yields the plan in which vLLM takes a smaller share of its devices, in hundredths, if its weights fit into it."""
+    for group in plan.groups:
+        if group.reserved_bytes is None or plan.device_bytes is None:
+            continue
+        excess = max(plan.excess_on(each) for each in plan.devices if group.name in each.ranks)
+        share = 100 * (group.reserved_bytes - excess) // plan.device_bytes / 100
+        smaller = int(share * plan.device_bytes)
+        if plan.memory[group.name].waiting.weights < smaller < group.reserved_bytes:
+            changed = _with_group(plan, replace(group, reserved_bytes=smaller))
+            yield GroupRemedy(f"--vllm-memory-share {share:g}", changed)
 
 
 def _with_less_work(plan: GroupsPlan) -> Iterator[GroupRemedy]:
@@ -107,8 +121,7 @@ def _shorter(plan: GroupsPlan, tokens: int) -> GroupsPlan:
 
 def _with_more_ranks(plan: GroupsPlan, num_devices: int | None) -> Iterator[GroupRemedy]:
     """Yields plans in which tp divides more the group that needs most where there is no room."""
-    usable = plan.usable_bytes or 0
-    heaviest = {each.heaviest for each in plan.devices if each.needed > usable}
+    heaviest = {each.heaviest for each in plan.devices if plan.excess_on(each)}
     for group in plan.groups:
         is_ours = CPU not in group.devices and group.reserved_bytes is None
         if group.name not in heaviest or not is_ours or not _has_own_flags(plan, group):

@@ -16,7 +16,7 @@ CPU = "cpu"
 
 _FLOAT32 = 4
 
-# Of each further process on a CUDA device: its context and libraries. An estimate.
+# Of a process on a CUDA device: its context and libraries. An estimate.
 _PROCESS_BYTES = 500_000_000
 
 
@@ -154,16 +154,28 @@ class GroupsPlan:
 
     @property
     def usable_bytes(self) -> int | None:
-        """Returns how much of a device its groups may use. On a CPU it is all of it."""
+        """Returns how much of a device our ranks may use. On a CPU it is all of it."""
         if self.device_bytes is None or self.devices[0].names == (CPU,):
             return self.device_bytes
         return usable_bytes(self.device_bytes)
 
+    def usable_on(self, device: DevicePlan) -> int | None:
+        """Returns how much of a device its groups may use: of one that vLLM has alone, all but a CUDA context, as its
+        share already has what its passes need."""
+        is_reserved = all(each.reserved_bytes is not None for each in self.groups if each.name in device.ranks)
+        if self.device_bytes is None or not is_reserved:
+            return self.usable_bytes
+        return self.device_bytes - _PROCESS_BYTES
+
+    def excess_on(self, device: DevicePlan) -> int:
+        """Returns the bytes by which the groups exceed what they may use; 0 if they fit or no device is given."""
+        usable = self.usable_on(device)
+        return 0 if usable is None else max(0, device.needed - usable)
+
     @property
     def fits(self) -> bool | None:
         """True if every device has room; None if no device is given."""
-        usable = self.usable_bytes
-        return None if usable is None else all(each.needed <= usable for each in self.devices)
+        return None if self.device_bytes is None else not any(map(self.excess_on, self.devices))
 
     @property
     def moving(self) -> Mapping[str, Moves]:

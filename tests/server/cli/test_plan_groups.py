@@ -57,6 +57,32 @@ def test_vllm_takes_its_share_of_its_devices(capsys: pytest.CaptureFixture[str])
     assert list(several["moving"]) == ["M", "M (critic)"]
 
 
+def test_a_vllm_alone_on_its_device_may_have_nearly_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = (LLAMA, SHORT, "--device-memory=80GB", "--sampler=vllm", "--device=cuda:0", "--sampler-device=cuda:1")
+    plan = planned(capsys, *alone, "--vllm-memory-share=0.95")
+    ours, of_vllm = plan["devices"]
+    assert plan["fits"] and of_vllm["needed"] == 76 * 10**9
+    assert ours["usable"] == plan["usable"] == 73_600_000_000 and of_vllm["usable"] == 79_500_000_000
+    main([*alone, "--vllm-memory-share=0.95"])
+    assert "fits: needs 76.0 GB of 79.5 GB\n" in capsys.readouterr().out
+    # Its CUDA context is not part of its share.
+    whole = planned(capsys, *alone, "--vllm-memory-share=1")
+    assert not whole["fits"] and whole["remedies"] == ["--vllm-memory-share 0.99"]
+
+
+def test_a_smaller_share_of_vllm_makes_room_for_others(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = (LLAMA, SHORT, "--device-memory=80GB", "--sampler=vllm", "--activations=recompute")
+    plan = planned(capsys, *shared)
+    (remedy,) = (each for each in plan["remedies"] if each.startswith("--vllm-memory-share "))
+    assert not plan["fits"] and plan["devices"][0]["usable"] == plan["usable"]
+    share = float(remedy.split()[1])
+    assert planned(capsys, *shared, f"--vllm-memory-share={share}")["fits"]
+    assert planned(capsys, *shared, f"--vllm-memory-share={share + 0.01}")["fits"] is False
+    # With less than its weights vLLM does not start.
+    small = planned(capsys, *shared, "--device-memory=40GB")
+    assert not small["fits"] and not any("--vllm-memory-share" in each for each in small["remedies"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

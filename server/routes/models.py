@@ -91,8 +91,8 @@ async def get_info(
     """Describes a live model; waits until it has been created.
 
     `num_parameters` counts the weights that it trains, over all ranks. An adapter is scaled by lora_alpha / lora_rank;
-    both are 0 for a full model and a draft. `target_path` is the policy
-    checkpoint that a draft predicts, absent if it predicts the bare base model.
+    both are 0 for a full model and a draft. `target_path` is the policy checkpoint that a draft predicts, absent if it
+    predicts the bare base model.
     """
     run = await services.runs.get(tenant, request.model_id)
     base, info = services.dispatch.models[run.record.base_model], await run.info()

@@ -192,7 +192,7 @@ class RoutedExperts:
     def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         """Counts the router whole on each rank along tp, but one with a norm of its own for the rank's own tokens."""
         of_experts = 2.0 * self.per_token * len(self.linears) * self.own_features(spec) * self._mapped
-        num_routing = spec.tp if self.norms is not None else 1
-        of_router = 2.0 * self.hidden * (self.num / num_routing + self.gates_shared / spec.tp)
+        num_router_ranks = spec.tp if self.norms is not None else 1
+        of_router = 2.0 * self.hidden * (self.num / num_router_ranks + self.gates_shared / spec.tp)
         of_shared = self.shared.flops(spec).weights if self.shared is not None else 0.0
         return Flops(of_router + of_experts + product_flops(self._latent_weights(), spec) + of_shared)

@@ -12,6 +12,7 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.worker.worker import Worker
 
 from ..parallel.live_bytes import LiveBytes
+from ..requests import repeatable
 from .test_worker import ALGORITHMS, create_draft, new_worker, request, run_pass, some_data
 
 
@@ -20,7 +21,7 @@ def train_once(directory: Path, algorithm: Algorithm, **knobs: Any) -> tuple[Wor
     worker = new_worker(directory, **knobs)
     create_draft(worker, algorithm=algorithm)
     (output,) = run_pass(worker, request(some_data(1), loss_fn=algorithm))
-    return worker, output.metrics
+    return worker, repeatable(output.metrics)
 
 
 def gradient(worker: Worker) -> torch.Tensor:

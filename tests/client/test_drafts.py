@@ -52,6 +52,11 @@ def real_service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPath
         yield client
 
 
+def learned(metrics: dict[str, float]) -> dict[str, float]:
+    """Leaves out the metrics that depend on time, or on whether the target ran."""
+    return {name: value for name, value in metrics.items() if name not in ("mfu:mean", "model_flops:sum")}
+
+
 def draft_metric(draft: TrainingClient, name: str, loss_fn: str = "eagle3", **config: float | str) -> float:
     return draft.forward(DATA, loss_fn, config).result(60).metrics[f"{name}:last"]
 
@@ -154,7 +159,7 @@ def test_captured_features_train_like_the_target_until_they_are_released(real_se
     assert len({each.feature_ref for each in captured}) == 5
     offline = draft.forward(captured, "eagle3").result(60)
     # The target's products of few rows, as in one of these passes, sum in another order than those of many.
-    assert offline.metrics == pytest.approx(online.metrics, rel=1e-6)
+    assert learned(offline.metrics) == pytest.approx(learned(online.metrics), rel=1e-6)
     draft.forward_backward(captured[:2], "eagle3")
     draft.optim_step().result(60)
     features = real_service.get_workers().features
@@ -175,13 +180,13 @@ def test_captured_features_train_like_the_target_until_they_are_released(real_se
 
 def test_a_step_after_a_refused_feature_ref_fails_and_clears_the_gradients(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "eagle3")
-    learned = draft.forward_backward(DATA, "eagle3").result(60)
+    first = learned(draft.forward_backward(DATA, "eagle3").result(60).metrics)
     draft.forward_backward([Datum([5, 6, 7], {}, feature_ref="lost")], "eagle3")
     with pytest.raises(TrainhouseError, match=r"optim_step was not taken: .*feature_ref lost cannot be used"):
         draft.optim_step().result(60)
     with pytest.raises(TrainhouseError, match="no gradients"):
         draft.optim_step().result(60)
-    assert draft.forward_backward(DATA, "eagle3").result(60).metrics == learned.metrics
+    assert learned(draft.forward_backward(DATA, "eagle3").result(60).metrics) == first
     draft.optim_step().result(60)
 
 
@@ -271,7 +276,7 @@ def test_each_form_of_the_targets_distribution_is_captured_alone_and_with_a_poli
     assert config is not None and FORMS[form].items() <= config.model_dump().items()
     tokens = [[number, 5, 6, 7] for number in range(5)]
     data = [Datum(each[:-1], {"target_tokens": each[1:], "weights": [1.0] * 3}) for each in tokens]
-    online = draft.forward(data, "eagle3").result(60).metrics
+    online = learned(draft.forward(data, "eagle3").result(60).metrics)
     captured = draft.capture(data).result(60)
     # Float32: two layers of 64, and what is stored of the output.
     of_output = {"hidden_state": 64, "logits": 512, "vocabulary": 40 + 2, "top": 2 * 6 + 1}[form]
@@ -281,10 +286,10 @@ def test_each_form_of_the_targets_distribution_is_captured_alone_and_with_a_poli
         Datum(each.tokens, each.loss_fn_inputs, feature_ref=ref) for each, ref in zip(data, refs, strict=True)
     ]
     for given in (captured, with_policy):
-        assert draft.forward(given, "eagle3").result(60).metrics == pytest.approx(online, rel=1e-4)
+        assert learned(draft.forward(given, "eagle3").result(60).metrics) == pytest.approx(online, rel=1e-4)
     again = real_service.create_training_client_from_state(draft.save_state("a").result(60).path)
     assert again.get_info().draft == config
-    assert again.forward(captured, "eagle3").result(60).metrics == pytest.approx(online, rel=1e-4)
+    assert learned(again.forward(captured, "eagle3").result(60).metrics) == pytest.approx(online, rel=1e-4)
     other = "logits" if form == "hidden_state" else "hidden_state"
     reads_other = real_service.create_draft_client(MODEL, "eagle3", target_path=path, seed=1, **FORMS[other])
     reads_other.build_vocab_map([[5, 6, 7, 8, 9]]).result(60)

@@ -3,6 +3,7 @@
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,13 @@ def usual_umask() -> Iterator[None]:
 
 
 def open_to_others(*roots: Path) -> list[str]:
-    paths = [path for root in roots for path in (root, *root.rglob("*")) if not path.is_symlink()]
-    return [f"{path} {stat.filemode(path.stat().st_mode)}" for path in paths if path.stat().st_mode & 0o077]
+    """Looks at what is there: a server may remove its staging directories meanwhile."""
+    found = []
+    for path in (path for root in roots for path in (root, *root.rglob("*"))):
+        with suppress(FileNotFoundError):
+            mode = path.lstat().st_mode
+            found += [f"{path} {stat.filemode(mode)}"] if mode & 0o077 and not stat.S_ISLNK(mode) else []
+    return found
 
 
 def open_up(*roots: Path) -> None:

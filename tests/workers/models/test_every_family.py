@@ -291,9 +291,13 @@ def test_several_samples_of_a_prompt_are_those_of_one_after_the_other(trained: T
 
 
 def test_preempted_samples_continue_with_the_same_tokens(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted = []
-    preempt = SequenceScheduler._preempt_youngest
-    monkeypatch.setattr(SequenceScheduler, "_preempt_youngest", lambda self: (preempted.append(1), preempt(self))[1])
+    preempted, preempt_youngest = [], SequenceScheduler._preempt_youngest
+
+    def preempt(self: SequenceScheduler) -> None:
+        preempted.append(self)
+        preempt_youngest(self)
+
+    monkeypatch.setattr(SequenceScheduler, "_preempt_youngest", preempt)
     jobs = [trained.job(str(seed), 10, seed=seed, max_tokens=150) for seed in range(4)]
     wanted = answers(trained.new_sampler().slice, *jobs)
     assert not preempted

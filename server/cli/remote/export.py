@@ -12,7 +12,7 @@ import typer
 from ....client.export_checkpoint import description_in, loaded_by, log, refusal_by_peft, with_transformers
 from ....client.merged_model import merge_into_base
 from ....client.rest import RestClient
-from ....schemas.adapters.adapter_files import CONFIG, DESCRIPTION, Reader
+from ....schemas.adapters.adapter_files import CONFIG, Reader
 from ....workers.shapes.model_shape import model_directory
 from ..options import new_app
 from ..output import print_json, spinner
@@ -129,7 +129,6 @@ def _base_of(adapter: Path) -> Path:
 
 def _note(directory: Path, reader: Reader) -> str:
     """Says how to load the files."""
-    if all(file.suffix == ".age" for file in directory.iterdir()):
+    if not (description := description_in(directory)):
         return f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`"
-    description = json.loads((directory / DESCRIPTION).read_text())
     return f"load {directory} with: {loaded_by(description, directory, reader)}"

@@ -23,7 +23,7 @@ def usual_umask() -> Iterator[None]:
 
 
 def open_to_others(*roots: Path) -> list[str]:
-    """Looks at what is there: a server may remove its staging directories meanwhile."""
+    """Skips what vanishes meanwhile, such as staging directories of a running server."""
     found = []
     for path in (path for root in roots for path in (root, *root.rglob("*"))):
         with suppress(FileNotFoundError):

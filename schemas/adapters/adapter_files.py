@@ -40,6 +40,10 @@ _WITH_COMPLETED_PATHS = frozenset(
 # By class of the base model: parts of paths that have another name in its files and in vLLM, the one that the cookbook
 # expects. Not so the head of GPT-NeoX, and the text part of Gemma 3 and Mistral 3: peft would drop what has such names.
 _PARTS_FOR_COOKBOOK: Mapping[str | None, Mapping[str, str]] = {"HYV3ForCausalLM": {".shared_experts.": ".shared_mlp."}}
+# Classes of base models of which the cookbook joins the parts of linear layers itself.
+_JOINED_BY_COOKBOOK = frozenset(
+    {"NemotronHForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"}
+)
 
 # Below a layer's experts, where peft has the pair that adapts the parameter which it wraps first.
 _FIRST_OF_EXPERTS = "base_layer"
@@ -51,11 +55,16 @@ def write_for_cookbook(directory: Path) -> None:
     These are in most models the names in the model's files. The head is not called unembed_tokens, the official
     service's name for it, which the cookbook would merge into the embedding if the two are tied. Experts whose layers
     have other names in the model's files than gate_proj, up_proj and down_proj stay separate: the cookbook finds them
-    under no name. Other models stay as they are.
+    under no name. The parts of a linear layer become one pair, except for models of which the cookbook knows the parts.
+    Other models stay as they are.
     """
     if (directory / WEIGHTS).exists():
-        architecture = _description(directory).get("architecture")
-        tensors = _for_cookbook(TensorFile(directory / WEIGHTS))
+        description = _description(directory)
+        architecture = description.get("architecture")
+        file = TensorFile(directory / WEIGHTS)
+        tensors = _for_cookbook(file)
+        if architecture not in _JOINED_BY_COOKBOOK:
+            tensors = _with_joined_parts(tensors, pairs_of(file), description)
         _rewrite(directory, {name_for_cookbook(name, architecture): each for name, each in tensors.items()})
 
 
@@ -249,6 +258,16 @@ def _for_cookbook(file: TensorFile) -> dict[str, FileTensor]:
     return tensors
 
 
+def _with_joined_parts(
+    tensors: Mapping[str, FileTensor], pairs: Mapping[str, Pair], description: Mapping[str, Any]
+) -> dict[str, FileTensor]:
+    joined = dict(pairs)
+    _join_parts(joined, description)
+    parts = {name for path in pairs.keys() - joined.keys() for name in _names(path)}
+    added = {path: joined[path] for path in joined if path not in pairs}
+    return {name: each for name, each in tensors.items() if name not in parts} | _tensors_of(added)
+
+
 def _apart(file: TensorFile, description: Mapping[str, Any], stacked: Mapping[str, Any] | None) -> dict[str, Pair]:
     architecture = description.get("architecture")
     pairs = {_path_of_module(path, architecture): pair for path, pair in pairs_of(file).items()}
@@ -259,22 +278,30 @@ def _apart(file: TensorFile, description: Mapping[str, Any], stacked: Mapping[st
         linear = (description.get("expert_linears") or usual)[match["linear"]]
         of_each = enumerate(expert_pairs(*pairs.pop(match[0])))
         pairs |= {f"{match['experts']}.{number}.{linear}": pair for number, pair in of_each}
+    _join_parts(pairs, description)
+    return pairs if stacked is None else _joined_experts(pairs, stacked)
+
+
+def _join_parts(pairs: dict[str, Pair], description: Mapping[str, Any]) -> None:
+    """Replaces the pairs of the parts of linear layers by one for each layer."""
     for fused, parts in description.get("fused_projections", {}).items():
         num_outputs = description.get("fused_outputs", {}).get(fused)
         for layer in _with_all(pairs, parts):
             of_parts = [pairs.pop(f"{layer}{part}") for part in parts]
             pairs[f"{layer}{fused}"] = block_diagonal(of_parts, num_outputs)
-    return pairs if stacked is None else _joined_experts(pairs, stacked)
 
 
 def _tensors(file: TensorFile, pairs: Mapping[str, Pair]) -> dict[str, FileTensor]:
-    matrices = {
+    # Such as a critic's head.
+    return _tensors_of(pairs) | {name: file.copied(name) for name in file if not _MATRIX.fullmatch(name)}
+
+
+def _tensors_of(pairs: Mapping[str, Pair]) -> dict[str, FileTensor]:
+    return {
         name: FileTensor.of(matrix)
         for path, pair in pairs.items()
         for name, matrix in zip(_names(path), pair, strict=True)
     }
-    # Such as a critic's head.
-    return matrices | {name: file.copied(name) for name in file if not _MATRIX.fullmatch(name)}
 
 
 def _in_form(pairs: Mapping[str, Pair], form: VllmForm, head_features: int | None) -> dict[str, Pair]:

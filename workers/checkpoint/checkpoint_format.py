@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .description import CheckpointDescription
+from .tensor_files import Place
 
 
 class CheckpointFormat(Protocol):
@@ -26,6 +27,10 @@ class CheckpointFormat(Protocol):
 
     def legacy_name(self, name: str) -> str:
         """Returns the tensor's name in files of earlier versions."""
+        ...
+
+    def joined_tensors(self) -> Mapping[str, Mapping[str, Place]]:
+        """Returns the places of the model's tensors in one that files may have instead, by the name of that."""
         ...
 
     def missing_tensors(self, saved: CheckpointDescription) -> Collection[str]:

@@ -11,6 +11,7 @@ from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
 from ..drafts.draft_model import DraftModel
 from .description import CheckpointDescription, write_json
+from .tensor_files import Place
 
 
 class DraftFormat:
@@ -23,6 +24,9 @@ class DraftFormat:
 
     def legacy_name(self, name: str) -> str:
         return name
+
+    def joined_tensors(self) -> Mapping[str, Mapping[str, Place]]:
+        return {}
 
     def missing_tensors(self, saved: CheckpointDescription) -> Collection[str]:
         return ()

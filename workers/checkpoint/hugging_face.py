@@ -13,6 +13,7 @@ from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..full import FullWeights
 from .description import CheckpointDescription
+from .tensor_files import Place
 
 WEIGHTS = "model"
 
@@ -38,6 +39,9 @@ class HuggingFaceFormat:
 
     def legacy_name(self, name: str) -> str:
         return name
+
+    def joined_tensors(self) -> Mapping[str, Mapping[str, Place]]:
+        return {}
 
     def missing_tensors(self, saved: CheckpointDescription) -> Collection[str]:
         return ()

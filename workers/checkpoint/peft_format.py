@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...schemas.adapters.adapter_files import name_for_cookbook
+from ...schemas.adapters.adapter_files import PREFIX, name_for_cookbook
 from ...schemas.errors import OperationError
 from ...schemas.models import GATE_UP_PATTERN, LoraConfig
 from ..lora import Adapter, Target
+from ..lora.target import parts_of_layers
 from .description import CheckpointDescription, few, write_json
+from .tensor_files import Place
 
 _KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
@@ -93,6 +95,21 @@ class PeftFormat:
             name = name.replace(f"{target.saved_path}.lora_", f"{target.name}.lora_")
         return name_for_cookbook(name, self._adapter.architecture)
 
+    def joined_tensors(self) -> Mapping[str, Mapping[str, Place]]:
+        """Returns the places of the matrices of parts of linear layers in the pair of the whole layer, which has the
+        sum of their ranks."""
+        rank = self._adapter.lora.rank
+        places: dict[str, dict[str, Place]] = {}
+        for whole, parts in parts_of_layers(self._adapter.targets).items():
+            row = 0
+            for number, part in enumerate(parts):
+                rows, ranks = slice(row, row + part.out_features), slice(number * rank, (number + 1) * rank)
+                for side, place in (("lora_A", (ranks, slice(None))), ("lora_B", (rows, ranks))):
+                    of_whole = places.setdefault(f"{PREFIX}{whole}.{side}.weight", {})
+                    of_whole[f"{PREFIX}{part.name}.{side}.weight"] = place
+                row += part.out_features
+        return {**places}
+
     def missing_tensors(self, saved: CheckpointDescription) -> set[str]:
         """Returns the tensors of layers that the checkpoint does not adapt: earlier versions adapted fewer layers of
         some models."""
@@ -114,11 +131,8 @@ class PeftFormat:
 
 def _fused_projections(targets: Sequence[Target]) -> dict[str, list[str]]:
     """Returns the linear layers whose rows are adapted in parts, with these parts in order."""
-    fused: dict[str, dict[str, None]] = {}
-    for target in targets:
-        if target.part_of is not None:
-            fused.setdefault(target.part_of, {})[target.kind] = None
-    return {whole: list(parts) for whole, parts in fused.items()}
+    layers = parts_of_layers(targets)
+    return {path.rpartition(".")[2]: [part.kind for part in parts] for path, parts in layers.items()}
 
 
 def _groups(lora: LoraConfig) -> tuple[bool, bool, bool]:

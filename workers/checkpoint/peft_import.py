@@ -18,7 +18,7 @@ from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..lora import Adapter, LoraLayers
 from ..lora.adapter import layout_of, pair_of
-from ..lora.target import GATE_UP, Target
+from ..lora.target import GATE_UP, Target, parts_of_layers
 from ..shapes.parts import RoutedExperts
 from . import TrainedState, save
 from .trained_state import FlatTensors
@@ -109,14 +109,9 @@ def _unstacked(tensors: Mapping[str, Tensor], every: Sequence[Target]) -> dict[s
 
 def _unfused(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> dict[str, Tensor]:
     """Returns the tensors with pairs of linear layers split into those of their parts that adapters adapt."""
-    by_layer: dict[str, list[Target]] = {}
-    for target in every:
-        if target.part_of is not None:
-            path = target.name.rpartition(".")[0]
-            by_layer.setdefault(f"{_PREFIX}{path}.{target.part_of}", []).append(target)
     found = dict(tensors)
-    for path, parts in by_layer.items():
-        of_a, of_b = (f"{path}.lora_{side}.weight" for side in "AB")
+    for path, parts in parts_of_layers(every).items():
+        of_a, of_b = (f"{_PREFIX}{path}.lora_{side}.weight" for side in "AB")
         if of_a not in found or of_b not in found:
             continue
         sizes = [part.out_features for part in parts]

@@ -79,7 +79,7 @@ def read_saved(model: Trainable, directory: Path, *, optimizer: bool) -> SavedMo
     shapes = {name: shape for name, shape in every.items() if name not in lacking}
 
     def read(stem: str, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        tensors = SavedTensors(directory, stem, wanted, form.legacy_name)
+        tensors = SavedTensors(directory, stem, wanted, form.legacy_name, form.joined_tensors())
         return tensors.read() if form.is_read_at_once else tensors
 
     window = description.window

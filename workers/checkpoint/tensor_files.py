@@ -12,6 +12,9 @@ from ...schemas.adapters.adapter_files import stacked_places
 from ...schemas.errors import OperationError
 from .description import few
 
+Place = int | tuple[slice, ...]
+"""The place of a tensor in one of a file: along its first dimension, or a range along each."""
+
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata={"format": "pt"})
@@ -29,7 +32,8 @@ def has_tensors(directory: Path, stem: str) -> bool:
 class SavedTensors(Mapping[str, Tensor]):
     """The tensors in the files of a stem. Names and shapes are checked at once; a tensor is read on access.
 
-    The matrices of experts are also found where the file has one tensor for all experts of a layer.
+    The matrices of experts are also found where the file has one tensor for all experts of a layer, and those of the
+    parts of a linear layer where it has one pair for the whole layer.
     """
 
     def __init__(
@@ -38,21 +42,23 @@ class SavedTensors(Mapping[str, Tensor]):
         stem: str,
         wanted: Mapping[str, Tensor],
         older_name: Callable[[str], str] = lambda name: name,
+        joined: Mapping[str, Mapping[str, Place]] | None = None,
     ) -> None:
         """Opens the files.
 
         Args:
             wanted: the names and shapes that the files must have, no more and no less.
             older_name: returns another name that a tensor may have instead.
+            joined: the places of tensors in one that the files may have instead, by the name of that.
         Raises:
             OperationError: a file is missing, damaged or has other tensors.
         """
         self._files: dict[str, Path] = {}
-        # Name in the file, and place in that tensor if it has those of all experts.
-        self._places: dict[str, tuple[str, int | None]] = {}
+        # Name in the file, and place in that tensor if it has others too.
+        self._places: dict[str, tuple[str, Place | None]] = {}
         newer = {older: name for name in wanted if (older := older_name(name)) != name}
-        stacks = _stacks(wanted)
-        stacks |= {older_name(name): places for name, places in stacks.items()}
+        several = _stacks(wanted)
+        several |= {older_name(name): places for name, places in several.items()} | dict(joined or {})
         self._opened: dict[Path, Any] = {}
         shapes: dict[str, list[int]] = {}
         paths = _files(directory, stem)
@@ -63,25 +69,25 @@ class SavedTensors(Mapping[str, Tensor]):
                 file = self._opened[path] = safe_open(path, framework="pt")
                 for found in file.keys():  # noqa: SIM118 (the file cannot be iterated)
                     shape = file.get_slice(found).get_shape()
-                    of_each = {} if found in wanted else stacks.get(found, {})
-                    names = {name: index for index, name in of_each.items() if index < shape[0]}
-                    for name, index in names.items() or [(newer.get(found) or found, None)]:
+                    places = {} if found in wanted else several.get(found, {})
+                    parts = {name: place for name, place in places.items() if not _is_beyond(place, shape)}
+                    for name, place in parts.items() or [(newer.get(found) or found, None)]:
                         if name in self._files:
                             raise OperationError(
                                 f"{path.name} and {self._files[name].name} both have {name}: remove one"
                             )
-                        self._files[name], self._places[name] = path, (found, index)
-                        shapes[name] = shape if index is None else shape[1:]
+                        self._files[name], self._places[name] = path, (found, place)
+                        shapes[name] = _shape_at(place, shape)
             except SafetensorError as error:
                 raise OperationError(f"{path.name} is damaged: {error}") from None
         _check_tensors(f"{stem}.safetensors", shapes, wanted)
 
     def __getitem__(self, name: str) -> Tensor:
         """Reads a tensor. Raises OperationError if it cannot be read."""
-        path, (found, index) = self._files[name], self._places[name]
+        path, (found, place) = self._files[name], self._places[name]
         try:
-            if index is not None:
-                return self._opened[path].get_slice(found)[index]
+            if place is not None:
+                return self._opened[path].get_slice(found)[place]
             return self._opened[path].get_tensor(found)
         except (OSError, SafetensorError) as error:
             raise OperationError(f"{path.name} cannot be read: {error}", "server") from None
@@ -97,12 +103,23 @@ class SavedTensors(Mapping[str, Tensor]):
         return {name: self[name] for name in self}
 
 
-def _stacks(wanted: Mapping[str, Tensor]) -> dict[str, dict[int, str]]:
-    """Returns the matrices of experts by the tensor that may have those of all, and by their place in it."""
-    stacks: dict[str, dict[int, str]] = {}
+def _stacks(wanted: Mapping[str, Tensor]) -> dict[str, Mapping[str, Place]]:
+    """Returns the places of experts' matrices in the tensors that may have those of all experts, by its name."""
+    stacks: dict[str, dict[str, Place]] = {}
     for name, (stack, place) in stacked_places(wanted).items():
-        stacks.setdefault(stack, {})[place] = name
-    return stacks
+        stacks.setdefault(stack, {})[name] = place
+    return {**stacks}
+
+
+def _is_beyond(place: Place, shape: list[int]) -> bool:
+    return isinstance(place, int) and place >= shape[0]
+
+
+def _shape_at(place: Place | None, shape: list[int]) -> list[int]:
+    if isinstance(place, tuple):
+        ranges = zip(place, shape, strict=False)
+        return [len(range(*of_dimension.indices(size))) for of_dimension, size in ranges]
+    return shape if place is None else shape[1:]
 
 
 def _files(directory: Path, stem: str) -> list[Path]:

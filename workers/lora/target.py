@@ -139,6 +139,15 @@ class Target:
         return replace(self, in_split=None, out_split=None, expert_split=None, is_replicated_over_tp=False)
 
 
+def parts_of_layers(targets: Sequence[Target]) -> dict[str, list[Target]]:
+    """Returns by path the linear layers of which these targets are some of the rows, with the targets in order."""
+    parts: dict[str, list[Target]] = {}
+    for target in targets:
+        if target.part_of is not None:
+            parts.setdefault(f"{target.name.rpartition('.')[0]}.{target.part_of}", []).append(target)
+    return parts
+
+
 @dataclass(frozen=True)
 class LoraMatrix:
     """A [rank, in], or B^T [rank, out], of a target; for experts, the matrices of all of them stacked.

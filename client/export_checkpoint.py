@@ -1,19 +1,128 @@
-"""Says how other programs load an exported checkpoint."""
+"""Writes a downloaded checkpoint as other programs read it, and says how they load it."""
 
 import json
 import logging
 import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..schemas.adapters.adapter_files import DESCRIPTION, WEIGHTS, Reader, max_rank, vllm_form_of
+from ..schemas.adapters.adapter_files import (
+    CONFIG,
+    DESCRIPTION,
+    WEIGHTS,
+    Reader,
+    max_rank,
+    refusal_by_peft,
+    vllm_form_of,
+    write_for,
+)
+from ..schemas.adapters.model_files import model_directory
 from ..schemas.adapters.tensor_file import TensorFile
 from ..schemas.adapters.vllm_form import room_for
+from .merged_model import merge_into_base
 
 _TEXT_PART = ".language_model."
-_INSTEAD_OF_PEFT = ": export it for vllm, or merged with `trainhouse export --merge-into BASE_DIRECTORY`"
 
 log = logging.getLogger("trainhouse.export")
+
+
+@dataclass(frozen=True)
+class ExportedCheckpoint:
+    """An exported checkpoint. note: how to load it, and why, if an adapter was merged without being asked for."""
+
+    files: list[Path]
+    note: str
+
+    @staticmethod
+    def of(directory: Path, note: str) -> "ExportedCheckpoint":
+        return ExportedCheckpoint(sorted(each for each in directory.rglob("*") if each.is_file()), note)
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """Creates a directory, and yields one inside of it that is removed in the end. If this raises, both are.
+
+    Raises ValueError if the directory is not empty.
+    """
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty: name a new directory")
+    is_new = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            yield Path(scratch)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):  # what was written before stays
+                directory.rmdir()
+        raise
+
+
+def merges_unasked(downloaded: Path, reader: Reader | None, merge_into: Path | None) -> bool:
+    """True if peft, for which no other reader is named, does not take an adapter that can be merged instead: not a
+    critic's, whose head no base model has."""
+    description = description_in(downloaded)
+    is_asked = reader is not None or merge_into is not None
+    return not is_asked and description.get("role") != "critic" and refusal_by_peft(description) is not None
+
+
+def write_merged(downloaded: Path, base: Path, directory: Path) -> str:
+    """Writes the base model with the downloaded adapter added; returns how to load it. Raises as `merge_into_base`."""
+    if not (downloaded / CONFIG).exists():
+        raise ValueError("the checkpoint is not an adapter that can be read here: export it without --merge-into")
+    write_for("peft", downloaded)
+    merge_into_base(downloaded, base, directory)
+    return f"load {directory} with: {with_transformers(directory.resolve())}"
+
+
+def write_merged_unasked(downloaded: Path, served: Path | None, directory: Path) -> str:
+    """Merges an adapter that peft refuses into its base model; returns why, and how to load it.
+
+    Args:
+        served: the directory that the server names for the base model.
+    Raises:
+        ValueError: the base model's files on this machine do not allow it. The message says why it would be merged and
+            what else can be done.
+    """
+    refused = refusal_by_peft(description_in(downloaded))
+    try:
+        note = write_merged(downloaded, _base_of(downloaded, served), directory)
+    except ValueError as error:
+        raise ValueError(
+            f"{refused}, so the adapter would be exported merged, and that failed: {error}. Name a directory with the"
+            " base model in 16 or 32 bits by --merge-into BASE_DIRECTORY (merge_into), or export the adapter alone with"
+            " --for vllm or --for peft (reader)"
+        ) from None
+    return f"merged into the base model: {refused}; {note}"
+
+
+def write_adapter(downloaded: Path, directory: Path, reader: Reader) -> str:
+    """Writes an adapter as the reader reads it, or a full model; returns how to load it. Raises as `write_for`."""
+    write_for(reader, downloaded)
+    for file in sorted(each for each in downloaded.rglob("*") if each.is_file()):
+        place = directory / file.relative_to(downloaded)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(place)
+    if not (description := description_in(directory)):
+        return f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`"
+    return f"load {directory} with: {loaded_by(description, directory, reader)}"
+
+
+def _base_of(downloaded: Path, served: Path | None) -> Path:
+    """Returns the directory of the base model. Raises ValueError if what has its name on this machine is not it."""
+    description = description_in(downloaded)
+    name, architecture = description["base_model"], description.get("architecture")
+    found = served if served is not None and served.is_dir() else model_directory(name)
+    if found is None:
+        raise ValueError(f"{name} is not on this machine")
+    config = json.loads(file.read_text()) if (file := found / "config.json").exists() else {}
+    if architecture not in (config.get("architectures") or ()):
+        raise ValueError(f"{found.resolve()} is not the base model: its config.json names no {architecture}")
+    return found
 
 
 def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "peft") -> str:
@@ -39,27 +148,9 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
     return f'PeftModel.from_pretrained(base, "{place}") of peft, where base is {whole}'
 
 
-def refusal_by_peft(description: dict[str, Any]) -> str | None:
-    """Returns what peft lacks for the exported adapter, None if it takes it. description: see `loaded_by`."""
-    if (kind := description.get("refused_by_peft")) is None:
-        return None
-    refused = f"peft refuses adapters of {kind} in {description['base_model']}"
-    if description.get("role") != "critic":
-        return refused
-    return f"{refused}, and vLLM samples no critics: one that peft is to load must be trained with train_attn=False"
-
-
 def description_in(directory: Path) -> dict[str, Any]:
     """Returns the content of the exported checkpoint's trainhouse.json, {} if its files are encrypted."""
     return json.loads(file.read_text()) if (file := directory / DESCRIPTION).exists() else {}
-
-
-def warn_if_refused(path: str, directory: Path) -> None:
-    """Logs that peft refuses the checkpoint that was exported for it, and what to do."""
-    description = description_in(directory)
-    if (refused := refusal_by_peft(description)) is not None:
-        remedy = "" if description.get("role") == "critic" else _INSTEAD_OF_PEFT
-        log.warning("%s: %s%s", path, refused, remedy)
 
 
 def with_transformers(place: Path) -> str:

@@ -15,9 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.adapters.adapter_files import CONFIG, DESCRIPTION, WEIGHTS, Pair, pairs_of, split_experts
+from ..schemas.adapters.adapter_files import (
+    CONFIG,
+    DESCRIPTION,
+    WEIGHTS,
+    Pair,
+    pairs_of,
+    refusal_by_peft,
+    split_experts,
+)
 from ..schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
-from .export_checkpoint import refusal_by_peft
 
 _ROWS = 4096  # that are in memory at a time
 _INDEX = "model.safetensors.index.json"
@@ -51,7 +58,16 @@ def merge_into_base(adapter: Path, base: Path, merged: Path) -> None:
         ValueError: the adapter is a critic's, the two do not belong together, or the base model's weights are
             quantized or not all there. The message names the weight or file. Nothing was written.
     """
-    merging = _Merging(adapter, base)
+    try:
+        merging = _Merging(adapter, base)
+    except ValueError as error:
+        if (method := _packing_of(base)) is None:
+            raise
+        raise ValueError(
+            f"{base} has packed weights (quant_method {method}), into which nothing is merged ({error}): name a"
+            " directory with the model in 16 or 32 bits, or export the adapter alone, which programs that read packed"
+            " weights add to them"
+        ) from None
     merged.mkdir(parents=True, exist_ok=True)
     for path in base.iterdir():
         if (
@@ -214,6 +230,13 @@ def _weight_files(base: Path) -> list[Path]:
     if (base / "model.safetensors").exists():
         return [base / "model.safetensors"]
     raise ValueError(f"{base} has no model.safetensors: name the directory of the base model")
+
+
+def _packing_of(base: Path) -> str | None:
+    """Returns the quant_method that the model's config.json names."""
+    config = json.loads(file.read_text()) if (file := base / "config.json").exists() else {}
+    given = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return None if given is None else str(given.get("quant_method"))
 
 
 def _to_float32(values: np.ndarray, dtype: str) -> np.ndarray:

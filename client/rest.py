@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..schemas import checkpoints
-from ..schemas.adapters.adapter_files import Reader, write_for
+from ..schemas.adapters.adapter_files import Reader
 from ..schemas.checkpoints import (
     CopyWeightsResponse,
     ExternalWeightsUrls,
@@ -15,11 +15,20 @@ from ..schemas.checkpoints import (
     WeightsInfoResponse,
 )
 from ..schemas.history import RunMetrics, RunOperationList
-from ..schemas.models import CheckpointList, SessionInfo, SessionList, TrainingRun, TrainingRunList
+from ..schemas.models import CheckpointList, ServerCapabilities, SessionInfo, SessionList, TrainingRun, TrainingRunList
 from ..schemas.sampling import SamplerInfo
 from ..schemas.training import Wire
 from .connection import JSON, ServerConnection, to_json
-from .export_checkpoint import warn_if_refused
+from .export_checkpoint import (
+    ExportedCheckpoint,
+    description_in,
+    log,
+    merges_unasked,
+    new_directory,
+    write_adapter,
+    write_merged,
+    write_merged_unasked,
+)
 from .futures import APIFuture
 
 W = TypeVar("W", bound=Wire)
@@ -160,29 +169,52 @@ class RestClient:
         return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True))
 
     def export_checkpoint(
-        self, tinker_path: str, directory: str | Path, reader: Reader = "peft"
-    ) -> APIFuture[list[Path]]:
-        """Downloads a checkpoint for other programs: an adapter as the reader reads it, or a full model.
+        self,
+        tinker_path: str,
+        directory: str | Path,
+        reader: Reader | None = None,
+        merge_into: str | Path | None = None,
+    ) -> APIFuture[ExportedCheckpoint]:
+        """Downloads a checkpoint for other programs: a full model, or an adapter as the reader reads it.
 
         The optimizer state is left out, since such programs load every tensor file they find. Files that are encrypted
-        stay as they are. An adapter that peft refuses is written, too, and a warning logged that says what to do.
+        stay as they are.
 
+        Args:
+            directory: a new or empty one.
+            reader: None writes adapters for peft, and merges those that peft refuses into the base model, whose files
+                must be on this machine: in the directory that a server on this machine loaded, or in one of its name or
+                in the Hugging Face cache. The note and a warning say why. "peft" writes them as they are.
+            merge_into: the directory of the base model: writes that with the adapter added to its weights, instead.
         Raises:
-            ValueError: vLLM does not read the adapter (raised by the future).
+            ValueError: vLLM does not read the adapter, or it cannot be merged (raised by the future). Nothing was
+                written.
         """
-        return self._connection.run(self._export(tinker_path, Path(directory), reader))
+        base = None if merge_into is None else Path(merge_into)
+        return self._connection.run(self._export(tinker_path, Path(directory), reader, base))
 
-    async def _export(self, tinker_path: str, directory: Path, reader: Reader) -> list[Path]:
-        paths = await self._download(tinker_path, directory, _is_not_optimizer)
-        try:
-            await asyncio.to_thread(write_for, reader, directory)
-        except ValueError:
-            for path in paths:
-                path.unlink()
-            raise
-        if reader == "peft":
-            warn_if_refused(tinker_path, directory)
-        return paths
+    async def _export(
+        self, tinker_path: str, directory: Path, reader: Reader | None, merge_into: Path | None
+    ) -> ExportedCheckpoint:
+        if reader is not None and merge_into is not None:
+            raise ValueError("a merged model is for no reader: leave out merge_into or reader")
+        with new_directory(directory) as scratch:
+            await self._download(tinker_path, scratch, _is_not_optimizer)
+            if merge_into is not None:
+                note = await asyncio.to_thread(write_merged, scratch, merge_into, directory)
+            elif merges_unasked(scratch, reader, merge_into):
+                served = await self._served_directory(description_in(scratch)["base_model"])
+                note = await asyncio.to_thread(write_merged_unasked, scratch, served, directory)
+                log.warning("%s is %s", tinker_path, note)
+            else:
+                note = await asyncio.to_thread(write_adapter, scratch, directory, reader or "peft")
+        return ExportedCheckpoint.of(directory, note)
+
+    async def _served_directory(self, base_model: str) -> Path | None:
+        """Returns the directory that a server on this machine has loaded under this name."""
+        served = (await self._connection.get("get_server_capabilities", ServerCapabilities)).supported_models
+        named = next((model.directory for model in served if model.model_name == base_model), None)
+        return None if named is None else Path(named)
 
     async def _download(self, tinker_path: str, directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
         address = f"{checkpoint_address(tinker_path)}/external_weights_urls"

@@ -200,10 +200,13 @@ class GetInfoResponse(Wire):
 
 
 class SupportedModel(Wire):
+    """A base model that the server has loaded. directory: its files, reported to clients on the same machine alone."""
+
     model_name: str
     max_context_length: int
     trainable: bool = True
     sampleable: bool = True
+    directory: str | None = None
 
 
 class ServerCapabilities(Wire):

@@ -119,6 +119,16 @@ def write_for_vllm(directory: Path, form: VllmForm) -> None:
         _drop_unused_patterns(directory)
 
 
+def refusal_by_peft(description: Mapping[str, Any]) -> str | None:
+    """Returns what peft lacks for an adapter, None if it takes it. description: content of its trainhouse.json."""
+    if (kind := description.get("refused_by_peft")) is None:
+        return None
+    refused = f"peft refuses adapters of {kind} in {description['base_model']}"
+    if description.get("role") != "critic":
+        return refused
+    return f"{refused}, and vLLM samples no critics: one that peft is to load must be trained with train_attn=False"
+
+
 def refusal_by_vllm(directory: Path, form: VllmForm) -> str | None:
     """Returns what vLLM lacks for a checkpoint, such as "does not adapt ...", and how to train without that; None if it
     takes the adapter or full model."""

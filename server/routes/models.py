@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import FileResponse
 from huggingface_hub import try_to_load_from_cache
 
+from ...schemas.adapters.model_files import model_directory
 from ...schemas.errors import RequestError
 from ...schemas.models import (
     GetInfoRequest,
@@ -44,13 +45,23 @@ TOKENIZER_FILES = (
 )
 
 
-@router.get("/get_server_capabilities")
+@router.get("/get_server_capabilities", response_model_exclude_none=True)
 async def get_server_capabilities(services: ServicesDependency, tenant: TenantDependency) -> ServerCapabilities:
-    """Lists the base models that the server has loaded."""
-    models = services.dispatch.models.values()
+    """Lists the base models that the server has loaded.
+
+    A server that listens on a loopback address also names the directory of each model.
+    """
+    is_loopback, served = services.config.is_loopback, services.config.models.base_models
+    found = {model.name: model_directory(model.source) for model in served} if is_loopback else {}
+    directories = {name: str(directory.absolute()) for name, directory in found.items() if directory is not None}
     return ServerCapabilities(
         supported_models=[
-            SupportedModel(model_name=model.name, max_context_length=model.max_context_length) for model in models
+            SupportedModel(
+                model_name=model.name,
+                max_context_length=model.max_context_length,
+                directory=directories.get(model.name),
+            )
+            for model in services.dispatch.models.values()
         ]
     )
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,7 +90,7 @@ def test_an_adapter_is_exported_merged(
     assert np.abs(logprobs(base) - ours).max() > 1e-3
     draft = train_and_save(service.create_draft_client(MODEL, "eagle3", capture_layers=[0, 1]), "eagle3")
     refused = export(shared_server, draft, tmp_path / "draft", f"--merge-into={base}")
-    assert f"{draft} is not an adapter that can be read here: export it without --merge-into" in refused
+    assert "the checkpoint is not an adapter that can be read here: export it without --merge-into" in refused
     assert not (tmp_path / "draft").exists()
 
 
@@ -189,10 +190,9 @@ def test_vllm_is_told_of_adapters_in_the_mixed_form(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("nemotron_h", marks=pytest.mark.full)])
 def test_an_adapter_that_peft_refuses_is_exported_merged(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where the base model's name is a directory
-    base = tiny_model(kind, tmp_path / "here" / kind)
+    base = tiny_model(kind, tmp_path / "model")  # which the server on this machine names
     with live_server({f"here/{kind}": base}, tmp_path / "state") as server, ServiceClient(server.url, KEY) as service:
         client = service.create_lora_training_client(f"here/{kind}", rank=4, seed=1)
         path = train_and_save(client, "cross_entropy")
@@ -201,6 +201,13 @@ def test_an_adapter_that_peft_refuses_is_exported_merged(
         assert f"merged into the base model: peft refuses adapters of out_proj in here/{kind}; load " in said
         np.testing.assert_allclose(logprobs(tmp_path / "merged"), ours, atol=1e-5)
         assert np.abs(logprobs(base) - ours).max() > 1e-3
+        caplog.set_level(logging.WARNING, "trainhouse.export")  # `trainhouse export` in this process raises it
+        exported = service.create_rest_client().export_checkpoint(path, tmp_path / "same").result(60)
+        assert exported.note == said.strip().replace(str(tmp_path / "merged"), str(tmp_path / "same"))
+        assert f"{path} is {exported.note}" in caplog.text
+        assert {each.name for each in exported.files} == {each.name for each in (tmp_path / "merged").iterdir()}
+        for file in exported.files:
+            assert file.read_bytes() == (tmp_path / "merged" / file.name).read_bytes()
         assert "peft refuses adapters of out_proj" in export(server, path, tmp_path / "alone", "--for=peft")
         assert (tmp_path / "alone" / WEIGHTS).exists()
         without = service.create_lora_training_client(f"here/{kind}", rank=4, seed=1, train_attn=False)
@@ -213,23 +220,26 @@ def test_an_adapter_that_peft_refuses_is_exported_merged(
 
 @pytest.mark.slow
 def test_an_adapter_that_peft_refuses_is_not_merged_into_what_is_not_its_whole_base_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The directory is the one that the server names, or else one of the model's name."""
     monkeypatch.chdir(tmp_path)
-    caplog.set_level(logging.WARNING, "trainhouse.export")  # `trainhouse export` in this process raises it
-    base = tiny_model("falcon_h1", tmp_path / "here" / "falcon")
+    base = tiny_model("falcon_h1", tmp_path / "model")
     weights, config = base / "model.safetensors", base / "config.json"
     with live_server({"here/falcon": base}, tmp_path / "state") as server, ServiceClient(server.url, KEY) as service:
         path = train_and_save(service.create_lora_training_client("here/falcon", rank=4, seed=1), "cross_entropy")
-        service.create_rest_client().export_checkpoint(path, tmp_path / "written").result(60)
-        assert (tmp_path / "written" / WEIGHTS).exists()
-        assert f"{path}: peft refuses adapters of out_proj in here/falcon: export it for vllm, or merged" in caplog.text
+        rest = service.create_rest_client()
+        with pytest.raises(ValueError, match="leave out merge_into or reader"):
+            rest.export_checkpoint(path, tmp_path / "none", "peft", base).result(60)
 
         def assert_refused(reason: str) -> None:
             said = export(server, path, tmp_path / "none")
             assert "peft refuses adapters of out_proj in here/falcon, so the adapter would be exported merged" in said
             assert reason in said and "by --merge-into BASE_DIRECTORY" in said and "--for vllm or --for peft" in said
             assert said.count("peft refuses") == 1 and not (tmp_path / "none").exists()
+            with pytest.raises(ValueError, match=re.escape(reason)):
+                rest.export_checkpoint(path, tmp_path / "none").result(60)
+            assert not (tmp_path / "none").exists()
 
         tensors = load_torch_file(weights)
         save_torch_file({name: each.to(torch.float8_e4m3fn) for name, each in tensors.items()}, weights)
@@ -242,5 +252,8 @@ def test_an_adapter_that_peft_refuses_is_not_merged_into_what_is_not_its_whole_b
         assert_refused("has no model.safetensors")
         config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["LlamaForCausalLM"]}))
         assert_refused(f"{base} is not the base model: its config.json names no FalconH1ForCausalLM")
-        base.rename(tmp_path / "elsewhere")
+        (tmp_path / "here").mkdir()
+        base.rename(tmp_path / "here" / "falcon")
+        assert_refused(f"{tmp_path}/here/falcon is not the base model: its config.json names no FalconH1ForCausalLM")
+        (tmp_path / "here" / "falcon").rename(tmp_path / "elsewhere")
         assert_refused("here/falcon is not on this machine")

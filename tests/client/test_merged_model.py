@@ -142,6 +142,15 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     refused(r"q_proj\.weight of the base model has shape \[8, 6\], and the adapter is for \[8, 7\]")
     adapter(tmp_path / "adapter", {"quantized": (4, 4)})
     refused(r"quantized\.weight of .* has dtype F8_E4M3: only F32, F16, BF16 are read")
+    config = tmp_path / "base" / "config.json"
+    (plain := config.with_name("plain.json")).write_text(config.read_text())
+    for packed in ({"quant_method": "fp8"}, {"quant_method": "mxfp4"}):
+        config.write_text(json.dumps({"text_config": {"quantization_config": packed}}))
+        adapter(tmp_path / "adapter", {"quantized": (4, 4)})
+        refused(
+            rf"has packed weights \(quant_method {packed['quant_method']}\), .* with the model in 16 or 32 bits, or"
+        )
+    plain.rename(config)
     adapter(tmp_path / "adapter", {"lm_head": (9000, 6)}, modules_to_save=["score"])
     refused("is the adapter of a critic, whose head no base model has: load it with peft")
     adapter(tmp_path / "adapter", {"lm_head": (9000, 6)}, modules_to_save=["score"])

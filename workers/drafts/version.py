@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...schemas.adapters.model_files import model_directory
 from ..models.model import BaseModel
-from ..shapes.model_shape import model_directory
 from ..state.trainable import Trainable
 
 _DIGITS = 16

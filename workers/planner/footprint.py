@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ...schemas.adapters.model_files import model_directory
 from ..protocol.parallel_spec import SINGLE
 from ..protocol.worker_config import WorkerConfig
-from ..shapes.model_shape import ModelShape, model_directory, read_model
+from ..shapes.model_shape import ModelShape, read_model
 from ..shapes.packed_weights import Quantization, TensorHeader, num_elements
 from .parameters import num_parameters, parameters
 from .workload import BYTES_PER_NUMBER

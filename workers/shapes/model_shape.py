@@ -4,7 +4,6 @@ Imports neither torch nor transformers, so that an impossible layout is refused 
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from functools import cached_property
 from math import gcd
 from pathlib import Path
 
+from ...schemas.adapters.model_files import hub_cache, model_directory
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import ServedModel
 from .cache_size import CacheSize
@@ -215,7 +215,7 @@ def _config_file(served: ServedModel) -> Path:
     directory = model_directory(served.source)
     if directory is None:
         raise ValueError(
-            f"{served.source} is neither a directory nor a model in the cache {_hub_cache()}: download it, or give its "
+            f"{served.source} is neither a directory nor a model in the cache {hub_cache()}: download it, or give its "
             f"config.json as --base-model {served.name}=FILE"
         )
     return directory / "config.json"
@@ -226,22 +226,6 @@ def refuse_missing_weights(source: str) -> None:
     directory = Path(source)
     if directory.is_dir() and not any(directory.glob("*.safetensors")):
         raise ValueError(f"{source}: no .safetensors weights in this directory")
-
-
-def model_directory(source: str) -> Path | None:
-    """Returns the directory with the model's files, None if they are not on this machine."""
-    if Path(source).is_dir():
-        return Path(source)
-    if source.count("/") > 1 or source.startswith(("/", ".")):
-        return None
-    # The layout of huggingface_hub, whose import would take half a second.
-    repository = _hub_cache() / ("models--" + source.replace("/", "--"))
-    try:
-        revision = (repository / "refs" / "main").read_text().strip()
-    except OSError:
-        return None
-    directory = repository / "snapshots" / revision
-    return directory if (directory / "config.json").exists() else None
 
 
 def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
@@ -379,10 +363,3 @@ def _unknown(model_type: str, config: Mapping[str, object]) -> str:
         f"{model_type} models are not supported: it was not verified that sequences get the same numbers in a shared"
         " pass as alone; docs/models.md lists the models that are served"
     )
-
-
-def _hub_cache() -> Path:
-    """Returns the directory of the Hugging Face cache, as huggingface_hub decides it."""
-    home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
-    cache = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
-    return Path(os.path.expandvars(os.environ.get("HF_HUB_CACHE", cache))).expanduser()

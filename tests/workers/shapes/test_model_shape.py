@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import try_to_load_from_cache
+from trainhouse.schemas.adapters.model_files import model_directory
 from trainhouse.workers.planner.parameters import num_parameters
 from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.families import FAMILIES
@@ -17,7 +18,6 @@ from trainhouse.workers.shapes.model_shape import (
     Rope,
     describe_model,
     longest_context,
-    model_directory,
     read_model,
 )
 from trainhouse.workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, RoutedExperts, SoftmaxAttention

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ....schemas.adapters.model_files import model_directory
 from ...models.devices import check_cuda, check_devices, device_of, first_device
 from ...planner.checks import check_layout, cuda_devices
 from ...planner.footprint import check_fit, runs_on_cpu
@@ -23,7 +24,7 @@ from ...protocol.parallel_spec import SINGLE
 from ...protocol.timeouts import CallTimeouts
 from ...protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
 from ...shapes.draft_spec import check_drafts
-from ...shapes.model_shape import model_directory, read_model
+from ...shapes.model_shape import read_model
 
 logger = logging.getLogger(__name__)
 

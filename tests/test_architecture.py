@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from trainhouse.workers.shapes.parts import PARTS, Mixer
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("client", "examples", "schemas", "server", "workers")
@@ -188,6 +189,16 @@ def test_core_modules_do_not_name_kinds_of_models() -> None:
     assert kinds & {word.lower() for word in words(ROOT / "workers" / "heads" / "value_head.py")}, (
         "names of kinds must be found"
     )
+
+
+def test_kinds_of_mixers_are_named_only_where_they_are_declared_and_run() -> None:
+    """All else asks the declaration of a mixer, so that a new one changes nothing else."""
+    kinds = {kind.__name__ for kind in PARTS if issubclass(kind, Mixer)}
+    folders = [ROOT / "workers" / name for name in ("shapes/parts", "shapes/families", "models/layers")]
+    naming = {path for path in sources("workers") if kinds & set(words(path))}
+    outside = {path.relative_to(ROOT).as_posix() for path in naming if path.parent not in folders}
+    assert outside == {"workers/engines/vllm/server.py"}  # vLLM has no kernel for one of them
+    assert len(naming) > len(kinds), "names of kinds must be found"
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.sharded_embedding import ShardedEmbedding
 from ..shapes.families import FIXED_ROTATIONS
 from ..shapes.model_shape import ModelDescription, ModelShape
-from ..shapes.parts import LatentAttention, SoftmaxAttention
+from ..shapes.parts import Attention
 from .activation_checkpointing import LayerInputs
 from .fsdp import ShardedLayers
 from .layers import DecoderLayer, GroupedExperts, Merge, TokenInputs, add_norm, is_recognised, norm_of
@@ -243,9 +243,9 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
-def _rotary_table(trunk: Any, part: SoftmaxAttention | LatentAttention) -> RotaryTable:
+def _rotary_table(trunk: Any, part: Attention) -> RotaryTable:
     (frequencies, scale), growth = _frequencies(trunk, part.rotation, part.rotary_dim), part.growth
-    if isinstance(part, SoftmaxAttention) and part.rotary_scale is not None:
+    if part.rotary_scale is not None:
         scale = part.rotary_scale
     scales = None if growth is None else partial(query_scales, **asdict(growth))
     return RotaryTable(frequencies, scale, scales)

@@ -38,12 +38,10 @@ from ..parallel.sharded_embedding import ShardedEmbedding
 from ..parallel.token_shard import TokenShard
 from ..planner.checks import activations_refusal, check_quantization
 from ..planner.footprint import gigabytes
-from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import WorkerConfig, ZeroStage
 from ..resources.memory import available_bytes
 from ..resources.threads import ThreadCount
 from ..shapes.model_shape import (
-    ModelDescription,
     ModelShape,
     describe_model,
     longest_context,
@@ -135,8 +133,10 @@ class BaseModel:
         loaded_config, self._text_part_of = _config_of(config.model.source)
         self.shape = describe_model(config.model.name, loaded_config.to_dict())
         self.architecture = read_architecture(config.model)
+        self.sequence_split = SequenceSplit()
         if isinstance(self.shape, ModelShape):
             mesh.spec = self.shape.own_layout(mesh.spec)
+            self.sequence_split = self.shape.sequence_split(mesh.spec)
         self.spec = mesh.spec
         check_quantization(config.base_quantization, mesh.spec, self.shape)
         self._weights = self.shape.placed_weights() if isinstance(self.shape, ModelShape) else {}
@@ -148,7 +148,6 @@ class BaseModel:
         self.config: PreTrainedConfig = self.model.config
         own = self.own_parameters()
         self.num_parameters = sum(self._num_parts(name) * each.numel() for name, each in own.items())
-        self.sequence_split = _sequence_split(self.shape, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
         rotate_alike(self.trunk, config.max_context_length or self.num_positions)
         self._fused = fused_trunk(self.trunk, self.shape, mesh)
@@ -620,13 +619,6 @@ def _collect_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.requires_grad = True
     parameter.grad_dtype = torch.float32
     parameter.grad = gradient
-
-
-def _sequence_split(shape: ModelDescription, spec: ParallelSpec) -> SequenceSplit:
-    if spec.sp == 1 or not isinstance(shape, ModelShape) or not shape.attentions:
-        return SequenceSplit()
-    tp, (heads, kv_heads) = spec.tp_size_of("self_attn"), shape.heads
-    return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)
 
 
 # The text part of models that also take images: its name, and the renaming of its weights from files of current and

@@ -10,7 +10,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..protocol.worker_config import ServedModel, WorkerConfig
 from ..shapes.model_shape import ModelDescription, ModelShape
-from ..shapes.parts import LatentAttention, SoftmaxAttention
 from .model import BaseModel, class_of
 
 _log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ def needs_twin(shape: ModelDescription, dtype: torch.dtype, is_shared: bool) -> 
     """True if ranks share the model, and none can run it by transformers, or if rounding changes what indexers choose
     in so short sequences as are compared."""
     mixers = shape.mixers if isinstance(shape, ModelShape) else ()
-    has_indexer = any(isinstance(mixer, LatentAttention) and mixer.indexer is not None for mixer in mixers)
+    has_indexer = any(mixer.indexer is not None for mixer in mixers)
     return is_shared or (has_indexer and dtype != torch.float32)
 
 
@@ -134,8 +133,7 @@ def _heads(given: Mapping[str, Any], shape: ModelShape) -> dict[str, int]:
         "num_attention_heads": num_queries,
         "num_key_value_heads": num_queries if has_own_keys else num_queries // 2,
     }
-    head_dims = {mixer.head_dim if isinstance(mixer, SoftmaxAttention) else None for mixer in shape.mixers}
-    if len(head_dims) == 1 and (head_dim := head_dims.pop()) is not None:
+    if shape.mixers == shape.attentions and (head_dim := shape.head_features) is not None:
         found |= {"head_dim": head_dim, "hidden_size": num_queries * head_dim}
     if given.get("mamba_d_ssm") and given.get("mamba_d_head"):
         found |= {"mamba_d_ssm": _SIZES["mamba_n_heads"] * given["mamba_d_head"]}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..shapes.windows import queries_of_mask
+from ..shapes.parts.windows import queries_of_mask
 
 
 @dataclass(frozen=True, eq=False)

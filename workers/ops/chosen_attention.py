@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..shapes.windows import queries_of_choice, queries_of_copies
+from ..shapes.parts.windows import queries_of_choice, queries_of_copies
 from .attention_kind import AttentionKind
 
 if TYPE_CHECKING:

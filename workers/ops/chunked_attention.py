@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..shapes.windows import queries_of_scores
+from ..shapes.parts.windows import queries_of_scores
 from .attention_kind import AttentionKind
 from .linear import soft_cap_derivatives, soft_capped
 

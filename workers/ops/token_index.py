@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..shapes.windows import queries_of_index
+from ..shapes.parts.windows import queries_of_index
 from .attention import AttendingPacking, Packing
 from .attention_kind import AttentionKind
 

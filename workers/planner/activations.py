@@ -10,16 +10,7 @@ from dataclasses import dataclass
 
 from ..protocol.parallel_spec import ParallelSpec
 from ..shapes.model_shape import ModelShape
-from ..shapes.parts import LatentAttention, Layer, Share, SoftmaxAttention
-from ..shapes.sequence_split import SequenceSplit
-from ..shapes.windows import (
-    MAX_INDEX_SCORES,
-    MAX_SCORES,
-    queries_of_choice,
-    queries_of_index,
-    queries_of_mask,
-    queries_of_scores,
-)
+from ..shapes.parts import Layer, Share
 from .workload import Workload
 
 _FLOAT32 = 4
@@ -49,11 +40,11 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Activa
     """Returns the bytes for the largest micro-batch."""
     tokens = -(-load.tokens // spec.sp)
     of_pass = _BytesPerToken(shape, spec, load)
-    at_work = _window_scores(shape, spec, load) + _index_scores(shape, load) + _expert_gradients(shape, spec, load)
+    at_work = of_pass.scores() + _expert_gradients(shape, spec, load)
     return Activations(
         kept=int(tokens * of_pass.kept()),
         # Attention runs backward after the feed-forward part, whose memory is then free.
-        working=max(int(tokens * of_pass.working()), _capped_scores(shape, spec, load)) + at_work,
+        working=max(int(tokens * of_pass.working()), of_pass.score_gradients()) + at_work,
         head=int(tokens * of_pass.head()) + _logits(shape, spec, load),
         host=int(tokens * of_pass.host()),
     )
@@ -66,8 +57,22 @@ def forward_activations(shape: ModelShape, spec: ParallelSpec, load: Workload) -
     of_pass = _BytesPerToken(shape, spec, load)
     return Activations(
         kept=int(tokens * of_pass.kept_forward()),
-        working=int(tokens * of_pass.running()) + _window_scores(shape, spec, load) + _index_scores(shape, load),
+        working=int(tokens * of_pass.running()) + of_pass.scores(),
         head=_logits(shape, spec, load, has_gradient=False),
+    )
+
+
+def share_of(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Share:
+    return Share(
+        spec=spec,
+        number_bytes=load.number_bytes,
+        lora_rank=load.effective_lora_rank,
+        is_full=load.training == "full",
+        gathers_stream=load.tp_activations == "sharded" and spec.tp > 1,
+        longest=load.longest,
+        tokens=load.tokens,
+        num_forward=1 if load.activations == "keep" else 2,
+        ulysses=shape.sequence_split(spec).ulysses,
     )
 
 
@@ -81,15 +86,7 @@ class _BytesPerToken:
         self._stream_parts = spec.tp if load.tp_activations == "sharded" else 1
         # A state of the residual stream, and the inverse of its norm.
         self._stream = (self._number * shape.hidden + _FLOAT32) / self._stream_parts
-        self._share = Share(
-            spec=spec,
-            number_bytes=self._number,
-            lora_rank=load.effective_lora_rank,
-            is_full=self._is_full,
-            gathers_stream=self._stream_parts > 1,
-            longest=load.longest,
-            ulysses=_split(shape, spec).ulysses,
-        )
+        self._share = share_of(shape, spec, load)
 
     def kept(self) -> float:
         """Returns the bytes kept for the backward pass.
@@ -128,6 +125,13 @@ class _BytesPerToken:
         at_work = max(self._stream + part.working_bytes(self._share) for layer in self._layers for part in layer.parts)
         return max(self._stream + self._norm_way_back(), self._running_again() + at_work)
 
+    def scores(self) -> int:
+        """Returns the bytes of scores, for all tokens together."""
+        return max((mixer.score_bytes(self._share) for mixer in self._shape.mixers), default=0)
+
+    def score_gradients(self) -> int:
+        return max((mixer.score_gradient_bytes(self._share) for mixer in self._shape.mixers), default=0)
+
     @property
     def _layers(self) -> Sequence[Layer]:
         """The different layers."""
@@ -158,10 +162,8 @@ class _BytesPerToken:
         """Returns the bytes of what other layers use of this one: keys and values, and their gradients, or the choice
         of tokens."""
         mixer = self._shape.layers[source].mixer
-        if isinstance(mixer, LatentAttention):
-            return mixer.choice_bytes(self._share)
         assert mixer is not None
-        return self._number * 2 * mixer.cache_entries(self._spec).numbers_per_token
+        return mixer.shared_bytes(self._share)
 
     def _kept_by(self, layer: Layer) -> float:
         of_parts = sum(part.kept_bytes(self._share) for part in layer.parts)
@@ -195,14 +197,6 @@ class _BytesPerToken:
         return _FLOAT32 * states * self._shape.hidden / self._stream_parts
 
 
-def _split(shape: ModelShape, spec: ParallelSpec) -> SequenceSplit:
-    tp = spec.tp_size_of("self_attn")
-    if spec.sp == 1 or not shape.attentions:
-        return SequenceSplit()
-    heads, kv_heads = shape.heads
-    return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)
-
-
 def _logits(shape: ModelShape, spec: ParallelSpec, load: Workload, has_gradient: bool = True) -> int:
     """Returns the bytes of a chunk: log-probabilities, a copy of the rows that have a gradient and, if the base model
     is not float32, that gradient, or before it the logits in its dtype and their cast."""
@@ -220,45 +214,3 @@ def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Workload) -> 
         return 0
     num_own = experts.num // spec.ep_size_of("experts")
     return load.number_bytes * num_own * 2 * experts.own_features(spec) * shape.hidden
-
-
-def _capped_scores(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
-    """Returns the bytes for the scores of some queries, their gradient, and the derivative of their cap; 0 without a
-    cap."""
-    capped = [each for each in shape.attentions if isinstance(each, SoftmaxAttention) and each.score_cap is not None]
-    if not capped:
-        return 0
-    split = _split(shape, spec)
-    length = -(-load.longest // split.ring)
-    sequences = max(1, load.tokens // load.longest)
-    num_heads = sequences * capped[0].heads // spec.tp_size_of("self_attn") // split.ulysses
-    windows = {min(each.window or length, length) for each in capped}
-    queries = {window: queries_of_scores(num_heads, length, window) for window in windows}
-    most = max(number * min(number + window, length) for window, number in queries.items())
-    return 3 * _FLOAT32 * num_heads * most
-
-
-def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
-    """Returns the bytes for sliding windows: the mask of some queries, or with a ring scores, their mask and their
-    softmax. CUDA kernels for 16-bit dtypes need neither."""
-    windows = [each.window for each in shape.attentions if each.window is not None and each.window < load.longest]
-    if load.dtype != "float32" or not windows:
-        return 0
-    if _split(shape, spec).ring > 1:
-        return 3 * _FLOAT32 * MAX_SCORES
-    queries = queries_of_mask(max(windows))
-    return queries * (queries + max(windows)) * (_FLOAT32 + 1)
-
-
-def _index_scores(shape: ModelShape, load: Workload) -> int:
-    """Returns the bytes for choosing and attending to tokens by an indexer: its heads' scores and their sum, sorted,
-    for some queries, or their mask; 0 for sequences that it does not reduce."""
-    mixers = [each for each in shape.attentions if isinstance(each, LatentAttention)]
-    indexers = [each.indexer for each in mixers if each.indexer is not None and each.indexer.most < load.longest]
-    if not indexers:
-        return 0
-    heads, length = indexers[0].heads, load.longest
-    rows = min(queries_of_index(heads, length), length)
-    of_index = _FLOAT32 * min(rows * heads * length, MAX_INDEX_SCORES) + (2 * _FLOAT32 + _INT64) * rows * length
-    of_mask = (load.number_bytes + _FLOAT32) * queries_of_choice(mixers[0].heads, length) * length
-    return max(of_index, of_mask)

@@ -5,13 +5,13 @@ A multiplication and its addition are two. Only products count, not padding, nor
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from ..protocol.parallel_spec import SINGLE, ParallelSpec
 from ..shapes.model_shape import ModelShape
-from ..shapes.parts import Flops, IndexFlops, Layer, RoutedExperts, View
+from ..shapes.parts import Flops, IndexFlops, Layer, View
 from .workload import Workload
 
 if TYPE_CHECKING:
@@ -119,6 +119,4 @@ def _adapter_flops(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> flo
 
 
 def _adapter_features(layer: Layer, spec: ParallelSpec) -> int:
-    # Of experts those that a token uses.
-    parts = (replace(each, num=each.per_token) if isinstance(each, RoutedExperts) else each for each in layer.parts)
-    return sum(sum(pair) for part in parts for pair in part.adapter_pairs(spec))
+    return sum(sum(pair) for part in layer.parts for pair in part.of_token.adapter_pairs(spec))

@@ -19,8 +19,9 @@ from .families import FAMILIES, Family
 from .families.config_reader import optional_number
 from .other_models import BY_TRANSFORMERS, LAYER_TYPES, missing_part, text_type_of, unsupported_setting
 from .packed_weights import METHODS, quantization_of
-from .parts import FLOAT32, Divisible, LatentAttention, Layer, Mixer, RoutedExperts, SoftmaxAttention, Weight
+from .parts import FLOAT32, Attention, Divisible, Layer, Mixer, RoutedExperts, Weight
 from .released_format import ReleasedWeights
+from .sequence_split import SequenceSplit
 
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
@@ -105,19 +106,26 @@ class ModelShape(ModelDescription):
         return tuple(dict.fromkeys(mixer for layer in self.layers for mixer in layer.mixers))
 
     @cached_property
-    def attentions(self) -> tuple[SoftmaxAttention | LatentAttention, ...]:
+    def attentions(self) -> tuple[Attention, ...]:
         """The different mixers with softmax attention."""
-        return tuple(mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention | LatentAttention))
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, Attention))
 
     @property
     def heads(self) -> tuple[int, int]:
         """The largest numbers of query and of key/value heads that divide those of all layers with attention."""
         return gcd(*(each.heads for each in self.attentions)), gcd(*(each.kv_heads for each in self.attentions))
 
+    def sequence_split(self, spec: ParallelSpec) -> SequenceSplit:
+        """Returns how ranks along sp share out attention."""
+        if spec.sp == 1 or not self.attentions:
+            return SequenceSplit()
+        tp, (heads, kv_heads) = spec.tp_size_of("self_attn"), self.heads
+        return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)
+
     @property
     def head_features(self) -> int | None:
         """The features of each head of softmax attention, None if layers differ in that."""
-        sizes = {each.head_dim for each in self.attentions if isinstance(each, SoftmaxAttention)}
+        sizes = {each.head_features for each in self.attentions}
         return sizes.pop() if len(sizes) == 1 else None
 
     @cached_property
@@ -126,7 +134,7 @@ class ModelShape(ModelDescription):
         return [
             number if layer.kv_source is None else layer.kv_source
             for number, layer in enumerate(self.layers)
-            if any(isinstance(each, SoftmaxAttention | LatentAttention) for each in layer.mixers)
+            if any(isinstance(each, Attention) for each in layer.mixers)
         ]
 
     @cached_property
@@ -136,7 +144,7 @@ class ModelShape(ModelDescription):
         found: list[int | None] = []
         chooser = None
         for number, layer in enumerate(self.layers):
-            indexer = layer.mixer.indexer if isinstance(layer.mixer, LatentAttention) else None
+            indexer = None if layer.mixer is None else layer.mixer.indexer
             chooser = number if indexer is not None and not indexer.is_shared else chooser
             found.append(chooser if indexer is not None and indexer.is_shared else layer.kv_source)
         return found
@@ -144,7 +152,7 @@ class ModelShape(ModelDescription):
     @cached_property
     def experts(self) -> RoutedExperts | None:
         """The experts of the first sparse layer, None if no layer is sparse."""
-        return next((each for layer in self.layers if isinstance(each := layer.feed_forward, RoutedExperts)), None)
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     @cached_property
     def num_unpacked(self) -> Counter[Weight]:

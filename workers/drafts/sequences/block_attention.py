@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...shapes.windows import MAX_SCORES
+from ...shapes.parts.windows import MAX_SCORES
 from .blocks import Blocks, Span
 
 

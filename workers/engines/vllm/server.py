@@ -25,7 +25,7 @@ from ...protocol.timeouts import GRACE_SECONDS, VLLM_SILENCE_SECONDS, VLLM_START
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, VllmConfig, WorkerConfig
 from ...scheduler.supervision.backoff import RestartBackoff
 from ...shapes.model_shape import ModelShape, read_architecture, read_model
-from ...shapes.parts import GatedDelta, SoftmaxAttention
+from ...shapes.parts import GatedDelta
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class VllmProcess(VllmServer):
             flags["max-model-len"] = model.max_context_length
         shape = _shape(model)
         if shape is not None and shape.model_type == _TUNED_BY_GENERATION_CONFIG:
-            tuned = any(isinstance(each, SoftmaxAttention) and each.growth is not None for each in shape.mixers)
+            tuned = any(each.growth is not None for each in shape.attentions)
             flags["override-generation-config"] = json.dumps({"attn_temperature_tuning": tuned})
         switches = ["--enable-lora", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
         if self._form.experts == "mixed":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ...protocol.parallel_spec import ParallelSpec
-from ...shapes.windows import MAX_SCORES
+from ...shapes.parts.windows import MAX_SCORES
 from ..workload import Workload
 from .draft_load import DraftLoad
 

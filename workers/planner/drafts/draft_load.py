@@ -9,7 +9,6 @@ from ...shapes.draft_features import FeatureColumn, feature_columns, target_colu
 from ...shapes.draft_sizes import DraftSizes, dflash_shapes, eagle3_shapes, own_shape
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...shapes.parts import SoftmaxAttention
 from ..parameters import aligned
 from ..workload import Workload
 
@@ -85,7 +84,7 @@ def draft_load(
         ValueError: the target cannot have such a draft.
     """
     attention = shape.attentions[0] if shape.attentions else None
-    if not isinstance(attention, SoftmaxAttention):
+    if attention is None or attention.head_features is None:
         raise ValueError(f"drafts of {shape.name} are not planned: its first attention is not softmax attention")
     intermediate = fields.get("intermediate_size", shape.intermediate_size)
     if intermediate is None:
@@ -99,7 +98,7 @@ def draft_load(
         intermediate=intermediate,
         heads=attention.heads,
         kv_heads=attention.kv_heads,
-        head_dim=attention.head_dim,
+        head_dim=attention.head_features,
         layers=layers,
         captured=fields.get("capture_layers", _num_captured(algorithm, layers, shape.num_layers)),
         vocabulary=fields.get("draft_vocab_size", shape.vocab),

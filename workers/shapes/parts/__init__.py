@@ -7,10 +7,12 @@ no torch.
 
 from .dense import Dense
 from .gated_delta import GatedDelta
-from .latent_attention import Indexer, LatentAttention
-from .layer import PARTS, FeedForward, Layer, Mixer, Norms
+from .indexer import Indexer
+from .latent_attention import LatentAttention
+from .layer import PARTS, FeedForward, Layer, Norms
 from .mamba import Mamba
-from .part import FLOAT32, CacheEntries, Divisible, Flops, IndexFlops, Part, Placement, Share, View, Weight
+from .mixer import Attention, Mixer
+from .part import FLOAT32, CacheEntries, Divisible, Exchange, Flops, IndexFlops, Part, Placement, Share, View, Weight
 from .query_growth import QueryGrowth
 from .routed_experts import ExpertNorms, RoutedExperts
 from .softmax_attention import OutputGate, SoftmaxAttention
@@ -18,9 +20,11 @@ from .softmax_attention import OutputGate, SoftmaxAttention
 __all__ = [
     "FLOAT32",
     "PARTS",
+    "Attention",
     "CacheEntries",
     "Dense",
     "Divisible",
+    "Exchange",
     "ExpertNorms",
     "FeedForward",
     "Flops",

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
-from .part import FLOAT32, Divisible, Flops, Placement, Share, Weight, product_flops
+from .part import FLOAT32, Divisible, Flops, Part, Placement, Share, Weight, product_flops
 
 _ROWS, _COLUMNS = Placement("mlp", 0), Placement("mlp", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense:
+class Dense(Part):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without gates.
 
     name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES, or without gates of
@@ -72,10 +72,6 @@ class Dense:
         *adapters: str,
     ) -> Weight:
         return Weight(f"{self.name}.{name}", shape, placement, sections if len(sections) > 1 else (), adapters)
-
-    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-        for weight in self.weights():
-            yield from weight.adapter_pairs(spec)
 
     def divisible(self) -> Iterator[Divisible]:
         yield Divisible("mlp", self.features, "feed-forward features")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
-from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Weight, product_flops
+from .mixer import Mixer
+from .part import FLOAT32, CacheEntries, Divisible, Exchange, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "linear_attn"
 _ROWS, _COLUMNS = Placement("linear_attn", 0), Placement("linear_attn", 1)
@@ -16,7 +17,7 @@ _CHUNK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDelta:
+class GatedDelta(Mixer):
     """A convolution over time, the gated delta rule, and a gated norm of each head.
 
     Each key head serves value_heads / key_heads consecutive value heads. key_dim, value_dim: features of a head.
@@ -80,10 +81,6 @@ class GatedDelta:
         path = f"{_NAME}.{name}"
         return Weight(path, shape, self.placements.get(path), sections, adapters)
 
-    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-        for weight in self.weights():
-            yield from weight.adapter_pairs(spec)
-
     def divisible(self) -> Iterator[Divisible]:
         yield Divisible("linear_attn", self.key_heads, "key heads with the gated delta rule", by_sp="divided")
 
@@ -112,3 +109,9 @@ class GatedDelta:
         reads."""
         states = 6.0 * self._values * self.key_dim / spec.tp_size_of("linear_attn")
         return Flops(product_flops(self.weights(), spec), states=states)
+
+    def exchanges(self, share: Share) -> Iterator[Exchange]:
+        """Yields the rule's inputs and outputs."""
+        if share.spec.sp > 1:
+            numbers = 2 * self.key_heads * self.key_dim + 2 * self._values + 2 * self.value_heads
+            yield share.exchange_by_heads(numbers / share.spec.tp_size_of("linear_attn"), 5, share.spec.sp)

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
+from .indexer import NAME as _INDEXER
+from .indexer import Indexer
+from .mixer import Attention
 from .part import (
     FLOAT32,
     INT32,
+    INT64,
     CacheEntries,
     Divisible,
+    Exchange,
     Flops,
     IndexFlops,
     Placement,
@@ -22,38 +27,14 @@ from .part import (
     product_flops,
 )
 from .query_growth import QueryGrowth
+from .windows import MAX_INDEX_SCORES, queries_of_choice, queries_of_index
 
-_NAME, _INDEXER = "self_attn", "self_attn.indexer"
+_NAME = "self_attn"
 _ROWS, _COLUMNS, _WHOLE = Placement("self_attn", 0), Placement("self_attn", 1), Placement("self_attn", None)
 
 
-@dataclass(frozen=True)
-class Indexer:
-    """Chooses the tokens that a token attends to: https://arxiv.org/abs/2512.02556.
-
-    heads, head_dim: of its queries; all heads have the same keys. most: how many tokens it chooses for each; in
-    sequences of no more it chooses all. is_interleaved: whether the rotated pairs of its features are neighbours.
-    is_shared: whether the layer has no weights of its own, and takes what the last layer with some has chosen.
-    """
-
-    heads: int
-    head_dim: int
-    most: int
-    is_interleaved: bool = False
-    is_shared: bool = False
-
-    def weights(self, hidden: int, query_rank: int) -> Iterator[Weight]:
-        if self.is_shared:
-            return
-        yield Weight(f"{_INDEXER}.wq_b.weight", (self.heads * self.head_dim, query_rank), _WHOLE)
-        yield Weight(f"{_INDEXER}.wk.weight", (self.head_dim, hidden), _WHOLE)
-        yield Weight(f"{_INDEXER}.k_norm.weight", (self.head_dim,))
-        yield Weight(f"{_INDEXER}.k_norm.bias", (self.head_dim,))
-        yield Weight(f"{_INDEXER}.weights_proj.weight", (self.heads, hidden))
-
-
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentAttention(Attention):
     """Latent attention. The features of queries and keys are some that do not rotate, and after them some that do.
 
     query_rank: features of the latent vector of queries; None if they have none. kv_rank: of that of keys and values.
@@ -78,8 +59,6 @@ class LatentAttention:
     module: str = "Attention"
     name: str = _NAME
 
-    rotation: ClassVar[str] = ""
-    window: ClassVar[None] = None
     placements: ClassVar[Mapping[str, Placement]] = {
         f"{_NAME}.q_proj.weight": _ROWS,
         f"{_NAME}.q_a_proj.weight": _WHOLE,
@@ -94,8 +73,12 @@ class LatentAttention:
         return f"{self.heads} heads with latent keys and values of {self.kv_rank}{seen}"
 
     @property
-    def kv_heads(self) -> int:
+    def kv_heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.heads
+
+    @property
+    def widest_dim(self) -> int:
+        return max(self.key_dim, self.value_dim)
 
     @property
     def key_dim(self) -> int:
@@ -139,10 +122,6 @@ class LatentAttention:
         if self.bias:
             yield self._weight(name, (size,))
 
-    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-        for weight in self.weights():
-            yield from weight.adapter_pairs(spec)
-
     def divisible(self) -> Iterator[Divisible]:
         # In a ring of ranks along sp, no rank has the keys of a whole sequence.
         yield Divisible("self_attn", self.heads, "heads", by_sp=None if self.indexer is None else "divided")
@@ -156,27 +135,49 @@ class LatentAttention:
     def kept_bytes(self, share: Share) -> float:
         """Counts the latent vectors and their norms, queries and keys, values as wide as keys, and the output."""
         heads = self.heads // share.spec.tp_size_of("self_attn")
-        widest = max(self.key_dim, self.value_dim)
-        per_head = 2 * self.key_dim + 2 * widest + self.plain_dim + 2 * self.value_dim
+        per_head = 2 * self.key_dim + 2 * self.widest_dim + self.plain_dim + 2 * self.value_dim
         latents = 2 * (self.query_rank or 0) + 2 * self.latent_dim
-        numbers = heads * per_head + latents + (heads * widest if share.ulysses > 1 else 0)
+        numbers = heads * per_head + latents + (heads * self.widest_dim if share.ulysses > 1 else 0)
         of_latents = share.inputs(self.hidden, 3) + share.number_bytes * numbers + FLOAT32 * (heads + 2)
-        return of_latents + self.choice_bytes(share)
+        return of_latents + self.shared_bytes(share)
 
-    def choice_bytes(self, share: Share) -> float:
+    def shared_bytes(self, share: Share) -> float:
         """Counts the tokens that the layer's own indexer chooses for each token of the row; ranks along sp gather them
         for all tokens."""
-        indexer = self.own_indexer
-        if indexer is None or share.longest <= indexer.most:
+        if self.own_indexer is None or not self._chooses(share):
             return 0.0
-        return INT32 * indexer.most * share.spec.sp
+        return INT32 * self.own_indexer.most * share.spec.sp
 
     def working_bytes(self, share: Share) -> float:
         """Counts the gradients of keys and values, summed in float32 over blocks of queries with chosen tokens."""
-        if self.indexer is None or share.longest <= self.indexer.most:
+        if not self._chooses(share):
             return 0.0
         heads = self.heads // share.spec.tp_size_of("self_attn")
-        return 2 * (FLOAT32 + share.number_bytes) * heads * max(self.key_dim, self.value_dim)
+        return 2 * (FLOAT32 + share.number_bytes) * heads * self.widest_dim
+
+    def score_bytes(self, share: Share) -> int:
+        """Counts the scores of an indexer's heads and their sum, sorted, for some queries, or the mask of what they
+        attend to."""
+        if self.indexer is None or not self._chooses(share):
+            return 0
+        heads, length = self.indexer.heads, share.longest
+        rows = min(queries_of_index(heads, length), length)
+        of_index = FLOAT32 * min(rows * heads * length, MAX_INDEX_SCORES) + (2 * FLOAT32 + INT64) * rows * length
+        of_mask = (share.number_bytes + FLOAT32) * queries_of_choice(self.heads, length) * length
+        return max(of_index, of_mask)
+
+    def exchanges(self, share: Share) -> Iterator[Exchange]:
+        """Yields for an indexer also its keys, and which tokens it chooses."""
+        yield from super().exchanges(share)
+        indexer = self.own_indexer
+        if indexer is not None and share.spec.sp > 1:
+            chosen = INT32 * indexer.most if self._chooses(share) else 0
+            num_bytes = (share.spec.sp - 1) * (share.number_bytes * indexer.head_dim + chosen)
+            yield Exchange("sp", share.num_forward * num_bytes, 2 * share.num_forward)
+
+    def _chooses(self, share: Share) -> bool:
+        """True if there are sequences of more tokens than the indexer chooses."""
+        return self.indexer is not None and share.longest > self.indexer.most
 
     def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         """Counts projections to latent vectors and the indexer whole on each rank along tp."""

@@ -2,25 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .dense import Dense
 from .gated_delta import GatedDelta
 from .latent_attention import LatentAttention
 from .mamba import Mamba
-from .part import CacheEntries, Divisible, Flops, Part, Weight, product_flops
+from .mixer import Mixer
+from .part import Divisible, Flops, Part, Weight, product_flops
 from .routed_experts import RoutedExperts
 from .softmax_attention import SoftmaxAttention
-
-
-class Mixer(Part, Protocol):
-    """A part that mixes the tokens of a sequence."""
-
-    def cache_entries(self, spec: ParallelSpec) -> CacheEntries:
-        """Returns what the sampler keeps of a sequence on one rank."""
-        ...
-
 
 FeedForward = Dense | RoutedExperts
 
@@ -79,7 +70,12 @@ class Layer:
     @property
     def kv_source(self) -> int | None:
         """The number of the layer whose keys and values it uses; None for its own."""
-        return self.mixer.kv_source if isinstance(self.mixer, SoftmaxAttention) else None
+        return None if self.mixer is None else self.mixer.kv_source
+
+    @property
+    def experts(self) -> RoutedExperts | None:
+        """The feed-forward part if that is one of experts, else None."""
+        return self.feed_forward if isinstance(self.feed_forward, RoutedExperts) else None
 
     @property
     def parts(self) -> tuple[Part, ...]:

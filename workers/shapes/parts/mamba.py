@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
-from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Weight, product_flops
+from .mixer import Mixer
+from .part import FLOAT32, CacheEntries, Divisible, Exchange, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "mamba"
 _ROWS, _COLUMNS = Placement("mamba", 0), Placement("mamba", 1)
@@ -17,7 +18,7 @@ _CHUNK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba:
+class Mamba(Mixer):
     """A projection to gates, x, b, c and time steps, a convolution over x, b and c, the state-space recurrence, and a
     gated norm of each group.
 
@@ -82,10 +83,6 @@ class Mamba:
     def _weight(self, name: str, shape: tuple[int, ...], sections: tuple[int, ...] = (), *adapters: str) -> Weight:
         return Weight(f"{self.name}.{name}", shape, self.placements.get(f"{_NAME}.{name}"), sections, adapters)
 
-    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-        for weight in self.weights():
-            yield from weight.adapter_pairs(spec)
-
     def divisible(self) -> Iterator[Divisible]:
         yield Divisible("mamba", self.groups, "groups of state-space heads", by_sp="copied", or_whole=True)
         yield Divisible("mamba", self.heads, "state-space heads", by_sp="divided", or_whole=True)
@@ -120,3 +117,10 @@ class Mamba:
         """Counts for each token what it adds to the state, and what it reads."""
         states = 4.0 * self.sections[0] * self.state_dim / spec.tp_size_of("mamba")
         return Flops(product_flops(self.weights(), spec), states=states)
+
+    def exchanges(self, share: Share) -> Iterator[Exchange]:
+        """Yields the recurrence's inputs and outputs, with copies of b and c for ranks along sp."""
+        if share.spec.sp > 1:
+            features, _, states, _, heads = self.sections
+            numbers = 2 * features + 2 * states * self.copies_along_sp(share.spec) + heads
+            yield share.exchange_by_heads(numbers / share.spec.tp_size_of("mamba"), 5, share.spec.sp)

@@ -1,9 +1,10 @@
 """The declaration of a part of a layer: what every part says about itself."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec, ShardedUnit
 
@@ -175,12 +176,22 @@ def product_flops(weights: Iterable[Weight], spec: ParallelSpec = SINGLE) -> flo
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """The bytes that a rank sends along one axis. number: of exchanges."""
+
+    axis: Literal["fsdp", "sp", "ep", "tp"]
+    num_bytes: float
+    number: float
+
+
+@dataclass(frozen=True)
 class Share:
     """A rank's share of a pass, as far as parts need it to count bytes for each of its tokens.
 
-    ulysses: ranks that share out heads in attention. number_bytes: of a number in the base model's dtype.
-    lora_rank: 0 if no adapters are trained. gathers_stream: whether ranks along tp shard the residual stream.
-    longest: tokens of the longest sequence.
+    ulysses: ranks that share out heads in attention; the others along sp form a ring. number_bytes: of a number in the
+    base model's dtype. lora_rank: 0 if no adapters are trained. gathers_stream: whether ranks along tp shard the
+    residual stream. longest: tokens of the longest sequence. tokens: of a micro-batch.
+    num_forward: how often a layer runs forward; 2 if the backward pass computes it again.
     """
 
     spec: ParallelSpec
@@ -189,7 +200,22 @@ class Share:
     is_full: bool
     gathers_stream: bool
     longest: int
+    tokens: int
+    num_forward: int = 1
     ulysses: int = 1
+
+    @property
+    def ring(self) -> int:
+        return self.spec.sp // self.ulysses
+
+    def exchange_by_heads(self, numbers: float, num_tensors: int, num_ranks: int) -> Exchange:
+        """Returns what ranks along sp send each other so that each has all tokens for some heads, or vice versa.
+
+        Args:
+            numbers: of each token, in so many tensors, forward and as often backward.
+        """
+        passes, of_others = self.num_forward + 1, (num_ranks - 1) / num_ranks
+        return Exchange("sp", passes * self.number_bytes * numbers * of_others, num_tensors * passes)
 
     def stream(self, hidden: int) -> float:
         """Returns the bytes of a state of the residual stream, and of the inverse of its norm."""
@@ -200,7 +226,7 @@ class Share:
         return self.number_bytes * (hidden + num_linears * self.lora_rank)
 
 
-class Part(Protocol):
+class Part(ABC):
     """A sequence mixer or a feed-forward part.
 
     placements: by name of a parameter below the layer, how ranks divide it; ranks have all other parameters whole.
@@ -208,32 +234,40 @@ class Part(Protocol):
     """
 
     placements: ClassVar[Mapping[str, Placement]]
+    name: str
+    module: str
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def module(self) -> str: ...
-
+    @abstractmethod
     def weights(self) -> Iterator[Weight]:
         """Yields all parameters, in the order of the module."""
-        ...
 
     def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
         """Yields a rank's numbers of inputs and outputs for each pair of matrices that adapters may have; the numbers
         of its experts are summed."""
-        ...
+        for weight in self.weights():
+            yield from weight.adapter_pairs(spec)
 
+    @property
+    def of_token(self) -> Self:
+        """The part with only those weights that each token uses."""
+        return self
+
+    @abstractmethod
     def divisible(self) -> Iterator[Divisible]: ...
 
+    @abstractmethod
     def kept_bytes(self, share: Share) -> float:
         """Returns the bytes for each token that a pass keeps for the backward pass."""
-        ...
 
     def working_bytes(self, share: Share) -> float:
         """Returns the bytes for each token that are needed in addition while the part runs backward."""
-        ...
+        return 0.0
 
+    @abstractmethod
     def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         """Returns the operations of one rank along tp, for all tokens that these ranks have in common."""
-        ...
+
+    def exchanges(self, share: Share) -> Iterator[Exchange]:
+        """Yields what ranks along sp and ep send each other in a pass, but not what each part is gathered for and
+        summed by along tp."""
+        yield from ()

@@ -1,12 +1,12 @@
 """Feed-forward experts, of which a router chooses some for each token, and the experts that all tokens share."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .dense import Dense
-from .part import FLOAT32, INT64, Divisible, Flops, Placement, Share, Weight, product_flops
+from .part import FLOAT32, INT64, Divisible, Exchange, Flops, Part, Placement, Share, Weight, product_flops
 
 _NAME = "mlp"
 _WHOLE = Placement("experts", None, is_common=True)
@@ -31,7 +31,7 @@ class ExpertNorms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutedExperts:
+class RoutedExperts(Part):
     """Experts, of which each token uses `per_token`.
 
     features: of each expert. latent: features of the vectors that experts map instead of hidden states; linear layers
@@ -155,6 +155,11 @@ class RoutedExperts:
         if self.shared is not None:
             yield from self.shared.adapter_pairs(spec)
 
+    @property
+    def of_token(self) -> Self:
+        """The part with as many experts as a token uses."""
+        return replace(self, num=self.per_token)
+
     def divisible(self) -> Iterator[Divisible]:
         yield Divisible("experts", self.features, "feed-forward features of each expert")
         if self.shared is not None:
@@ -196,3 +201,10 @@ class RoutedExperts:
         of_router = 2.0 * self.hidden * (self.num / num_router_ranks + self.gates_shared / spec.tp)
         of_shared = self.shared.flops(spec).weights if self.shared is not None else 0.0
         return Flops(of_router + of_experts + product_flops(self._latent_weights(), spec) + of_shared)
+
+    def exchanges(self, share: Share) -> Iterator[Exchange]:
+        """Yields the vectors that experts map, there and back in each direction; and for the gradients of experts'
+        adapters their inputs again."""
+        if (ep := share.spec.ep) > 1:
+            of_expert = share.number_bytes * self._mapped * (ep - 1) / ep
+            yield Exchange("ep", self.per_token * of_expert * (2 * share.num_forward + 3), 2 * share.num_forward + 4)

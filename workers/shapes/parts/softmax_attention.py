@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
+from .mixer import Attention
 from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, View, Weight, product_flops
 from .query_growth import QueryGrowth
 
@@ -28,7 +29,7 @@ class OutputGate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxAttention:
+class SoftmaxAttention(Attention):
     """Softmax attention with grouped queries and rotations.
 
     rotary_dim: how many features of each head rotate, the first ones. rotation: the kind of its rotations, if layers
@@ -100,6 +101,14 @@ class SoftmaxAttention:
         return f"{self.heads} query and {self.kv_heads} key/value heads"
 
     @property
+    def head_features(self) -> int:
+        return self.head_dim
+
+    @property
+    def widest_dim(self) -> int:
+        return self.head_dim
+
+    @property
     def _queries(self) -> int:
         return self.heads * self.head_dim
 
@@ -144,10 +153,6 @@ class SoftmaxAttention:
     def _weight(self, name: str, shape: tuple[int, ...], sections: tuple[int, ...] = (), *adapters: str) -> Weight:
         return Weight(f"{self.name}.{name}", shape, self.placements.get(f"{_NAME}.{name}"), sections, adapters)
 
-    def adapter_pairs(self, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-        for weight in self.weights():
-            yield from weight.adapter_pairs(spec)
-
     def divisible(self) -> Iterator[Divisible]:
         yield Divisible("self_attn", self.heads, "query heads")
         # A ring of ranks along sp has no parts of sequences.
@@ -180,9 +185,6 @@ class SoftmaxAttention:
             keys = 0
         inputs = share.inputs(self.hidden, sum(bool(weight.adapters) for weight in self.weights()))
         return inputs + share.number_bytes * (queries + keys) + norms + sums
-
-    def working_bytes(self, share: Share) -> float:
-        return 0.0
 
     def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         norms = tuple(f"{self.name}.{name}." for name in self.head_norms)

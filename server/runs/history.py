@@ -22,7 +22,7 @@ _MAX_NAMES = 200
 _MAX_LOGGED_BYTES = 16 << 20
 _KEPT_OPERATIONS = 10_000
 """Newest operations of a run that are kept one by one; of older ones only the steps, with the metrics of their
-passes."""
+passes, and one pass with those of a window that has not ended yet."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,21 @@ class RunHistory:
         last = await self._store.operations.newest_seq_id(run_id) - _KEPT_OPERATIONS
         while last - shortened > _BLOCK:
             steps = [step async for step in self._steps(run_id, SeriesQuery(shortened, _BLOCK, None, ()))]
-            # A window that has not ended yet may lose its oldest passes: a run need not take steps at all.
+            if not steps:  # a run need not take steps at all
+                await self._shorten_window(run_id, shortened, last)
+                return
             old = [step for step in steps if step.seq_id <= last] or steps[:1]
-            shortened = old[-1].seq_id if old else last
-            await self._store.operations.keep_steps_only(run_id, old, shortened)
-            self._shortened[run_id] = shortened
+            self._shortened[run_id] = shortened = old[-1].seq_id
+            await self._store.operations.keep_only(run_id, old, shortened)
+
+    async def _shorten_window(self, run_id: str, after: int, last: int) -> None:
+        """Merges the passes up to the seq_id `last` of a window that has not ended."""
+        window: list[OperationRecord] = []
+        while operations := await self._store.operations.list_between(run_id, after, last, _BLOCK):
+            _, window = await asyncio.to_thread(_merged_steps, window, operations)
+            after = operations[-1].seq_id
+        await self._store.operations.keep_only(run_id, window, last)
+        self._shortened[run_id] = window[0].seq_id - 1 if window else last
 
     async def _steps(self, run_id: str, query: SeriesQuery) -> AsyncIterator[OperationRecord]:
         """Yields optimizer steps with the metrics of their windows."""

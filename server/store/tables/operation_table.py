@@ -53,6 +53,12 @@ class OperationTable:
         query = select(operations).where(ahead, _seq_id <= last).order_by(_seq_id).limit(_MAX_READ)
         return await self._database.select_all(OperationRecord, query)
 
+    async def list_between(self, run_id: str, after: int, last: int, limit: int) -> tuple[OperationRecord, ...]:
+        """Returns the operations after a seq_id, up to and including `last`, those with the lowest seq_id first."""
+        between = (operations.c.run_id == run_id) & (_seq_id > after) & (_seq_id <= last)
+        query = select(operations).where(between).order_by(_seq_id).limit(limit)
+        return await self._database.select_all(OperationRecord, query)
+
     async def count_steps(self, run_id: str, after: int) -> int:
         ahead = (operations.c.run_id == run_id) & (_seq_id > after)
         query = select(func.count()).where(ahead, operations.c.step.is_not(None))
@@ -69,21 +75,26 @@ class OperationTable:
         return await self._database.select_one(OperationRecord, steps.order_by(_seq_id.desc()).limit(1))
 
     async def last_seq_id_of_steps_only(self, run_id: str) -> int:
-        """Returns the seq_id up to which the run has only steps (see keep_steps_only), or one before; -1 if it has none
+        """Returns the seq_id up to which the run has only steps (see keep_only), or one before; -1 if it has none
         such."""
         others = (operations.c.run_id == run_id) & operations.c.step.is_(None)
         query = select(func.coalesce(func.min(_seq_id), 0) - 1).where(others)
         return await self._database.read(lambda connection: connection.execute(query).scalar_one())
 
-    async def keep_steps_only(self, run_id: str, steps: Sequence[OperationRecord], last: int) -> None:
-        """Replaces the metrics of these steps of the run, and deletes its other operations up to the seq_id `last`."""
+    async def keep_only(self, run_id: str, kept: Sequence[OperationRecord], last: int) -> None:
+        """Replaces these operations of the run, and deletes its other ones up to the seq_id `last`, except for steps.
+
+        Args:
+            kept: with a seq_id of at most `last`; all steps, and at most one that is none.
+        """
         of_run = operations.c.run_id == run_id
+        passes = [one.seq_id for one in kept if one.step is None]
 
         def statements(connection: Connection) -> None:
-            for step in steps:
-                changed = update(operations).where(of_run, _seq_id == step.seq_id)
-                connection.execute(changed.values(metrics=step.metrics))
-            connection.execute(delete(operations).where(of_run, _seq_id <= last, operations.c.step.is_(None)))
+            others = delete(operations).where(of_run, _seq_id <= last, operations.c.step.is_(None))
+            connection.execute(others.where(_seq_id.not_in(passes)))
+            for one in kept:
+                connection.execute(update(operations).where(of_run, _seq_id == one.seq_id).values(**vars(one)))
 
         await self._database.write(statements)
 

@@ -251,6 +251,40 @@ async def test_old_operations_are_merged_into_their_steps(server: Server, monkey
     assert (len(passes), min(passes)) == (200, 6001)
 
 
+async def test_a_window_that_has_not_ended_is_shortened_without_losing_metrics(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of different sizes, between operations that are none, before and after a step."""
+    run, now = await server.create_run(), time.time() - 5000
+    await operations_of(server, run, 1)
+    done = [operation(run, seq_id, 1 if seq_id == 700 else None, now + seq_id) for seq_id in range(1, 6001)]
+    done = [one if one.seq_id % 3 or one.step else replace(one, kind="forward", metrics={}) for one in done]
+    done = [replace(one, num_tokens=one.seq_id % 7 + 1) for one in done]
+
+    for first in range(0, len(done), 300):
+        await server.services.store.results.put((), done[first : first + 300])
+
+    async def stepped() -> Any:
+        """The metrics of a step that ends the window now, which is taken back."""
+        step = operation(run, 7000, 2, now + 7000)
+        await server.services.store.results.put((), [step])
+        found = (await get(server, run, "metrics"))["training"]
+        await server.services.store.results.put((), [replace(step, kind="forward", step=None, metrics={})])
+        return found
+
+    whole = await stepped()
+    for kept in (3000, 2000):
+        monkeypatch.setattr(history, "_KEPT_OPERATIONS", kept)
+        await server.services.history.tidy_up([run.model_id])
+    old = (await get(server, run, "operations", before=5001, limit=1000))["operations"]
+    assert [one["seq_id"] for one in old] == [5000, 700], "the last one's entry has the passes before it"
+    again = await stepped()
+    assert again["steps"] == [1, 2] == whole["steps"]
+    for name, values in whole["metrics"].items():
+        assert again["metrics"][name] == pytest.approx(values, rel=1e-9), name
+    assert whole["metrics"]["tokens"][1] > 5 * whole["metrics"]["tokens"][0]
+
+
 async def test_a_run_without_steps_is_shortened(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await server.create_run()
     await operations_of(server, run, 1)
@@ -260,7 +294,8 @@ async def test_a_run_without_steps_is_shortened(server: Server, monkeypatch: pyt
     monkeypatch.setattr(history, "_KEPT_OPERATIONS", 100)
     await server.services.history.tidy_up([run.model_id])
     found = (await get(server, run, "operations", limit=1000))["operations"]
-    assert [one["seq_id"] for one in found] == list(range(2000, 1900, -1))
+    assert [one["seq_id"] for one in found] == list(range(2000, 1899, -1))
+    assert found[-1]["num_tokens"] == sum(one.num_tokens for one in passes[:1900]), "the last is all before, merged"
 
 
 async def test_history_expires(server: Server) -> None:

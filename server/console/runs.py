@@ -118,6 +118,7 @@ async def _facts(services: Services, visitor: Visitor, run: RunRecord) -> dict[s
     return {
         "run": run,
         "kind": kind_of(run),
+        "num_parameters": services.runs.num_parameters(run.run_id),
         "session": await services.sessions.get(visitor.tenant, run.session_id),
         "is_open": is_open,
         "waiting": services.dispatch.status(run.base_model, run.role) if is_open and is_served else None,

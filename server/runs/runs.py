@@ -226,6 +226,11 @@ class Runs:
             ending.cancel()
         await asyncio.gather(*(run.stop() for run in (*self._runs.values(), *self._ending.values())))
 
+    def num_parameters(self, run_id: str) -> int | None:
+        """Returns the number of weights that a live run trains; None if it is not live, or not created yet."""
+        info = self._services.context.infos.get(run_id)
+        return None if info is None else info.num_parameters
+
     def num_live(self, tenant_id: str | None = None) -> int:
         """Returns the number of live runs of the tenant, or of all tenants."""
         return sum(tenant_id in (None, run.record.tenant_id) for run in self._runs.values())

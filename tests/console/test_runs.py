@@ -44,6 +44,8 @@ def test_curves_move_without_a_reload(browser: Browser, trained: TrainedRun) -> 
     browser.open(f"/console/runs/{trained.run_id}")
     browser.until(lambda: "loss:mean" in charts(browser), "drawn")
     browser.until(lambda: browser.text("#live") == "live", "live")
+    num_parameters = trained.client.get_info().num_parameters
+    assert num_parameters and f"Trained parameters\n{num_parameters:,}" in browser.text(".facts")
     shown = charts(browser)
     expected = ["loss:mean", "reward", "kl", METRIC, "learning_rate", "unclipped_grad_l2:mean", "tokens_per_second"]
     assert [*shown][:9] == [*expected, "step_seconds", "queued_seconds"]

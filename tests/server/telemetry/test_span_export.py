@@ -1,4 +1,4 @@
-"""SpanExport: spans reach a collector in time and in bounded numbers, and a collector that fails harms no other part."""
+"""SpanExport: spans reach a collector in time in bounded numbers, and a collector that fails harms no other part."""
 
 import logging
 import time

@@ -202,18 +202,22 @@ class ServerConnection:
         if not response.is_success:
             raise status_error(response.status_code, reason_in(response))
 
-    async def download(self, url: str, path: Path) -> None:
+    async def size_of(self, url: str) -> int | None:
+        """Returns the size in bytes of a file that `download` would download; None if the server does not say."""
+        response = await self._http.send(self._file_request("HEAD", url))
+        length = response.headers.get("Content-Length", "")
+        return int(length) if response.is_success and length.isdecimal() else None
+
+    async def download(self, url: str, path: Path, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Downloads a file to `path`, from this server or from its file storage.
 
         Args:
             url: absolute, or relative to the server.
+            on_bytes: called with the number of bytes of each piece.
         Raises:
             APIStatusError: the download was refused.
         """
-        request = self._http.build_request("GET", url)
-        if request.url.netloc != self._http.base_url.netloc:
-            del request.headers["X-API-Key"]  # other hosts must not see the key, and a signed URL does not need it
-        response = await self._http.send(request, stream=True)
+        response = await self._http.send(self._file_request("GET", url), stream=True)
         try:
             if not response.is_success:
                 await response.aread()
@@ -221,8 +225,15 @@ class ServerConnection:
             with path.open("wb") as file:
                 async for piece in response.aiter_bytes():
                     file.write(piece)
+                    on_bytes(len(piece))
         finally:
             await response.aclose()
+
+    def _file_request(self, method: str, url: str) -> httpx.Request:
+        request = self._http.build_request(method, url)
+        if request.url.netloc != self._http.base_url.netloc:
+            del request.headers["X-API-Key"]  # other hosts must not see the key, and a signed URL does not need it
+        return request
 
 
 class RetryBackoff:

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +34,8 @@ from .futures import APIFuture
 W = TypeVar("W", bound=Wire)
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 IMPORT_SECONDS = 600.0  # time for the upload, and for the worker to finish its current passes
+
+OnProgress = Callable[[int, int], None]
 
 
 class RestClient:
@@ -164,9 +166,15 @@ class RestClient:
         except FileNotFoundError:
             raise ValueError(f"{path} is missing: name a directory that peft's save_pretrained wrote") from None
 
-    def download_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
-        """Downloads the files of a checkpoint as they are; returns their paths."""
-        return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True))
+    def download_checkpoint(
+        self, tinker_path: str, directory: str | Path, on_progress: OnProgress | None = None
+    ) -> APIFuture[list[Path]]:
+        """Downloads the files of a checkpoint as they are; returns their paths.
+
+        Args:
+            on_progress: called in another thread with the bytes that have arrived, and those of all files.
+        """
+        return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True, on_progress))
 
     def export_checkpoint(
         self,
@@ -174,6 +182,7 @@ class RestClient:
         directory: str | Path,
         reader: Reader | None = None,
         merge_into: str | Path | None = None,
+        on_progress: OnProgress | None = None,
     ) -> APIFuture[ExportedCheckpoint]:
         """Downloads a checkpoint for other programs: a full model, or an adapter as the reader reads it.
 
@@ -186,20 +195,26 @@ class RestClient:
                 must be on this machine: in the directory that a server on this machine loaded, or in one of its name or
                 in the Hugging Face cache. The note and a warning say why. "peft" writes them as they are.
             merge_into: the directory of the base model: writes that with the adapter added to its weights, instead.
+            on_progress: as for download_checkpoint.
         Raises:
             ValueError: vLLM does not read the adapter, or it cannot be merged (raised by the future). Nothing was
                 written.
         """
         base = None if merge_into is None else Path(merge_into)
-        return self._connection.run(self._export(tinker_path, Path(directory), reader, base))
+        return self._connection.run(self._export(tinker_path, Path(directory), reader, base, on_progress))
 
     async def _export(
-        self, tinker_path: str, directory: Path, reader: Reader | None, merge_into: Path | None
+        self,
+        tinker_path: str,
+        directory: Path,
+        reader: Reader | None,
+        merge_into: Path | None,
+        on_progress: OnProgress | None,
     ) -> ExportedCheckpoint:
         if reader is not None and merge_into is not None:
             raise ValueError("a merged model is for no reader: leave out merge_into or reader")
         with new_directory(directory) as scratch:
-            await self._download(tinker_path, scratch, _is_not_optimizer)
+            await self._download(tinker_path, scratch, _is_not_optimizer, on_progress)
             if merge_into is not None:
                 note = await asyncio.to_thread(write_merged, scratch, merge_into, directory)
             elif merges_unasked(scratch, reader, merge_into):
@@ -216,14 +231,30 @@ class RestClient:
         named = next((model.directory for model in served if model.model_name == base_model), None)
         return None if named is None else Path(named)
 
-    async def _download(self, tinker_path: str, directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
+    async def _download(
+        self, tinker_path: str, directory: Path, wanted: Callable[[str], bool], on_progress: OnProgress | None
+    ) -> list[Path]:
         address = f"{checkpoint_address(tinker_path)}/external_weights_urls"
         listing = await self._connection.get(address, ExternalWeightsUrls)
         paths = {path_inside(directory, name): url for name, url in listing.urls.items() if wanted(name)}
+        on_bytes = await self._counting(list(paths.values()), on_progress)
         for path, url in paths.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            await self._connection.download(url, path)
+            await self._connection.download(url, path, on_bytes)
         return list(paths)
+
+    async def _counting(self, urls: Sequence[str], on_progress: OnProgress | None) -> Callable[[int], None]:
+        """Returns a function that adds up the bytes of these files, and reports them next to the bytes of all."""
+        sizes = [] if on_progress is None else [await self._connection.size_of(url) for url in urls]
+        total, done = sum(size or 0 for size in sizes), 0
+
+        def add(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            if on_progress is not None and None not in sizes:
+                on_progress(done, total)
+
+        return add
 
     def list_sessions(self, limit: int = 20, offset: int = 0) -> APIFuture[SessionList]:
         return self._get("sessions", SessionList, limit=limit, offset=offset)

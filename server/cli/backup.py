@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Collection
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,8 @@ from .options import AsJson, new_app
 from .output import print_json, spinner
 
 _SECRET = "url_secret"
+_SEGMENTS = ("journal", "results", "recordings")
+_TREES = ("loaded", "snapshots", "ephemeral", "evaluations")
 _MAX_ROUNDS = 5
 
 
@@ -54,8 +56,8 @@ def backup(
     config = store_config_of(*sources)
     check_database_kind(config)
     notes: list[str] = []
-    with spinner(f"copying {config.state_dir}"):
-        Backup(config.state_dir, target, config.database_url is None).run(notes.append)
+    with spinner(f"copying {config.state_dir}") as show:
+        Backup(config.state_dir, target, config.database_url is None, show).run(notes.append)
     if as_json:
         print_json({"target": str(target), "notes": notes})
     else:
@@ -73,15 +75,22 @@ class Backup:
     source: the state directory.
     target: the copy.
     has_database: the state directory holds the SQLite database; otherwise the server uses PostgreSQL.
+    on_progress: called with the bytes of files that are copied, and those of all files when the copy began.
     """
 
     source: Path
     target: Path
     has_database: bool
+    on_progress: Callable[[int, int], None] = lambda num_done, num_all: None
 
     @cached_property
     def _live(self) -> Path:
         return live_directory(self.source)
+
+    @cached_property
+    def _copied(self) -> "_CopiedBytes":
+        parts = (self.source / "checkpoints", *(self._live / name for name in (*_SEGMENTS, *_TREES)))
+        return _CopiedBytes(sum(map(_num_bytes, parts)), self.on_progress)
 
     def run(self, say: Callable[[str], None]) -> None:
         """Makes the copy, blocking, and says what the user must know about it. Raises BackupError."""
@@ -181,16 +190,16 @@ class Backup:
         moved = moved_directories(named, (self.source.absolute() / "checkpoints",))
         for directory in named:
             if not is_url(directory):
-                _take_directory(Path(moved.get(directory, directory)), self._place_of(directory))
+                _take_directory(Path(moved.get(directory, directory)), self._place_of(directory), self._copied)
 
     def _place_of(self, directory: str) -> Path:
         return self.target / "checkpoints" / key_of(directory)
 
     def _take_trees(self) -> None:
         # Snapshots name what is in loaded/. It is taken before them, since it may go, and after, since they may be new.
-        for tree in ("loaded", "snapshots", "loaded", "ephemeral", "evaluations"):
+        for tree in (*_TREES, "loaded"):
             for directory in self._live.glob(f"{tree}/*/[0-9]*"):
-                _take_directory(directory, self._target_of(directory))
+                _take_directory(directory, self._target_of(directory), self._copied)
 
     def _target_of(self, path: Path) -> Path:
         return self.target / path.relative_to(self.source)
@@ -206,6 +215,7 @@ class Backup:
                 elif not (taken.exists() and taken.stat().st_size == segment.stat().st_size):
                     taken.unlink(missing_ok=True)
                     link_or_copy(segment, taken)
+                    self._copied.add(taken)
             except FileNotFoundError:  # the server has deleted it meanwhile
                 continue
 
@@ -236,7 +246,28 @@ def _copy_whole_records(segment: Path, taken: Path) -> None:
         truncate_segment(taken, num_bytes)
 
 
-def _take_directory(source: Path, target: Path) -> None:
+class _CopiedBytes:
+    """Counts the bytes of the files that are copied, and reports them next to those of all."""
+
+    def __init__(self, num_all: int, on_progress: Callable[[int, int], None]) -> None:
+        self._num_all, self._num_done = num_all, 0
+        self._on_progress = on_progress
+
+    def add(self, taken: Path) -> None:
+        self._num_done += taken.stat().st_size
+        self._on_progress(self._num_done, self._num_all)
+
+
+def _num_bytes(directory: Path) -> int:
+    """Returns the size of the files below a directory, some of which a server may delete meanwhile."""
+    total = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _take_directory(source: Path, target: Path, copied: _CopiedBytes) -> None:
     """Copies a directory whole or not at all; retries if it is deleted or replaced meanwhile."""
     if source.name.startswith(STAGING) or target.exists():
         return
@@ -250,6 +281,7 @@ def _take_directory(source: Path, target: Path) -> None:
                 if path.is_file():
                     (staging / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
                     link_or_copy(path, staging / path.relative_to(source))
+                    copied.add(staging / path.relative_to(source))
             is_same = source.stat().st_ino == before
         except FileNotFoundError:
             is_same = False

@@ -6,7 +6,7 @@ Results go to standard output, everything else to standard error.
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 
@@ -58,19 +58,28 @@ def for_terminal(text: str) -> str:
 
 
 @contextmanager
-def spinner(words: str) -> Iterator[None]:
-    """Shows on a terminal what the program does, and for how long."""
+def spinner(words: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows on a terminal what the program does, and for how long.
+
+    Yields a function that shows how much of it is done, from the bytes that are and those of all. It may be called in
+    any thread.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        progress.add_task(words, total=None)
+        task = progress.add_task(words, total=None)
         progress.console.show_cursor(True)  # a process that is killed would leave the terminal without one
-        yield
+        yield lambda done, total: progress.update(task, description=f"{words}{_share(done, total)}")
+
+
+def _share(done: int, total: int) -> str:
+    """Returns what of the whole is done, rounded down; nothing after all of it, when other work follows."""
+    return f": {100 * done // total} % of {total / 1e6:,.1f} MB" if done < total else ""
 
 
 def print_error(command: str, message: str, status: int, as_json: bool) -> None:

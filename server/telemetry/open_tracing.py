@@ -21,7 +21,7 @@ def wants_traces(environment: Mapping[str, str]) -> bool:
     """Returns True if the variables name a collector, or the exporter otlp.
 
     Raises:
-        ConfigError: they ask for an exporter or a protocol that the server does not have.
+        ConfigError: they ask for an exporter or a protocol that the server does not have, or a value is invalid.
     """
     endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     exporter = environment.get("OTEL_TRACES_EXPORTER") or ("otlp" if any(map(environment.get, endpoints)) else "none")
@@ -34,6 +34,7 @@ def wants_traces(environment: Mapping[str, str]) -> bool:
             raise ConfigError(f"{name} is {protocol!r}: the server exports by {_PROTOCOL}, to port 4318 of collectors")
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.proto") is None:
         raise ConfigError("variables OTEL_* ask for traces, which need a package: pip install 'trainhouse[otel]'")
+    ExportSettings.read(environment)
     return True
 
 
@@ -42,7 +43,7 @@ async def opened_tracing(environment: Mapping[str, str]) -> AsyncIterator["Traci
     """Yields the tracing of the process, None if no traces are exported; exports the last spans at the end.
 
     Raises:
-        ConfigError: as wants_traces, or a variable of the export has an invalid value.
+        ConfigError: as wants_traces, or a certificate cannot be read.
     """
     if not wants_traces(environment):
         yield None

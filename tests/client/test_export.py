@@ -104,7 +104,13 @@ def test_an_adapter_is_exported_as_vllm_samplers_get_it(tmp_path: Path) -> None:
         output = export(server, path, directory, "--for=vllm")
         assert "vllm serve MODEL --enable-lora --max-lora-rank 8 --lora-modules" in output
         assert f'"path": "{directory}"' in output
-        service.create_rest_client().download_checkpoint(path, tmp_path / "stored").result(60)
+        shown: list[tuple[int, int]] = []
+        rest = service.create_rest_client()
+        files = rest.download_checkpoint(
+            path, tmp_path / "stored", on_progress=lambda done, total: shown.append((done, total))
+        ).result(60)
+        size = sum(file.stat().st_size for file in files)
+        assert shown == sorted(shown) and shown[-1] == (size, size) and len(shown) >= len(files) > 1
         (sent := tmp_path / "sent").mkdir()
         asyncio.run(link_files(tmp_path / "stored", form_of("GptOssForCausalLM"), sent))
         for name in ("adapter_config.json", "adapter_model.safetensors"):

@@ -61,8 +61,8 @@ def download(
     """Download the files of a checkpoint as they are; `trainhouse export` writes what other programs read."""
     if directory.is_dir() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: name a new directory")
-    with server.client() as service, spinner(f"downloading {path}"):
-        files = service.create_rest_client().download_checkpoint(path, directory).result()
+    with server.client() as service, spinner(f"downloading {path}") as show:
+        files = service.create_rest_client().download_checkpoint(path, directory, on_progress=show).result()
     if server.as_json:
         print_json({"files": [str(file) for file in files]})
     else:

@@ -40,8 +40,9 @@ def export(
     if reader is not None and merge_into is not None:
         raise typer.BadParameter("--merge-into writes no adapter: leave it or --for out")
     log.setLevel(logging.ERROR)  # the note has its warnings
-    with server.client() as service, spinner(f"downloading {path}"):
-        exported = service.create_rest_client().export_checkpoint(path, directory, reader, merge_into).result()
+    with server.client() as service, spinner(f"downloading {path}") as show:
+        rest = service.create_rest_client()
+        exported = rest.export_checkpoint(path, directory, reader, merge_into, on_progress=show).result()
     if server.as_json:
         files = [str(file) for file in exported.files]
         print_json({"directory": str(directory), "files": files, "note": exported.note})

@@ -129,7 +129,10 @@ async def test_backup_and_verify_find_the_live_state_of_replicas(stopped_state: 
         return lines
 
     counts = await found(stopped_state)
-    Backup(stopped_state, copy, True).run(print)
+    shown: list[tuple[int, int]] = []
+    Backup(stopped_state, copy, True, lambda num_done, num_all: shown.append((num_done, num_all))).run(print)
+    num_done, num_all = shown[-1]
+    assert shown == sorted(shown) and 0.9 * num_all < num_done <= num_all and len(shown) > 3
     assert await found(copy) == counts == [counts[-1]]
     (weights,) = live.glob("ephemeral/*")
     shutil.rmtree(weights)

@@ -22,6 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 from trainhouse.schemas.version import VERSION
 from trainhouse.server.cli.commands import main
+from trainhouse.server.cli.output import spinner
 from trainhouse.server.cli.serve import serve_help, serve_help_all
 from trainhouse.server.config.server_config import KNOBS, SECTIONS
 from trainhouse.server.serving.server_process import FORCED_STATUS
@@ -396,6 +397,25 @@ def test_a_terminal_shows_a_spinner_until_the_server_is_ready(tiny_models: dict[
     assert " loading \x1b[33m0:00:0" in before and "0:00:0" not in after
     assert "\x1b[2Kloading tiny/m from" in before, "what is printed meanwhile has a line of its own"
     assert before.endswith("\x1b[2K") and "\x1b[?25h" in before, "the spinner is gone, and the cursor is not"
+
+
+def test_a_terminal_shows_how_much_is_done_as_soon_as_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with spinner("copying a"):
+        pass
+    before = capsys.readouterr().err
+    with spinner("copying a") as show:
+        show(1_999_999, 3_000_000)
+    during = capsys.readouterr().err
+    with spinner("copying a") as show:
+        show(1_999_999, 3_000_000)
+        show(3_000_000, 3_000_000)
+    after = capsys.readouterr().err.rpartition("copying")[2]
+    assert "copying a: 66 % of 3.0 MB" in during and "%" not in before and "%" not in after
 
 
 @pytest.mark.slow

@@ -274,6 +274,7 @@ def test_the_standard_variables_decide_whether_traces_are_exported(environment: 
     [
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER is 'zipkin'"),
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "http/protobuf, to port 4318"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "give a URL, such as http://localhost:4318"),
     ],
 )
 def test_an_export_that_does_not_exist_is_refused(environment: dict[str, str], words: str) -> None:

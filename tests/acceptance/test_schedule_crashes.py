@@ -5,17 +5,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from trainhouse import AdamParams, CheckpointSchedule, Datum, ServiceClient
+from trainhouse import AdamParams, APIFuture, CheckpointSchedule, Datum, ServiceClient
 
 from .crashing import Crashing, until
 from .killed_in_hooks import ARMED, KILLED_IN_HOOKS
 from .training_script import MODEL
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 NUM_STEPS = 12
 ADAM = AdamParams(learning_rate=3e-3)
@@ -44,10 +45,11 @@ def data(seed: int, num_datums: int) -> list[Datum]:
 def trained(
     crashing: Crashing,
     before: Callable[[int], None] = lambda step: None,
-    after: Callable[[int], None] = lambda step: None,
+    after: Callable[[int, APIFuture[Any]], None] = lambda step, stepped: None,
     waits: bool = False,
 ) -> Results:
-    """Returns the results of a run. before, after: called around the submission of each optimizer step."""
+    """Returns the results of a run. before, after: called around the submission of each optimizer step, after it with
+    its future."""
     with ServiceClient(crashing.url, "tml-schedules") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=0)
         client.create_evaluation("heldout", 2, data(1, 300)).result(120)
@@ -58,7 +60,7 @@ def trained(
             client.forward_backward(data(0, 4), "cross_entropy")
             before(step)
             stepped.append(client.optim_step(ADAM))
-            after(step)
+            after(step, stepped[-1])
             if waits:  # so that what follows one step does not happen while the next one is armed
                 stepped[-1].result(240)
         metrics = [dict(each.result(240).metrics or {}) for each in stepped]
@@ -74,10 +76,16 @@ def trained(
 
 
 def test_schedules_survive_crashes_and_count_each_step_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    drawn = random.Random(0)
+    """No step has two deaths of the worker: the work after it would be left out."""
+    drawn, struck = random.Random(0), list[APIFuture[Any]]()
 
-    def strike(step: int) -> None:
-        if (killed := STRIKES.get(step)) is not None:
+    def strike(step: int, stepped: APIFuture[Any]) -> None:
+        killed = STRIKES.get(step)
+        if killed in ("worker", "both"):
+            for each in struck:
+                each.result(240)
+            struck[:] = [stepped]
+        if killed is not None:
             time.sleep(drawn.uniform(0, 0.5))
             crashing.strike(killed)
 
@@ -99,7 +107,7 @@ def test_what_a_crash_interrupts_after_a_step_is_done_exactly_once(
         if step in points:
             armed.write_text(points[step])
 
-    def wait_for_kill(step: int) -> None:
+    def wait_for_kill(step: int, stepped: APIFuture[Any]) -> None:
         until(lambda: not armed.exists())
         if points.get(step, "").endswith("server"):
             crashing.restart_dead()

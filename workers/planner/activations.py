@@ -73,6 +73,7 @@ def share_of(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Share:
         tokens=load.tokens,
         num_forward=1 if load.activations == "keep" else 2,
         ulysses=shape.sequence_split(spec).ulysses,
+        mixes_adapters=load.training == "lora" and load.adapter_slots > 1,
     )
 
 
@@ -112,9 +113,7 @@ class _BytesPerToken:
 
     def _positions(self) -> int:
         """Returns the bytes of cosines and sines, tokens and positions."""
-        attentions = self._shape.attentions
-        rotated = {each.rotation: each.rotary_dim for each in attentions if each.rotation is not None}.values()
-        return sum(_FLOAT32 * (size + size // 2) for size in rotated) + 4 * _INT64
+        return rotation_bytes(self._shape) + 4 * _INT64
 
     def host(self) -> float:
         return self._shape.num_layers * self._input if self._load.activations == "offload" else 0.0
@@ -195,6 +194,12 @@ class _BytesPerToken:
         model has another dtype, the state."""
         states = 2 if self._load.dtype == "float32" else 3
         return _FLOAT32 * states * self._shape.hidden / self._stream_parts
+
+
+def rotation_bytes(shape: ModelShape) -> int:
+    """Returns the bytes of a position's cosines and sines, of all kinds of rotations."""
+    rotated = {each.rotation: each.rotary_dim for each in shape.attentions if each.rotation is not None}.values()
+    return sum(_FLOAT32 * (size + size // 2) for size in rotated)
 
 
 def _logits(shape: ModelShape, spec: ParallelSpec, load: Workload, has_gradient: bool = True) -> int:

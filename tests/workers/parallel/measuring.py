@@ -26,27 +26,31 @@ ACCOUNTING = "trainhouse.tests.workers.parallel.measuring_worker:AccountingWorke
 
 @dataclass
 class Measured:
-    """The ranks of a layout, called from synchronous tests."""
+    """The ranks of a layout, called from synchronous tests. runs: the policies that share each pass."""
 
     runner: asyncio.Runner
     pool: LocalPool
     ranks: Ranks
     spec: ParallelSpec
     num_operations: int = 0
+    runs: tuple[str, ...] = ("run",)
 
     def of_each(self, method: str, *arguments: object) -> list[Any]:
         return self.runner.run(self.pool.call_all(method, *arguments, hang_seconds=HANG_SECONDS))
 
     def pass_over(self, tokens: int, length: int = LENGTH, role: Role = "policy") -> None:
         """tokens: of the sequences that a rank takes. length: of each of them. role: of the run."""
-        self.num_operations += 1
         random = np.random.default_rng(0)
         data = tuple(_datum(random, length, role) for _ in range(self.spec.num_data_shares * tokens // length))
-        loss, run_id = "value_mse" if role == "critic" else "cross_entropy", "run" if role == "policy" else role
-        request = ForwardBackwardRequest(run_id, 1, data, loss, forward_only=role == "reference")
-        part = OperationPart(self.num_operations, request)
-        (output,) = self.runner.run(self.ranks.run_pass(Pass((part,)), HANG_SECONDS))
-        assert isinstance(output, ForwardBackwardOutput), output
+        loss, runs = "value_mse" if role == "critic" else "cross_entropy", self.runs if role == "policy" else (role,)
+        parts = []
+        for number, run_id in enumerate(runs):
+            self.num_operations += 1
+            own = data[number :: len(runs)]
+            request = ForwardBackwardRequest(run_id, 1, own, loss, forward_only=role == "reference")
+            parts.append(OperationPart(self.num_operations, request))
+        for output in self.runner.run(self.ranks.run_pass(Pass(tuple(parts)), HANG_SECONDS)):
+            assert isinstance(output, ForwardBackwardOutput), output
 
     def peak(self, tokens: int, length: int = LENGTH, role: Role = "policy") -> int:
         self.pass_over(tokens, length, role)

@@ -88,8 +88,9 @@ class Dense(Part):
     def working_bytes(self, share: Share) -> float:
         """Counts the gathered gradient, and that by the features. The norm's inputs are already freed."""
         gathered = self.hidden * share.number_bytes if share.gathers_stream else 0
-        # On some CPUs the sum of two products is not computed in place of the first one.
-        products = 2 if share.number_bytes == 4 and not share.is_full else 1
+        # On some CPUs the sum with the product of several adapters is not computed in place. One adapter's is part of
+        # the weight that multiplies its tokens.
+        products = 2 if share.number_bytes == FLOAT32 and share.mixes_adapters else 1
         return gathered + products * share.number_bytes * self._own_features(share)
 
     def flops(self, spec: ParallelSpec = SINGLE) -> Flops:

@@ -190,7 +190,8 @@ class Share:
 
     ulysses: ranks that share out heads in attention; the others along sp form a ring. number_bytes: of a number in the
     base model's dtype. lora_rank: 0 if no adapters are trained. gathers_stream: whether ranks along tp shard the
-    residual stream. longest: tokens of the longest sequence. tokens: of a micro-batch.
+    residual stream. longest: tokens of the longest sequence. tokens: of a micro-batch, which may have those of several
+    adapters if mixes_adapters.
     num_forward: how often a layer runs forward; 2 if the backward pass computes it again.
     """
 
@@ -203,6 +204,7 @@ class Share:
     tokens: int
     num_forward: int = 1
     ulysses: int = 1
+    mixes_adapters: bool = False
 
     @property
     def ring(self) -> int:

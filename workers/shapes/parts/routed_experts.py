@@ -189,10 +189,14 @@ class RoutedExperts(Part):
     def working_bytes(self, share: Share) -> float:
         """Counts the experts' inputs, outputs and weighted outputs, and other ranks' tokens if these are exchanged.
 
-        Assumes that all experts are chosen equally often.
+        Kernels for float32 weight outputs and sum gradients where they are, and the outputs are then free. Assumes that
+        all experts are chosen equally often.
         """
-        pairs = self.per_token * (2 if share.spec.ep_size_of("experts") == 1 else 4)
-        return share.number_bytes * (pairs + 2) * self._mapped
+        if share.spec.ep_size_of("experts") > 1:
+            return share.number_bytes * (4 * self.per_token + 2) * self._mapped
+        if share.number_bytes == FLOAT32:
+            return share.number_bytes * (self.per_token + 1) * self._mapped
+        return share.number_bytes * (2 * self.per_token + 2) * self._mapped
 
     def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         """Counts the router whole on each rank along tp, but one with a norm of its own for the rank's own tokens."""

@@ -110,6 +110,7 @@ class DraftPlan:
         learned = f"an adapter of rank {load.lora_rank}" if load.training == "lora" else "all weights of a full model"
         yield "the target's base parameters", gigabytes(memory.target), ""
         yield "what the target has learned", gigabytes(memory.policy), learned
+        yield "cosines and sines", gigabytes(memory.rotations), f"of {load.longest} positions"
         yield "key/value cache", gigabytes(memory.kv_cache), "" if load.samples else "sampling happens elsewhere"
         yield "the draft's weights", gigabytes(vectors.weights), f"{load.dtype}, of its part along tp"
         yield "its float32 weights", gigabytes(vectors.masters), share

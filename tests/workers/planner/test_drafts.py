@@ -43,6 +43,8 @@ from ..parallel.test_stored_features import with_addresses
 from .test_estimate import OF_KIND, SCALED, public, shape_at
 
 LENGTH = 1024
+# The largest error of what is held between passes: less than what a small draft's target keeps of positions.
+HELD = 0.001
 SIZES = {"qwen3_moe": OF_KIND["qwen3_moe"]}
 
 
@@ -167,14 +169,8 @@ CASES = [
             Case(*DFLASH, "tp=2", "sp=2"),
             Case("eagle3", UNROLLED, {"ttt_length": 9}, "fsdp=2,sp=2", dtype="bfloat16"),
             *(Case(*EAGLE, spec, target="qwen3_moe") for spec in ("ep=2", "fsdp=2,ep=2")),
-            Case(
-                "dflash",
-                BLOCKS | {"num_layers": 3},
-                MORE_BLOCKS | {"num_layers": 3},
-                "fsdp=2,ep=2",
-                "replicas=2,tp=2",
-                target="qwen3_moe",
-            ),
+            Case(*DFLASH, "fsdp=2,sp=2"),
+            Case(*DFLASH, "fsdp=2,ep=2", "replicas=2,tp=2", target="qwen3_moe"),
         )
     ),
 ]
@@ -187,9 +183,9 @@ def test_memory_of_a_rank_that_trains_a_draft_is_as_planned(case: Case, tmp_path
     shape = shape_at(model)
     planned, more = case.planned(shape, case.fields), case.planned(shape, case.more)
     held, peak = measured(model, case)
-    of_draft = planned.total - planned.target - planned.policy
-    print(f"\n{case}: held {planned.vectors.kept / held:.3f}, peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
-    assert near(planned.vectors.kept, held, 0.02)
+    of_draft, kept = planned.total - planned.target - planned.policy, planned.vectors.kept + planned.rotations
+    print(f"\n{case}: held {kept / held:.3f}, peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
+    assert near(kept, held, HELD) and not near(planned.vectors.kept, held, HELD)
     assert near(of_draft, peak)
     assert not near(more.total - more.target - more.policy, peak)
 

@@ -9,7 +9,7 @@ from ...protocol.parallel_spec import ParallelSpec
 from ...shapes.draft_features import token_bytes
 from ...shapes.draft_spec import sums_in_backward
 from ...shapes.model_shape import ModelShape
-from ..activations import forward_activations
+from ..activations import forward_activations, rotation_bytes
 from ..estimate import MemoryEstimate, estimate, num_learned
 from ..layout_search import largest_that_fits, usable_bytes
 from ..trainable_memory import bytes_per_number
@@ -48,14 +48,15 @@ class DraftVectors:
 class DraftMemory:
     """Bytes of a rank.
 
-    target: of the base model. policy: what the target has learned, an adapter or all weights. target_pass: of the
-    target's forward pass, with gathered weights and the features of its tokens. exchange: of features between ranks,
-    before the draft's pass. head: the target's output head, gathered. sampling: the target gathered to sample, when no
-    pass runs.
+    target: of the base model. policy: what the target has learned, an adapter or all weights. rotations: cosines and
+    sines of all positions, which the target keeps. target_pass: of the target's forward pass, with gathered weights and
+    the features of its tokens. exchange: of features between ranks, before the draft's pass. head: the target's output
+    head, gathered. sampling: the target gathered to sample, when no pass runs.
     """
 
     target: int
     policy: int
+    rotations: int
     kv_cache: int
     vectors: DraftVectors
     target_pass: int
@@ -67,7 +68,7 @@ class DraftMemory:
     @property
     def held(self) -> int:
         """Returns the bytes between passes."""
-        return self.target + self.policy + self.kv_cache + self.vectors.kept
+        return self.target + self.policy + self.rotations + self.kv_cache + self.vectors.kept
 
     @property
     def total(self) -> int:
@@ -97,6 +98,7 @@ def draft_memory(
     return DraftMemory(
         target=of_target.base,
         policy=_policy(shape, spec, load),
+        rotations=load.longest * rotation_bytes(shape),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         vectors=draft_vectors(draft, draft_spec, load, sums_early),
         target_pass=_target_pass(shape, spec, load, draft, of_target),

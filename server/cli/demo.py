@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from ...workers.models.model_cache import cache_directory
+from ...workers.protocol.cache_directory import cache_directory
 from .child_server import Server, running, served
 from .errors import INTERRUPTED, CommandFailed
 from .options import Status, new_app

@@ -192,6 +192,7 @@ _FLAGS = (
     ("base-model", "NAME[=SOURCE]", "as for serve; SOURCE, also at a URL, may be a config.json"),
     ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
     ("device-link", "auto|nvlink|pcie|host", "as for serve, with --parallel auto (auto)"),
+    ("device-name", "NAME", "of the devices, such as H100, with --parallel auto (nvidia-smi's)"),
     ("shard", "PATTERN=STYLE", "overrides the layout for matching weights: replicate; repeatable"),
     ("device-memory", "BYTES", "memory of each device, such as 80GB"),
     ("num-devices", "N", "number of devices, one for each rank"),
@@ -251,10 +252,11 @@ def plan_of(options: PlanOptions) -> MemoryPlan:
     if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
         raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
     link, choice, speeds = _one_of(options, "device_link", DEVICE_LINKS), None, None
-    if options.device_link and not is_auto:
-        raise ConfigError("--device-link has no effect without --parallel auto: leave it out")
+    for flag in ("device_link", "device_name"):
+        if getattr(options, flag) and not is_auto:
+            raise ConfigError(f"{_flag(flag)} has no effect without --parallel auto: leave it out")
     if is_auto:
-        speeds = speeds_of(link)
+        speeds = _speeds(link, options.device_name)
         loads = [load] if options.activations else [load, *loads_with_fewer_activations(load)]
         choice = _choice(model, loads, device_bytes, num_devices, speeds)
         spec, load = choice.spec, choice.load
@@ -406,9 +408,21 @@ def _as_json(plan: MemoryPlan) -> dict[str, object]:
         "filling": None if plan.with_replicas is None else str(plan.with_replicas),
         "remedies": [remedy.flags for remedy in plan.remedies],
         "link": None if plan.speeds is None else {"name": plan.speeds.link.name, "source": plan.speeds.source},
+        "products": None if plan.speeds is None else _products(plan.speeds),
         "ways": [_way(each) for each in plan.choice.ways] if plan.choice else [],
         "candidates": [_candidate(each) for each in plan.choice.candidates] if plan.choice else [],
     }
+
+
+def _speeds(link: str, device: str | None) -> Speeds:
+    try:
+        return speeds_of(link, device=device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _products(speeds: Speeds) -> dict[str, object]:
+    return {"flops_per_second": speeds.flops_per_second, "source": speeds.rate_source}
 
 
 def _way(way: Way) -> dict[str, object]:

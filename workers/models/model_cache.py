@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from ..planner.footprint import gigabytes
+from ..protocol.cache_directory import cache_directory
 from ..protocol.worker_config import DownloadOrigin, WorkerConfig
 from .hub import content_hash, fetch_rest, has_hash, is_hub_url, open_options, plain_error
 
@@ -190,11 +191,6 @@ class ModelCache:
 
 def default_root() -> Path:
     return cache_directory() / "models"
-
-
-def cache_directory() -> Path:
-    """Returns this user's cache directory."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"
 
 
 def with_local_model(config: WorkerConfig) -> WorkerConfig:

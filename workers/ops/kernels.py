@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..protocol.cache_directory import cache_directory
 from ..resources.lanes import lane_threads
 from ..resources.threads import WORTH_ALL
 from .attention_kind import AttentionKind
@@ -521,7 +522,7 @@ def _compiled(compiler: str) -> Path:
 
 
 def _directory() -> Path:
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"
+    directory = cache_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:

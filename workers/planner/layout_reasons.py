@@ -15,7 +15,7 @@ def reasons_of_choice(choice: PlannedLayout, speeds: Speeds) -> Iterator[str]:
     if len(choice.ways) > 1:
         yield (
             f"--activations {choice.load.activations} takes least time for a token (a device computes "
-            f"{speeds.flops_per_second / 1e12:g} TFLOP/s, assumed):"
+            f"{speeds.flops_per_second / 1e12:.3g} TFLOP/s, {speeds.rate_source}):"
         )
         for way in choice.ways:
             total = _microseconds(way.cost.seconds)

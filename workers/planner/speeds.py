@@ -1,16 +1,42 @@
 """Speeds of devices and of the links between them, as far as the choice of a layout depends on them. Imports no torch.
 
-The numbers are assumptions in round figures, below data sheets: only their ratios decide between layouts.
+Links are assumptions in round figures, below data sheets: only their ratios decide between layouts. The rate of
+products is that of the device: as a worker measured it on this machine, by its maker's data sheet, or assumed by its
+link.
 """
 
+import re
 import subprocess
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..protocol.cache_directory import cache_directory
 
 # Ranks of a node are neighbours. Devices of different nodes exchange over the network.
 DEVICES_PER_NODE = 8
 
-_ASKING = ("nvidia-smi", "topo", "-m")
+_ASKING_LINKS = ("nvidia-smi", "topo", "-m")
+_ASKING_NAMES = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _ASKING_SECONDS = 10.0
+
+DEVICE_FLOPS = {
+    "A100": 312e12,
+    "B200": 2250e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "L40S": 362e12,
+}
+"""The operations per second of dense products in bfloat16 by NVIDIA's data sheets (half of what these give with
+sparsity), by words of the device's name."""
+
+# A large product takes 0.73 to 0.78 of the data sheet's rate on an H200, and a pass of an 8B model 0.53 to 0.65 of that
+# of the product (docs/performance.md, "On a GPU").
+_OF_SHEET = 0.75
+_OF_PRODUCT = 0.6
 
 
 @dataclass(frozen=True)
@@ -25,9 +51,9 @@ class Link:
 @dataclass(frozen=True)
 class Speeds:
     """The link between the devices of a node, the network between nodes, and of a device the bandwidth of its memory
-    and the rate that large products in 16 bits reach in a pass (in float32 on CPUs).
+    and the rate that products in 16 bits reach in a pass (in float32 on CPUs).
 
-    source: where the link is known from, for the plan's text.
+    source, rate_source: where the link and the rate are known from, for the plan's text.
     """
 
     link: Link
@@ -35,6 +61,7 @@ class Speeds:
     memory_bytes_per_second: float
     flops_per_second: float
     source: str = "assumed"
+    rate_source: str = "assumed"
 
     def way(self, num_neighbours: int) -> Link:
         """Returns the slowest link among this many neighbouring ranks."""
@@ -51,23 +78,81 @@ DEVICE_LINKS = ("auto", *SPEEDS)
 """The values of `--device-link`."""
 
 
-def speeds_of(link: str, on_cpu: bool = False) -> Speeds:
+def speeds_of(link: str, on_cpu: bool = False, device: str | None = None) -> Speeds:
     """Returns the speeds for a value of `--device-link`; for "auto" those of this machine's devices.
 
     Without a matrix from nvidia-smi, or with a single device, NVLink is assumed, as devices in one node mostly have it.
+
+    Args:
+        device: the name of the devices; None for that of this machine's if the link is that of this machine, too.
+    Raises:
+        ValueError: nothing is known of devices of that name.
     """
+    speeds = _of_link(link, on_cpu)
+    if device is None and (on_cpu or link != "auto"):
+        return speeds
+    name = device or device_name()
+    found = None if name is None else _with_rate_of(name, speeds)
+    if found is None and device is not None:
+        raise ValueError(f"--device-name {device} is not one of {', '.join(DEVICE_FLOPS)}: leave it out")
+    return found or speeds
+
+
+def _of_link(link: str, on_cpu: bool) -> Speeds:
     if link != "auto":
         return replace(SPEEDS[link], source="--device-link")
     if on_cpu:
         return replace(HOST, source="ranks on CPUs")
-    found = link_in(topology() or "")
+    found = link_in(_answer(_ASKING_LINKS) or "")
     return NVLINK if found is None else replace(SPEEDS[found], source="nvidia-smi")
 
 
-def topology() -> str | None:
-    """Returns nvidia-smi's matrix of the links between this machine's devices, None without nvidia-smi or devices."""
+def _with_rate_of(name: str, speeds: Speeds) -> Speeds | None:
+    """Returns the speeds with the rate of products of such a device, None if it is not known."""
+    if (measured := measured_rate(name)) is not None:
+        return replace(speeds, flops_per_second=_OF_PRODUCT * measured, rate_source=f"measured on {name}")
+    words = [each for each in DEVICE_FLOPS if re.search(rf"\b{each}\b", name)]
+    if not words:
+        return None
+    most = DEVICE_FLOPS[max(words, key=len)]
+    return replace(speeds, flops_per_second=_OF_PRODUCT * _OF_SHEET * most, rate_source=f"{name}'s data sheet")
+
+
+def keep_rate(name: str, rate: float) -> None:
+    """Keeps the measured operations per second of a large product in 16 bits on a device of this name, for later plans;
+    does nothing if the user's cache cannot be written."""
+    file = _file_of(name)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Under another name first, because other ranks may write it at the same time.
+        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+            (made := Path(scratch) / file.name).write_text(f"{rate:.6g}\n")
+            made.replace(file)
+
+
+def measured_rate(name: str) -> float | None:
+    """Returns the rate that a worker of this user has kept, None if there is none."""
     try:
-        done = subprocess.run(_ASKING, capture_output=True, text=True, timeout=_ASKING_SECONDS, check=True)
+        rate = float(_file_of(name).read_text())
+    except (OSError, ValueError):
+        return None
+    return rate if 0 < rate < float("inf") else None
+
+
+def _file_of(name: str) -> Path:
+    return cache_directory() / "product-rates" / re.sub(r"[^A-Za-z0-9]+", "-", name)
+
+
+def device_name() -> str | None:
+    """Returns nvidia-smi's name of this machine's first device, None without nvidia-smi or devices."""
+    names = (_answer(_ASKING_NAMES) or "").splitlines()
+    return names[0].strip() or None if names else None
+
+
+def _answer(asking: tuple[str, ...]) -> str | None:
+    """Returns what nvidia-smi prints, None if it does not run."""
+    try:
+        done = subprocess.run(asking, capture_output=True, text=True, timeout=_ASKING_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return done.stdout

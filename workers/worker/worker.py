@@ -25,6 +25,7 @@ from ..models.packing_checks import check_ranks
 from ..models.twin import check_twin, needs_twin
 from ..ops.linear import product_rate
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
+from ..planner.speeds import keep_rate
 from ..protocol.calls import (
     AdapterWeights,
     Failure,
@@ -127,6 +128,8 @@ class Worker:
             self._base, lora, residency, config.max_full_models, config.optimizer_states, groups
         )
         rate = product_rate(self._base.device, self._base.dtype, torch.get_num_threads())
+        if self._base.device.type == "cuda" and self._base.dtype != torch.float32:
+            keep_rate(torch.cuda.get_device_name(self._base.device), rate)
         self._speed = DeviceSpeed(sum(mesh.all_gather_object(rate)))
         self._num_teams = len(mesh.spec.rank_groups(("ep", "tp")))
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh, self._speed)

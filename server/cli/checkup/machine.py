@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ....schemas.version import VERSION
-from ....workers.models.model_cache import cache_directory
+from ....workers.protocol.cache_directory import cache_directory
 from ...config.knob_values import ConfigError
 from ...config.load import load_config, store_config_of
 from ...config.server_config import KNOBS

@@ -170,6 +170,12 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert fitting[0]["parallel"] == "sp=4,tp=2" and len(fitting) < len(found["candidates"])
     assert found["ways"][0] == {"activations": "keep", "parallel": "sp=4,tp=2", "cost": fitting[0]["cost"]}
     assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
+    assert found["products"] == {"flops_per_second": 400e12, "source": "assumed"}
+    assert "(a device computes 140 TFLOP/s, A100's data sheet):" in printed(
+        capsys, model, *knobs, link, "--device-name=A100"
+    )
+    assert "--device-name has no effect without --parallel auto" in refused(capsys, 2, model, "--device-name=A100")
+    assert "H10 is not one of A100" in refused(capsys, 2, model, *knobs, "--device-name=H10")
     assert "recomputed" not in text
     less = printed(capsys, model, *knobs, "--num-devices=2")
     assert "layout: tp=2, 2 ranks\nlayers are recomputed in the backward pass: --activations recompute\n" in less

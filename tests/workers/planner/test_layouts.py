@@ -15,7 +15,17 @@ from trainhouse.workers.planner.layout_search import (
     smallest_sampler_layout,
     usable_bytes,
 )
-from trainhouse.workers.planner.speeds import HOST, NVLINK, PCIE, Link, link_in, speeds_of
+from trainhouse.workers.planner.speeds import (
+    DEVICE_FLOPS,
+    HOST,
+    NVLINK,
+    PCIE,
+    Link,
+    keep_rate,
+    link_in,
+    measured_rate,
+    speeds_of,
+)
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
@@ -252,3 +262,46 @@ def test_the_link_is_named_or_found_or_assumed(tmp_path: Path, monkeypatch: pyte
     asked.write_text(f"#!/bin/sh\n[ \"$1\" = topo ] && echo '{NVLINK_MATRIX.replace('NV18', 'SYS')}'\n")
     asked.chmod(0o755)
     assert speeds_of("auto") == replace(PCIE, source="nvidia-smi")
+
+
+def smi(directory: Path, name: str) -> None:
+    """Installs an nvidia-smi that reports devices of this name, and no links."""
+    asked = directory / "nvidia-smi"
+    asked.write_text(f"#!/bin/sh\n[ \"$1\" = --query-gpu=name ] && echo '{name}\n{name}'\n")
+    asked.chmod(0o755)
+
+
+def test_products_take_the_rate_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert speeds_of("auto").rate_source == "assumed"
+    rates = {}
+    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "NVIDIA RTX A1000"):
+        smi(tmp_path, name)
+        rates[name] = speeds_of("auto").flops_per_second / NVLINK.flops_per_second
+    assert list(rates.values()) == pytest.approx([0.45 * each / 400e12 for each in (989e12, 756e12, 312e12)] + [1])
+    # What a worker measures later is what counts then, for devices of the same name.
+    assert measured_rate("NVIDIA H100 PCIe") is None
+    keep_rate("NVIDIA H100 PCIe", 600e12)
+    smi(tmp_path, "NVIDIA H100 PCIe")
+    found = speeds_of("auto")
+    assert found.flops_per_second == pytest.approx(0.6 * 600e12)
+    assert found.rate_source == "measured on NVIDIA H100 PCIe" and found.link == NVLINK.link
+    # Devices elsewhere are named, or assumed.
+    assert speeds_of("nvlink").flops_per_second == NVLINK.flops_per_second
+    assert speeds_of("nvlink", device="B200").flops_per_second == pytest.approx(0.45 * DEVICE_FLOPS["B200"])
+    with pytest.raises(ValueError, match=r"--device-name H10 is not one of A100, B200, H100, .*: leave it out"):
+        speeds_of("auto", device="H10")
+
+
+def test_a_rate_that_cannot_be_kept_or_read_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_rate("H100", 1e12)
+    assert measured_rate("H100") is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_rate("H100", 1e12)
+    (kept,) = (tmp_path / "trainhouse" / "product-rates").iterdir()
+    for text in ("", "nan", "-1", "inf"):
+        kept.write_text(text)
+        assert measured_rate("H100") is None

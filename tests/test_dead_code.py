@@ -26,7 +26,7 @@ PRODUCT_USED_ELSEWHERE = {
     "schemas/drafts.py": "hash",
     "schemas/futures.py": "allow_metadata_only retrieved_request_ids response_payload_uncompressed_size",
     "schemas/models.py": """
-        arch model_data is_lora sampleable supported_models queued_operations tokens_per_minute num_sequences
+        arch model_data is_lora sampleable queued_operations tokens_per_minute num_sequences
         num_references model_owner
         proto_compress_fwdbwd parallel_fwdbwd_chunks sample_use_retrieve_futures custom_loss_server_side
         refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",

@@ -1,19 +1,20 @@
-"""Traces: from a request to the ranks, with a collector that receives OTLP."""
+"""Traces: from a request to the ranks, with an exporter in memory and with a collector that receives OTLP."""
 
 import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import trainhouse
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from trainhouse import AdamParams, Datum, SamplingParams
 from trainhouse.server.config.knob_values import ConfigError
 from trainhouse.server.telemetry.ended_sample import EndedSample
-from trainhouse.server.telemetry.export_settings import ExportSettings
 from trainhouse.server.telemetry.open_tracing import opened_tracing, wants_traces
 from trainhouse.server.telemetry.tracing import Tracing
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -28,60 +29,61 @@ pytestmark = pytest.mark.anyio
 TRACE, CLIENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Spans:
-    """The spans that a server's tracing has exported of all that was reported when they are read."""
+class Spans(InMemorySpanExporter):
+    """Holds the spans of all that was reported when they are read, which the server may not have recorded yet."""
 
-    def __init__(self, collector: Collector, tracing: Tracing) -> None:
-        self._collector, self.tracing = collector, tracing
-        self.catch_up: Callable[[], None] = lambda: None
+    catch_up: Callable[[], None]
 
-    def all(self) -> list[ReceivedSpan]:
+    def get_finished_spans(self) -> tuple[ReadableSpan, ...]:
         self.catch_up()
-        deadline = time.monotonic() + 20
-        while self.tracing._export._num_held and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self._collector.spans
+        return super().get_finished_spans()
 
     def clear(self) -> None:
-        self.all().clear()
+        self.catch_up()
+        super().clear()
 
-    def named(self, name: str) -> list[ReceivedSpan]:
-        return [span for span in self.all() if span.name == name]
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self.get_finished_spans() if span.name == name]
 
-    def below(self, parent: ReceivedSpan) -> Mapping[str, ReceivedSpan]:
-        return {span.name: span for span in self.all() if span.parent_id == parent.span_id}
+    def below(self, parent: ReadableSpan) -> Mapping[str, ReadableSpan]:
+        own = span_id(parent)
+        return {
+            span.name: span
+            for span in self.get_finished_spans()
+            if span.parent is not None and span.parent.span_id == own
+        }
 
 
 @pytest.fixture
-def spans() -> Iterator[Spans]:
-    with collected_spans() as spans:
-        yield spans
-
-
-@contextmanager
-def collected_spans() -> Iterator[Spans]:
-    with running_collector() as collector:
-        tracing = Tracing(ExportSettings(f"{collector.url}/v1/traces", delay_seconds=0.01))
-        try:
-            yield Spans(collector, tracing)
-        finally:
-            tracing.close(20)
+def spans() -> Spans:
+    return Spans()
 
 
 @pytest.fixture
 async def traced(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, spans: Spans
 ) -> AsyncIterator[Server]:
-    config = server_config(tiny_models["qwen3"], tmp_path / "state")
-    async with running_server(config, dispatch, tracing=spans.tracing) as server:
+    config, tracing = server_config(tiny_models["qwen3"], tmp_path / "state"), Tracing(SimpleSpanProcessor(spans))
+    async with running_server(config, dispatch, tracing=tracing) as server:
         spans.catch_up = server.services.telemetry.catch_up
         yield server
 
 
-def is_within(inner: ReceivedSpan, outer: ReceivedSpan, slack_seconds: float = 0.002) -> bool:
+def span_id(span: ReadableSpan) -> int:
+    assert span.context is not None
+    return span.context.span_id
+
+
+def trace_id(span: ReadableSpan) -> str:
+    assert span.context is not None
+    return f"{span.context.trace_id:032x}"
+
+
+def is_within(inner: ReadableSpan, outer: ReadableSpan, slack_seconds: float = 0.002) -> bool:
     """True up to `slack_seconds`: times of operations are read from another clock."""
+    assert inner.start_time and inner.end_time and outer.start_time and outer.end_time
     slack = 1e9 * slack_seconds
-    return outer.start - slack <= inner.start <= inner.end <= outer.end + slack
+    return outer.start_time - slack <= inner.start_time <= inner.end_time <= outer.end_time + slack
 
 
 @pytest.mark.slow
@@ -93,18 +95,18 @@ async def test_a_trace_leads_from_the_request_over_its_operation_and_pass_to_the
     await traced.polled(response.json()["request_id"], accept=PROTOBUF)
     assert response.headers["x-trace-id"] == TRACE
     [request] = spans.named("POST /api/v1/forward_backward")
-    assert request.trace_id == TRACE and request.parent_id == CLIENT
-    assert request.attributes["http.response.status_code"] == 200
+    assert trace_id(request) == TRACE and request.parent is not None and f"{request.parent.span_id:x}" == CLIENT
+    assert request.attributes is not None and request.attributes["http.response.status_code"] == 200
     assert request.attributes["trainhouse.run"] == run.model_id
     operation = spans.below(request)["forward_backward"]
-    assert operation.attributes["trainhouse.seq_id"] == 1
+    assert operation.attributes is not None and operation.attributes["trainhouse.seq_id"] == 1
     parts = spans.below(operation)
     assert set(parts) == {"queued", "pass"} and all(is_within(part, operation) for part in parts.values())
     rank = spans.below(parts["pass"])["rank 0"]
-    assert is_within(rank, parts["pass"]) and rank.end > rank.start
-    assert {span.trace_id for span in (operation, *parts.values(), rank)} == {TRACE}
+    assert is_within(rank, parts["pass"]) and rank.end_time and rank.start_time and rank.end_time > rank.start_time
+    assert {trace_id(span) for span in (operation, *parts.values(), rank)} == {TRACE}
     [created] = spans.named("create_model")
-    assert "loading" in spans.below(created) and created.trace_id != TRACE
+    assert "loading" in spans.below(created) and trace_id(created) != TRACE
 
 
 @pytest.mark.slow
@@ -120,13 +122,13 @@ async def test_operations_of_one_pass_link_to_its_span(traced: Server, spans: Sp
         await traced.polled(request_id, run.key, PROTOBUF)
     await traced.polled(long.json()["request_id"], accept=PROTOBUF)
     passes = spans.named("pass")
-    assert len({each.trace_id for each in passes}) == 4, "each operation has a span of its pass in its own trace"
+    assert len({trace_id(each) for each in passes}) == 4, "each operation has a span of its pass in its own trace"
     shared = [each for each in passes if each.links]
     assert shared, "no operations shared a pass"
-    ranks = {span.parent_id for span in spans.named("rank 0")}
+    ranks = {span.parent.span_id for span in spans.named("rank 0") if span.parent is not None}
     for each in shared:
         [link] = each.links
-        assert link in ranks and each.span_id not in ranks
+        assert link.context.span_id in ranks and span_id(each) not in ranks
     assert group.name == MODEL
 
 
@@ -140,11 +142,11 @@ async def test_a_sample_has_its_queue_and_first_slice_and_failures_are_errors(tr
     await traced.result(submitted["request_id"])
     [sample] = spans.named("sample")
     assert "rank 0" in spans.below(spans.below(sample)["sampling"])
-    assert sample.attributes["trainhouse.tokens"] == 4
-    assert not sample.is_error
+    assert sample.attributes is not None and sample.attributes["trainhouse.tokens"] == 4
+    assert sample.status.is_ok
     assert "error" in await run.optim_step()
     [step] = spans.named("optim_step")
-    assert step.is_error and "no gradients" in step.reason
+    assert not step.status.is_ok and "no gradients" in str(step.status.description)
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ async def test_a_client_that_does_not_sample_its_trace_gets_no_spans(traced: Ser
     response = await run.send(run.encode(batch(), 1), traceparent=f"00-{TRACE}-{CLIENT}-00")
     await traced.polled(response.json()["request_id"], accept=PROTOBUF)
     assert response.headers["x-trace-id"] == TRACE, "its lines in the log can be found"
-    assert {span.name for span in spans.all()} == {"POST /api/v1/retrieve_future"}
+    assert {span.name for span in spans.get_finished_spans()} == {"POST /api/v1/retrieve_future"}
 
 
 @pytest.mark.parametrize(("sampler", "num_spans"), [("always_on", 50), ("always_off", 0)])
@@ -173,14 +175,15 @@ def test_a_part_of_all_traces_can_be_exported(monkeypatch: pytest.MonkeyPatch) -
     assert len(spans_of_requests(50, {"traceparent": f"00-{TRACE}-{CLIENT}-01"})) == 50, "the client has decided"
 
 
-def spans_of_requests(number: int, headers: Mapping[str, str] = {}) -> Sequence[ReceivedSpan]:
-    with collected_spans() as spans:
-        for _ in range(number):
-            work = WorkContext()
-            spans.tracing.request_began(work, "GET", "GET /api/v1/checkpoints", headers)
-            assert work.trace is not None
-            spans.tracing.request_ended(work, 200, time.time())
-        return spans.all()
+def spans_of_requests(number: int, headers: Mapping[str, str] = {}) -> Sequence[ReadableSpan]:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SimpleSpanProcessor(exporter))
+    for _ in range(number):
+        work = WorkContext()
+        tracing.request_began(work, "GET", "GET /api/v1/checkpoints", headers)
+        assert work.trace is not None
+        tracing.request_ended(work, 200, time.time())
+    return exporter.get_finished_spans()
 
 
 @pytest.mark.slow
@@ -189,7 +192,7 @@ async def test_a_malformed_traceparent_is_ignored(traced: Server, spans: Spans, 
     response = await traced.clients[ALICE].get("checkpoints", headers={"traceparent": header, "tracestate": "=,=" * 99})
     assert response.status_code == 200 and response.headers["x-trace-id"] != TRACE
     [span] = spans.named("GET /api/v1/checkpoints")
-    assert not span.parent_id
+    assert span.parent is None
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ class Backup:
     source: Path
     target: Path
     has_database: bool
-    on_progress: Callable[[int, int], None] = lambda num_done, num_all: None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
 
     @cached_property
     def _live(self) -> Path:

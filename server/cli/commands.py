@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ...schemas.version import VERSION
-from .errors import FAILED, INTERRUPTED, WRONGLY_USED, CommandFailed
+from .errors import FAILED, INTERRUPTED, WRONGLY_USED, CommandFailed, missing_package
 from .output import print_error
 
 COMMANDS = {
@@ -84,9 +84,7 @@ def _loaded(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("trainhouse"):
             raise
-        extra = "server,demo" if name == "demo" else "server"
-        hint = f"pip install 'trainhouse[{extra}]', in a checkout pip install -c deploy/constraints.txt '.[{extra}]'"
-        raise CommandFailed(f"the package {error.name} is not installed: {hint}") from None
+        raise missing_package(str(error.name), "server") from None
     command.name = name
     return command
 

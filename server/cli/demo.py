@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +16,13 @@ import typer
 
 from ...workers.protocol.cache_directory import cache_directory
 from .child_server import Server, running, served
-from .errors import INTERRUPTED, CommandFailed
+from .errors import INTERRUPTED, CommandFailed, missing_package
 from .options import Status, new_app
 from .output import spinner
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION = "smollm2-135m-instruct-1"  # the number changes with what the conversion writes
+_PACKAGES = ("torch", "sqlalchemy", "gguf")  # of the extras, one each that nothing else brings
 
 
 app = new_app()
@@ -36,6 +38,9 @@ def demo(
     max_tokens: Annotated[int | None, typer.Option(help="Tokens of each completion shown (30).")] = None,
 ) -> Status:
     """Returns the exit status, 0 only if the held-out loss fell."""
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise missing_package(package, "server,demo")
     # A closed terminal or SIGTERM ends the parts just as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)

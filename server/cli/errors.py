@@ -14,3 +14,9 @@ class CommandFailed(Exception):
     def __init__(self, message: str, status: int = FAILED) -> None:
         super().__init__(message)
         self.status = status
+
+
+def missing_package(package: str, extras: str) -> CommandFailed:
+    """Returns the error for a package that these extras install."""
+    hint = f"pip install 'trainhouse[{extras}]', in a checkout pip install -c deploy/constraints.txt '.[{extras}]'"
+    return CommandFailed(f"the package {package} is not installed: {hint}")

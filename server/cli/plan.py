@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Protocol
 
 from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
-from ...workers.planner.drafts.draft_layouts import draft_layout_that_fits, draft_spec_of
+from ...workers.planner.drafts.draft_layouts import DraftLayout, draft_layout_that_fits, draft_spec_of
 from ...workers.planner.drafts.draft_load import draft_load
 from ...workers.planner.drafts.draft_memory import draft_memory
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
@@ -251,12 +251,8 @@ def plan_of(options: PlanOptions) -> MemoryPlan:
     spec, load = model.own_layout(spec), _load(options, model, longest, dtype)
     if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
         raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
-    link, choice, speeds = _one_of(options, "device_link", DEVICE_LINKS), None, None
-    for flag in ("device_link", "device_name"):
-        if getattr(options, flag) and not is_auto:
-            raise ConfigError(f"{_flag(flag)} has no effect without --parallel auto: leave it out")
-    if is_auto:
-        speeds = _speeds(link, options.device_name)
+    choice, speeds = None, _speeds(options)
+    if speeds is not None:
         loads = [load] if options.activations else [load, *loads_with_fewer_activations(load)]
         choice = _choice(model, loads, device_bytes, num_devices, speeds)
         spec, load = choice.spec, choice.load
@@ -278,17 +274,17 @@ def plan_of_draft(options: PlanOptions) -> Planned:
     check_layout(spec, model, num_devices, longest, dtype, activations, quantization)
     if not isinstance(model, ModelShape):
         raise _no_estimate(model)
-    spec, load = model.own_layout(spec), _load(options, model, longest, dtype)
+    spec, load, speeds = model.own_layout(spec), _load(options, model, longest, dtype), _speeds(options)
     draft = draft_load(model, wanted_draft.algorithm, wanted_draft.fields, load, target_repr=wanted_draft.target_repr)
-    if is_auto:
+    if speeds is not None:
         if device_bytes is None:
             raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
         loads = [load] if options.activations else [load, replace(load, activations="recompute")]
-        found = draft_layout_that_fits(model, loads, draft, device_bytes, num_devices, wanted)
-        return DraftPlan(model, found.spec, found.draft_spec, found.load, draft, found.memory, device_bytes)
-    draft_spec = draft_spec_of(model, spec, draft, wanted)
-    memory = draft_memory(model, spec, load, draft, draft_spec)
-    return DraftPlan(model, spec, draft_spec, load, draft, memory, device_bytes)
+        found = draft_layout_that_fits(model, loads, draft, device_bytes, num_devices, wanted, speeds)
+    else:
+        draft_spec = draft_spec_of(model, spec, draft, wanted)
+        found = DraftLayout(spec, draft_spec, load, draft_memory(model, spec, load, draft, draft_spec))
+    return DraftPlan(model, found, draft, device_bytes, speeds)
 
 
 def _options_of_drafts(options: PlanOptions) -> PlanOptions:
@@ -414,11 +410,18 @@ def _as_json(plan: MemoryPlan) -> dict[str, object]:
     }
 
 
-def _speeds(link: str, device: str | None) -> Speeds:
-    try:
-        return speeds_of(link, device=device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def _speeds(options: PlanOptions) -> Speeds | None:
+    """Returns the speeds by which `--parallel auto` compares layouts, None without it."""
+    link = _one_of(options, "device_link", DEVICE_LINKS)
+    if options.parallel == AUTO:
+        try:
+            return speeds_of(link, device=options.device_name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    for flag in ("device_link", "device_name"):
+        if getattr(options, flag):
+            raise ConfigError(f"{_flag(flag)} has no effect without --parallel auto: leave it out")
+    return None
 
 
 def _products(speeds: Speeds) -> dict[str, object]:

@@ -6,12 +6,14 @@ from math import prod
 from typing import get_args
 
 from ...schemas.training import TargetRepr
-from ...workers.planner.drafts.draft_layouts import heaviest
+from ...workers.planner.drafts.draft_layouts import DraftLayout, DraftWay, heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
 from ...workers.planner.drafts.draft_memory import DraftMemory, longest_sequence, sequences_of
 from ...workers.planner.footprint import gigabytes
+from ...workers.planner.layout_reasons import least_time, microseconds
 from ...workers.planner.layout_search import usable_bytes
 from ...workers.planner.parameters import num_parameters
+from ...workers.planner.speeds import Speeds
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.shapes.model_shape import ModelShape
@@ -24,18 +26,34 @@ _MOST = 1 << 24
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """The estimate for a draft. spec: the layout of its target on the ranks that train it.
+    """The estimate for a draft.
 
-    device_bytes: memory of each device; None if the estimate is not compared with one.
+    device_bytes: memory of each device; None if the estimate is not compared with one. speeds: set for
+    `--parallel auto`.
     """
 
     shape: ModelShape
-    spec: ParallelSpec
-    draft_spec: ParallelSpec
-    load: Workload
+    layout: DraftLayout
     draft: DraftLoad
-    memory: DraftMemory
     device_bytes: int | None
+    speeds: Speeds | None = None
+
+    @property
+    def spec(self) -> ParallelSpec:
+        """The layout of the target on the ranks that train the draft."""
+        return self.layout.spec
+
+    @property
+    def draft_spec(self) -> ParallelSpec:
+        return self.layout.draft_spec
+
+    @property
+    def load(self) -> Workload:
+        return self.layout.load
+
+    @property
+    def memory(self) -> DraftMemory:
+        return self.layout.memory
 
     @property
     def fits(self) -> bool | None:
@@ -76,6 +94,7 @@ class DraftPlan:
             "fits": self.fits,
             "longest_sequence": self.longest,
             "captured_bytes": dict(self._captured),
+            "ways": [_way(each) for each in self.layout.ways],
         }
 
     def text(self) -> Iterator[str]:
@@ -96,6 +115,7 @@ class DraftPlan:
         yield from aligned(("captured features on disk", "bytes of a token"), rows)
         yield ""
         yield from self._verdict()
+        yield from self._reasons()
 
     @property
     def _captured(self) -> Mapping[str, int]:
@@ -127,6 +147,18 @@ class DraftPlan:
         yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
         yield "at least, between passes", gigabytes(memory.held), ""
         yield "at most at a time", gigabytes(memory.total), ""
+
+    def _reasons(self) -> Iterator[str]:
+        """Yields why the activations were chosen; nothing if there was no choice."""
+        if self.speeds is None or len(self.layout.ways) < 2:
+            return
+        yield f"--activations {self.load.activations} {least_time(self.speeds)}"
+        for way in self.layout.ways:
+            cost = way.cost
+            terms = {"target's products": cost.target, "draft's": cost.draft, "exchanges": cost.exchanges}
+            shown = ", ".join(f"{name} {microseconds(seconds)}" for name, seconds in terms.items())
+            layouts = f"{way.spec} and --draft-parallel {way.draft_spec.axes}"
+            yield f"  {way.activations} with {layouts}: {microseconds(cost.seconds)}, of which {shown}"
 
     def _verdict(self) -> Iterator[str]:
         if self.device_bytes is None:
@@ -185,3 +217,13 @@ def _target_repr(value: str) -> TargetRepr:
         if value == each:
             return each
     raise ConfigError(f"--draft has target_repr {value!r}: expected {', '.join(get_args(TargetRepr))}")
+
+
+def _way(way: DraftWay) -> dict[str, object]:
+    cost = asdict(way.cost) | {"seconds": way.cost.seconds}
+    return {
+        "activations": way.activations,
+        "parallel": way.spec.axes,
+        "draft_parallel": way.draft_spec.axes,
+        "cost": cost,
+    }

@@ -4,7 +4,7 @@ Passes are bound by products and exchanges, decode steps by reading and exchange
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -56,7 +56,7 @@ def training_cost(shape: ModelShape, spec: ParallelSpec, load: Workload, speeds:
         decoding,
         compute_seconds=rank_flops(shape, spec, load) / speeds.flops_per_second / (spec.num_data_shares * spec.sp),
         sent=sum(each.num_bytes for each in exchanged) / tokens,
-        pass_seconds=_seconds(spec, exchanged, speeds) / tokens,
+        pass_seconds=exchange_seconds(spec, exchanged, speeds) / tokens,
     )
 
 
@@ -71,14 +71,15 @@ def sampling_cost(shape: ModelShape, spec: ParallelSpec, load: Workload, speeds:
     weights = (each for each in table if each is head or "embed" not in each.pattern)
     read = sum(_read_of(each, shape, num_samples) for each in weights) * load.number_bytes
     cached = num_samples * SAMPLE_TOKENS * shape.cache_size(spec, load.number_bytes).bytes_per_token
-    seconds = (read + cached) / speeds.memory_bytes_per_second + _seconds(spec, exchanged, speeds)
+    seconds = (read + cached) / speeds.memory_bytes_per_second + exchange_seconds(spec, exchanged, speeds)
     num_tokens = num_samples * num_teams
     return TokenCost(
         decode_sent=sum(each.num_bytes for each in exchanged) / num_tokens, decode_seconds=seconds / num_tokens
     )
 
 
-def _seconds(spec: ParallelSpec, exchanged: list[Exchange], speeds: Speeds) -> float:
+def exchange_seconds(spec: ParallelSpec, exchanged: Iterable[Exchange], speeds: Speeds) -> float:
+    """Returns the time that a rank takes for these exchanges, one after the other."""
     total = 0.0
     for each in exchanged:
         # A team along an axis extends over all faster axes.
@@ -101,6 +102,19 @@ def _in_pass(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Iterator[
             yield Exchange(each.axis, count * own * each.num_bytes, count * each.number)
     if spec.fsdp > 1:
         yield from _gathered(shape, spec, load)
+
+
+def in_forward_pass(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Iterator[Exchange]:
+    """Yields what a rank sends in one micro-batch without a backward pass: what recomputation adds to one with it, and
+    the gathered weights once."""
+    own = -(-load.tokens // spec.sp)
+    share = share_of(shape, spec, load)
+    for layer, count in Counter(shape.layers).items():
+        several = (_of_layer(layer, replace(share, num_forward=number)) for number in (1, 2))
+        for once, twice in zip(*several, strict=True):
+            yield Exchange(once.axis, count * own * (twice.num_bytes - once.num_bytes), count * once.number / 2)
+    if spec.fsdp > 1:
+        yield from _gathered(shape, spec, replace(load, zero_stage="2", training="lora"))
 
 
 def _of_layer(layer: Layer, share: Share) -> Iterator[Exchange]:

@@ -13,21 +13,24 @@ _MOST_SHOWN = 5
 def reasons_of_choice(choice: PlannedLayout, speeds: Speeds) -> Iterator[str]:
     """Yields why the activations and the layout were chosen; nothing if there was no choice."""
     if len(choice.ways) > 1:
-        yield (
-            f"--activations {choice.load.activations} takes least time for a token (a device computes "
-            f"{speeds.flops_per_second / 1e12:.3g} TFLOP/s, {speeds.rate_source}):"
-        )
+        yield f"--activations {choice.load.activations} {least_time(speeds)}"
         for way in choice.ways:
-            total = _microseconds(way.cost.seconds)
+            total = microseconds(way.cost.seconds)
             yield f"  {way.activations} with {way.spec}: {total}, of which {', '.join(_terms(way.cost))}"
     yield from reasons_of(choice.candidates, speeds)
 
 
+def least_time(speeds: Speeds) -> str:
+    """Returns the end of a line before the ways to keep activations."""
+    rate = float(f"{speeds.flops_per_second / 1e12:.3g}")
+    return f"takes least time for a token (a device computes {rate:g} TFLOP/s, {speeds.rate_source}):"
+
+
 def _terms(cost: TokenCost) -> Iterator[str]:
-    yield f"products {_microseconds(cost.compute_seconds)}"
-    yield f"exchanges {_microseconds(cost.pass_seconds)}"
+    yield f"products {microseconds(cost.compute_seconds)}"
+    yield f"exchanges {microseconds(cost.pass_seconds)}"
     if cost.decode_seconds:
-        yield f"sampling {_microseconds(cost.decode_seconds)}"
+        yield f"sampling {microseconds(cost.decode_seconds)}"
 
 
 def reasons_of(candidates: Sequence[Candidate], speeds: Speeds) -> Iterator[str]:
@@ -55,10 +58,10 @@ def _time_of(candidate: Candidate) -> str:
     assert cost is not None
     parts = [f"{gigabytes(candidate.num_bytes)} on each rank"]
     if cost.compute_seconds:
-        sending = f"sends {_kilobytes(cost.sent)} in {_microseconds(cost.pass_seconds)}"
-        parts.append(f"a pass computes for {_microseconds(cost.compute_seconds)} and {sending}")
+        sending = f"sends {_kilobytes(cost.sent)} in {microseconds(cost.pass_seconds)}"
+        parts.append(f"a pass computes for {microseconds(cost.compute_seconds)} and {sending}")
     if cost.decode_seconds:
-        parts.append(f"sampling sends {_kilobytes(cost.decode_sent)} and takes {_microseconds(cost.decode_seconds)}")
+        parts.append(f"sampling sends {_kilobytes(cost.decode_sent)} and takes {microseconds(cost.decode_seconds)}")
     return f"{candidate.spec}: {', '.join(parts)}"
 
 
@@ -66,5 +69,5 @@ def _kilobytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e3:.1f} kB"
 
 
-def _microseconds(seconds: float) -> str:
+def microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} us"

@@ -137,11 +137,12 @@ class Drafting:
 
 
 @contextmanager
-def drafting(model: Path, case: Case) -> Iterator[Drafting]:
+def drafting(model: Path, case: Case, kind: str = ACCOUNTING) -> Iterator[Drafting]:
+    """kind: the class of its workers."""
     worker = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, **case.knobs)
     configs = tuple(replace(worker, rank=rank) for rank in range(worker.parallel.num_ranks))
     with asyncio.Runner() as runner:
-        pool = LocalPool(PoolSpec(ACCOUNTING, configs))
+        pool = LocalPool(PoolSpec(kind, configs))
         ranks = Ranks(pool, worker.parallel)
         runner.run(ranks.start())
         try:

@@ -5,18 +5,15 @@ A multiplication and its addition are two. Only products count, as in workers/pl
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
+from ...planner.drafts.draft_flops import DraftFlops, dflash_flops, eagle3_flops
 from ...planner.flops import ModelFlops, OwnFlops
-from ...shapes.draft_sizes import Shapes, dflash_shapes, eagle3_shapes
+from ...shapes.draft_sizes import dflash_shapes, eagle3_shapes
 from ..draft_model import DraftModel
 from ..sequences.blocks import TokenRandom, sample_anchors
 from ..sequences.labels import Options
-
-# Four for each feature of a pair of tokens: a query with a key, and a probability with a value.
-_SCORE = 4.0
 
 
 @dataclass(frozen=True)
@@ -32,25 +29,6 @@ class DraftSequence:
     is_stored: bool
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """The operations of a forward pass.
-
-    given: of products of weights with features that have no gradient. own: of the draft's other products. target: of
-    the target's head for the target's own states. frozen: of the target's head for the draft's states.
-    """
-
-    given: float
-    own: float
-    target: float = 0.0
-    frozen: float = 0.0
-
-    def of_pass(self, trains: bool) -> float:
-        """Returns them with those of the backward pass, if there is one. A product has as many for each gradient."""
-        forward = self.given + self.own + self.target + self.frozen
-        return forward + (self.given + 2 * self.own + self.frozen if trains else 0.0)
-
-
 def draft_pass_flops(
     draft: DraftModel, target: ModelFlops, sequences: Sequence[DraftSequence], options: Options, trains: bool
 ) -> float:
@@ -62,44 +40,28 @@ def draft_pass_flops(
     return trunk + sum(forward_of(draft, target, each, options).of_pass(trains) for each in sequences)
 
 
-def _eagle3(draft: DraftModel, target: ModelFlops, sequence: DraftSequence, options: Options) -> _Forward:
-    """Each token is a start, from which as many steps run as draft tokens are predicted."""
+def _eagle3(draft: DraftModel, target: ModelFlops, sequence: DraftSequence, options: Options) -> DraftFlops:
     shape, num, depth = draft.shape, len(sequence.weights), int(options["ttt_length"])
-    shapes = eagle3_shapes(shape)
-    # Half of the queries', keys' and values' weights multiply the embedding, which is the same in every step.
-    halves = _products(shapes, "q_proj", "k_proj", "v_proj") / 2
-    steps = num * depth * (halves + _products(shapes, "o_proj", "gate_proj", "up_proj", "down_proj"))
-    # A step attends to the first states of the tokens so far, and to those of its own start's steps.
-    pairs = depth * num * (num + 1) // 2 + num * depth * (depth - 1) // 2
     rows = np.flatnonzero(sequence.weights)
     predictions = int(np.minimum(rows, depth).sum())
-    own = num * halves + steps + _SCORE * shape.queries * pairs + predictions * _products(shapes, "lm_head")
     form = draft.target_form
     has_logits = sequence.is_stored and form is not None and form.stores_logits
     of_target = 0.0 if has_logits else target.head(len(rows), _own_of(draft))
-    return _Forward(num * _products(shapes, "fc"), own, target=of_target)
+    return eagle3_flops(shape, eagle3_shapes(shape), num, depth, predictions, of_target)
 
 
-def _dflash(draft: DraftModel, target: ModelFlops, sequence: DraftSequence, options: Options) -> _Forward:
-    """All layers read all tokens' features, and run for the tokens of blocks."""
+def _dflash(draft: DraftModel, target: ModelFlops, sequence: DraftSequence, options: Options) -> DraftFlops:
     shape, num = draft.shape, len(sequence.weights)
     assert shape.block_size is not None
-    shapes, size = dflash_shapes(shape), shape.block_size
+    size = shape.block_size
     random = TokenRandom(int(options["seed"]), sequence.number)
     anchors = sample_anchors(sequence.weights, random, int(options["num_anchors"]))
-    context = num * _products(shapes, "k_proj", "v_proj")
-    of_row = _products(shapes, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     pairs = size * int((anchors + size).sum())  # the tokens before the anchor, and the whole block
-    own = context + len(anchors) * size * of_row + _SCORE * shape.layers * shape.queries * pairs
     predictions = int(np.minimum(num - anchors, size - 1).sum())
-    return _Forward(num * _products(shapes, "fc"), own, frozen=target.head(predictions, _own_of(draft)))
+    frozen = target.head(predictions, _own_of(draft))
+    return dflash_flops(shape, dflash_shapes(shape), num, size, len(anchors), pairs, frozen)
 
 
 def _own_of(draft: DraftModel) -> OwnFlops:
     """Returns what the target's adapter adds to its output head."""
     return (draft.target.flops if draft.target is not None else None) or OwnFlops()
-
-
-def _products(shapes: Shapes, *names: str) -> float:
-    """Returns the operations for each token of the modules of these names, in all layers."""
-    return 2.0 * sum(prod(shape) for module, shape in shapes.items() if module.split(".")[-1] in names)

@@ -1,7 +1,7 @@
 """Finds the smallest pair of layouts, the target's and the draft's, that fits a device. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...protocol.parallel_spec import ParallelSpec
 from ...shapes.draft_spec import check_drafts, default_draft_spec
@@ -9,19 +9,36 @@ from ...shapes.model_shape import ModelShape
 from ..checks import divisors
 from ..footprint import gigabytes
 from ..layout_search import MAX_RANKS, layouts, numbers_of_ranks, usable_bytes
+from ..speeds import NVLINK, Speeds
 from ..workload import Workload
+from .draft_cost import DraftCost, draft_cost
 from .draft_load import DraftLoad
 from .draft_memory import DraftMemory, draft_memory
 
 
 @dataclass(frozen=True)
 class DraftLayout:
-    """Layouts of the ranks that train a draft, and what each rank needs. spec: of the target on these ranks."""
+    """Layouts of the ranks that train a draft, and what each rank needs.
+
+    spec: of the target on these ranks. ways: the ways to keep activations that were compared, by cost.
+    """
 
     spec: ParallelSpec
     draft_spec: ParallelSpec
     load: Workload
     memory: DraftMemory
+    ways: tuple["DraftWay", ...] = ()
+
+
+@dataclass(frozen=True)
+class DraftWay:
+    """A way to keep activations, the layouts that were found for it with as many replicas as the devices have room for,
+    and their cost."""
+
+    activations: str
+    spec: ParallelSpec
+    draft_spec: ParallelSpec
+    cost: DraftCost
 
 
 def draft_layout_that_fits(
@@ -31,21 +48,33 @@ def draft_layout_that_fits(
     device_bytes: int,
     num_devices: int | None = None,
     draft_spec: ParallelSpec | None = None,
+    speeds: Speeds = NVLINK,
 ) -> DraftLayout:
-    """Returns the layouts with the fewest ranks that fit, for the first of the loads for which there are any, and of
-    these the ones whose ranks need least. Raises ValueError if none fits.
+    """Returns the layouts for one of the loads, which differ in the activations that they keep: those with least time
+    for a token, with replicas on the other devices. Raises ValueError if none fits.
+
+    For each load these are the layouts with the fewest ranks that fit, and of these the ones whose ranks need least.
 
     Args:
+        num_devices: None for as many as the larger layout has ranks.
         draft_spec: the draft's, None for any.
     """
+    found: list[DraftLayout] = []
     least: DraftLayout | None = None
     for load in loads:
         for num_ranks in numbers_of_ranks(num_devices or MAX_RANKS):
             every = list(_pairs(shape, load, draft, num_ranks, draft_spec))
             best = min(every, key=_need, default=None)
             if best is not None and _need(best) <= usable_bytes(device_bytes):
-                return best
+                found.append(best)
+                break
             least = min((each for each in (least, best) if each is not None), key=_need, default=None)
+    if found:
+        filled = num_devices or max(each.spec.num_ranks for each in found)
+        ways = [_way(shape, each, draft, filled, speeds) for each in found]
+        seconds = [each.cost.seconds for each in ways]
+        fastest = found[seconds.index(min(seconds))]
+        return replace(fastest, ways=tuple(sorted(ways, key=lambda each: each.cost.seconds)))
     where = f" on {num_devices} devices" if num_devices else ""
     if least is None:
         raise ValueError(f"no layout of a draft of {shape.name} is possible{where}: change --draft-parallel")
@@ -54,6 +83,13 @@ def draft_layout_that_fits(
         f"and --activations {least.load.activations} needs least, {gigabytes(_need(least))} on each rank, "
         f"{heaviest(least.memory)}: use larger devices, or more"
     )
+
+
+def _way(shape: ModelShape, choice: DraftLayout, draft: DraftLoad, num_devices: int, speeds: Speeds) -> DraftWay:
+    number = max(1, num_devices // choice.spec.num_ranks)
+    spec, draft_spec = (replace(each, replicas=each.replicas * number) for each in (choice.spec, choice.draft_spec))
+    cost = draft_cost(shape, spec, choice.load, draft, draft_spec, speeds)
+    return DraftWay(choice.load.activations, spec, draft_spec, cost)
 
 
 def heaviest(memory: DraftMemory) -> str:

@@ -179,7 +179,7 @@ def product_flops(weights: Iterable[Weight], spec: ParallelSpec = SINGLE) -> flo
 class Exchange:
     """The bytes that a rank sends along one axis. number: of exchanges."""
 
-    axis: Literal["fsdp", "sp", "ep", "tp"]
+    axis: Literal["replicas", "fsdp", "sp", "ep", "tp"]
     num_bytes: float
     number: float
 

@@ -40,6 +40,9 @@ _NAMES_IN_FILES = (
     (".shared_experts.", ".shared_mlp."),
     ("lm_head", "embed_out"),
     ("model.", "backbone."),
+    ("lm_head", "language_model.lm_head"),
+    ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "model."),
 )
 _NAMES_OF_ALL_EXPERTS = (("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"))
 
@@ -150,7 +153,7 @@ class _Merging:
 
     def _place(self, path: str, pair: Pair) -> None:
         """Adds the pair to the parts of the weight that it adapts."""
-        names = [f"{path}.weight", *(f"{path.replace(ours, theirs)}.weight" for ours, theirs in _NAMES_IN_FILES)]
+        names = _names_in_files(path)
         found, part = next((name for name in names if name in self._owners), None), _Part(pair)
         expected: tuple[int, ...] = part.shape
         if found is None and (match := _OF_EXPERT.fullmatch(path)):
@@ -176,7 +179,8 @@ class _Merging:
             return
         name, num_experts = found, self._owners[found].shape(found)[0]
         of_each = split_experts(pair, num_experts)
-        if self._are_transposed:
+        # Where files may have either, sizes tell them apart.
+        if self._are_transposed and self._owners[name].shape(name)[1:] == _Part(of_each[0]).shape[::-1]:
             of_each = [(b.T, a.T) for a, b in of_each]
         parts = [_Part(each, number) for number, each in enumerate(of_each)]
         self._check_shape(name, (num_experts, *parts[0].shape))
@@ -192,7 +196,7 @@ class _Merging:
 
     def _find_embedding(self, path: str) -> str:
         """Returns the name of the embedding's weight, which some files have without its first part."""
-        for name in (f"{path}.weight", f"{path.partition('.')[2]}.weight"):
+        for name in (*_names_in_files(path), f"{path.partition('.')[2]}.weight"):
             if name in self._owners:
                 return name
         raise ValueError(f"the base model has no weight {path}.weight: name the base model of this adapter")
@@ -215,6 +219,11 @@ class _Merging:
                 for part in by_expert[expert]:
                     part.add(total, start, self._scale)
                 yield _from_float32(total, dtype)
+
+
+def _names_in_files(path: str) -> list[str]:
+    """Returns the names that the weight of a layer may have in files, its own first."""
+    return [f"{path}.weight", *(f"{path.replace(ours, theirs)}.weight" for ours, theirs in _NAMES_IN_FILES)]
 
 
 def _weight_files(base: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from ..workers.shapes.families import FAMILIES
 from ..workers.shapes.model_shape import ModelShape, describe_model, refusal_of
 from ..workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
 from ..workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, Part, RoutedExperts, SoftmaxAttention
-from .workers.lineup import LINEUP
+from .workers.lineup import LINEUP, REFUSED_LINEUP
 from .workers.models.tiny_types import default_config
 
 # The types that generate text, from text alone or with images and sound.
@@ -90,8 +90,9 @@ PLANNED = """
 
 Planned, not run: `trainhouse plan --parallel auto` for sequences of {tokens} tokens (`--max-context-length`), with one
 adapter of rank 32 and a base model in bfloat16. A cell has the layout that fills the devices, and GB on each rank;
-`recompute` and `offload` are values of `--activations`. Where no layout fits, it has the one that needs least. The
-ranks train and sample, over NVLink. Sizes of Nemotron-3-Ultra's experts follow from its published totals.
+`recompute` and `offload` are values of `--activations`. Where no layout fits, it has the one that needs least, and of
+models that are refused the reason. The ranks train and sample, over NVLink. Sizes of Nemotron-3-Ultra's experts follow
+from its published totals.
 
 | model | memory | {devices} |
 |---|---|{columns}
@@ -188,11 +189,23 @@ def plan_rows() -> Iterator[str]:
             for memory in MEMORIES:
                 cells = " | ".join(plan_cell(path, memory, number) for number in DEVICES)
                 yield f"| {name} | {memory[:-2]} GB | {cells} |\n"
+        for name, model_type in REFUSED_LINEUP.items():
+            path = Path(directory) / f"{name}.json"
+            path.write_text(json.dumps({"model_type": model_type}))
+            reason = refusal_by_plan(path).partition(f"{model_type} models are not supported: ")[2]
+            yield f"| {name} | any | no: {reason}{' |' * len(DEVICES)}\n"
 
 
 def configs() -> Mapping[str, Mapping[str, Any]]:
     here = json.loads((CONFIGS / "Qwen3-30B-A3B.json").read_text())
     return {"Qwen3-30B-A3B": here, **LINEUP}
+
+
+def refusal_by_plan(path: Path) -> str:
+    errors = StringIO()
+    with redirect_stderr(errors):
+        assert main(["plan", f"--base-model=M={path}", "--parallel=auto", f"--num-devices={DEVICES[-1]}"]) != 0
+    return errors.getvalue().strip()
 
 
 def plan_cell(path: Path, memory: str, number: int) -> str:

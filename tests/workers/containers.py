@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
 from ..tiny import tiny_config
 
@@ -30,6 +30,51 @@ CONTAINERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", _QWEN),
     "qwen3_5_moe": ("qwen3_5_moe", _QWEN),
 }
+
+
+# By type of others: kind of the part for text.
+TEXT_KINDS = {
+    "exaone4_5": "exaone4",
+    **dict.fromkeys(("glm46v", "glm4v", "glmga"), "glm4"),
+    "glm4v_moe": "glm4_moe",
+    "hyperclovax_vision_v2": "hyperclovax",
+    **dict.fromkeys(("idefics2", "llava_next"), "mistral"),
+    **dict.fromkeys(("idefics3", "llava", "llava_next_video", "smolvlm", "vipllava", "voxtral"), "llama"),
+    **dict.fromkeys(("got_ocr2", "llava_onevision", "ovis2", "qwen2_5_vl", "qwen2_audio", "qwen2_vl"), "qwen2"),
+    "video_llama_3": "qwen2",
+    **dict.fromkeys(("internvl", "lighton_ocr", "qwen3_vl"), "qwen3"),
+    "qwen3_vl_moe": "qwen3_moe",
+}
+# Settings of parts for images and sound, of which each has some.
+_SMALL = dict.fromkeys(("hidden_size", "embed_dim", "d_model"), 32) | {"out_hidden_size": 64}
+_SMALL |= dict.fromkeys(("intermediate_size", "encoder_ffn_dim"), 48) | {"patch_size": 4, "image_size": 16}
+_SMALL |= dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "encoder_layers"), 1)
+_SMALL |= dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads", "num_key_value_heads"), 2)
+# Features of a head that rotate by each axis.
+_AXES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), (2, 3, 3)),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (3, 3, 2)),
+}
+_AXES |= dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glmga"), (1, 1, 2))
+
+
+def tiny_whole(model_type: str, directory: Path, **overrides: object) -> Any:
+    """Saves a random model of one of TEXT_KINDS; returns the model. overrides: settings of the part for text."""
+    defaults: Any = CONFIG_MAPPING[model_type]()
+    other = "vision_config" if hasattr(defaults, "vision_config") else "audio_config"
+    of_other = getattr(defaults, other).to_dict()
+    small = {key: value for key, value in _SMALL.items() if key in of_other} | {"model_type": of_other["model_type"]}
+    if model_type == "internvl":
+        small |= {"image_size": [16, 16], "patch_size": [4, 4]}
+    text = tiny_config(TEXT_KINDS[model_type], **overrides).to_dict()
+    if model_type in _AXES:
+        text["model_type"] = defaults.get_text_config().model_type
+        text["rope_parameters"] |= {"mrope_section": list(_AXES[model_type])}
+    config: Any = CONFIG_MAPPING[model_type](**{"text_config": text, other: small})
+    torch.manual_seed(0)
+    whole: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(directory)
+    return whole
 
 
 def tiny_container(kind: str, directory: Path, of_whole: dict[str, Any] | None = None, **overrides: object) -> Any:

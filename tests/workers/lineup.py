@@ -165,3 +165,55 @@ LINEUP: Mapping[str, Mapping[str, Any]] = {
         },
     },
 }
+
+# Models of types that are refused, by name.
+REFUSED_LINEUP = {"Inkling": "inkling_mm_model", "Kimi-Linear-48B-A3B": "kimi_linear", "Qwen4": "qwen4_exp"}
+
+_QWEN3_SIZES = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+_LLAMA3_SIZES = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}
+_OF_30B = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+_OF_30B |= {"intermediate_size": 6144, "moe_intermediate_size": 768}
+_OF_235B = {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64}
+_OF_235B |= {"intermediate_size": 12288, "moe_intermediate_size": 1536}
+
+
+def _sparse_qwen3(sizes: Mapping[str, object], kv_heads: int) -> dict[str, Any]:
+    text = {**_QWEN3_SIZES, **sizes, "num_key_value_heads": kv_heads, "num_experts": 128, "num_experts_per_tok": 8}
+    return {"model_type": "qwen3_vl_moe", "text_config": text, "vision_config": {}}
+
+
+# Others of which the hosted service publishes how large adapters are.
+COUNTED: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3-4B": {
+        "model_type": "qwen3",
+        **_QWEN3_SIZES,
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 9728,
+    },
+    "Qwen3-32B": {
+        "model_type": "qwen3",
+        **_QWEN3_SIZES,
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "intermediate_size": 25600,
+    },
+    "Llama-3.2-1B": {
+        **_LLAMA3_SIZES,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "intermediate_size": 8192,
+    },
+    "Llama-3.2-3B": {
+        **_LLAMA3_SIZES,
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "intermediate_size": 8192,
+    },
+    "Qwen3-VL-30B-A3B": _sparse_qwen3(_OF_30B, 4),
+    "Qwen3-VL-235B-A22B": _sparse_qwen3(_OF_235B, 4),
+}

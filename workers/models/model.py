@@ -4,6 +4,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -50,7 +51,7 @@ from ..shapes.model_shape import (
     refuse_missing_weights,
     rope_of,
 )
-from ..shapes.other_models import SAME_TYPES, TEXT_PARTS, WITH_HEAD, logit_cap_of, logit_scale_of
+from ..shapes.other_models import SAME_TYPES, TEXT_PARTS, logit_cap_of, logit_scale_of
 from ..shapes.packed_weights import quantization_of
 from ..shapes.parts import RoutedExperts, Weight
 from ..shapes.sequence_split import SequenceSplit
@@ -63,6 +64,7 @@ from .long_rotations import rotate_alike
 from .packed_tensors import dequantizing
 from .packing_checks import check_modules, check_numbers
 from .tensor_parallel import ParameterSharding
+from .text_parts import TextPart, text_config_of, transposing_experts
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +132,7 @@ class BaseModel:
         self.precision = f"{self.dtype} {config.base_quantization}"
         self.threads, self.num_moves = ThreadCount(self.device), 0
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
-        loaded_config, self._text_part_of = _config_of(config.model.source)
+        loaded_config, self._text_part = _config_of(config.model.source)
         self.shape = describe_model(config.model.name, loaded_config.to_dict())
         self.architecture = read_architecture(config.model)
         self.sequence_split = SequenceSplit()
@@ -141,8 +143,7 @@ class BaseModel:
         check_quantization(config.base_quantization, mesh.spec, self.shape)
         self._weights = self.shape.placed_weights() if isinstance(self.shape, ModelShape) else {}
         placed = ParameterSharding(mesh, self._weights)
-        key_mapping = _TEXT_NAMES if self._text_part_of is not None else None
-        self.model = _load(config.model.source, loaded_config, key_mapping, self.dtype, self.device, placed)
+        self.model = _load(config.model.source, loaded_config, self._text_part, self.dtype, self.device, placed)
         self.splits = placed.splits
         self._sharded, self._biases_of_others = placed.sharded, placed.biases_of_others
         self.config: PreTrainedConfig = self.model.config
@@ -209,12 +210,8 @@ class BaseModel:
 
     def saved_name(self, name: str) -> str:
         """Returns the name of this parameter or module in transformers' whole model."""
-        prefix = f"{self.model.base_model_prefix}."
-        if self._text_part_of in WITH_HEAD:
-            return f"{_TEXT_PART}.{name}"
-        if self._text_part_of is not None and name.startswith(prefix):
-            return f"{prefix}{_TEXT_PART}.{name.removeprefix(prefix)}"
-        return name
+        part = self._text_part
+        return name if part is None else part.name_in_whole(name, f"{self.model.base_model_prefix}.")
 
     def adaptable_weight(self, name: str) -> Weight | None:
         """Returns the declared weight of the linear layer of this name, None if its family declares none."""
@@ -281,6 +278,8 @@ class BaseModel:
     def stacked_experts(self) -> RoutedExperts | None:
         """The experts whose matrices are in one tensor in files, and so for peft; None if each has its own."""
         experts = self.shape.experts if isinstance(self.shape, ModelShape) else None
+        if experts is not None and self._text_part is not None and self._text_part.has_transposed_experts:
+            return replace(experts, is_transposed=True)
         return experts if experts is not None and self._expert_linears() is None else None
 
     @property
@@ -621,15 +620,8 @@ def _collect_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = gradient
 
 
-# The text part of models that also take images: its name, and the renaming of its weights from files of current and
-# earlier versions of transformers to the names used here.
-_TEXT_PART = "language_model"
-_TEXT_NAMES = {rf"^{_TEXT_PART}\.lm_head": "lm_head", rf"^(?:model\.)?{_TEXT_PART}\.(?:model\.)?": "model."}
-
-
-def _config_of(source: str) -> tuple[PreTrainedConfig, str | None]:
-    """Returns the config of the model to load, and if that is the text part of a model that also takes images, the type
-    of the whole.
+def _config_of(source: str) -> tuple[PreTrainedConfig, TextPart | None]:
+    """Returns the config of the model to load, and the part that it is, if the model also takes images or sound.
 
     Raises:
         ValueError: the model is not supported.
@@ -643,11 +635,11 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, str | None]:
         raise ValueError(f"{source}: {refusal}")
     if config.model_type not in TEXT_PARTS:
         return config, None
-    text: Any = config.get_text_config()
+    text: Any = text_config_of(config)
     # The head is tied where the whole says so; transformers unties a head that has weights of its own in the files.
     text.tie_word_embeddings = text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)
     text.quantization_config = dict(quantization_of(config.to_dict()))
-    return text, str(config.model_type)
+    return text, TextPart(str(config.model_type))
 
 
 def class_of(config: PreTrainedConfig) -> Any:
@@ -661,18 +653,18 @@ def class_of(config: PreTrainedConfig) -> Any:
 def _load(
     source: str,
     config: PreTrainedConfig,
-    key_mapping: Mapping[str, str] | None,
+    part: TextPart | None,
     dtype: torch.dtype,
     device: torch.device,
     placed: ParameterSharding,
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     refuse_missing_weights(source)
-    with placed.loading() as options, dequantizing(config, dtype):
+    with placed.loading() as options, transposing_experts(part, config), dequantizing(config, dtype):
         loaded: Any = class_of(config).from_pretrained(
             source,
             config=config,
-            key_mapping=key_mapping,
+            key_mapping=None if part is None else part.renamings,
             dtype=dtype,
             attn_implementation=ATTENTION,
             output_loading_info=True,

@@ -17,7 +17,7 @@ from ..protocol.worker_config import ServedModel
 from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
-from .other_models import BY_TRANSFORMERS, LAYER_TYPES, missing_part, text_type_of, unsupported_setting
+from .other_models import BY_TRANSFORMERS, LAYER_TYPES, missing_part, text_settings, text_type_of, unsupported_setting
 from .packed_weights import METHODS, quantization_of
 from .parts import FLOAT32, Attention, Divisible, Layer, Mixer, RoutedExperts, Weight
 from .released_format import ReleasedWeights
@@ -297,7 +297,8 @@ def rope_of(config: Mapping[str, object]) -> Rope:
     if not isinstance(given, dict):
         return Rope()
     kind = str(given.get("rope_type", given.get("type", _NO_SCALING)))
-    kind = "longrope" if kind == "su" else kind
+    # Of text all axes of multimodal rotations have the same positions.
+    kind = {"su": "longrope", "mrope": _NO_SCALING}.get(kind, kind)
     if kind == "dynamic" and given.get("alpha") and type_of(config).startswith("hunyuan_v1"):
         kind = "ntk_alpha"
     if kind == _NO_SCALING:
@@ -319,7 +320,7 @@ def type_of(config: Mapping[str, object]) -> str:
 def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the config of the text part, if the model is multimodal."""
     nested = config.get("text_config")
-    return {**config, **nested} if isinstance(nested, dict) else config
+    return {**config, **(nested if isinstance(nested, dict) else {}), **text_settings(config)}
 
 
 def refusal_of(config: Mapping[str, object]) -> str | None:

@@ -17,15 +17,41 @@ BY_TRANSFORMERS = frozenset({
 })
 # fmt: on
 
-# Multimodal models of which only the part for text runs: model_type of the whole -> model_type of that part.
+# Multimodal models of which only the part for text runs: model_type of the whole -> type of causal models that compute
+# the same as that part does for text, whose positions are the same in every axis.
 TEXT_PARTS: Mapping[str, str] = {
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "glm46v": "glm4",
+    "glm4v": "glm4",
+    "glm4v_moe": "glm4_moe",
+    "glmga": "glm4",
+    "got_ocr2": "qwen2",
+    "hyperclovax_vision_v2": "hyperclovax",
+    "idefics2": "mistral",
+    "idefics3": "llama",
+    "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",
+    "lighton_ocr": "qwen3",
     "llama4": "llama4_text",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_next_video": "llama",
+    "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "ovis2": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_audio": "qwen2",
+    "qwen2_vl": "qwen2",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3",
+    "qwen3_vl_moe": "qwen3_moe",
+    "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "vipllava": "llama",
+    "voxtral": "llama",
 }
 
 # Types of releases that transformers knows under another name -> that name.
@@ -45,7 +71,25 @@ _MISSING: Mapping[str, str] = {
 WITH_HEAD = frozenset({"llama4"})
 
 # Those whose part for text has the type that its config names, if it names one.
-_OF_ANY_TEXT = frozenset({"mistral3"})
+_OF_ANY_TEXT = frozenset(
+    {
+        *("got_ocr2", "idefics2", "idefics3", "internvl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
+        *("llava_onevision", "mistral3", "ovis2", "qwen2_audio", "smolvlm", "video_llama_3", "vipllava", "voxtral"),
+    }
+)
+
+# Those that call their part for text text_model; others call it language_model.
+TEXT_MODELS = frozenset({"idefics2", "idefics3", "smolvlm"})
+
+# Those whose files have the matrices of a layer's experts in one tensor of [experts, in, out].
+TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})
+
+# Settings that the part for text has without saying so.
+_TEXT_SETTINGS: Mapping[str, Mapping[str, object]] = {
+    **{whole: {"attention_bias": True} for whole in ("glm46v", "glm4v", "glmga")},
+    "glm4v_moe": {"use_qk_norm": False},
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+}
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
 REFUSED_SETTINGS = (
@@ -80,6 +124,11 @@ def text_type_of(config: Mapping[str, object]) -> str:
     whole, nested = str(config.get("model_type", "unknown")), config.get("text_config")
     named = nested.get("model_type") if whole in _OF_ANY_TEXT and isinstance(nested, dict) else None
     return str(named or TEXT_PARTS.get(whole) or SAME_TYPES.get(whole, whole))
+
+
+def text_settings(whole: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns settings of the part for text that a model's config.json does not name."""
+    return _TEXT_SETTINGS.get(str(whole.get("model_type")), {})
 
 
 def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:

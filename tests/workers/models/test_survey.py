@@ -210,7 +210,7 @@ def configs_of(model_type: str) -> list[Mapping[str, object]]:
             {"model_type": "mistral3", "text_config": {"model_type": "falcon"}, "vision_config": {}},
             "falcon models, which have parts for vision, are not",
         ),
-        ({"model_type": "qwen2_5_vl", "vision_config": {}}, "qwen2_5_vl models, which have parts for vision, are not"),
+        ({"model_type": "blip-2", "vision_config": {}}, "blip-2 models, which have parts for vision, are not"),
         ({"model_type": "gemma4_text", "use_bidirectional_attention": "vision"}, None),
         (
             {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},

@@ -1,17 +1,20 @@
 """The text part of a release that also takes images is loaded alone, and gives the numbers of the whole."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainhouse.workers.shapes.other_models import TEXT_PARTS
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
 from ..adapted import Adapted
-from ..containers import kimi_container, tiny_container
+from ..containers import CONTAINERS, TEXT_KINDS, kimi_container, tiny_container, tiny_whole
 
 TOKENS = torch.arange(5, 17)
 
@@ -25,14 +28,14 @@ def distance(adapted: Adapted, theirs: Any) -> float:
     )
 
 
-def assert_adapts_modules_of(adapted: Adapted, whole: Any) -> None:
+def assert_adapts_modules_of(adapted: Adapted, whole: Any, part: str = "language_model") -> None:
     """Asserts that adapters have the names of the whole model, which has the text part below another one."""
     modules, targets = {name for name, _ in whole.named_modules()}, adapted.create("a").targets
     for target in targets:
         parent = target.name.rpartition(".")[0]
         whole_name = f"{parent}.{target.part_of}" if target.part_of is not None else target.name
         assert (parent if target.num_experts is not None else whole_name) in modules, target.name
-    assert any("language_model" in target.name for target in targets)
+    assert any(part in target.name for target in targets)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -89,6 +92,58 @@ def test_gemma_with_images_runs_as_the_whole_does(kind: str, tmp_path: Path) -> 
     assert distance(adapted, whole) < 1e-5
     adapted.base.unembedding.mul_(1.01)
     assert distance(adapted, whole) > 1e-5
+
+
+CORE = ("internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm")
+WHOLES = [
+    each if each in CORE else pytest.param(each, marks=pytest.mark.full if each == "ovis2" else pytest.mark.slow)
+    for each in TEXT_KINDS
+]
+# Files have matrices of experts [in, out], which must not be square: transformers takes their direction from that.
+SPARSE = {"moe_intermediate_size": 24}
+
+
+def sizes_of(model_type: str) -> dict[str, object]:
+    return {**SPARSE} if model_type.endswith("moe") else {}
+
+
+@pytest.mark.parametrize("model_type", WHOLES)
+def test_the_text_part_of_other_models_runs_as_the_whole_does(model_type: str, tmp_path: Path) -> None:
+    whole = tiny_whole(model_type, tmp_path, **sizes_of(model_type))
+    adapted = Adapted(tmp_path)
+    part = "text_model" if hasattr(whole.model, "text_model") else "language_model"
+    assert adapted.base.runs_own_layers
+    assert_adapts_modules_of(adapted, whole, part)
+    names = {name for name, _ in whole.named_parameters()}
+    ours = {adapted.base.saved_name(name) for name, _ in adapted.base.model.named_parameters()}
+    assert ours == {name for name in names if name.startswith(("lm_head.", f"model.{part}."))}
+    assert distance(adapted, whole) < 1e-5
+    with torch.no_grad():
+        whole.get_input_embeddings().weight.mul_(1.01)
+    assert distance(adapted, whole) > 1e-5
+
+
+def test_every_text_part_is_compared() -> None:
+    compared = {*TEXT_KINDS, *(model_type for model_type, _ in CONTAINERS.values()), "kimi_k25"}
+    assert compared == set(TEXT_PARTS)
+
+
+def test_files_of_earlier_versions_have_other_names(tmp_path: Path) -> None:
+    """Releases of Qwen2-VL have no text_config, and their text part has no name of its own."""
+    whole = tiny_whole("qwen2_vl", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    text = config.pop("text_config")
+    text["rope_scaling"] = text.pop("rope_parameters") | {"type": "mrope", "rope_type": "mrope"}
+    text["rope_theta"] = text["rope_scaling"].pop("rope_theta")
+    (tmp_path / "config.json").write_text(json.dumps(text | config))
+    file = tmp_path / "model.safetensors"
+    tensors = {re.sub(r"^model\.(language_model\.|)", "", name): each for name, each in load_file(file).items()}
+    named = {
+        name if name.startswith(("visual.", "lm_head.")) else f"model.{name}": each for name, each in tensors.items()
+    }
+    save_file(named, file, metadata={"format": "pt"})
+    adapted = Adapted(tmp_path)
+    assert adapted.base.runs_own_layers and distance(adapted, whole) < 1e-5
 
 
 def test_kimi_is_read_from_the_names_of_its_releases(tmp_path: Path) -> None:

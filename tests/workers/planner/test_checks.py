@@ -239,8 +239,8 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "images": (
         "--parallel single",
-        DENSE | {"model_type": "qwen2_5_vl", "vision_config": {}},
-        "M: qwen2_5_vl models, which have parts for vision, are not supported: serve a text model",
+        DENSE | {"model_type": "blip-2", "vision_config": {}},
+        "M: blip-2 models, which have parts for vision, are not supported: serve a text model",
     ),
     "unknown layers": (
         "--parallel single",

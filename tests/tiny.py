@@ -1,80 +1,41 @@
 """Tiny random models of each supported family, generated on demand."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from transformers import (
-    AfmoeConfig,
-    ArceeConfig,
+    AutoConfig,
     AutoModelForCausalLM,
     BambaConfig,
-    Cohere2Config,
     CohereCompassTextConfig,
-    CohereConfig,
-    CwmConfig,
     DeepseekV3Config,
     DeepseekV32Config,
-    Dots1Config,
-    Ernie4_5_MoeConfig,
-    Ernie4_5Config,
-    Exaone4Config,
-    ExaoneMoeConfig,
     FalconH1Config,
-    FlexOlmoConfig,
     Gemma2Config,
     Gemma3TextConfig,
-    Gemma4TextConfig,
-    GemmaConfig,
-    Glm4Config,
-    Glm4MoeConfig,
     Glm4MoeLiteConfig,
-    GlmConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
     GraniteMoeHybridConfig,
-    GraniteMoeSharedConfig,
-    HeliumConfig,
-    HunYuanDenseV1Config,
-    HunYuanMoEV1Config,
-    HyperCLOVAXConfig,
-    HYV3Config,
-    Jais2Config,
-    Kolibri1Config,
-    LagunaConfig,
     Llama4TextConfig,
     LlamaConfig,
-    MellumConfig,
-    MiniMaxM2Config,
-    Ministral3Config,
-    MinistralConfig,
     Mistral4Config,
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
-    NemotronConfig,
     NemotronHConfig,
     Olmo2Config,
-    Olmo3Config,
-    OlmoeConfig,
     Phi3Config,
-    PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
-    Qwen2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
-    SeedOssConfig,
-    SmolLM3Config,
-    SolarOpenConfig,
-    StableLmConfig,
-    Starcoder2Config,
 )
 
 # transformers lists it under images only.
@@ -105,52 +66,6 @@ FAMILY_KINDS = (
     "deepseek_v32",
     "glm_moe_dsa",
     "gpt_oss",
-)
-# Families that differ from these in few settings of their layers.
-PLAIN_KINDS = (
-    "afmoe",
-    "arcee",
-    "cohere",
-    "cohere2",
-    "cwm",
-    "dots1",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "exaone_moe",
-    "flex_olmo",
-    "gemma",
-    "gemma4",
-    "gemma4_large",
-    "gemma4_moe",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "granite",
-    "granitemoe",
-    "granitemoeshared",
-    "helium",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hyperclovax",
-    "jais2",
-    "kolibri1",
-    "laguna",
-    "mellum",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "nemotron",
-    "olmo3",
-    "olmoe",
-    "phimoe",
-    "qwen2_moe",
-    "seed_oss",
-    "smollm3",
-    "solar_open",
-    "stablelm",
-    "starcoder2",
 )
 # Run by transformers' modules.
 OTHER_KINDS = ("cohere_compass",)
@@ -267,6 +182,92 @@ LONG_ROPE = {
 # Of Hunyuan's releases: "dynamic", but the same for all lengths.
 ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 
+WINDOWS: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+}
+GRANITE_SHAPE: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+# What configs have in addition to TINY_SHAPE, by kind: the model_type, or another name, with the model_type among the
+# settings. Tests of all families read from its declaration what they ask of a kind.
+PLAIN: Mapping[str, Mapping[str, Any]] = {
+    "arcee": {"mlp_bias": True},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.3},
+    "afmoe": WINDOWS
+    | EXPERTS
+    | {"moe_intermediate_size": 32, "num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.5}
+    | {"mup_enabled": True},
+    "cohere2": WINDOWS | {"logit_scale": 0.3},
+    "cwm": WINDOWS | {"rope_parameters": LLAMA3_ROPE},
+    "dots1": WINDOWS | DEEPSEEK_EXPERTS | {"head_dim": 16},
+    "ernie4_5": {"use_bias": True},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "exaone4": WINDOWS,
+    "exaone_moe": WINDOWS | EXPERTS | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
+    "flex_olmo": EXPERTS | {"intermediate_size": 32},
+    "gemma": {},
+    "gemma4": {"model_type": "gemma4_text"} | GEMMA4_SHAPE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4_large": {"model_type": "gemma4_text"}
+    | GEMMA4_SHAPE
+    | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 4},
+    "gemma4_moe": {"model_type": "gemma4_text"}
+    | GEMMA4_SHAPE
+    | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 4}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": DEEPSEEK_EXPERTS | {"use_qk_norm": True, "attention_bias": True},
+    "granite": GRANITE_SHAPE,
+    "granitemoe": GRANITE_SHAPE | {"intermediate_size": 32},
+    "granitemoeshared": GRANITE_SHAPE | {"intermediate_size": 32, "shared_intermediate_size": 48},
+    "helium": {},
+    "hunyuan_v1_dense": {"attention_bias": True, "rope_parameters": ALPHA_ROPE},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hy_v3": EXPERTS | {"moe_intermediate_size": 32, "router_scaling_factor": 1.5},
+    "hyperclovax": {"embedding_multiplier": 12.0, "logits_scaling": 0.3, "residual_multiplier": 0.22}
+    | {"attention_multiplier": 0.1},
+    "jais2": {},
+    "kolibri1": WINDOWS | EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 40},
+    "laguna": WINDOWS
+    | EXPERTS
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 1.5}
+    | {"num_attention_heads_per_layer": [4, 8]},
+    "mellum": WINDOWS | EXPERTS | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
+    "ministral3": {"sliding_window": 5, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
+    "ministral": WINDOWS,
+    "nemotron": {"attention_bias": True, "mlp_bias": True},
+    "olmo3": WINDOWS | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "olmoe": EXPERTS,
+    "phimoe": {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 5, "rope_parameters": LONG_ROPE}
+    # Wide enough that both experts of a token have a weight below 1.
+    | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.4},
+    "qwen2_moe": EXPERTS
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}
+    | {"use_sliding_window": True, "sliding_window": 5},
+    "seed_oss": {"mlp_bias": True, "attention_out_bias": True},
+    "solar_open": DEEPSEEK_EXPERTS,
+    "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
+    "starcoder2": {"sliding_window": 5},
+    "smollm3": {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5},
+}
+PLAIN_KINDS = tuple(PLAIN)
+
 
 def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
     shape = TINY_SHAPE | overrides
@@ -365,131 +366,22 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5}
             latent = {"moe_latent_size": 40 if kind == "nemotron_h_latent" else None}
             return tiny_config("nemotron_h", **(kinds | sizes | groups | latent | overrides))
-        case "cohere2":
-            kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-            return Cohere2Config(**(kinds | {"logit_scale": 0.3} | shape))
         case "cohere_compass":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             kinds["rope_parameters"] = {"sliding_attention": DEFAULT_ROPE, "full_attention": DEFAULT_ROPE}
             return CohereCompassTextConfig(**(kinds | {"logit_scale": 0.3} | shape))
+        case _ if kind in PLAIN:
+            return AutoConfig.for_model(**({"model_type": kind, "head_dim": 16} | TINY_SHAPE | PLAIN[kind] | overrides))
         case _:
-            return _plain_config(kind, **overrides)
+            kinds = (*KINDS, *MORE_KINDS, *FAMILY_KINDS, *PLAIN_KINDS, *OTHER_KINDS)
+            raise ValueError(f"unknown kind {kind!r}: one of {kinds}")
 
 
-def _plain_config(kind: str, **overrides: object) -> PreTrainedConfig:
-    shape: dict[str, Any] = {"head_dim": 16} | TINY_SHAPE
-    windows: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
-    of_deepseek: dict[str, Any] = {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
-    of_deepseek |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
-    of_granite: dict[str, Any] = {"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22}
-    of_granite |= {"attention_multiplier": 0.1, "num_local_experts": 4, "num_experts_per_tok": 2}
-    configs: Mapping[str, tuple[Callable[..., PreTrainedConfig], Mapping[str, Any]]] = {
-        "arcee": (ArceeConfig, {"mlp_bias": True}),
-        "cohere": (CohereConfig, {"use_qk_norm": True, "logit_scale": 0.3}),
-        "afmoe": (
-            AfmoeConfig,
-            windows
-            | experts
-            | {"moe_intermediate_size": 32, "num_shared_experts": 1, "num_dense_layers": 1, "route_scale": 1.5}
-            | {"mup_enabled": True},
-        ),
-        "cwm": (CwmConfig, windows | {"rope_parameters": LLAMA3_ROPE}),
-        "dots1": (Dots1Config, windows | of_deepseek | {"head_dim": 16}),
-        "ernie4_5": (Ernie4_5Config, {"use_bias": True}),
-        "ernie4_5_moe": (
-            Ernie4_5_MoeConfig,
-            {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
-        ),
-        "exaone4": (Exaone4Config, windows),
-        "exaone_moe": (
-            ExaoneMoeConfig,
-            windows | experts | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
-        ),
-        "flex_olmo": (FlexOlmoConfig, experts | {"intermediate_size": 32}),
-        "gemma": (GemmaConfig, {}),
-        "gemma4": (Gemma4TextConfig, GEMMA4_SHAPE | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
-        "gemma4_large": (
-            Gemma4TextConfig,
-            GEMMA4_SHAPE
-            | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 4},
-        ),
-        "gemma4_moe": (
-            Gemma4TextConfig,
-            GEMMA4_SHAPE
-            | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 4}
-            | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-        ),
-        "glm": (GlmConfig, {}),
-        "glm4": (Glm4Config, {}),
-        "glm4_moe": (Glm4MoeConfig, of_deepseek | {"use_qk_norm": True, "attention_bias": True}),
-        "granite": (GraniteConfig, of_granite),
-        "granitemoe": (GraniteMoeConfig, of_granite | {"intermediate_size": 32}),
-        "granitemoeshared": (
-            GraniteMoeSharedConfig,
-            of_granite | {"intermediate_size": 32, "shared_intermediate_size": 48},
-        ),
-        "helium": (HeliumConfig, {}),
-        "hunyuan_v1_dense": (HunYuanDenseV1Config, {"attention_bias": True, "rope_parameters": ALPHA_ROPE}),
-        "hunyuan_v1_moe": (HunYuanMoEV1Config, {"num_experts": 4, "moe_topk": 2}),
-        "hy_v3": (HYV3Config, experts | {"moe_intermediate_size": 32, "router_scaling_factor": 1.5}),
-        "hyperclovax": (
-            HyperCLOVAXConfig,
-            {"embedding_multiplier": 12.0, "logits_scaling": 0.3, "residual_multiplier": 0.22}
-            | {"attention_multiplier": 0.1},
-        ),
-        "jais2": (Jais2Config, {}),
-        "kolibri1": (
-            Kolibri1Config,
-            windows | experts | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 40},
-        ),
-        "laguna": (
-            LagunaConfig,
-            windows
-            | experts
-            | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "moe_routed_scaling_factor": 1.5}
-            | {"num_attention_heads_per_layer": [4, 8]},
-        ),
-        "mellum": (
-            MellumConfig,
-            windows | experts | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
-        ),
-        "ministral3": (
-            Ministral3Config,
-            {"sliding_window": 5, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}},
-        ),
-        "minimax_m2": (MiniMaxM2Config, {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
-        "ministral": (MinistralConfig, windows),
-        "nemotron": (NemotronConfig, {"attention_bias": True, "mlp_bias": True}),
-        "olmo3": (Olmo3Config, windows | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
-        "olmoe": (OlmoeConfig, experts),
-        "phimoe": (
-            PhimoeConfig,
-            {"num_local_experts": 4, "intermediate_size": 32, "sliding_window": 5, "rope_parameters": LONG_ROPE}
-            # Wide enough that both experts of a token have a weight below 1.
-            | {"attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.4},
-        ),
-        "qwen2_moe": (
-            Qwen2MoeConfig,
-            experts
-            | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}
-            | {"use_sliding_window": True, "sliding_window": 5},
-        ),
-        "seed_oss": (SeedOssConfig, {"mlp_bias": True, "attention_out_bias": True}),
-        "solar_open": (SolarOpenConfig, of_deepseek),
-        "stablelm": (
-            StableLmConfig,
-            {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
-        ),
-        "starcoder2": (Starcoder2Config, {"sliding_window": 5}),
-        "smollm3": (SmolLM3Config, {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5}),
-    }
-    if kind not in configs:
-        kinds = (*KINDS, *MORE_KINDS, *FAMILY_KINDS, *PLAIN_KINDS, *OTHER_KINDS)
-        raise ValueError(f"unknown kind {kind!r}: one of {kinds}")
-    config, settings = configs[kind]
-    arguments: dict[str, Any] = {**shape, **settings, **overrides}
-    return config(**arguments)
+def declared(kind: str) -> ModelShape:
+    """Returns what the kind's family declares."""
+    shape = describe_model(kind, tiny_config(kind).to_dict())
+    assert isinstance(shape, ModelShape), shape.refusal
+    return shape
 
 
 def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -> Path:

@@ -21,7 +21,7 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import read_model
 
-from ...tiny import PLAIN_KINDS, tiny_model
+from ...tiny import PLAIN_KINDS, declared, tiny_model
 from ..adapted import peft_parameters
 from ..peft_reference import PeftReference
 from .training import ADAM, Layout, greedy, layout, supervised
@@ -32,11 +32,7 @@ LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_d
 SPARSE_NEMOTRON = ("nemotron_h_moe", "nemotron_h_latent")
 MAMBA = ("granite4", "granite4_moe", "bamba", "falcon_h1", *SPARSE_NEMOTRON)
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
-PLAIN_SPARSE = (
-    *("ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
-    *("afmoe", "flex_olmo", "gemma4_moe", "hy_v3", "kolibri1", "laguna", "mellum", "minimax_m2", "phimoe"),
-    "qwen2_moe",
-)
+PLAIN_SPARSE = tuple(kind for kind in PLAIN_KINDS if declared(kind).experts is not None)
 BY_TRANSFORMERS = ("cohere_compass",)
 WITH_BIASES = ("nemotron", "phimoe", "stablelm", "starcoder2")
 MORE_LAYOUTS = ("gemma2", "gemma4", "gemma4_large", "gemma4_moe", "cohere", "cohere2", *WITH_BIASES)

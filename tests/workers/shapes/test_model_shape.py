@@ -21,7 +21,7 @@ from trainhouse.workers.shapes.model_shape import (
     read_model,
 )
 from trainhouse.workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, RoutedExperts, SoftmaxAttention
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from ..lineup import LINEUP
 
@@ -86,19 +86,7 @@ def test_given_values_are_read_as_in_transformers(model_type: str, changed: dict
 
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# Sparse families in addition to those that the comparison names.
-SPARSE = (
-    *("dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe"),
-    *("granitemoe", "granitemoeshared", "granitemoehybrid"),
-    *("minimax_m2", "olmoe", "qwen2_moe", "solar_open", "afmoe", "laguna"),
-    *("flex_olmo", "hy_v3", "kolibri1", "mellum"),
-)
-# Families whose windows follow `layer_types`.
-WINDOWED = (
-    *("qwen2", "qwen2_moe", "qwen3", "gemma3_text", "olmo3", "exaone4", "exaone_moe", "ministral", "smollm3", "dots1"),
-    *("gpt_oss", "gemma2", "gemma4_text", "cohere2", "afmoe", "laguna", "cwm", "kolibri1", "mellum"),
-)
-# Their names of numbers of experts, of those that a token uses, and of features.
+# Names of numbers of experts, of those that a token uses, and of features.
 NUM_EXPERTS = ("n_routed_experts", "num_local_experts", "moe_num_experts", "num_experts")
 PER_TOKEN = ("moe_topk", "moe_k", "num_experts_per_tok")
 FEATURES = ("moe_intermediate_size", "intermediate_size")
@@ -128,7 +116,8 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         if kinds and model_type != "granitemoehybrid":
             pytest.skip("layers of another family")
         given = given | OF_MAMBA[model_type]
-    if model_type in (*SPARSE, "qwen3_5_moe_text", "gpt_oss") and not given.get("num_experts", 1):
+    may_be_dense = model_type in ("mixtral", "qwen3_moe", "qwen3_next")
+    if has_experts(model_type) and not may_be_dense and not given.get("num_experts", 1):
         pytest.skip("a sparse model without experts")
     if model_type == "dots1" and not {"n_shared_experts", "n_routed_experts", "num_experts_per_tok"} <= given.keys():
         pytest.skip("transformers has no defaults for these")
@@ -289,7 +278,7 @@ def compare_experts(model_type: str, ours: ModelShape, theirs: Any) -> None:
         assert sparse == list(range(6)) and experts is not None
         # Its router chooses two in any case.
         assert (experts.num, experts.per_token, experts.features) == (theirs.num_local_experts, 2, 160)
-    elif model_type in SPARSE:
+    elif has_experts(model_type) and getattr(theirs, "num_experts", 1):
         assert sparse and experts is not None
         assert (experts.num, experts.per_token) == (first_of(theirs, *NUM_EXPERTS), first_of(theirs, *PER_TOKEN))
         assert experts.features == first_of(theirs, *FEATURES)
@@ -308,9 +297,18 @@ def test_earlier_names_of_nemotron_are_read_as_in_transformers() -> None:
         assert (mamba.groups, mamba.kernel, mamba.conv_bias) == wanted
 
 
+def has_experts(model_type: str) -> bool:
+    fields = fields_of(CONFIG_MAPPING[model_type])
+    return not fields.isdisjoint(NUM_EXPERTS) and not fields.isdisjoint(PER_TOKEN)
+
+
+def fields_of(config: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
 def first_of(config: Any, *names: str) -> Any:
     """Returns the value of the first name that the type of the config has."""
-    known = {field.name for field in dataclasses.fields(config)}
+    known = fields_of(type(config))
     return next(getattr(config, name) for name in names if name in known)
 
 
@@ -319,10 +317,13 @@ def windows_of(shape: ModelShape) -> list[int | None]:
 
 
 def expected_windows(model_type: str, theirs: Any) -> list[int | None]:
-    window, kinds = getattr(theirs, "sliding_window", None), getattr(theirs, "layer_types", None)
-    if model_type in ("mistral", "ministral3", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"):
+    fields, kinds = fields_of(type(theirs)), getattr(theirs, "layer_types", None)
+    if "sliding_window" not in fields or model_type == "nemotron_h":  # transformers ignores that of Nemotron-H
+        return [None] * theirs.num_hidden_layers
+    window = theirs.sliding_window
+    if "layer_types" not in fields:
         return [window] * theirs.num_hidden_layers
-    if model_type not in WINDOWED or kinds is None:
+    if kinds is None:
         return [None] * theirs.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds or ()]
 

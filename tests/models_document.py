@@ -7,8 +7,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from pkgutil import iter_modules
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -20,12 +23,15 @@ from transformers.models.auto.modeling_auto import (
 
 from ..schemas.adapters.vllm_form import FORMS
 from ..server.cli.commands import main
-from ..workers.shapes.families import FAMILIES
+from ..workers.shapes import families
+from ..workers.shapes.families import FAMILIES, Family
 from ..workers.shapes.model_shape import ModelShape, describe_model, refusal_of
 from ..workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
 from ..workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, Part, RoutedExperts, SoftmaxAttention
+from .tiny import tiny_config
 from .workers.lineup import LINEUP, REFUSED_LINEUP
 from .workers.models.tiny_types import default_config
+from .workers.parallel.test_families import MATRIX
 
 # The types that generate text, from text alone or with images and sound.
 KNOWN = {
@@ -60,18 +66,18 @@ INTRODUCTION = """\
 
 Of the {total} types of models for text, and for text with images or sound, that transformers {version} has, {own} run
 by trainhouse's own layers, {others} by transformers' modules, and {refused} are refused. `trainhouse plan` and `serve`
-decide by the same function. [Families of models](#families-of-models) says what was checked, and
-[support.md](support.md) what else a model needs.
+decide by the same function. [support.md](support.md) says what else a model needs.
 """
 OWN = """
 ## Types under every layout
 
 Layers are those of the type's default config. Adapters adapt the linear layers named here: with `train_attn` those of
 the sequence mixer, with `train_mlp` those of the feed-forward part; all linear layers of every expert (`experts.*`),
-but no router. The last column says which of these vLLM 0.32 adapts too ([`--sampler vllm`](samplers.md#vllm)).
+but no router. The last columns say under which layouts a tiny model of the type was [checked](#families-of-models), and
+which of these layers vLLM 0.32 adapts too ([`--sampler vllm`](samplers.md#vllm)).
 
-| type | layers | adapted linear layers | axes, in addition to `replicas` and `fsdp` | adapted in vLLM |
-|---|---|---|---|---|
+| type | layers | adapted linear layers | axes, in addition to `replicas` and `fsdp` | checked | adapted in vLLM |
+|---|---|---|---|---|---|
 """
 OTHERS = """
 ## Types on one rank or replicas
@@ -97,7 +103,15 @@ from its published totals.
 | model | memory | {devices} |
 |---|---|{columns}
 """
-BY_HAND = "\n## Families of models\n"
+OF_FAMILIES = """
+## Families of models
+
+The files in `workers/shapes/families/`, which declare the layers of types.
+
+| types | family |
+|---|---|
+"""
+BY_HAND = '\n"Checked" means: '
 
 
 def document() -> str:
@@ -110,6 +124,7 @@ def document() -> str:
     rows = (own_row(each) for each in own)
     names = ", ".join(f"`{each}`" for each in others) + ".\n"
     tables = [introduction, OWN, *rows, OTHERS, names, REFUSED, *refused_rows(refused), planned, *plan_rows()]
+    tables += [OF_FAMILIES, *family_rows()]
     _, heading, by_hand = DOCUMENT.read_text().partition(BY_HAND)
     return "".join([*tables, heading, by_hand])
 
@@ -133,13 +148,36 @@ def own_row(model_type: str) -> str:
     text = f", its text as `{shape.model_type}`" if model_type in TEXT_PARTS else ""
     parts = list(dict.fromkeys(part for layer in shape.layers for part in layer.parts))
     words = ", ".join(dict.fromkeys(map(words_of, parts)))
-    cells = (words, names_of(adapted(parts)), names_of(axes(shape)), adapted_by_vllm(model_type))
+    cells = (words, names_of(adapted(parts)), names_of(axes(shape)), checked(shape.model_type))
+    cells += (adapted_by_vllm(model_type),)
     return f"| `{model_type}`{text} | {' | '.join(cells)} |\n"
 
 
 def words_of(part: Part) -> str:
     has_indexer = isinstance(part, LatentAttention) and part.indexer is not None
     return WORDS[type(part)] + (" with an indexer" if has_indexer else "")
+
+
+def checked(model_type: str) -> str:
+    """Returns the layouts in which tests compare tiny models of the type with transformers and peft."""
+    specs = {spec for kind, spec, _ in MATRIX if type_of_kind(kind) == model_type} - {"single"}
+    return ", ".join(["one rank", *(f"`{spec}`" for spec in sorted(specs))])
+
+
+@cache
+def type_of_kind(kind: str) -> str:
+    return tiny_config(kind).model_type
+
+
+def family_rows() -> Iterator[str]:
+    """Yields a row of each module with families, from its docstring."""
+    for info in iter_modules(families.__path__):
+        module = import_module(f"{families.__name__}.{info.name}")
+        own = [each for each in vars(module).values() if isinstance(each, Family)]
+        types = sorted(model_type for model_type, each in FAMILIES.items() if any(each is one for one in own))
+        if types:
+            text = re.sub(r"https?://[^\s),]*[^\s),.]", r"<\g<0>>", " ".join(str(module.__doc__).split()))
+            yield f"| {names_of(types)} | {text} |\n"
 
 
 def adapted_by_vllm(model_type: str) -> str:

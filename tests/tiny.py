@@ -234,6 +234,8 @@ PLAIN: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe": DEEPSEEK_EXPERTS | {"use_qk_norm": True, "attention_bias": True},
     "granite": GRANITE_SHAPE,
     "granitemoe": GRANITE_SHAPE | {"intermediate_size": 32},
+    "granite_swa": GRANITE_SHAPE | WINDOWS | {"layer_rope_theta": [10000.0, 0]},
+    "granitemoe_swa": GRANITE_SHAPE | WINDOWS | {"intermediate_size": 32, "shared_intermediate_size": 48},
     "granitemoeshared": GRANITE_SHAPE | {"intermediate_size": 32, "shared_intermediate_size": 48},
     "helium": {},
     "hunyuan_v1_dense": {"attention_bias": True, "rope_parameters": ALPHA_ROPE},
@@ -396,6 +398,8 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -
         # Transformers makes them ones: whether they are applied would not matter.
         if name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
             each.data.uniform_(0.6, 1.4)
+        elif name.endswith("sinks") and not each.any():  # and these zero
+            each.data.normal_()
         # Gemma 4 has the scale of scores in these weights. Without it rounding would grow from layer to layer.
         elif kind.startswith("gemma4") and name.endswith("q_norm.weight"):
             each.data.fill_(each.numel() ** -0.5)

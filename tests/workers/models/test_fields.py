@@ -77,6 +77,7 @@ def test_fields_change_numbers_as_they_change_those_of_transformers(model_type: 
         ("llama", {"partial_rotary_factor": 0.5}, "llama models with partial_rotary_factor 0.5 are not supported"),
         ("gpt_oss", {"sliding_window": None, "layer_types": ["full_attention", "sliding_attention"]}, "no sliding_wi"),
         ("iquestcoder", {"clip_qkv": 1.0}, "with clip_qkv"),
+        ("granite_swa", {"layer_rope_theta": [10000.0, 500.0]}, "with layer_rope_theta 500"),
         ("falcon_h1", {"projectors_bias": True}, "with projectors_bias"),
         ("llama4_text", {"num_experts_per_tok": 2}, "with 2 experts for each token"),
         ("helium", {"head_dim": 16}, "with 4 heads of 16 features and hidden_size 32"),

@@ -79,7 +79,7 @@ def random_model(config: PreTrainedConfig, directory: Path, dtype: Dtype = "floa
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if "norm" in name or name.endswith("bias"):
+        if "norm" in name or name.endswith(("bias", "sinks")):
             parameter.data.add_(0.3 * torch.randn_like(parameter))
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

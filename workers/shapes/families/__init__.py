@@ -16,7 +16,7 @@ from .gemma import GEMMA, GEMMA2, GEMMA3
 from .gemma4 import GEMMA4
 from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
-from .granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED, HYPERCLOVAX
+from .granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, GRANITE_SWA, HYPERCLOVAX
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
@@ -76,8 +76,10 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v32": DEEPSEEK_V32,
     "glm_moe_dsa": GLM_MOE_DSA,
     "granite": GRANITE,
+    "granite_swa": GRANITE_SWA,
     "granitemoe": GRANITE_MOE,
     "granitemoeshared": GRANITE_MOE_SHARED,
+    "granitemoe_swa": GRANITE_MOE_SWA,
     "granitemoehybrid": GRANITE4,
     "falcon_h1": FALCON_H1,
     "bamba": BAMBA,

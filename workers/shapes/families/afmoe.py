@@ -1,4 +1,5 @@
-"""Arcee's Trinity models (AFMoE), with gated attention, and rotations only in layers with a window.
+"""Arcee's Trinity models (AFMoE), with gated attention, rotations only in layers with a window, and experts chosen by
+sigmoids.
 
 https://huggingface.co/arcee-ai/Trinity-Mini.
 """

@@ -1,4 +1,5 @@
-"""DeepSeek-V3 and models of its shape: latent attention, routed and shared experts; GLM-4.7-Flash and Mistral Small 4.
+"""DeepSeek-V3 and models of its shape: latent attention, routed and shared experts. Kimi-K2, GLM-4.7-Flash, and
+Mistral Small 4, whose queries grow with their positions.
 
 DeepSeek-V3.2 and GLM-5 choose the tokens of attention by an indexer. https://arxiv.org/abs/2412.19437,
 https://arxiv.org/abs/2512.02556.

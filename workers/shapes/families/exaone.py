@@ -1,6 +1,7 @@
 """EXAONE 4 (https://arxiv.org/abs/2507.11407) and K-EXAONE (https://arxiv.org/abs/2601.01739).
 
-Only layers with a window rotate. K-EXAONE has the experts of DeepSeek-V3.
+Only layers with a window rotate. EXAONE 4 has norms after each part; K-EXAONE has them before, and the experts of
+DeepSeek-V3.
 """
 
 from collections.abc import Mapping, Sequence

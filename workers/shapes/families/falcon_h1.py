@@ -1,4 +1,5 @@
-"""Falcon-H1, whose layers have Mamba-2 and softmax attention side by side: https://arxiv.org/abs/2507.22448."""
+"""Falcon-H1, whose layers have Mamba-2 and softmax attention side by side, with factors of both:
+https://arxiv.org/abs/2507.22448."""
 
 from collections.abc import Mapping, Sequence
 

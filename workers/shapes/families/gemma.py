@@ -1,6 +1,6 @@
-"""Gemma (https://arxiv.org/abs/2403.08295), Gemma 2 with a cap on the scores of attention
-(https://arxiv.org/abs/2408.00118), and Gemma 3, whose layers with a window have rotations of their own
-(https://arxiv.org/abs/2503.19786).
+"""Gemma (https://arxiv.org/abs/2403.08295), with norms whose weights grow by 1, GELU and a scaled embedding, Gemma 2
+(https://arxiv.org/abs/2408.00118), with norms around each part, windows in every other layer and caps on scores and
+logits, and Gemma 3 (https://arxiv.org/abs/2503.19786), whose layers with a window have rotations of their own.
 """
 
 from collections.abc import Sequence

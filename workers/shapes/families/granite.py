@@ -1,5 +1,6 @@
 """Granite, dense and with experts, Granite 4, whose layers have Mamba-2 or softmax attention, and HyperCLOVA X, which
-has norms after each part, too.
+has norms after each part, too. All have factors of the embedding, of scores, of the parts' outputs and of logits.
+Types with "swa" have attention sinks, and windows in three layers of four.
 
 https://huggingface.co/ibm-granite/granite-3.3-8b-instruct, https://huggingface.co/ibm-granite/granite-4.0-h-small,
 https://huggingface.co/naver-hyperclovax/HyperCLOVAX-SEED-Think-14B.
@@ -33,6 +34,39 @@ def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
 def _layers_with_shared_part(config: ConfigReader) -> Sequence[Layer]:
     experts = _experts(config, _shared(config) if config.is_set("shared_intermediate_size") else None)
     return [_layer(config, _attention(config), experts)] * config.num_layers
+
+
+def _dense_layers_with_windows(config: ConfigReader) -> Sequence[Layer]:
+    mlp = dense(config, has_bias=config.is_set("mlp_bias"))
+    return [_layer(config, mixer, mlp) for mixer in _mixers_with_windows(config)]
+
+
+def _sparse_layers_with_windows(config: ConfigReader) -> Sequence[Layer]:
+    experts = _experts(config, _shared(config) if config.is_set("shared_intermediate_size") else None)
+    return [_layer(config, mixer, experts) for mixer in _mixers_with_windows(config)]
+
+
+def _mixers_with_windows(config: ConfigReader) -> Sequence[Mixer]:
+    by_step = ["sliding_attention" if number % 4 else "full_attention" for number in range(config.num_layers)]
+    has_bias, mixers = config.is_set("attention_bias"), []
+    for kind, theta in zip(config.names("layer_types") or by_step, _thetas(config), strict=True):
+        window, rotation = config.window if kind == "sliding_attention" else None, "" if theta else None
+        mixers.append(
+            attention(config, qkv_bias=has_bias, output_bias=has_bias, rotation=rotation, window=window, has_sinks=True)
+        )
+    return mixers
+
+
+def _thetas(config: ConfigReader) -> Sequence[float]:
+    """Returns the base of each layer's rotations, 0 if it does not rotate."""
+    if config.is_set("layer_rope_theta"):
+        return config.fractions("layer_rope_theta", config.num_layers)
+    return (config.fraction("rope_theta", _THETA),) * config.num_layers
+
+
+def _several_rotations(config: ConfigReader) -> str | None:
+    others = sorted(set(_thetas(config)) - {0.0, config.fraction("rope_theta", _THETA)})
+    return f"layer_rope_theta {others[0]:g}, which is not rope_theta" if others else None
 
 
 def _hybrid_layers(config: ConfigReader) -> Sequence[Layer]:
@@ -86,6 +120,8 @@ _DEFAULTS: Mapping[str, object] = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
+_THETA = 10000.0
+_WINDOWS: Mapping[str, object] = {"sliding_window": 128, "layer_types": None, "layer_rope_theta": None}
 _EMBEDDING_SCALE, _LOGITS = "embedding_multiplier", "logits_scaling"
 _SPARSE: Mapping[str, object] = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _HYBRID: Mapping[str, object] = {
@@ -122,6 +158,35 @@ GRANITE_MOE_SHARED = Family(
     "granitemoeshared",
     _layers_with_shared_part,
     {**_DEFAULTS, **_SPARSE},
+    embedding_scale_key=_EMBEDDING_SCALE,
+    logit_divisor_key=_LOGITS,
+)
+GRANITE_SWA = Family(
+    "GraniteSWA",
+    "granite_swa",
+    _dense_layers_with_windows,
+    {
+        **_DEFAULTS,
+        **_WINDOWS,
+        "vocab_size": 100352,
+        "hidden_size": 2560,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    unsupported=_several_rotations,
+    embedding_scale_key=_EMBEDDING_SCALE,
+    logit_divisor_key=_LOGITS,
+)
+GRANITE_MOE_SWA = Family(
+    "GraniteMoeSWA",
+    "granitemoe_swa",
+    _sparse_layers_with_windows,
+    {**_DEFAULTS, **_SPARSE, **_WINDOWS},
+    unsupported=_several_rotations,
     embedding_scale_key=_EMBEDDING_SCALE,
     logit_divisor_key=_LOGITS,
 )

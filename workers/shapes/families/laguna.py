@@ -1,4 +1,5 @@
-"""Poolside's Laguna, with gated attention whose layers differ in heads, windows and rotations.
+"""Poolside's Laguna, with gated attention whose layers differ in heads, windows and rotations, and experts chosen by
+sigmoids.
 
 https://huggingface.co/poolside/Laguna-XS.2.
 """

@@ -1,7 +1,6 @@
 """Nemotron-4 (https://arxiv.org/abs/2402.16819) and Minitron (https://arxiv.org/abs/2407.14679), with layer norms whose
-weights grow by 1, and Jais 2 (https://huggingface.co/inceptionai/Jais-2-8B-Chat), with plain ones. Both have squared
-ReLU in place of gates.
-"""
+weights grow by 1 and heads that rotate by half, and Jais 2 (https://huggingface.co/inceptionai/Jais-2-8B-Chat), with
+plain ones. Both have squared ReLU in place of gates."""
 
 from collections.abc import Sequence
 

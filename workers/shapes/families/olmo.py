@@ -1,6 +1,6 @@
 """OLMo 2 and 3 (https://arxiv.org/abs/2501.00656), with norms after each part, OLMoE (https://arxiv.org/abs/2409.02060),
 and FlexOlmo (https://arxiv.org/abs/2507.07024), which is OLMo 2 with experts. All have norms of queries and keys over
-all heads together.
+all heads together, whose means ranks along tp exchange.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Phi-3, whose projections of one input are one matrix: https://arxiv.org/abs/2404.14219."""
+"""Phi-3 and Phi-4, whose projections of one input are one matrix: https://arxiv.org/abs/2404.14219.
+
+Adapters have the sizes of these matrices, as in peft; tp divides queries, keys and values, or gates and ups,
+separately.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,6 @@
-"""Qwen2 (https://arxiv.org/abs/2407.10671) and Qwen3 (https://arxiv.org/abs/2505.09388), dense and sparse."""
+"""Qwen2 (https://arxiv.org/abs/2407.10671), with biases of queries, keys and values and windows in some layers, and
+Qwen3 (https://arxiv.org/abs/2505.09388), with norms of each head; both dense and sparse. Qwen2-MoE has a gated part for
+all tokens, too."""
 
 from collections.abc import Mapping, Sequence
 

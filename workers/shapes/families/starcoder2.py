@@ -1,4 +1,4 @@
-"""StarCoder2, with layer norms, biases everywhere and no gates: https://arxiv.org/abs/2402.19173."""
+"""StarCoder2, with layer norms, biases everywhere, a window and no gates: https://arxiv.org/abs/2402.19173."""
 
 from collections.abc import Sequence
 

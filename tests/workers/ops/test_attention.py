@@ -16,7 +16,7 @@ from trainhouse.workers.ops.attention import (
 )
 from trainhouse.workers.ops.attention import attend as attend_row
 from trainhouse.workers.ops.attention_kind import AttentionKind
-from trainhouse.workers.shapes import windows
+from trainhouse.workers.shapes.parts import windows
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_config

@@ -14,7 +14,7 @@ from trainhouse.workers.ops.token_index import (
     choose_for_each,
     choose_for_last,
 )
-from trainhouse.workers.shapes import windows
+from trainhouse.workers.shapes.parts import windows
 
 from ..adapted import relative_error
 from ..parallel.live_bytes import LiveBytes

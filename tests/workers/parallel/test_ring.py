@@ -187,7 +187,7 @@ def test_chunked_attention_equals_the_whole(
 ) -> None:
     """Torch's fused kernel is turned off."""
     from trainhouse.workers.ops import attention, chunked_attention
-    from trainhouse.workers.shapes import windows
+    from trainhouse.workers.shapes.parts import windows
 
     monkeypatch.setattr(windows, "MAX_SCORES", most_scores)
     monkeypatch.setattr(attention, "flash_on_cpu", chunked_attention.attend_in_chunks)
@@ -208,7 +208,7 @@ def test_chunks_of_the_last_queries_see_all_keys(
     window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from trainhouse.workers.ops import chunked_attention
-    from trainhouse.workers.shapes import windows
+    from trainhouse.workers.shapes.parts import windows
 
     monkeypatch.setattr(windows, "MAX_SCORES", most_scores)
     case = Attending((70,), heads=4, kv_heads=2, window=window)

@@ -95,13 +95,28 @@ def _words(error: ValueError | OSError) -> str:
     return str(error)
 
 
+_UNFITTING = ("No such option", "Missing argument", "Got unexpected extra argument")
+
+
+def _with_usage(error: typer.TyperException) -> str:
+    """Returns an error in the command line, with the usage of its command if what was given does not fit that."""
+    message = error.format_message().removesuffix(" (Possible options: --help)")
+    context = getattr(error, "ctx", None)
+    if context is None or message.endswith(("?", ")")) or not message.startswith(_UNFITTING):
+        return message
+    usage = " ".join(context.get_usage().split()).replace("Usage: ", "usage: ")
+    if usage.endswith("COMMAND [ARGS]..."):  # of commands, which alone have options other than --help
+        usage = usage.replace("[OPTIONS] COMMAND [ARGS]...", "COMMAND [ARGS]... [OPTIONS]")
+    return f"{message.removesuffix('.')} ({usage})"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status, see errors.py."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return get_command(app).main(given, prog_name="trainhouse", standalone_mode=False) or 0
     except typer.TyperException as error:
-        status, message = error.exit_code, error.format_message()
+        status, message = error.exit_code, _with_usage(error)
     except CommandFailed as error:
         status, message = error.status, str(error)
     except (ValueError, OSError) as error:

@@ -12,6 +12,7 @@ from datetime import datetime
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Control characters except for tabs and ends of lines."""
+_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def print_json(value: object) -> None:
@@ -79,7 +80,15 @@ def spinner(words: str) -> Iterator[Callable[[int, int], None]]:
 
 def _share(done: int, total: int) -> str:
     """Returns what of the whole is done, rounded down; nothing after all of it, when other work follows."""
-    return f": {100 * done // total} % of {total / 1e6:,.1f} MB" if done < total else ""
+    return f": {100 * done // total} % of {size(total)}" if done < total else ""
+
+
+def size(num_bytes: int | None) -> str | None:
+    """Returns a number of bytes as people read it; None for None."""
+    if num_bytes is None or num_bytes < 1024:
+        return None if num_bytes is None else f"{num_bytes} B"
+    unit, name = next(each for each in _UNITS if num_bytes >= each[0])
+    return f"{num_bytes / unit:.1f} {name}"
 
 
 def print_error(command: str, message: str, status: int, as_json: bool) -> None:

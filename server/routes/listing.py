@@ -184,7 +184,8 @@ def _cursor(page: PageInfo) -> Cursor:
 
 
 def no_run(run_id: str) -> RequestError:
-    return RequestError(f"no training run {run_id} exists: list yours with GET /api/v1/training_runs", status=404)
+    remedy = "list yours with `trainhouse runs list`, or GET /api/v1/training_runs"
+    return RequestError(f"no training run {run_id} exists: {remedy}", status=404)
 
 
 def _time(seconds: float) -> datetime:

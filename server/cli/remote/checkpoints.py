@@ -7,7 +7,7 @@ import typer
 
 from ....schemas.checkpoints import WeightsInfoResponse
 from ..options import new_app
-from ..output import print_json, print_table, spinner
+from ..output import print_json, print_table, size, spinner
 from .runs import Limit, Offset
 from .server import Server, through_server
 
@@ -32,10 +32,10 @@ def list_checkpoints(
         listed = rest.list_user_checkpoints(limit, offset) if run is None else rest.list_checkpoints(run)
         found = listed.result()
     rows = [
-        (each.tinker_path, each.time, each.size_bytes, "public" if each.public else "private", each.expires_at)
+        (each.tinker_path, each.time, size(each.size_bytes), "public" if each.public else "private", each.expires_at)
         for each in found.checkpoints
     ]
-    server.print(found, lambda: print_table(("CHECKPOINT", "SAVED", "BYTES", "READ BY", "EXPIRES"), rows))
+    server.print(found, lambda: print_table(("CHECKPOINT", "SAVED", "SIZE", "READ BY", "EXPIRES"), rows))
 
 
 @app.command()

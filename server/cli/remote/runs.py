@@ -8,7 +8,7 @@ import typer
 
 from ....schemas.history import MetricSeries, RunMetrics
 from ..options import new_app
-from ..output import print_table
+from ..output import print_table, size
 from .server import Server, through_server
 from .watching import RunReader, watch_run
 
@@ -43,7 +43,7 @@ def list_runs(
 @app.command()
 @through_server
 def show(server: Server, run: Run) -> None:
-    """Show one training run: its model, its checkpoints and the metrics of its last step."""
+    """Show one training run: its model, its checkpoints and the steps that it has taken."""
     with server.client() as service:
         rest = service.create_rest_client()
         found = rest.get_training_run(run).result()
@@ -55,9 +55,8 @@ def show(server: Server, run: Run) -> None:
         print_table(("", ""), [(name, value) for name, value in fields.items() if value not in (None, {})])
         if saved:
             print()
-            print_table(
-                ("CHECKPOINT", "SAVED", "BYTES"), [(each.tinker_path, each.time, each.size_bytes) for each in saved]
-            )
+            rows = [(each.tinker_path, each.time, size(each.size_bytes)) for each in saved]
+            print_table(("CHECKPOINT", "SAVED", "SIZE"), rows)
         if metrics is not None and metrics.training.steps:
             print(f"\nsteps: to {metrics.training.steps[-1]}; curves: trainhouse runs watch {run}")
 

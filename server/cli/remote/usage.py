@@ -2,7 +2,7 @@
 
 from ....schemas.models import Limit
 from ..options import new_app
-from ..output import print_table
+from ..output import print_table, size
 from .server import Server, through_server
 
 app = new_app()
@@ -15,10 +15,14 @@ def usage(server: Server) -> None:
     with server.client() as service:
         found = service.get_limits()
     limits = [(name, limit) for name in type(found).model_fields if isinstance(limit := getattr(found, name), Limit)]
-    rows = [(name, limit.used, "none" if limit.limit is None else limit.limit) for name, limit in limits]
+    rows = [(name, _shown(name, limit.used), _shown(name, limit.limit) or "none") for name, limit in limits]
 
     def print_text() -> None:
         print(f"tenant {found.tenant}")
         print_table(("", "USED", "LIMIT"), rows)
 
     server.print(found, print_text)
+
+
+def _shown(name: str, number: int | None) -> str | None:
+    return size(number) if name.endswith("_bytes") else None if number is None else f"{number:,}"

@@ -415,7 +415,7 @@ def test_a_terminal_shows_how_much_is_done_as_soon_as_that_is_known(
         show(1_999_999, 3_000_000)
         show(3_000_000, 3_000_000)
     after = capsys.readouterr().err.rpartition("copying")[2]
-    assert "copying a: 66 % of 3.0 MB" in during and "%" not in before and "%" not in after
+    assert "copying a: 66 % of 2.9 MiB" in during and "%" not in before and "%" not in after
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_a_piped_chat_ends_with_its_input(shared_server: LiveServer) -> None:
 @pytest.mark.usefixtures("at_server")
 def test_limits_and_workers_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert found(capsys, "usage")["runs"]["limit"] == 2000
-    assert "queued_bytes" in said(capsys, "usage")
+    assert "512.0 MiB" in said(capsys, "usage")
     assert found(capsys, "workers")["groups"][MODEL]["base_weights"] > 0
     assert "base_weights" in said(capsys, "workers")
 
@@ -180,13 +180,15 @@ def test_limits_and_workers_are_shown(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["runs", "show", "none"], 5, "no training run none exists"),
+        (["runs", "show", "none"], 5, "no training run none exists: list yours with `trainhouse runs list`"),
         (["sample", "none", "x"], 5, "model none does not exist"),
         (["chat", "none", "-m", "x"], 5, "model none does not exist"),
         (["runs", "list", "--api-key=wrong"], 4, "the API key does not start with tml-"),
         (["usage", "--base-url=http://127.0.0.1:9"], 3, "Connection refused"),
         (["sample", "m", "x", "--base-url=http://127.0.0.1:9"], 3, "Connection refused"),
         (["runs", "list", "--limit=0"], 2, "--limit"),
+        (["runs", "--limit=2", "list"], 2, "(usage: trainhouse runs COMMAND [ARGS]... [OPTIONS])"),
+        (["sample", "--model=m", "x"], 2, "No such option: --model (usage: trainhouse sample [OPTIONS] {MODEL}"),
         (["runs", "lst"], 2, "No such command 'lst'. Did you mean 'list'?"),
         (["checkpoints", "show", "no-path"], 1, "'no-path' is not a checkpoint path"),
     ],

@@ -95,6 +95,8 @@ def test_runs_are_overlaid_smoothed_and_drawn_in_log_scale(browser: Browser, tra
         browser.until(lambda: "loss:mean" in charts(browser), "drawn")
         assert browser.one("#log-scale").is_selected(), "choices are kept"
         browser.script("localStorage.clear()")
+    browser.open(f"/console/runs/{other.run_id}")
+    browser.until(lambda: browser.text("#live") == "complete", "said to be complete, as the run has ended")
 
 
 def axis_of(browser: Browser) -> str:

@@ -244,7 +244,7 @@ function follow() {
   const since = runs.map((run) => `${run.series.training.last}_${run.series.logged.last}`).join(".");
   const query = new URLSearchParams([...runs.map((run) => ["run", run.id]), ["since", since]]);
   stream = new EventSource(`${root}/events?${query}`);
-  stream.onopen = () => setLive("live", "live");
+  stream.onopen = () => setLive(live.dataset.connected, live.dataset.connected);
   stream.onerror = (event) => {
     setLive(event.target.readyState === EventSource.CLOSED ? "no live updates: reload" : "connecting again", "");
   };

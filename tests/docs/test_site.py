@@ -16,6 +16,28 @@ from .blocks import ROOT
 LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=["']?(?:https?:)?//""")
 
 
+MAX_LINE = 120
+
+
+def long_lines(text: str) -> list[int]:
+    """Returns the numbers of prose lines that are too long: code, rows of tables and addresses of links may be."""
+    code, found = False, []
+    for number, line in enumerate(text.splitlines(), 1):
+        code ^= line.lstrip().startswith("```")
+        if len(line) > MAX_LINE and not code and not re.match(r"\s*(\||\[[^]]+\]: )", line):
+            found.append(number)
+    return found
+
+
+def test_lines_of_prose_fit_into_a_terminal() -> None:
+    """Except for docs/models.md, which `make models` writes."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    found = {str(page.relative_to(ROOT)): long_lines(page.read_text()) for page in pages if page.name != "models.md"}
+    assert not {page: lines for page, lines in found.items() if lines}
+    long = "a" * (MAX_LINE + 1)
+    assert long_lines(f"{long}\n```\n{long}\n```\n| {long}\n[a]: {long}\n- {long}\n{long[1:]}") == [1, 7]
+
+
 def build(site: Path, config: Path) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,

@@ -35,7 +35,11 @@ that they share."""
 # Models with images of whose text part tinker-cookbook completes the paths.
 _TEXT_PART, _COMPLETED_TEXT_PART = "model.", "model.language_model."
 _WITH_COMPLETED_PATHS = frozenset(
-    f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4", "KimiK25", "Kimi_K25")
+    f"{name}ForConditionalGeneration"
+    for name in (
+        *("Exaone4_5_", "Gemma4", "Glm46V", "Glm4v", "Glm4vMoe", "HyperCLOVAXVisionV2", "KimiK25", "Kimi_K25"),
+        *("LightOnOcr", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe", "VideoLlama3"),
+    )
 )
 # By class of the base model: parts of paths that have another name in its files and in vLLM, the one that the cookbook
 # expects. Not so the head of GPT-NeoX, and the text part of Gemma 3 and Mistral 3: peft would drop what has such names.

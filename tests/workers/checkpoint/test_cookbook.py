@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ...tiny import tiny_model
 from ..adapted import Adapted, quieten_peft, sequences
-from ..containers import kimi_container, tiny_container
+from ..containers import TEXT_KINDS, kimi_container, tiny_container, tiny_whole
+from ..models.test_text_parts import sizes_of
 from .test_adapted_types import EVERY, TOLERANCE, adapted_tiny, distance, exported, in_peft_from
 
 weights: Any = pytest.importorskip("tinker_cookbook.weights", reason="make setup installs tinker-cookbook")
@@ -154,12 +155,24 @@ def test_the_cookbook_converts_adapters_to_ours_for_peft(model_type: str, tmp_pa
     assert off > 0.1 * moved if is_cut_by_peft(adapted) else off < TOLERANCE * moved
 
 
+# Files of these call the text part language_model.model, PEFT model.language_model.
+OF_TWO_NAMES = [each for each in TEXT_KINDS if each.startswith("llava") or each in ("got_ocr2", "internvl", "vipllava")]
+OF_TWO_NAMES += ["qwen2_audio", "voxtral"]
+MERGED_WHOLES = [
+    each if each in ("qwen3_vl", "qwen3_vl_moe") else pytest.param(each, marks=pytest.mark.full)
+    for each in TEXT_KINDS
+    if each not in (*OF_TWO_NAMES, "ovis2")
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gemma4", "qwen3_5", "qwen3_5_moe", "kimi"])
+@pytest.mark.parametrize("kind", ["gemma4", "qwen3_5", "qwen3_5_moe", "kimi", *MERGED_WHOLES])
 def test_the_cookbook_merges_adapters_of_the_text_part_of_models_with_images(kind: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     if kind == "kimi":
         kimi_container(tiny_model("deepseek_v3", tmp_path / "text"), model)
+    elif kind in TEXT_KINDS:
+        tiny_whole(kind, model, **sizes_of(kind))
     else:
         tiny_container(kind, model, {"tie_word_embeddings": False}, **SPARSE.get(kind, {}))
     adapted = Adapted(model)
@@ -180,20 +193,24 @@ def test_the_cookbook_merges_adapters_of_the_text_part_of_models_with_images(kin
 
 # Whether PEFT loads what the cookbook writes.
 IN_PEFT = {"gemma3": True, "mistral": True, "mistral4": False, "qwen3_5": False, "qwen3_5_moe": False}
+IN_PEFT |= {"internvl": True, "llava": True, "qwen3_vl": True, "qwen3_vl_moe": False, "smolvlm": True}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", IN_PEFT)
 def test_the_cookbook_converts_adapters_of_the_text_part_of_models_with_images(kind: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    tiny_container(kind, model, {"tie_word_embeddings": False}, **SPARSE.get(kind, {}))
+    if kind in TEXT_KINDS:
+        tiny_whole(kind, model, **sizes_of(kind))
+    else:
+        tiny_container(kind, model, {"tie_word_embeddings": False}, **SPARSE.get(kind, {}))
     adapted = Adapted(model)
     adapter = adapted.create("run", train_unembed=not is_tied(adapted))
     options = {"base_model": str(model), "adapter_path": str(given(adapter, tmp_path / "here"))}
     weights.build_lora_adapter(**options, output_path=str(tmp_path / "peft"))
     off, moved = (distance(adapted, adapter, each) for each in whole_in_peft(model, tmp_path / "peft"))
     assert off < TOLERANCE * moved if IN_PEFT[kind] else off > 0.1 * moved
-    if not kind.startswith("qwen"):  # files call the text part language_model.model, PEFT model.language_model
+    if kind in ("gemma3", "mistral", "mistral4", *OF_TWO_NAMES):
         with pytest.raises(weights._merge.WeightsMergeError, match=r"mapped to '(lm_head|model\.language_model)\."):
             weights.build_hf_model(**options, output_path=str(tmp_path / "merged"))
 

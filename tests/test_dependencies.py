@@ -35,7 +35,7 @@ BROUGHT = {
     "yaml": "transformers",
 }
 # Installed in separate environments, or for GPUs.
-ELSEWHERE = {"datasets", "tinker_cookbook", "trl", "vllm", "__main__"} | {
+ELSEWHERE = {"datasets", "compressed_tensors", "tinker_cookbook", "trl", "vllm", "__main__"} | {
     "causal_conv1d",
     "fla",
     "flash_mla",

@@ -52,8 +52,8 @@ from ..shapes.model_shape import (
     rope_of,
 )
 from ..shapes.other_models import SAME_TYPES, TEXT_PARTS, logit_cap_of, logit_scale_of
-from ..shapes.packed_weights import quantization_of
 from ..shapes.parts import RoutedExperts, Weight
+from ..shapes.quantization import quantization_of
 from ..shapes.sequence_split import SequenceSplit
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
 from .devices import no_cuda

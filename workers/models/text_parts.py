@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, modeling_utils
 
 from ..shapes.other_models import TEXT_MODELS, TRANSPOSED_EXPERTS, WITH_HEAD, text_settings, text_type_of
-from .packed_tensors import Index, StoredTensor
+from .packed.stored_tensor import Index, StoredTensor
 
 
 @dataclass(frozen=True)

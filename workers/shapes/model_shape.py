@@ -18,8 +18,8 @@ from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
 from .other_models import BY_TRANSFORMERS, LAYER_TYPES, missing_part, text_settings, text_type_of, unsupported_setting
-from .packed_weights import METHODS, quantization_of
 from .parts import FLOAT32, Attention, Divisible, Layer, Mixer, RoutedExperts, Weight
+from .quantization import quantization_refusal
 from .released_format import ReleasedWeights
 from .sequence_split import SequenceSplit
 
@@ -239,7 +239,8 @@ def refuse_missing_weights(source: str) -> None:
 def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
     """Returns the model that a config.json describes. Raises ValueError if a number in it is missing or wrong."""
     model_type, text = text_type_of(config), _of_text(config)
-    rope, refusal, released = rope_of(text), refusal_of(config), ReleasedWeights.of(config)
+    rope, refusal = rope_of(text), refusal_of(config)
+    released = ReleasedWeights.of(config) if refusal is None else ReleasedWeights()
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
         longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
@@ -340,9 +341,8 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
         return reason
     if family is not None and (found := family.refused(family.reader(model_type, every))) is not None:
         return f"{model_type} models with {found} are not supported"
-    method = quantization_of(config).get("quant_method")
-    if method is not None and method not in METHODS:
-        return f"weights quantized by {method} are not supported, only by {', '.join(METHODS)}: use another release"
+    if (reason := quantization_refusal(config)) is not None:
+        return reason
     return None if model_type in (*FAMILIES, *BY_TRANSFORMERS) else _unknown(model_type, config)
 
 

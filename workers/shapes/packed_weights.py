@@ -1,30 +1,38 @@
 """Finds the weights that a model's files hold in fewer bits: codes in one tensor, their scales in others.
 
-Reads names, dtypes and shapes alone, of the layouts of gpt-oss, DeepSeek, compressed-tensors and NVIDIA's ModelOpt.
-Imports no torch.
+Reads names, dtypes and shapes alone, of the layouts of gpt-oss, DeepSeek, compressed-tensors, NVIDIA's ModelOpt, AMD's
+Quark, torchao, GPTQ, AWQ and bitsandbytes. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
-from typing import Any, Literal
+from typing import Literal
 
-METHODS = ("mxfp4", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
-"""Values of `quant_method` in a config.json whose weights can be dequantized."""
+from .quantization import GPTQ_BITS, Quantization
 
 _EIGHT_BIT = {"F8_E4M3", "F8_E5M2", "I8", "U8"}
 """Dtypes of codes in files, as safetensors names them. A byte can also hold two numbers of 4 bits."""
 _FLOAT4_SCALES = {"F8_E4M3", "F8_E8M0", "U8"}
-_OF_ACTIVATIONS = (
+_NOT_NUMBERS = {"I16", "I32", "I64", "U16", "U32", "U64"}
+"""Dtypes of codes that are packed into larger integers, which never are a weight's own numbers."""
+_NOT_OF_WEIGHTS = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "qscale_act"),
-    *("q_scale", "k_scale", "v_scale"),
+    *("q_scale", "k_scale", "v_scale", "weight_format"),
 )
-"""Last parts of the names of scales that only products in 8 or 4 bits, and caches, need."""
+"""Last parts of the names of scales that only products in 8 or 4 bits, and caches, need, and of the order in which the
+numbers of bitsandbytes were when they were used."""
 
-_NOT_READ = {"weight_g_idx", "pre_quant_scale", "svdquant_lora_a"}
-"""Last parts of the names of an order of columns, of scales of inputs, and of a matrix that is added."""
+_NOT_READ = {"pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"}
+"""Last parts of the names of scales of inputs, and of a matrix that is added."""
 
 CodeKind = Literal["float8", "float4", "integer"]
+
+# bitsandbytes divides numbers of 8 bits by the largest code.
+_LARGEST_INT8 = 127
+_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+# Numbers that AutoAWQ packs into an integer of 32 bits: their places from the lowest bits.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
@@ -36,47 +44,18 @@ class TensorHeader:
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """The parts of a `quantization_config` that shapes in files do not show.
-
-    blocks: possible rows and columns that share a scale. integers: possible (bits, columns that share a scale); None
-    columns if a whole row shares one.
-    """
-
-    method: str = ""
-    blocks: tuple[tuple[int, int], ...] = ()
-    integers: tuple[tuple[int, int | None], ...] = ()
-
-    @staticmethod
-    def of(config: Mapping[str, object]) -> "Quantization":
-        """Reads it from a config.json, or from its text part's; without one, returns an empty one."""
-        given: Any = quantization_of(config)
-        weights = [group.get("weights") or {} for group in (given.get("config_groups") or {}).values()]
-        blocks = [given.get("weight_block_size"), *(each.get("block_structure") for each in weights)]
-        return Quantization(
-            str(given.get("quant_method", "")),
-            tuple((int(rows), int(columns)) for rows, columns in filter(None, blocks)),
-            tuple((int(each["num_bits"]), each.get("group_size")) for each in weights if each.get("type") == "int"),
-        )
-
-
-def quantization_of(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the `quantization_config` of a config.json or of its text part, empty if it has none."""
-    text = config.get("text_config")
-    nested = text.get("quantization_config") if isinstance(text, dict) else None
-    given = config.get("quantization_config") or nested
-    return given if isinstance(given, dict) else {}
-
-
-@dataclass(frozen=True)
 class PackedWeight:
     """A weight of which files hold codes and scales. Each number is a code times the scale of its block.
 
-    Names are those of tensors in files. numbers: per element of the codes' last dimension that is indexed. bits: of an
-    integer code. shape: of the codes' numbers; the last dimension may be padded, see `true_shape`. block: rows and
-    columns that share a scale. factor, divisor: a number that all scales are multiplied or divided by. zero_points: are
-    subtracted from the codes. true_shape: a tensor that holds the shape without padding. transposed: whether the last
-    two dimensions of the weight are swapped in files.
+    Names are those of tensors in files. numbers, elements: as many numbers are in as many elements of the codes' last
+    dimension. bits: of an integer code. shape: of the codes' numbers; the last dimension may be padded, see
+    `true_shape`. block: rows and columns that share a scale. factor, divisor: a number that all scales are multiplied
+    or divided by. denominator: another one that they are divided by. zero_points: are subtracted from the codes.
+    zero_point_axis: the dimension along which these are packed as the codes are, None if they are not. low_zero_points:
+    whether packed ones are one too low. true_shape: a tensor that holds the shape without padding. groups: a tensor
+    that holds the column of scales for each column of numbers. order: the places in an element at which its numbers
+    are. is_mirrored: whether codes, scales and zero points are transposed in files. transposed: whether the last two
+    dimensions of the weight are swapped in files.
     """
 
     kind: CodeKind
@@ -86,20 +65,58 @@ class PackedWeight:
     numbers: int
     block: tuple[int, int]
     bits: int = 0
+    elements: int = 1
     factor: str | None = None
     divisor: str | None = None
+    denominator: int = 1
     zero_points: str | None = None
+    zero_point_axis: int | None = None
+    low_zero_points: bool = False
     true_shape: str | None = None
+    groups: str | None = None
+    order: tuple[int, ...] = ()
+    is_mirrored: bool = False
     transposed: bool = False
 
     @property
     def names(self) -> set[str]:
         """The tensors in files that make up this weight."""
-        every = (self.codes, self.scales, self.factor, self.divisor, self.zero_points, self.true_shape)
+        every = (self.codes, self.scales, self.factor, self.divisor, self.zero_points, self.true_shape, self.groups)
+        return {name for name in every if name is not None}
+
+    @property
+    def num_numbers(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class TableWeight:
+    """A weight of bitsandbytes in 4 bits: codes are places in a table, and consecutive numbers share a scale.
+
+    Names are those of tensors in files. codes: two in a byte. scales: the scale of each block, or if `nested_scales` is
+    given a code for it, its place in `nested_table`. state: JSON in bytes, which holds the shape and the sizes of
+    blocks. num_numbers: what the codes have room for.
+    """
+
+    codes: str
+    scales: str
+    table: str
+    state: str
+    num_numbers: int
+    nested_scales: str | None = None
+    nested_table: str | None = None
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors in files that make up this weight."""
+        every = (self.codes, self.scales, self.table, self.state, self.nested_scales, self.nested_table)
         return {name for name in every if name is not None}
 
 
-def packed_weights(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> dict[str, PackedWeight]:
+Packed = PackedWeight | TableWeight
+
+
+def packed_weights(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> dict[str, Packed]:
     """Returns the packed weights among the tensors of files, by the names that they have in an unpacked model.
 
     Raises:
@@ -111,16 +128,22 @@ def packed_weights(tensors: Mapping[str, TensorHeader], quantization: Quantizati
         path, _, leaf = name.rpartition(".")
         if leaf in _NOT_READ:
             raise ValueError(f"{path} needs {leaf} to be dequantized, which is not supported: use another release")
-        if header.dtype in _EIGHT_BIT and name not in used and leaf.endswith(("weight", "_packed", "_blocks", "_proj")):
+        if name in used:
+            continue
+        if header.dtype in _EIGHT_BIT and leaf.endswith(("weight", "_packed", "_blocks", "_proj", "_qdata")):
             raise ValueError(f"{name} is packed as {header.dtype}, without scales that are known: use another release")
+        if header.dtype in _NOT_NUMBERS and leaf.endswith("weight"):
+            raise ValueError(f"{name} is packed as {header.dtype}, in a way that is not known: use another release")
+        if leaf == "scales":
+            raise ValueError(f"{path} needs {leaf}, which belong to no packed weight: use another release")
     return found
 
 
-def unpacked_names(tensors: Mapping[str, TensorHeader], packed: Mapping[str, PackedWeight]) -> list[str]:
+def unpacked_names(tensors: Mapping[str, TensorHeader], packed: Mapping[str, Packed]) -> list[str]:
     """Returns the names of the tensors that are weights as they are."""
     used = {name for each in packed.values() for name in each.names}
     return [
-        name for name in tensors if name not in used and not (packed and name.rpartition(".")[2] in _OF_ACTIVATIONS)
+        name for name in tensors if name not in used and not (packed and name.rpartition(".")[2] in _NOT_OF_WEIGHTS)
     ]
 
 
@@ -128,10 +151,10 @@ def num_elements(tensors: Mapping[str, TensorHeader], quantization: Quantization
     """Returns how many numbers the weights in these files have when none is packed."""
     packed = packed_weights(tensors, quantization)
     plain = sum(prod(tensors[name].shape) for name in unpacked_names(tensors, packed))
-    return plain + sum(prod(each.shape) for each in packed.values())
+    return plain + sum(each.num_numbers for each in packed.values())
 
 
-def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> Iterator[tuple[str, PackedWeight]]:
+def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> Iterator[tuple[str, Packed]]:
     for name, header in tensors.items():
         path, _, leaf = name.rpartition(".")
         if leaf.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
@@ -139,13 +162,19 @@ def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> I
             yield weight, _experts_of_gpt_oss(name, f"{weight}_scales", header)
         elif leaf == "weight_packed":
             yield f"{path}.weight", _compressed(path, tensors, quantization)
+        elif leaf == "qweight":
+            yield f"{path}.weight", _of_gptq_or_awq(path, tensors, quantization)
+        elif f"{name}.absmax" in tensors:
+            yield name, _of_bitsandbytes(name, tensors)
+        elif leaf.startswith("_") and leaf.endswith("_qdata"):
+            yield _of_torchao(name, tensors, quantization)
         elif header.dtype in _EIGHT_BIT and (scales := _scales_of(name, tensors)) is not None:
             yield name, _scaled(name, scales, tensors, quantization)
 
 
 def _scales_of(name: str, tensors: Mapping[str, TensorHeader]) -> str | None:
     path, _, leaf = name.rpartition(".")
-    others = (f"{path}.scale", f"{path}.qscale_weight") if leaf == "weight" else ()
+    others = (f"{path}.scale", f"{path}.qscale_weight", f"{path}.SCB") if leaf == "weight" else ()
     return next((each for each in (f"{name}_scale_inv", f"{name}_scale", *others) if each in tensors), None)
 
 
@@ -161,29 +190,102 @@ def _compressed(path: str, tensors: Mapping[str, TensorHeader], quantization: Qu
     codes, scales = f"{path}.weight_packed", f"{path}.weight_scale"
     if scales not in tensors:
         raise ValueError(f"{codes} has no scales in {scales}: download the model again")
-    beside = {
-        key: f"{path}.{leaf}" if f"{path}.{leaf}" in tensors else None
-        for key, leaf in (
-            ("divisor", "weight_global_scale"),
-            ("zero_points", "weight_zero_point"),
-            ("true_shape", "weight_shape"),
-        )
-    }
+    others = {"divisor": "weight_global_scale", "zero_points": "weight_zero_point"}
+    others |= {"true_shape": "weight_shape", "groups": "weight_g_idx"}
+    beside = {key: f"{path}.{leaf}" if f"{path}.{leaf}" in tensors else None for key, leaf in others.items()}
     *rows, columns = tensors[codes].shape
     if tensors[codes].dtype == "U8":
         plain = PackedWeight("float4", codes, scales, (*rows, 2 * columns), 2, (1, 1))
     else:
         bits = _bits(path, columns, tensors[scales].shape[-1], quantization)
-        plain = PackedWeight("integer", codes, scales, (*rows, columns * 32 // bits), 32 // bits, (1, 1), bits)
-    return replace(plain, block=_block(plain, tensors[scales].shape, quantization), **beside)
+        plain = _integers(bits, codes, scales, (*rows, columns * 32 // bits))
+    zero_points = beside["zero_points"]
+    is_packed = zero_points is not None and tensors[zero_points].dtype == "I32"
+    found = replace(plain, block=_block(plain, tensors[scales].shape, quantization), **beside)
+    return _checked(replace(found, zero_point_axis=-2 if is_packed else None), tensors)
+
+
+def _integers(bits: int, codes: str, scales: str, shape: tuple[int, ...]) -> PackedWeight:
+    """Returns a weight whose codes are packed into 32-bit integers, across their borders if they do not divide them."""
+    numbers, elements = (32 // bits, 1) if 32 % bits == 0 else (32, bits)
+    return PackedWeight("integer", codes, scales, shape, numbers, (1, 1), bits, elements)
 
 
 def _bits(path: str, columns: int, num_groups: int, quantization: Quantization) -> int:
     """Returns the bits of a code that fit the numbers of 32-bit integers and of scales in a row."""
     for bits, size in quantization.integers:
-        if 8 % bits == 0 and (not size or size < 0 or ceil(columns * 32 / bits / size) == num_groups):
+        if not size or _fits(columns * 32 // bits, 32 / bits, size, num_groups):
             return bits
     raise ValueError(f"{path}: codes of {quantization.integers} (bits, group) cannot be read: use another release")
+
+
+def _of_gptq_or_awq(path: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> PackedWeight:
+    """Returns a weight of [inputs, outputs] in files, with packed zero points for each group of inputs.
+
+    GPTQ packs codes along inputs, AWQ along outputs.
+    """
+    codes, scales, zero_points = (f"{path}.{leaf}" for leaf in ("qweight", "scales", "qzeros"))
+    if missing := [name for name in (scales, zero_points) if name not in tensors]:
+        raise ValueError(f"{codes} has no {missing[0]}: download the model again, or use another release")
+    of_codes, of_scales, of_zeros = (tensors[name].shape for name in (codes, scales, zero_points))
+    if {len(of_codes), len(of_scales), len(of_zeros)} != {2} or tensors[codes].dtype != "I32":
+        raise _unfitting((codes, scales, zero_points), tensors)
+    if of_codes[1] == of_scales[1]:
+        bits = of_zeros[1] * 32 // max(1, of_scales[1])
+        if bits not in GPTQ_BITS or of_zeros != (of_scales[0], of_scales[1] * bits / 32) or of_codes[0] * 32 % bits:
+            raise _unfitting((codes, scales, zero_points), tensors)
+        plain = _integers(bits, codes, scales, (of_codes[1], of_codes[0] * 32 // bits))
+        groups = f"{path}.g_idx" if f"{path}.g_idx" in tensors else None
+        plain = replace(plain, is_mirrored=True, groups=groups, low_zero_points=quantization.low_zero_points)
+        block, axis = _block(plain, of_scales[::-1], quantization), -2
+    else:
+        if of_scales != (of_zeros[0], 8 * of_codes[1]) or of_zeros[1] != of_codes[1]:
+            raise _unfitting((codes, scales, zero_points), tensors)
+        plain = replace(_integers(4, codes, scales, of_scales[1:]), shape=(of_codes[0], of_scales[1]))
+        plain = replace(plain, order=_AWQ_ORDER, transposed=True)
+        block, axis = _block(plain, of_scales, quantization), -1
+    return _checked(replace(plain, block=block, zero_points=zero_points, zero_point_axis=axis), tensors)
+
+
+def _unfitting(names: Sequence[str], tensors: Mapping[str, TensorHeader]) -> ValueError:
+    sizes = ", ".join(f"{name} of {tensors[name].dtype} {_sized(tensors[name].shape)}" for name in names)
+    return ValueError(f"these do not fit together: {sizes}: download the model again, or use another release")
+
+
+def _sized(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "1"
+
+
+def _of_bitsandbytes(codes: str, tensors: Mapping[str, TensorHeader]) -> TableWeight:
+    """Returns a weight of 4 bits, whose codes may be stored as numbers of another dtype."""
+    states = [name for kind in ("nf4", "fp4") if (name := f"{codes}.quant_state.bitsandbytes__{kind}") in tensors]
+    scales, table = f"{codes}.absmax", f"{codes}.quant_map"
+    if not states or table not in tensors:
+        raise ValueError(f"{codes} has no quant_state or no quant_map: download the model again")
+    nested = (f"{codes}.nested_absmax", f"{codes}.nested_quant_map")
+    is_nested = tensors[scales].dtype == "U8"
+    if is_nested and not tensors.keys() >= {*nested}:
+        raise ValueError(f"{scales} has no {nested[0]} or no {nested[1]}: download the model again")
+    num_bytes = prod(tensors[codes].shape) * _BYTES.get(tensors[codes].dtype, 1)
+    return TableWeight(codes, scales, table, states[0], 2 * num_bytes, *(nested if is_nested else (None, None)))
+
+
+def _of_torchao(
+    codes: str, tensors: Mapping[str, TensorHeader], quantization: Quantization
+) -> tuple[str, PackedWeight]:
+    """Returns the name of a weight, and its codes of 8 bits in the layout that does not depend on a device."""
+    path, _, leaf = codes.rpartition(".")
+    own = leaf.removeprefix("_").removesuffix("_qdata")
+    scales, zero_points = f"{path}._{own}_scale", f"{path}._{own}_zero_point"
+    if tensors[codes].dtype not in ("I8", "F8_E4M3", "F8_E5M2") or scales not in tensors:
+        raise ValueError(
+            f"{codes} is packed as {tensors[codes].dtype} of {_sized(tensors[codes].shape)}, in the layout of one "
+            "device's kernels: use a release in int8, float8 or bfloat16"
+        )
+    kind = "integer" if tensors[codes].dtype == "I8" else "float8"
+    plain = PackedWeight(kind, codes, scales, tensors[codes].shape, 1, (1, 1), bits=8)
+    plain = replace(plain, zero_points=zero_points if zero_points in tensors else None)
+    return f"{path}.{own}", _checked(replace(plain, block=_block(plain, tensors[scales].shape, quantization)), tensors)
 
 
 def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> PackedWeight:
@@ -197,12 +299,14 @@ def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quanti
         packed = PackedWeight("float4", codes, scales, (*shape[:-1], 2 * shape[-1]), 2, (1, 1))
     else:
         packed = PackedWeight("float8" if dtype != "I8" else "integer", codes, scales, shape, 1, (1, 1), bits=8)
-    return replace(
+    found = replace(
         packed,
         block=_block(packed, tensors[scales].shape, quantization),
         factor=factor if factor in tensors else None,
+        denominator=_LARGEST_INT8 if scales.endswith(".SCB") else 1,
         zero_points=zero_points if zero_points in tensors else None,
     )
+    return _checked(found, tensors)
 
 
 def grid_of(shape: Sequence[int], scales: Sequence[int]) -> tuple[int, int]:
@@ -225,8 +329,35 @@ def _block(packed: PackedWeight, scales: Sequence[int], quantization: Quantizati
         if (ceil(rows / block[0]), ceil(columns / block[1])) == (across, along):
             return block
     for _, size in quantization.integers:
-        if packed.kind == "integer" and size and size > 0 and (rows, ceil(columns / size)) == (across, along):
+        per_element = packed.numbers / packed.elements
+        if packed.kind == "integer" and size and rows == across and _fits(columns, per_element, size, along):
             return 1, size
-    if rows % across or columns % along:
+    if not across or not along or rows % across or columns % along:
         raise ValueError(f"{packed.codes} of {rows} x {columns} has {across} x {along} scales: use another release")
     return rows // across, columns // along
+
+
+def _fits(columns: int, per_element: float, size: int, num_groups: int) -> bool:
+    """True if there can be as many groups of this size in a row, whose last element may be padded."""
+    return ceil((columns - per_element + 1) / size) <= num_groups <= ceil(columns / size)
+
+
+def _checked(packed: PackedWeight, tensors: Mapping[str, TensorHeader]) -> PackedWeight:
+    """Returns the weight. Raises ValueError if it has not as many zero points or groups of columns as it needs."""
+    step = -1 if packed.is_mirrored else 1
+    of_scales = tensors[packed.scales].shape[::step]
+    if packed.zero_points is not None:
+        expected = [*grid_of(packed.shape, of_scales)]
+        if packed.zero_point_axis is not None:
+            expected[packed.zero_point_axis] = ceil(expected[packed.zero_point_axis] * packed.bits / 32)
+            fits = [*tensors[packed.zero_points].shape[::step][-2:]] == expected
+        else:
+            fits = prod(tensors[packed.zero_points].shape) == prod(of_scales)
+        if not fits:
+            raise _unfitting((packed.codes, packed.scales, packed.zero_points), tensors)
+    if packed.groups is not None:
+        columns, of_groups = packed.shape[-1], tensors[packed.groups].shape
+        padding = packed.numbers - 1 if packed.true_shape is not None else 0
+        if len(of_groups) != 1 or not columns - padding <= of_groups[0] <= columns:
+            raise _unfitting((packed.codes, packed.groups), tensors)
+    return packed

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, Literal
 
 from .name_patterns import NamePatterns
-from .packed_weights import quantization_of
+from .quantization import quantization_of
 
 Codes = Literal["float4", "float8", "integer"]
 Scales = Literal["power of two", "bfloat16", "float32", "float8"]
@@ -105,6 +105,8 @@ def _formats(given: Any) -> Iterator[ReleasedFormat]:
     method = given.get("quant_method")
     if method == "mxfp4":
         yield ReleasedFormat("float4", "power of two", (1, 32))
+    elif method == "mxfp8":
+        yield ReleasedFormat("float8", "power of two", (1, 32))
     elif method in ("fp8", "fbgemm_fp8"):
         block = given.get("weight_block_size")
         yield ReleasedFormat("float8", "float32", (int(block[0]), int(block[1])) if block else (1, None))
@@ -127,6 +129,8 @@ def _of_modelopt(algorithm: str) -> Iterator[ReleasedFormat]:
 def _compressed(weights: Any, layout: str) -> Iterator[ReleasedFormat]:
     bits, kind, size = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
     columns = int(size) if size and size > 0 else None
+    if weights.get("actorder") in (True, "group"):
+        return  # columns next to each other share no scale
     if kind == "int" and bits == 4 and weights.get("symmetric", True):
         yield ReleasedFormat("integer", "bfloat16", (1, columns))
     elif kind == "float" and bits == 4:

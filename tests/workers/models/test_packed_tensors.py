@@ -14,18 +14,27 @@ from trainhouse.workers.models.packed_tensors import dequantized_tensors, dequan
 from trainhouse.workers.planner.footprint import loaded_bytes
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import refusal_of
-from trainhouse.workers.shapes.packed_weights import METHODS, Quantization
+from trainhouse.workers.shapes.quantization import METHODS, Quantization
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ...tiny import tiny_model
 from ..parallel.live_bytes import LiveBytes
-from .releases import RELEASES, float8_codes, some_scales
+from .releases import RELEASES, Bits4, Gptq, bit_string, compressed, float8_codes, some_scales
 from .test_survey import image_model
 
 # Blocks of 128 end within matrices, and those of other layouts with them.
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
 EXPERTS = SHAPE | {"moe_intermediate_size": 160}
+WITH_ONE_SCALE = ("FP8 by matrices", "Quark's FP8")
+# Layouts that differ from another one in what other tests show.
+VARIANTS = {
+    *("MXFP8 of transformers", "INT8 in bytes", "GPTQ in 2 bits", "GPTQ in 8 bits", "GPTQ in 3 bits, version 2"),
+    *("AutoRound", "AutoRound, its own zero points", "AutoRound as AWQ", "Quark's FP8", "Quark's MXFP4"),
+    *("bitsandbytes FP4", "bitsandbytes NF4 in numbers", "torchao INT8"),
+}
+# Consecutive numbers share their scales there, so that whole rows are read.
+BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers")
 
 
 def a_config(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> WorkerConfig:
@@ -52,18 +61,20 @@ def shift_scales(release: Path) -> None:
     """Gives each block of the weights that have several blocks its neighbour's scale."""
     weights = load_file(release / "model.safetensors")
     for name, scales in weights.items():
-        if name.endswith(("_scale", "_scales", "_scale_inv")) and scales.numel() > 1:
+        if name.endswith(("_scale", "scales", "_scale_inv", ".SCB", ".absmax")) and scales.numel() > 1:
             weights[name] = scales.flatten().float().roll(1).view(scales.shape).to(scales.dtype)
     save_file(weights, release / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("layout", RELEASES)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=pytest.mark.full) if each in VARIANTS else each for each in RELEASES]
+)
 def test_a_release_loads_as_the_numbers_it_stands_for(layout: str, tmp_path: Path) -> None:
     packed, plain = written(layout, tmp_path)
     ours, theirs = parameters(packed), parameters(plain)
     assert same(ours, theirs) and len({each.dtype for each in ours.values()}) == 1
     assert same(parameters(packed, "bfloat16"), parameters(plain, "bfloat16"))
-    if layout != "FP8 by matrices":
+    if layout not in WITH_ONE_SCALE:
         shift_scales(packed)
         assert not same(parameters(packed), theirs)
 
@@ -124,10 +135,16 @@ def loaded_by_transformers(directory: Path) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
-def test_numbers_equal_those_of_compressed_tensors() -> None:
-    """The library's version 0.20.0 packed and unpacked the tensors in the file."""
-    cases: dict[str, Any] = json.loads((Path(__file__).parent / "compressed_tensors.json").read_text())
-    assert len(cases) == 6
+# file -> its number of cases
+PACKED_BY_LIBRARIES = {"compressed_tensors.json": 6, "gptq_and_awq.json": 5}
+
+
+@pytest.mark.parametrize("file", PACKED_BY_LIBRARIES)
+def test_numbers_equal_those_of_the_library_of_the_format(file: str) -> None:
+    """The tensors are of compressed-tensors 0.20.0, which packed and unpacked them, of AutoRound 0.16.1, which packed
+    numbers, and of AutoAWQ 0.2.9, which unpacked random codes."""
+    cases: dict[str, Any] = json.loads((Path(__file__).parent / file).read_text())
+    assert len(cases) == PACKED_BY_LIBRARIES[file]
     for layout, case in cases.items():
         stored = {name: tensor_of(each["bytes"], each["dtype"], each["shape"]) for name, each in case["stored"].items()}
         (ours,) = read(stored, Quantization.of({"quantization_config": case["config"]})).values()
@@ -161,6 +178,7 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float32: "F32",
     torch.uint8: "U8",
+    torch.float16: "F16",
     torch.int8: "I8",
     torch.int32: "I32",
     torch.int64: "I64",
@@ -168,26 +186,31 @@ DTYPES = {
 
 
 def read(stored: Mapping[str, Tensor], quantization: Quantization) -> dict[str, Tensor]:
+    """Returns whole weights in bfloat16."""
     slices = {name: Stored(tensor) for name, tensor in stored.items()}
     return {name: each[...] for name, each in dequantized_tensors(slices, quantization, torch.bfloat16).items()}
 
 
 @pytest.mark.parametrize("layout", RELEASES)
 def test_any_part_equals_that_of_the_whole_and_only_its_codes_are_read(layout: str) -> None:
-    release, shape = RELEASES[layout], (150, 192)
+    release, shape = RELEASES[layout], (160, 192)
     tensors, numbers = release.pack("a.b_proj.weight", shape)
     stored = {name: Stored(tensor) for name, tensor in tensors.items()}
     config = Quantization.of({"quantization_config": release.config})
     (weight,) = dequantized_tensors(stored, config, torch.float32).values()
     assert tuple(weight.get_shape()) == shape
-    codes = stored.get("a.b_proj.weight_packed") or stored["a.b_proj.weight"]
-    numbers_per_code = numbers.numel() // codes[...].numel()
+    codes = next(stored[name] for name in CODES if name in stored)
+    numbers_per_code = numbers.numel() / codes[...].numel()
     for part in [(slice(40, 140), slice(33, 97)), (slice(149, 150),), (slice(0, 75), slice(None))]:
         codes.num_read = 0
         assert torch.equal(weight[part], numbers[part])
-        # Up to an element with several codes at both ends of a row.
-        most = numbers[part].numel() + 16 * numbers[part].shape[0]
+        num_rows, num_columns = numbers[part].shape
+        # Up to as many numbers as share elements at both ends of a row or a column.
+        most = (num_rows + 16) * 192 if layout in BY_ROWS else (num_rows + 14) * (num_columns + 62)
         assert codes.num_read * numbers_per_code <= most
+
+
+CODES = ["a.b_proj.weight_packed", "a.b_proj.weight", "a.b_proj.qweight", "a.b_proj._weight_qdata"]
 
 
 def test_parts_of_a_stack_equal_those_of_the_whole(tmp_path: Path) -> None:
@@ -260,8 +283,8 @@ UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
         {"a.weight": float8_codes((4, 4)), "a.weight_scale": some_scales(1), "a.pre_quant_scale": some_scales(4)},
         "a needs pre_quant_scale to be dequantized",
     ),
-    "3 bits": (
-        {"a.weight_packed": torch.ones(4, 3, dtype=torch.int32), "a.weight_scale": some_scales(4, 1)},
+    "other groups": (
+        {"a.weight_packed": torch.ones(4, 3, dtype=torch.int32), "a.weight_scale": some_scales(4, 2)},
         r"codes of \(\(3, 32\),\) \(bits, group\) cannot be read",
     ),
 }
@@ -274,9 +297,117 @@ def test_what_would_be_read_as_wrong_numbers_is_refused(case: str) -> None:
         read(stored, Quantization("compressed-tensors", integers=((3, 32),)))
 
 
+def refusal(**config: object) -> str:
+    return refusal_of({"model_type": "llama", "quantization_config": config}) or ""
+
+
 def test_methods_are_refused_by_config_if_their_layout_is_not_known() -> None:
     for method in METHODS:
-        assert refusal_of({"model_type": "llama", "quantization_config": {"quant_method": method}}) is None
-    for method in ("gptq", "awq", "bitsandbytes"):
-        refusal = refusal_of({"model_type": "llama", "quantization_config": {"quant_method": method}})
-        assert refusal is not None and refusal.startswith(f"weights quantized by {method} are not supported")
+        assert not refusal(quant_method=method)
+    for method in ("aqlm", "vptq", "spqr", "higgs", "quip", "eetq", "fp_quant", "sinq", "a new one"):
+        assert refusal(quant_method=method).startswith(f"weights quantized by {method} are not supported")
+    assert "trained codebooks, which its own program decodes: use a release in bfloat16" in refusal(quant_method="vptq")
+
+
+INT4 = {"num_bits": 4, "type": "int"}
+WRONG: dict[str, tuple[dict[str, object], str]] = {
+    "bits": ({"quant_method": "gptq", "bits": 99}, "quantization_config has bits 99"),
+    "bits of AWQ": ({"quant_method": "awq", "bits": 3}, "quantization_config has bits 3"),
+    "bits in words": ({"quant_method": "gptq", "bits": "4"}, "quantization_config has bits '4'"),
+    "no group": ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "has group_size 0, which must be at least 1"),
+    "negative group": ({"quant_method": "awq", "bits": 4, "group_size": -2}, "has group_size -2"),
+    "packing": ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+    "packing of AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "has version 'gemv', supported is gemm"),
+    "packing of AutoRound": (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "other:gptq"},
+        "has packing_format 'other:gptq'",
+    ),
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "has weight_block_size 0"),
+    "one side": ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size [128], which must be two"),
+    "bits of a group": (
+        compressed("pack-quantized", num_bits=99, type="int", group_size=32),
+        "quantization_config has num_bits 99",
+    ),
+    "group of a group": (compressed("pack-quantized", **INT4, group_size=0), "quantization_config has group_size 0"),
+    "sparse": (compressed("marlin-24", **INT4), "weights packed as marlin-24 are not supported"),
+    "sparse beside": (
+        compressed("pack-quantized", **INT4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "weights packed as sparse-24-bitmask are not supported",
+    ),
+    "rotated": (
+        compressed("pack-quantized", **INT4) | {"transform_config": {"config_groups": {"R1": {}}}},
+        "weights in a rotated basis (transform_config) are not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_are_refused_with_their_value(case: str) -> None:
+    config, reason = WRONG[case]
+    assert reason in refusal(**config)
+
+
+def broken_gptq(**changed: Tensor | None) -> dict[str, Tensor]:
+    """Returns a weight of 64 x 64 in groups of 32, with these tensors instead of its own, or without them."""
+    torch.manual_seed(0)
+    tensors, _ = Gptq(4)("a.weight", (64, 64))
+    return {name: each for name, each in (tensors | by_path(changed)).items() if each is not None}
+
+
+def by_path(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {f"a.{leaf}": each for leaf, each in tensors.items()}
+
+
+def broken_nf4(numbers_of: int = 64, **changed: object) -> dict[str, Tensor]:
+    """Returns a weight of 64 x 64 whose state has these values, or no weight but 64 x `numbers_of` numbers' codes."""
+    tensors, _ = Bits4("nf4")("a.weight", (64, 64))
+    name = "a.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | changed
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return tensors | {"a.weight": tensors["a.weight"][: 32 * numbers_of]}
+
+
+BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
+    "no scales": (broken_gptq(scales=None), r"a\.qweight has no a\.scales: download the model again"),
+    "no zero points": (broken_gptq(qzeros=None), r"a\.qweight has no a\.qzeros"),
+    "other scales": (
+        broken_gptq(scales=some_scales(2, 63)),
+        r"do not fit together: a\.qweight of I32 8 x 64, a\.scales of F32 2 x 63, a\.qzeros of I32 2 x 8: download",
+    ),
+    "no groups": (broken_gptq(scales=torch.ones(0, 64), qzeros=torch.ones(0, 8).int()), "64 x 64 has 64 x 0 scales"),
+    "three dimensions": (broken_gptq(qweight=torch.ones(1, 8, 64).int()), "do not fit together"),
+    "short order": (broken_gptq(g_idx=torch.zeros(63).int()), r"do not fit together: a\.qweight .* a\.g_idx of I32 63"),
+    "other order": (broken_gptq(g_idx=torch.full((64,), 2).int()), r"a\.g_idx has group 2, but a\.weight has groups 0"),
+    "scales of nothing": ({"a.weight": torch.ones(4, 4), "a.scales": torch.ones(4)}, "belong to no packed weight"),
+    "other integers": ({"a.weight": torch.ones(4, 4).int()}, r"a\.weight is packed as I32, in a way that is not known"),
+    "scaled inputs": (
+        {"a._weight_qdata": torch.ones(4, 4).char(), "a._weight_scale": some_scales(4, 1)}
+        | {"a._weight_act_pre_scale": some_scales(4)},
+        "a needs _weight_act_pre_scale",
+    ),
+    "tiles of a GPU": ({"a._weight_qdata": torch.ones(2, 2, 2, 2).int()}, "is packed as I32 of 2 x 2 x 2 x 2"),
+    "no state": ({"a.weight": float8_codes((4, 1)), "a.weight.absmax": torch.ones(1)}, "a.weight has no quant_state"),
+    "shape": (broken_nf4(shape=[64, 1 << 40]), r"has shape \[64, 1099511627776\], but its codes are 4096 numbers"),
+    "negative shape": (broken_nf4(shape=[-64, -64]), r"has shape \[-64, -64\], but it must be at least 1"),
+    "no shape": (broken_nf4(shape=None), "has shape None"),
+    "short codes": (broken_nf4(numbers_of=60), "but its codes are 3840 numbers"),
+    "blocks": (broken_nf4(blocksize=0), "has blocksize 0, but it must be at least 1"),
+    "other blocks": (broken_nf4(blocksize=128), r"a\.weight\.absmax has 64 numbers, but a\.weight needs 32"),
+    "offset": (broken_nf4(nested_offset="x"), "has nested_offset x, but it must be a number"),
+    "long state": (broken_nf4(more="x" * 5000), "bytes, more than 4096"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_tensors_that_do_not_fit_are_refused_by_name(case: str) -> None:
+    stored, reason = BROKEN[case]
+    with pytest.raises(ValueError, match=reason):
+        read(stored, Quantization.of({"quantization_config": Gptq(4).config()}))
+
+
+def test_zero_points_of_zero_borrow_from_the_next_as_they_were_written() -> None:
+    """Files hold the integers of all zero points less one in each code."""
+    zeros = torch.tensor([[0, 3, 0, 0, 15, 1, 0, 7]])
+    low = bit_string(zeros, 4) - 0x11111111
+    stored = broken_gptq(qweight=torch.zeros(4, 8).int(), qzeros=low, scales=torch.ones(1, 8), g_idx=None)
+    assert read(stored, Quantization(low_zero_points=True))["a.weight"].tolist() == (-zeros.T.expand(8, 32)).tolist()

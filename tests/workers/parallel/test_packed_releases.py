@@ -22,13 +22,24 @@ def digests(model: Path, spec: str, scratch: Path) -> list[dict[str, str]]:
         return ranks.answers("digests")
 
 
-@pytest.mark.parametrize("release", ["DeepSeek's FP8", "Kimi's INT4", "NVFP4 of ModelOpt"])
+OF_FLOATS = ("DeepSeek's FP8", "Kimi's INT4", "NVFP4 of ModelOpt")
+# Parts begin within integers that hold several codes, and in rows that share scales with others.
+OF_INTEGERS = ("GPTQ in the order of activations", "GPTQ in 3 bits", "AWQ", "bitsandbytes NF4", "bitsandbytes INT8")
+LAYOUTS = [("fsdp=2", "qwen3_moe"), ("tp=2", "qwen3_moe"), ("ep=2", "qwen3_moe"), ("tp=2", "phi3")]
+PRODUCTS = [("fsdp=2,tp=2", "qwen3_moe"), ("fsdp=2,ep=2", "qwen3_moe")]
+CASES = [
+    *((*each, release) for each in LAYOUTS for release in OF_FLOATS),
+    *(("tp=2", "qwen3_moe", release) for release in ("GPTQ in the order of activations", "bitsandbytes NF4")),
+]
+MORE_CASES = [
+    *((*each, release) for each in PRODUCTS for release in OF_FLOATS),
+    *((*each, release) for each in LAYOUTS for release in OF_INTEGERS),
+]
+
+
 @pytest.mark.parametrize(
-    ("spec", "kind"),
-    [
-        *(("fsdp=2", "qwen3_moe"), ("tp=2", "qwen3_moe"), ("ep=2", "qwen3_moe"), ("tp=2", "phi3")),
-        *(pytest.param(spec, "qwen3_moe", marks=pytest.mark.full) for spec in ("fsdp=2,tp=2", "fsdp=2,ep=2")),
-    ],
+    ("spec", "kind", "release"),
+    [*CASES, *(pytest.param(*each, marks=pytest.mark.full) for each in MORE_CASES if each not in CASES)],
 )
 def test_ranks_read_their_parts(spec: str, kind: str, release: str, tmp_path: Path) -> None:
     model = tiny_model(kind, tmp_path / "model", **(EXPERTS if kind == "qwen3_moe" else SHAPE))

@@ -176,8 +176,8 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "quantized": (
         "--parallel tp=2",
-        DENSE | {"quantization_config": {"quant_method": "gptq"}},
-        "M: weights quantized by gptq are not supported, only by mxfp4, fp8, fbgemm_fp8, compressed-tensors, modelopt",
+        DENSE | {"quantization_config": {"quant_method": "aqlm"}},
+        "M: weights quantized by aqlm are not supported, because each is a sum of vectors of trained codebooks",
     ),
     "other family": (
         "--parallel tp=2",

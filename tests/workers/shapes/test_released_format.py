@@ -41,6 +41,7 @@ def weights(given: dict[str, Any]) -> ReleasedWeights:
         (DEEPSEEK, ReleasedFormat("float8", "float32", (128, 128)), 8 + 32 / 128**2),
         (KIMI, ReleasedFormat("integer", "bfloat16", (1, 32)), 4.5),
         (NVIDIA, ReleasedFormat("float4", "float8", (1, 16)), 4.5 + 64 / 2048),
+        ({"quant_method": "mxfp8"}, ReleasedFormat("float8", "power of two", (1, 32)), 8.25),
     ],
 )
 def test_formats_and_bytes_of_published_releases(given: dict[str, Any], format: ReleasedFormat, bits: float) -> None:
@@ -81,3 +82,10 @@ def test_blocks_divide_the_parts_of_ranks() -> None:
     rows = ReleasedFormat("integer", "bfloat16", (1, 32))
     assert list(rows.blocks(7, 96)) == [(1, 32), (1, 16), (1, 8)] and next(rows.blocks(7, 80)) == (1, 16)
     assert rows.bytes_of((7, 3)) is None and weights({"quant_method": "gptq"}).bytes_of((64, 64)) is None
+
+
+def test_groups_in_the_order_of_activations_are_not_kept() -> None:
+    in_order = {"num_bits": 4, "type": "int", "group_size": 32}
+    for weights_of_group, is_kept in ((in_order, True), (in_order | {"actorder": "group"}, False)):
+        given = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights_of_group}}}
+        assert bool(weights(given).formats) == is_kept

@@ -326,8 +326,8 @@ UNSUPPORTED = {
         "models with use_bidirectional_attention",
     ),
     "quantized weights": (
-        {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
-        "weights quantized by gptq are not supported, only by mxfp4, fp8, ",
+        {"model_type": "llama", "quantization_config": {"quant_method": "a new one"}},
+        "weights quantized by a new one are not supported, only by mxfp4, mxfp8, fp8, ",
     ),
     "position biases": ({"model_type": "bloom"}, "bloom models are not supported: it was not verified that sequences"),
 }

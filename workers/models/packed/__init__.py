@@ -1,0 +1,7 @@
+"""Reads parts of packed weights from files, dequantized."""
+
+from .scaled_tensor import ScaledTensor
+from .stored_tensor import StoredTensor
+from .table_tensor import TableTensor
+
+__all__ = ["ScaledTensor", "StoredTensor", "TableTensor"]

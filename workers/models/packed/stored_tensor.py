@@ -1,0 +1,49 @@
+"""Tensors in files, of which parts are read by slices."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+# Numbers that are dequantized at a time: their float32 and those of their scales stay in a core's cache.
+NUMBERS_AT_ONCE = 1 << 18
+
+Index = Any
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file, as safetensors' slices and transformers know it."""
+
+    def get_shape(self) -> Sequence[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, index: Index) -> Tensor: ...
+
+
+class Mirrored:
+    """Implements StoredTensor for a tensor whose dimensions are in the other order in the file."""
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+
+    def get_shape(self) -> Sequence[int]:
+        return self._stored.get_shape()[::-1]
+
+    def get_dtype(self) -> str:
+        return self._stored.get_dtype()
+
+    def __getitem__(self, index: Index) -> Tensor:
+        part = self._stored[(*reversed(spans(index, self.get_shape())),)]
+        return part.permute(*reversed(range(part.dim())))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name that safetensors gives the dtype of dequantized numbers."""
+    return "BF16" if dtype == torch.bfloat16 else "F32"
+
+
+def spans(index: Index, shape: Sequence[int]) -> list[slice]:
+    """Returns a slice with ends for each dimension. An index is slices of consecutive numbers, or the ellipsis."""
+    given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
+    whole = [slice(None)] * (len(shape) - len(given))
+    return [slice(*each.indices(size)[:2]) for each, size in zip((*given, *whole), shape, strict=True)]

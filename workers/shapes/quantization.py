@@ -1,0 +1,155 @@
+"""Reads how a release packed its weights from its config.json, and refuses what cannot be read. Imports no torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+METHODS = (
+    *("mxfp4", "mxfp8", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"),
+    *("gptq", "awq", "auto-round", "intel/auto-round", "bitsandbytes", "quark", "torchao"),
+)
+"""Values of `quant_method` in a config.json whose weights can be dequantized."""
+
+_REFUSED = {
+    "aqlm": "each is a sum of vectors of trained codebooks, which its own program decodes",
+    "vptq": "they are vectors of trained codebooks, which its own program decodes",
+    "quip": "they are points of a lattice in a rotated basis, which its own program decodes",
+    "spqr": "they are compressed with outliers of their own, which its own program decodes",
+    "higgs": "they are points of a grid in a rotated basis, which its own program decodes",
+    "fp_quant": "they are in a rotated basis, in which inputs have to be rotated too",
+    "eetq": "they are in the order of one CUDA kernel",
+    "sinq": "rows and columns have scales, in an order of its own program",
+}
+"""Methods whose weights are no codes with scales, and why."""
+
+_REMEDY = "use a release in bfloat16, GPTQ, AWQ or FP8, or dequantize this one with the program that made it"
+
+# Layouts of compressed-tensors that are no codes with scales of all numbers, or that lack some of the numbers.
+_OTHER_LAYOUTS = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask", "mxfp6-pack-quantized")
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+# How AutoRound names the packing of GPTQ with zero points that are one too low.
+_LOW_ZERO_POINTS = "auto_round:auto_gptq"
+_AUTO_ROUND = ("auto_round", _LOW_ZERO_POINTS, "auto_round:gptqmodel", "auto_round:auto_awq")
+GPTQ_BITS = (2, 3, 4, 5, 6, 7, 8)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The parts of a `quantization_config` that shapes in files do not show.
+
+    blocks: possible rows and columns that share a scale. integers: possible (bits, columns that share a scale); None
+    columns if a whole row shares one. low_zero_points: whether files of GPTQ hold zero points less one.
+    """
+
+    method: str = ""
+    blocks: tuple[tuple[int, int], ...] = ()
+    integers: tuple[tuple[int, int | None], ...] = ()
+    low_zero_points: bool = False
+
+    @staticmethod
+    def of(config: Mapping[str, object]) -> "Quantization":
+        """Reads it from a config.json, or from its text part's; without one, returns an empty one.
+
+        Raises:
+            ValueError: its weights cannot be dequantized, or a number in it is wrong.
+        """
+        given: Any = quantization_of(config)
+        method = str(given.get("quant_method", ""))
+        if method in _REFUSED:
+            raise ValueError(f"weights quantized by {method} are not supported, because {_REFUSED[method]}: {_REMEDY}")
+        if given.get("quant_method") is not None and method not in METHODS:
+            raise ValueError(
+                f"weights quantized by {method} are not supported, only by {', '.join(METHODS)}: use another release"
+            )
+        low = given.get("checkpoint_format", given.get("format", "gptq")) != "gptq_v2"
+        if method.endswith("auto-round"):
+            low = given.get("packing_format") == _LOW_ZERO_POINTS
+        _check_layout(method, given)
+        return Quantization(method, tuple(_blocks(given)), tuple(_integers(method, given)), low)
+
+
+def quantization_of(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the `quantization_config` of a config.json or of its text part, empty if it has none."""
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    given = config.get("quantization_config") or nested
+    return given if isinstance(given, dict) else {}
+
+
+def quantization_refusal(config: Mapping[str, object]) -> str | None:
+    """Returns why the weights of a model with this config.json cannot be dequantized, None if they can."""
+    try:
+        Quantization.of(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_layout(method: str, given: Any) -> None:
+    """Raises ValueError if the method packed the weights in another way than those that can be read."""
+    if method == "gptq":
+        _check_known("checkpoint_format", given.get("checkpoint_format", given.get("format", "gptq")), _GPTQ_FORMATS)
+    elif method == "awq":
+        _check_known("version", str(given.get("version", given.get("format", "gemm"))).lower(), ("gemm",))
+    elif method.endswith("auto-round") and str(given.get("packing_format")).endswith(("gptq", "awq", "gptqmodel")):
+        _check_known("packing_format", given.get("packing_format"), _AUTO_ROUND)
+    elif method == "compressed-tensors":
+        sparsity = given.get("sparsity_config")
+        sparse = sparsity.get("format") if isinstance(sparsity, dict) else None
+        for layout in (given.get("format"), sparse, *(each.get("format") for each in _groups(given))):
+            if layout in _OTHER_LAYOUTS:
+                raise ValueError(f"weights packed as {layout} are not supported: {_REMEDY}")
+        transforms = given.get("transform_config")
+        if isinstance(transforms, dict) and transforms.get("config_groups"):
+            raise ValueError(f"weights in a rotated basis (transform_config) are not supported: {_REMEDY}")
+
+
+def _check_known(key: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"quantization_config has {key} {value!r}, supported is {', '.join(known)}: {_REMEDY}")
+
+
+def _groups(given: Any) -> Iterator[Any]:
+    groups = given.get("config_groups")
+    yield from (each for each in (groups.values() if isinstance(groups, dict) else ()) if isinstance(each, dict))
+
+
+def _weights(given: Any) -> Iterator[Any]:
+    yield from (each["weights"] for each in _groups(given) if isinstance(each.get("weights"), dict))
+
+
+def _blocks(given: Any) -> Iterator[tuple[int, int]]:
+    for key, block in (
+        ("weight_block_size", given.get("weight_block_size")),
+        *(("block_structure", each.get("block_structure")) for each in _weights(given)),
+    ):
+        if block is None:
+            continue
+        if not isinstance(block, list | tuple) or len(block) != 2:
+            raise ValueError(f"quantization_config has {key} {block!r}, which must be two numbers: use another release")
+        yield _positive(key, block[0]), _positive(key, block[1])
+
+
+def _integers(method: str, given: Any) -> Iterator[tuple[int, int | None]]:
+    if method in ("gptq", "awq") or method.endswith("auto-round"):
+        bits = given.get("bits", given.get("w_bit", 4))
+        if type(bits) is not int or bits not in ((4,) if method == "awq" else GPTQ_BITS):
+            raise ValueError(f"quantization_config has bits {bits!r}: {_REMEDY}")
+        yield bits, _group_size("group_size", given.get("group_size", given.get("q_group_size")))
+    for weights in _weights(given):
+        size, bits = _group_size("group_size", weights.get("group_size")), weights.get("num_bits")
+        if weights.get("type") == "int":
+            if type(bits) is not int or not 1 <= bits <= 8:
+                raise ValueError(f"quantization_config has num_bits {bits!r}, supported are 1 to 8: {_REMEDY}")
+            yield bits, size
+
+
+def _group_size(key: str, value: object) -> int | None:
+    """Returns how many columns share a scale, None if all of a row do."""
+    return None if value in (None, -1) else _positive(key, value)
+
+
+def _positive(key: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"quantization_config has {key} {value!r}, which must be at least 1: use another release")
+    return value

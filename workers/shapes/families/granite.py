@@ -6,7 +6,7 @@ https://huggingface.co/ibm-granite/granite-3.3-8b-instruct, https://huggingface.
 https://huggingface.co/naver-hyperclovax/HyperCLOVAX-SEED-Think-14B.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..parts import Dense, FeedForward, Layer, Mixer, Norms, RoutedExperts
 from .config_reader import ConfigReader
@@ -32,8 +32,7 @@ def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _layers_with_shared_part(config: ConfigReader) -> Sequence[Layer]:
-    experts = _experts(config, _shared(config) if config.is_set("shared_intermediate_size") else None)
-    return [_layer(config, _attention(config), experts)] * config.num_layers
+    return [_layer(config, _attention(config), _experts_and_shared(config))] * config.num_layers
 
 
 def _dense_layers_with_windows(config: ConfigReader) -> Sequence[Layer]:
@@ -42,19 +41,15 @@ def _dense_layers_with_windows(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _sparse_layers_with_windows(config: ConfigReader) -> Sequence[Layer]:
-    experts = _experts(config, _shared(config) if config.is_set("shared_intermediate_size") else None)
+    experts = _experts_and_shared(config)
     return [_layer(config, mixer, experts) for mixer in _mixers_with_windows(config)]
 
 
-def _mixers_with_windows(config: ConfigReader) -> Sequence[Mixer]:
+def _mixers_with_windows(config: ConfigReader) -> Iterator[Mixer]:
     by_step = ["sliding_attention" if number % 4 else "full_attention" for number in range(config.num_layers)]
-    has_bias, mixers = config.is_set("attention_bias"), []
     for kind, theta in zip(config.names("layer_types") or by_step, _thetas(config), strict=True):
-        window, rotation = config.window if kind == "sliding_attention" else None, "" if theta else None
-        mixers.append(
-            attention(config, qkv_bias=has_bias, output_bias=has_bias, rotation=rotation, window=window, has_sinks=True)
-        )
-    return mixers
+        window = config.window if kind == "sliding_attention" else None
+        yield _attention(config, theta > 0, window=window, has_sinks=True)
 
 
 def _thetas(config: ConfigReader) -> Sequence[float]:
@@ -85,9 +80,13 @@ def _layer(config: ConfigReader, mixer: Mixer, feed_forward: FeedForward, norms:
     return Layer(config.hidden, mixer, feed_forward, norms, scales=(scale, scale))
 
 
-def _attention(config: ConfigReader, rotates: bool = True) -> Mixer:
+def _attention(config: ConfigReader, rotates: bool = True, **settings: int | None) -> Mixer:
     has_bias = config.is_set("attention_bias")
-    return attention(config, qkv_bias=has_bias, output_bias=has_bias, rotation="" if rotates else None)
+    return attention(config, qkv_bias=has_bias, output_bias=has_bias, rotation="" if rotates else None, **settings)
+
+
+def _experts_and_shared(config: ConfigReader) -> RoutedExperts:
+    return _experts(config, _shared(config) if config.is_set("shared_intermediate_size") else None)
 
 
 def _experts(config: ConfigReader, shared: Dense | None) -> RoutedExperts:

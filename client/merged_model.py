@@ -179,7 +179,7 @@ class _Merging:
             return
         name, num_experts = found, self._owners[found].shape(found)[0]
         of_each = split_experts(pair, num_experts)
-        # Where files may have either, sizes tell them apart.
+        # Where files may have either, sizes say which.
         if self._are_transposed and self._owners[name].shape(name)[1:] == _Part(of_each[0]).shape[::-1]:
             of_each = [(b.T, a.T) for a, b in of_each]
         parts = [_Part(each, number) for number, each in enumerate(of_each)]

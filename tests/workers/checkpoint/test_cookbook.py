@@ -30,7 +30,7 @@ weights: Any = pytest.importorskip("tinker_cookbook.weights", reason="make setup
 
 # Limits of the cookbook, as docs/checkpoints.md lists them.
 # Its functions know experts' layers as gate_proj, up_proj and down_proj, and the files of these have w1, w2 and w3.
-SEPARATE = dict.fromkeys(("minimax_m2", "mixtral", "phimoe"), "Expert LoRA weights must be 3D")
+SEPARATE: dict[str, str] = dict.fromkeys(("minimax_m2", "mixtral", "phimoe"), "Expert LoRA weights must be 3D")
 # Only the head is adapted, which is tied.
 HEAD_ALONE = dict.fromkeys(("gpt2", "gpt-sw3", "jetmoe"), "mapped to 'lm_head.weight'")
 # It writes no adapters of these for vLLM and SGLang.

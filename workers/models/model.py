@@ -668,9 +668,16 @@ def _load(
             dtype=dtype,
             attn_implementation=ATTENTION,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
             **options,
         )
     model, report = loaded
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        raise ValueError(
+            f"{source}: {len(mismatched)} weights do not fit its config.json, such as {name} of {[*stored]}, which must"
+            f" be {[*expected]}: download the model again"
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: download the model again"

@@ -297,6 +297,15 @@ def test_what_would_be_read_as_wrong_numbers_is_refused(case: str) -> None:
         read(stored, Quantization("compressed-tensors", integers=((3, 32),)))
 
 
+def test_weights_of_another_size_than_the_config_says_are_refused_by_name(tmp_path: Path) -> None:
+    packed, _ = written("GPTQ", tmp_path, "llama")
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(config | {"intermediate_size": 256}))
+    reason = r"6 weights do not fit its config\.json, such as .*mlp\.down_proj\.weight of \[192, 320\], .* \[192, 256\]"
+    with pytest.raises(ValueError, match=reason):
+        parameters(packed)
+
+
 def refusal(**config: object) -> str:
     return refusal_of({"model_type": "llama", "quantization_config": config}) or ""
 

@@ -8,7 +8,13 @@ from trainhouse.workers.shapes.released_format import ReleasedFormat, ReleasedWe
 
 from ...models.releases import RELEASES
 
-KEPT = [name for name in RELEASES if name != "INT8 with zero points"]
+KEPT_METHODS = ("fp8", "mxfp8", "modelopt", "compressed-tensors")
+NOT_KEPT = ("INT8 with zero points", "INT8 in bytes", "INT4 in the order of activations")
+KEPT = [
+    name
+    for name, release in RELEASES.items()
+    if release.config["quant_method"] in KEPT_METHODS and name not in NOT_KEPT
+]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
@@ -25,6 +31,11 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
     """True if all bits and the memory layouts are equal; signs of zeros count."""
     bits = BITS[ours.dtype]
     return ours.stride() == theirs.stride() and torch.equal(ours.view(bits), theirs.view(bits))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_only_releases_in_these_formats_stay_packed(release: str) -> None:
+    assert bool(formats(release)) == (release in KEPT)
 
 
 @pytest.mark.parametrize("dtype", BITS, ids=str)

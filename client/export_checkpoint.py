@@ -83,7 +83,7 @@ def write_merged_unasked(downloaded: Path, served: Path | None, directory: Path)
     """Merges an adapter that peft refuses into its base model; returns why, and how to load it.
 
     Args:
-        served: the directory that the server names for the base model.
+        served: the directory that a server on this machine has loaded as the base model.
     Raises:
         ValueError: the base model's files on this machine do not allow it. The message says why it would be merged and
             what else can be done.
@@ -116,7 +116,7 @@ def _base_of(downloaded: Path, served: Path | None) -> Path:
     """Returns the directory of the base model. Raises ValueError if what has its name on this machine is not it."""
     description = description_in(downloaded)
     name, architecture = description["base_model"], description.get("architecture")
-    found = served if served is not None and served.is_dir() else model_directory(name)
+    found = served or model_directory(name)
     if found is None:
         raise ValueError(f"{name} is not on this machine")
     config = json.loads(file.read_text()) if (file := found / "config.json").exists() else {}

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import httpx
+
 from ..schemas import checkpoints
 from ..schemas.adapters.adapter_files import Reader
+from ..schemas.adapters.model_files import config_sha256, is_loopback
 from ..schemas.checkpoints import (
     CopyWeightsResponse,
     ExternalWeightsUrls,
@@ -226,10 +229,18 @@ class RestClient:
         return ExportedCheckpoint.of(directory, note)
 
     async def _served_directory(self, base_model: str) -> Path | None:
-        """Returns the directory that a server on this machine has loaded under this name."""
+        """Returns the directory that a server on this machine has loaded under this name.
+
+        A loopback address may also be a tunnel's, so its config.json must be the one that the server has loaded.
+        """
+        if not is_loopback(httpx.URL(self._connection.base_url).host):
+            return None
         served = (await self._connection.get("get_server_capabilities", ServerCapabilities)).supported_models
-        named = next((model.directory for model in served if model.model_name == base_model), None)
-        return None if named is None else Path(named)
+        for model in served:
+            if model.model_name == base_model and model.directory is not None and model.config_sha256 is not None:
+                found = Path(model.directory)
+                return found if await asyncio.to_thread(config_sha256, found) == model.config_sha256 else None
+        return None
 
     async def _download(
         self, tinker_path: str, directory: Path, wanted: Callable[[str], bool], on_progress: OnProgress | None

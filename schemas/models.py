@@ -200,13 +200,18 @@ class GetInfoResponse(Wire):
 
 
 class SupportedModel(Wire):
-    """A base model that the server has loaded. directory: its files, reported to clients on the same machine alone."""
+    """A base model that the server has loaded.
+
+    directory, config_sha256: its files and the SHA-256 of their config.json, reported to clients on the same machine
+    alone.
+    """
 
     model_name: str
     max_context_length: int
     trainable: bool = True
     sampleable: bool = True
     directory: str | None = None
+    config_sha256: str | None = None
 
 
 class ServerCapabilities(Wire):

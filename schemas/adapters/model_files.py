@@ -1,7 +1,43 @@
 """Finds the files of base models on this machine."""
 
+import hashlib
 import os
+from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The absolute directory of a base model, and the SHA-256 of its config.json in hexadecimal."""
+
+    directory: str
+    config_sha256: str
+
+
+def model_files(source: str) -> ModelFiles | None:
+    """Returns where the files of `model_directory(source)` are, None if its config.json is not on this machine."""
+    directory = model_directory(source)
+    digest = None if directory is None else config_sha256(directory)
+    return None if directory is None or digest is None else ModelFiles(str(directory.absolute()), digest)
+
+
+def config_sha256(directory: Path) -> str | None:
+    """Returns the SHA-256 of the directory's config.json in hexadecimal, None if it cannot be read."""
+    try:
+        return hashlib.sha256((directory / "config.json").read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """True for localhost and loopback addresses; False for every other host name."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def model_directory(source: str) -> Path | None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
+from ...schemas.adapters.model_files import is_loopback
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ...workers.shapes.styles import replicated_units
@@ -91,12 +91,7 @@ class ServerConfig:
     @property
     def is_loopback(self) -> bool:
         """True if only this machine can reach the server. A host name other than localhost counts as reachable."""
-        if self.network.host == "localhost":
-            return True
-        try:
-            return ip_address(self.network.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.network.host)
 
     @property
     def shares_full_weights(self) -> bool:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import FileResponse
 from huggingface_hub import try_to_load_from_cache
 
-from ...schemas.adapters.model_files import model_directory
+from ...schemas.adapters.model_files import is_loopback
 from ...schemas.errors import RequestError
 from ...schemas.models import (
     GetInfoRequest,
@@ -24,7 +24,7 @@ from ...schemas.models import (
 )
 from ...workers.protocol.worker_config import ServedModel
 from ..http.bodies import json_body, json_parameter
-from ..tenants.auth import OperatorDependency, TenantDependency
+from ..tenants.auth import OperatorDependency, TenantDependency, address_of
 from ..text.hub_names import tokenizer_id
 from .examples import MODEL_ID, FilePath, ModelPath
 from .services import Services, ServicesDependency
@@ -46,20 +46,23 @@ TOKENIZER_FILES = (
 
 
 @router.get("/get_server_capabilities", response_model_exclude_none=True)
-async def get_server_capabilities(services: ServicesDependency, tenant: TenantDependency) -> ServerCapabilities:
+async def get_server_capabilities(
+    request: Request, services: ServicesDependency, tenant: TenantDependency
+) -> ServerCapabilities:
     """Lists the base models that the server has loaded.
 
-    A server that listens on a loopback address also names the directory of each model.
+    A server that listens on a loopback address also names the directory of each model and the SHA-256 of its
+    config.json, to clients on its machine: not if a proxy has forwarded the request.
     """
-    is_loopback, served = services.config.is_loopback, services.config.models.base_models
-    found = {model.name: model_directory(model.source) for model in served} if is_loopback else {}
-    directories = {name: str(directory.absolute()) for name, directory in found.items() if directory is not None}
+    is_local = is_loopback(address_of(request)) and not any("forwarded" in name for name in request.headers)
+    files = services.model_files if is_local else {}
     return ServerCapabilities(
         supported_models=[
             SupportedModel(
                 model_name=model.name,
                 max_context_length=model.max_context_length,
-                directory=directories.get(model.name),
+                directory=None if (found := files.get(model.name)) is None else found.directory,
+                config_sha256=None if found is None else found.config_sha256,
             )
             for model in services.dispatch.models.values()
         ]

@@ -1,10 +1,12 @@
 """Holds the parts of a server that routes call, at `app.state.services`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 
+from ...schemas.adapters.model_files import ModelFiles, model_files
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
@@ -31,6 +33,8 @@ from ..text.tokenizer import Tokenizers
 
 @dataclass(frozen=True)
 class Services:
+    """The parts. model_files: of the base models by name, if only this machine can reach the server."""
+
     config: ServerConfig
     dispatch: WorkerDispatch
     store: Store
@@ -53,6 +57,14 @@ class Services:
     telemetry: Telemetry
     tokenizers: Tokenizers
     tenure: Tenure | None
+    model_files: Mapping[str, ModelFiles]
+
+
+def found_files(config: ServerConfig) -> dict[str, ModelFiles]:
+    """Returns `Services.model_files`."""
+    served = config.models.base_models if config.is_loopback else ()
+    found = {model.name: model_files(str(model.source)) for model in served}
+    return {name: files for name, files in found.items() if files is not None}
 
 
 async def current_services(request: Request) -> Services:

@@ -34,7 +34,7 @@ from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..replication.leases import Tenure
 from ..routes import auth, checkpoints, futures, history, listing, models, openai, pages, sampling, sessions, training
 from ..routes.fast import FastRoutes, find_endpoints
-from ..routes.services import Services
+from ..routes.services import Services, found_files
 from ..runs.history import RunHistory
 from ..runs.run_services import RunServices
 from ..runs.runs import Runs
@@ -233,6 +233,7 @@ def _services(
         telemetry=telemetry,
         tokenizers=Tokenizers(config.models.base_models),
         tenure=None if live is None else live.tenure,
+        model_files=found_files(config),
     )
 
 

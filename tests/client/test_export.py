@@ -196,7 +196,7 @@ def test_vllm_is_told_of_adapters_in_the_mixed_form(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["falcon_h1", pytest.param("nemotron_h", marks=pytest.mark.full)])
 def test_an_adapter_that_peft_refuses_is_exported_merged(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = tiny_model(kind, tmp_path / "model")  # which the server on this machine names
     with live_server({f"here/{kind}": base}, tmp_path / "state") as server, ServiceClient(server.url, KEY) as service:
@@ -214,6 +214,10 @@ def test_an_adapter_that_peft_refuses_is_exported_merged(
         assert {each.name for each in exported.files} == {each.name for each in (tmp_path / "merged").iterdir()}
         for file in exported.files:
             assert file.read_bytes() == (tmp_path / "merged" / file.name).read_bytes()
+        rest = service.create_rest_client()
+        monkeypatch.setattr(rest._connection, "base_url", "http://gpu-server:8000")
+        with pytest.raises(ValueError, match=f"here/{kind} is not on this machine"):
+            rest.export_checkpoint(path, tmp_path / "none").result(60)
         assert "peft refuses adapters of out_proj" in export(server, path, tmp_path / "alone", "--for=peft")
         assert (tmp_path / "alone" / WEIGHTS).exists()
         without = service.create_lora_training_client(f"here/{kind}", rank=4, seed=1, train_attn=False)
@@ -257,7 +261,8 @@ def test_an_adapter_that_peft_refuses_is_not_merged_into_what_is_not_its_whole_b
         weights.unlink()
         assert_refused("has no model.safetensors")
         config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["LlamaForCausalLM"]}))
-        assert_refused(f"{base} is not the base model: its config.json names no FalconH1ForCausalLM")
+        # The server's directory counts only with the config.json that the server has loaded.
+        assert_refused("here/falcon is not on this machine")
         (tmp_path / "here").mkdir()
         base.rename(tmp_path / "here" / "falcon")
         assert_refused(f"{tmp_path}/here/falcon is not the base model: its config.json names no FalconH1ForCausalLM")

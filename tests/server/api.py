@@ -13,6 +13,7 @@ from trainhouse.server.checkpoints.checkpoints import Checkpoints
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.journal.futures import Futures
+from trainhouse.server.routes.services import found_files
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import (
     DATABASE_NAME,
@@ -108,6 +109,7 @@ async def running_api(
         checkpoints=Checkpoints(store, auth, state_dir, clock, storage),
         telemetry=Telemetry(dispatch, 60.0),
         futures=Futures(state_dir / "results", store, 3600.0),
+        model_files=found_files(config),
     )
     app = create_app(config, dispatch)
     app.state.services = services

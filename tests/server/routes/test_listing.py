@@ -1,7 +1,9 @@
 """Listings and descriptions over HTTP, validated by the SDK's own types."""
 
+from hashlib import sha256
 from pathlib import Path
 
+import httpx
 import pytest
 from tinker import types
 from trainhouse.server.store import SamplerRecord
@@ -188,6 +190,30 @@ async def test_tokenizer_files_can_be_fetched(tmp_path: Path, model_directory: P
         assert set(files) == {"tokenizer.json", "tokenizer_config.json", "config.json"}
         for name, file_url in files.items():
             assert (await client.get(file_url)).json() == {"file": name}
+
+
+async def test_the_directory_of_a_model_is_told_to_clients_on_the_servers_machine_alone(
+    tmp_path: Path, model_directory: Path
+) -> None:
+    digest = sha256((model_directory / "config.json").read_bytes()).hexdigest()
+    async with running_api(tmp_path / "state", str(model_directory)) as api:
+
+        async def told(address: str = "127.0.0.1", **headers: str) -> tuple[str | None, str | None]:
+            transport = httpx.ASGITransport(api.app, client=(address, 1234))
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                answer = await client.get("/api/v1/get_server_capabilities", headers={"X-API-Key": ALICE, **headers})
+            (model,) = answer.json()["supported_models"]
+            return model.get("directory"), model.get("config_sha256")
+
+        assert await told() == await told("::1") == (str(model_directory), digest)
+        assert await told("192.0.2.1") == (None, None)
+        for name in ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host"):
+            assert await told(**{name: "192.0.2.1"}) == (None, None)
+        # The files are read once, at the start.
+        (model_directory / "config.json").write_text("{}")
+        assert await told() == (str(model_directory), digest)
+    async with running_api(tmp_path / "open", str(model_directory), host="0.0.0.0") as api:
+        assert api.services.model_files == {}
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "..%2Fmodel%2Ftokenizer.json", "vocab.json", "%2Fetc%2Fpasswd"])

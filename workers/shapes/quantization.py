@@ -27,9 +27,12 @@ _REMEDY = "use a release in bfloat16, GPTQ, AWQ or FP8, or dequantize this one w
 # Layouts of compressed-tensors that are no codes with scales of all numbers, or that lack some of the numbers.
 _OTHER_LAYOUTS = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask", "mxfp6-pack-quantized")
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
-# How AutoRound names the packing of GPTQ with zero points that are one too low.
+# How AutoRound names the packing of GPTQ with zero points that are one too low. AutoRound and vLLM take it as default.
 _LOW_ZERO_POINTS = "auto_round:auto_gptq"
-_AUTO_ROUND = ("auto_round", _LOW_ZERO_POINTS, "auto_round:gptqmodel", "auto_round:auto_awq")
+_AUTO_ROUND = (
+    *("auto_round", _LOW_ZERO_POINTS, "auto_round:gptqmodel", "auto_round:auto_awq"),
+    *("auto_round:llm_compressor", "auto_round:fp8", "auto_round:fp8_static"),
+)
 GPTQ_BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
@@ -63,7 +66,7 @@ class Quantization:
             )
         low = given.get("checkpoint_format", given.get("format", "gptq")) != "gptq_v2"
         if method.endswith("auto-round"):
-            low = given.get("packing_format") == _LOW_ZERO_POINTS
+            low = _packing_of_autoround(given) == _LOW_ZERO_POINTS
         _check_layout(method, given)
         return Quantization(method, tuple(_blocks(given)), tuple(_integers(method, given)), low)
 
@@ -91,8 +94,8 @@ def _check_layout(method: str, given: Any) -> None:
         _check_known("checkpoint_format", given.get("checkpoint_format", given.get("format", "gptq")), _GPTQ_FORMATS)
     elif method == "awq":
         _check_known("version", str(given.get("version", given.get("format", "gemm"))).lower(), ("gemm",))
-    elif method.endswith("auto-round") and str(given.get("packing_format")).endswith(("gptq", "awq", "gptqmodel")):
-        _check_known("packing_format", given.get("packing_format"), _AUTO_ROUND)
+    elif method.endswith("auto-round"):
+        _check_known("packing_format", _packing_of_autoround(given), _AUTO_ROUND)
     elif method == "compressed-tensors":
         sparsity = given.get("sparsity_config")
         sparse = sparsity.get("format") if isinstance(sparsity, dict) else None
@@ -102,6 +105,11 @@ def _check_layout(method: str, given: Any) -> None:
         transforms = given.get("transform_config")
         if isinstance(transforms, dict) and transforms.get("config_groups"):
             raise ValueError(f"weights in a rotated basis (transform_config) are not supported: {_REMEDY}")
+
+
+def _packing_of_autoround(given: Any) -> object:
+    packing = given.get("packing_format")
+    return _LOW_ZERO_POINTS if packing in (None, "auto") else packing
 
 
 def _check_known(key: str, value: object, known: tuple[str, ...]) -> None:

@@ -307,6 +307,7 @@ RELEASES = {
     "GPTQ, version 2": Gptq(4, symmetric=False, low=False).release(),
     "GPTQ in 3 bits, version 2": Gptq(3, symmetric=False, low=False).release(),
     "AutoRound": Gptq(4).release(quant_method="auto-round", packing_format="auto_round:auto_gptq"),
+    "AutoRound without a packing format": Gptq(4, symmetric=False).release(quant_method="auto-round"),
     "AutoRound, its own zero points": Gptq(4, symmetric=False, low=False).release(
         quant_method="auto-round", packing_format="auto_round"
     ),

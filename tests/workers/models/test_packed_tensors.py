@@ -30,8 +30,8 @@ WITH_ONE_SCALE = ("FP8 by matrices", "Quark's FP8")
 # Layouts that differ from another one in what other tests show.
 VARIANTS = {
     *("MXFP8 of transformers", "INT8 in bytes", "GPTQ in 2 bits", "GPTQ in 8 bits", "GPTQ in 3 bits, version 2"),
-    *("AutoRound", "AutoRound, its own zero points", "AutoRound as AWQ", "Quark's FP8", "Quark's MXFP4"),
-    *("bitsandbytes FP4", "bitsandbytes NF4 in numbers", "torchao INT8"),
+    *("AutoRound", "AutoRound without a packing format", "AutoRound, its own zero points", "AutoRound as AWQ"),
+    *("bitsandbytes FP4", "bitsandbytes NF4 in numbers", "torchao INT8", "Quark's FP8", "Quark's MXFP4"),
 }
 # Consecutive numbers share their scales there, so that whole rows are read.
 BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers")
@@ -329,7 +329,11 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "packing of AWQ": ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "has version 'gemv', supported is gemm"),
     "packing of AutoRound": (
         {"quant_method": "auto-round", "bits": 4, "packing_format": "other:gptq"},
-        "has packing_format 'other:gptq'",
+        "has packing_format 'other:gptq', supported is auto_round, auto_round:auto_gptq",
+    ),
+    "unknown packing of AutoRound": (
+        {"quant_method": "intel/auto-round", "bits": 4, "packing_format": "auto_round:mlx"},
+        "has packing_format 'auto_round:mlx'",
     ),
     "blocks": ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "has weight_block_size 0"),
     "one side": ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size [128], which must be two"),
@@ -354,6 +358,18 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 def test_wrong_settings_are_refused_with_their_value(case: str) -> None:
     config, reason = WRONG[case]
     assert reason in refusal(**config)
+
+
+@pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
+def test_autoround_packs_as_gptq_if_its_config_does_not_say_how(method: str) -> None:
+    def is_low(**packing: str | None) -> bool:
+        config = {"quant_method": method, "bits": 4, "group_size": 32} | packing
+        return Quantization.of({"quantization_config": config}).low_zero_points
+
+    assert is_low() and is_low(packing_format="auto") and is_low(packing_format=None)
+    assert not is_low(packing_format="auto_round") and not is_low(packing_format="auto_round:gptqmodel")
+    for packing in ("auto_round:llm_compressor", "auto_round:fp8", "auto_round:fp8_static"):
+        assert not refusal(quant_method=method, packing_format=packing)
 
 
 def broken_gptq(**changed: Tensor | None) -> dict[str, Tensor]:

@@ -203,8 +203,12 @@ class ServerConnection:
             raise status_error(response.status_code, reason_in(response))
 
     async def size_of(self, url: str) -> int | None:
-        """Returns the size in bytes of a file that `download` would download; None if the server does not say."""
-        response = await self._http.send(self._file_request("HEAD", url))
+        """Returns the size in bytes of a file that `download` would download; None if the server does not say or
+        answer."""
+        try:
+            response = await self._http.send(self._file_request("HEAD", url))
+        except httpx.HTTPError:
+            return None
         length = response.headers.get("Content-Length", "")
         return int(length) if response.is_success and length.isdecimal() else None
 

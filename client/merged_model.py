@@ -6,6 +6,7 @@ Works on the files alone, so any model family and any size is merged in the memo
 import json
 import re
 import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,10 @@ def merge_into_base(adapter: Path, base: Path, merged: Path) -> None:
         merged: a new directory.
     Raises:
         ValueError: the adapter is a critic's, the two do not belong together, or the base model's weights are
-            quantized or not all there. The message names the weight or file. Nothing was written.
+            quantized or not all there. The message names the weight or file.
+        OSError: such as a full disk.
+
+    If it raises, `merged` holds no files.
     """
     try:
         merging = _Merging(adapter, base)
@@ -72,6 +76,13 @@ def merge_into_base(adapter: Path, base: Path, merged: Path) -> None:
             " weights add to them"
         ) from None
     merged.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=merged) as scratch:
+        _write(merging, base, Path(scratch))
+        for path in Path(scratch).iterdir():
+            path.rename(merged / path.name)
+
+
+def _write(merging: "_Merging", base: Path, merged: Path) -> None:
     for path in base.iterdir():
         if (
             path.is_file()

@@ -175,7 +175,8 @@ class RestClient:
         """Downloads the files of a checkpoint as they are; returns their paths.
 
         Args:
-            on_progress: called in another thread with the bytes that have arrived, and those of all files.
+            on_progress: called in another thread with the bytes that have arrived, and those of all files; not at all
+                if a server does not tell the sizes.
         """
         return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True, on_progress))
 
@@ -202,6 +203,7 @@ class RestClient:
         Raises:
             ValueError: vLLM does not read the adapter, or it cannot be merged (raised by the future). Nothing was
                 written.
+            OSError: such as a full disk (raised by the future). Nothing of a merged model was written.
         """
         base = None if merge_into is None else Path(merge_into)
         return self._connection.run(self._export(tinker_path, Path(directory), reader, base, on_progress))
@@ -256,7 +258,7 @@ class RestClient:
 
     async def _counting(self, urls: Sequence[str], on_progress: OnProgress | None) -> Callable[[int], None]:
         """Returns a function that adds up the bytes of these files, and reports them next to the bytes of all."""
-        sizes = [] if on_progress is None else [await self._connection.size_of(url) for url in urls]
+        sizes = [] if on_progress is None else await asyncio.gather(*map(self._connection.size_of, urls))
         total, done = sum(size or 0 for size in sizes), 0
 
         def add(num_bytes: int) -> None:

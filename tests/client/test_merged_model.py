@@ -1,6 +1,7 @@
 """Adapters merged into the files of their base models, see also tests/workers/checkpoint/test_adapted_types.py."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -164,3 +165,18 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "base")
     (tmp_path / "base").mkdir()
     refused("has no model.safetensors")
+
+
+def test_a_merge_that_fails_halfway_leaves_no_files(tmp_path: Path) -> None:
+    base_model(tmp_path / "base", torch.float32)
+    adapter(tmp_path / "adapter", {"model.layers.0.self_attn.q_proj": (8, 6)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # bytes of a file: as if the disk were full
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            merge_into_base(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "merged").iterdir())
+    merge_into_base(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
+    assert {"config.json", "model-00001-of-00002.safetensors"} < {each.name for each in (tmp_path / "merged").iterdir()}

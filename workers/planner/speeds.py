@@ -24,10 +24,12 @@ _ASKING_SECONDS = 10.0
 DEVICE_FLOPS = {
     "A100": 312e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H100": 989e12,
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H200": 989e12,
+    "H200 NVL": 835e12,
     "L40S": 362e12,
 }
 """The operations per second of dense products in bfloat16 by NVIDIA's data sheets (half of what these give with

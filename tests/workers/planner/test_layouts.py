@@ -280,6 +280,8 @@ def test_products_take_the_rate_of_the_device(tmp_path: Path, monkeypatch: pytes
         smi(tmp_path, name)
         rates[name] = speeds_of("auto").flops_per_second / NVLINK.flops_per_second
     assert list(rates.values()) == pytest.approx([0.45 * each / 400e12 for each in (989e12, 756e12, 312e12)] + [1])
+    assert speeds_of("nvlink", device="NVIDIA H200 NVL").flops_per_second == pytest.approx(0.45 * 835e12)
+    assert speeds_of("nvlink", device="NVIDIA GH200 480GB").flops_per_second == pytest.approx(0.45 * 989e12)
     # What a worker measures later is what counts then, for devices of the same name.
     assert measured_rate("NVIDIA H100 PCIe") is None
     keep_rate("NVIDIA H100 PCIe", 600e12)
@@ -290,7 +292,7 @@ def test_products_take_the_rate_of_the_device(tmp_path: Path, monkeypatch: pytes
     # Devices elsewhere are named, or assumed.
     assert speeds_of("nvlink").flops_per_second == NVLINK.flops_per_second
     assert speeds_of("nvlink", device="B200").flops_per_second == pytest.approx(0.45 * DEVICE_FLOPS["B200"])
-    with pytest.raises(ValueError, match=r"--device-name H10 is not one of A100, B200, H100, .*: leave it out"):
+    with pytest.raises(ValueError, match=r"--device-name H10 is not one of A100, B200, GH200, H100, .*: leave it out"):
         speeds_of("auto", device="H10")
 
 

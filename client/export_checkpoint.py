@@ -63,8 +63,10 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 
 def merges_unasked(downloaded: Path, reader: Reader | None, merge_into: Path | None) -> bool:
-    """True if peft, for which no other reader is named, does not take an adapter that can be merged instead: not a
-    critic's, whose head no base model has."""
+    """True if the caller has named neither a reader nor a base model, and peft refuses the adapter.
+
+    False for a critic's adapter: it cannot be merged, because no base model has its head.
+    """
     description = description_in(downloaded)
     is_asked = reader is not None or merge_into is not None
     return not is_asked and description.get("role") != "critic" and refusal_by_peft(description) is not None

@@ -8,14 +8,12 @@ from typing import get_args
 from ...schemas.training import TargetRepr
 from ...workers.planner.drafts.draft_layouts import DraftLayout, DraftWay, heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
-from ...workers.planner.drafts.draft_memory import DraftMemory, longest_sequence, sequences_of
+from ...workers.planner.drafts.draft_memory import longest_sequence, sequences_of
 from ...workers.planner.footprint import gigabytes
 from ...workers.planner.layout_reasons import least_time, microseconds
 from ...workers.planner.layout_search import usable_bytes
 from ...workers.planner.parameters import num_parameters
 from ...workers.planner.speeds import Speeds
-from ...workers.planner.workload import Workload
-from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.shapes.model_shape import ModelShape
 from ..config.knob_values import ConfigError, draft_fields
 from .output import aligned
@@ -28,8 +26,8 @@ _MOST = 1 << 24
 class DraftPlan:
     """The estimate for a draft.
 
-    device_bytes: memory of each device; None if the estimate is not compared with one. speeds: set for
-    `--parallel auto`.
+    layout: of the target on the ranks that train the draft, and of the draft. device_bytes: memory of each device; None
+    if the estimate is not compared with one. speeds: set for `--parallel auto`.
     """
 
     shape: ModelShape
@@ -39,50 +37,36 @@ class DraftPlan:
     speeds: Speeds | None = None
 
     @property
-    def spec(self) -> ParallelSpec:
-        """The layout of the target on the ranks that train the draft."""
-        return self.layout.spec
-
-    @property
-    def draft_spec(self) -> ParallelSpec:
-        return self.layout.draft_spec
-
-    @property
-    def load(self) -> Workload:
-        return self.layout.load
-
-    @property
-    def memory(self) -> DraftMemory:
-        return self.layout.memory
-
-    @property
     def fits(self) -> bool | None:
-        return None if self.device_bytes is None else self.memory.total <= usable_bytes(self.device_bytes)
+        return None if self.device_bytes is None else self.layout.memory.total <= usable_bytes(self.device_bytes)
 
     @property
     def longest(self) -> int | None:
         """The tokens of the longest sequence that fits, of those that the model can run; None without a device."""
         if self.device_bytes is None:
             return None
-        most = self.shape.max_positions or self.load.longest
-        return longest_sequence(self.shape, self.spec, self.load, self.draft, self.draft_spec, self.device_bytes, most)
+        layout = self.layout
+        most = self.shape.max_positions or layout.load.longest
+        return longest_sequence(
+            self.shape, layout.spec, layout.load, self.draft, layout.draft_spec, self.device_bytes, most
+        )
 
     @property
     def num_parameters(self) -> int:
         return sum(map(prod, self.draft.shapes().values()))
 
     def as_json(self) -> dict[str, object]:
-        memory = self.memory
+        layout, memory = self.layout, self.layout.memory
         parts = {name: value for name, value in asdict(memory).items() if isinstance(value, int)}
         return {
             "model": {"name": self.shape.name, "type": self.shape.model_type, "parameters": num_parameters(self.shape)},
             "draft": {"algorithm": self.draft.algorithm, "parameters": self.num_parameters}
             | {name: getattr(self.draft, name) for name in ("ttt_length", "block_size", "num_anchors")}
             | asdict(self.draft.sizes),
-            "load": asdict(self.load),
-            "parallel": self.spec.axes,
-            "draft_parallel": self.draft_spec.axes,
-            "ranks": self.spec.num_ranks,
+            "load": asdict(layout.load),
+            "parallel": layout.spec.axes,
+            "draft_parallel": layout.draft_spec.axes,
+            "ranks": layout.spec.num_ranks,
             "memory": parts
             | {
                 "draft": asdict(memory.vectors) | {"kept": memory.vectors.kept},
@@ -94,20 +78,20 @@ class DraftPlan:
             "fits": self.fits,
             "longest_sequence": self.longest,
             "captured_bytes": dict(self._captured),
-            "ways": [_way(each) for each in self.layout.ways],
+            "ways": [_way(each) for each in layout.ways],
         }
 
     def text(self) -> Iterator[str]:
-        shape = self.shape
+        shape, layout = self.shape, self.layout
         yield (
             f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters in "
-            f"{self.load.dtype}; draft: {self.draft.algorithm}, {self.num_parameters / 1e9:.2f} billion"
+            f"{layout.load.dtype}; draft: {self.draft.algorithm}, {self.num_parameters / 1e9:.2f} billion"
         )
-        yield f"context: {self.load.longest} tokens, in micro-batches of {self.load.tokens}"
-        ranks = f"{self.spec.num_ranks} rank{'s' if self.spec.num_ranks > 1 else ''}"
-        yield f"layout: {self.spec} for the target, {self.draft_spec.axes} for the draft, {ranks}"
-        if self.load.activations != "keep":
-            yield f"layers are recomputed in the backward pass: --activations {self.load.activations}"
+        yield f"context: {layout.load.longest} tokens, in micro-batches of {layout.load.tokens}"
+        ranks = f"{layout.spec.num_ranks} rank{'s' if layout.spec.num_ranks > 1 else ''}"
+        yield f"layout: {layout.spec} for the target, {layout.draft_spec.axes} for the draft, {ranks}"
+        if layout.load.activations != "keep":
+            yield f"layers are recomputed in the backward pass: --activations {layout.load.activations}"
         yield ""
         yield from aligned(("memory of each rank", "bytes", ""), [row for row in self._rows() if row[1] != "0 MB"])
         yield ""
@@ -119,14 +103,15 @@ class DraftPlan:
 
     @property
     def _captured(self) -> Mapping[str, int]:
-        return self.draft.captured_bytes(self.load.number_bytes)
+        return self.draft.captured_bytes(self.layout.load.number_bytes)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        memory, of_pass, vectors, load = self.memory, self.memory.activations, self.memory.vectors, self.load
-        num_shards = self.draft_spec.num_ranks // self.draft_spec.tp
+        layout, memory, load = self.layout, self.layout.memory, self.layout.load
+        of_pass, vectors = memory.activations, memory.vectors
+        num_shards = layout.draft_spec.num_ranks // layout.draft_spec.tp
         share = f"1/{num_shards}" if num_shards > 1 else "all"
-        own_share = share if self.spec.has_forward_collectives else "all"
-        own = -(-sequences_of(self.spec, self.draft_spec, load).num_tokens // self.draft_spec.sp)
+        own_share = share if layout.spec.has_forward_collectives else "all"
+        own = -(-sequences_of(layout.spec, layout.draft_spec, load).num_tokens // layout.draft_spec.sp)
         learned = f"an adapter of rank {load.lora_rank}" if load.training == "lora" else "all weights of a full model"
         yield "the target's base parameters", gigabytes(memory.target), ""
         yield "what the target has learned", gigabytes(memory.policy), learned
@@ -152,7 +137,7 @@ class DraftPlan:
         """Yields why the activations were chosen; nothing if there was no choice."""
         if self.speeds is None or len(self.layout.ways) < 2:
             return
-        yield f"--activations {self.load.activations} {least_time(self.speeds)}"
+        yield f"--activations {self.layout.load.activations} {least_time(self.speeds)}"
         for way in self.layout.ways:
             cost = way.cost
             terms = {"target's products": cost.target, "draft's": cost.draft, "exchanges": cost.exchanges}
@@ -162,7 +147,7 @@ class DraftPlan:
 
     def _verdict(self) -> Iterator[str]:
         if self.device_bytes is None:
-            least, most = gigabytes(self.memory.held), gigabytes(self.memory.total)
+            least, most = gigabytes(self.layout.memory.held), gigabytes(self.layout.memory.total)
             yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
             return
         usable = usable_bytes(self.device_bytes)
@@ -171,10 +156,10 @@ class DraftPlan:
             "fragmentation"
         )
         if self.fits:
-            yield f"fits {room}: {gigabytes(usable - self.memory.total)} to spare"
+            yield f"fits {room}: {gigabytes(usable - self.layout.memory.total)} to spare"
         else:
-            more = gigabytes(self.memory.total - usable)
-            yield f"does not fit {room}: {more} too much; most is {heaviest(self.memory)}"
+            more = gigabytes(self.layout.memory.total - usable)
+            yield f"does not fit {room}: {more} too much; most is {heaviest(self.layout.memory)}"
         if self.longest:
             yield f"the longest sequence that fits: {self.longest} tokens"
         else:

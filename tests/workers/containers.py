@@ -69,7 +69,7 @@ def tiny_whole(model_type: str, directory: Path, **overrides: object) -> Any:
     text = tiny_config(TEXT_KINDS[model_type], **overrides).to_dict()
     if model_type in _AXES:
         text["model_type"] = defaults.get_text_config().model_type
-        text["rope_parameters"] |= {"mrope_section": list(_AXES[model_type])}
+        text["rope_parameters"].setdefault("mrope_section", list(_AXES[model_type]))
     config: Any = CONFIG_MAPPING[model_type](**{"text_config": text, other: small})
     torch.manual_seed(0)
     whole: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, modeling_utils
 
 from ..shapes.other_models import TEXT_MODELS, TRANSPOSED_EXPERTS, WITH_HEAD, text_settings, text_type_of
-from .packed.stored_tensor import Index, StoredTensor
+from .packed.stored_tensor import Index, StoredTensor, spans
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,16 @@ class TextPart:
 
 
 def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the config of the part for text, of a type of causal models that computes the same for text."""
-    text, given = whole.get_text_config(), whole.to_dict()
+    """Returns the config of the part for text, of a type of causal models that computes the same for text.
+
+    Fields that neither names have the values that they have in the text part, not the defaults of that type.
+    """
+    text: Any = whole.get_text_config()
+    given = whole.to_dict()
     if (found := text_type_of(given)) == text.model_type:
         return text
-    return CONFIG_MAPPING[found].from_dict({**text.to_dict(), **text_settings(given), "model_type": found})
+    unsaid = {"head_dim": text.hidden_size // text.num_attention_heads, "partial_rotary_factor": 1.0}
+    return CONFIG_MAPPING[found].from_dict({**unsaid, **text.to_dict(), **text_settings(given), "model_type": found})
 
 
 @contextmanager
@@ -97,6 +102,5 @@ class _Transposed:
         return self._stored.get_dtype()
 
     def __getitem__(self, index: Index) -> Tensor:
-        given = () if index is Ellipsis else index if isinstance(index, tuple) else (index,)
-        experts, rows, columns = (*given, *[slice(None)] * (3 - len(given)))
+        experts, rows, columns = spans(index, self.get_shape())
         return self._stored[experts, columns, rows].mT.contiguous()

@@ -17,7 +17,15 @@ from ..protocol.worker_config import ServedModel
 from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
-from .other_models import BY_TRANSFORMERS, LAYER_TYPES, missing_part, text_settings, text_type_of, unsupported_setting
+from .other_models import (
+    BY_TRANSFORMERS,
+    LAYER_TYPES,
+    missing_part,
+    text_defaults,
+    text_settings,
+    text_type_of,
+    unsupported_setting,
+)
 from .parts import FLOAT32, Attention, Divisible, Layer, Mixer, RoutedExperts, Weight
 from .quantization import quantization_refusal
 from .released_format import ReleasedWeights
@@ -245,7 +253,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
     if family is None or refusal is not None:
         longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
         return ModelDescription(name, model_type, rope, longest, refusal, released)
-    reader = family.reader(name, text)
+    reader = family.reader(name, text, text_defaults(config))
     reader.check_layers()
     try:
         layers = tuple(family.layers(reader))
@@ -275,7 +283,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         embedding_scale=family.embedding_scale(reader),
         other_weights=family.other_weights(reader),
         has_head_bias=reader.is_set(family.head_bias_key),
-        intermediate_size=optional_number(name, text, "intermediate_size"),
+        intermediate_size=reader.optional_number("intermediate_size"),
     )
 
 
@@ -339,8 +347,10 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
         return f"models with {setting} are not supported"
     if family is None and (reason := _unknown_layers(every)) is not None:
         return reason
-    if family is not None and (found := family.refused(family.reader(model_type, every))) is not None:
-        return f"{model_type} models with {found} are not supported"
+    if family is not None:
+        found = family.refused(family.reader(model_type, every, text_defaults(config)))
+        if found is not None:
+            return f"{model_type} models with {found} are not supported"
     if (reason := quantization_refusal(config)) is not None:
         return reason
     return None if model_type in (*FAMILIES, *BY_TRANSFORMERS) else _unknown(model_type, config)

@@ -91,6 +91,80 @@ _TEXT_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "qwen3_vl_moe": {"norm_topk_prob": True},
 }
 
+# Values of fields that the text part of a config.json may leave out, where they are not the family's: by its type, or
+# by the model_type of a whole whose text part has a type or defaults of its own.
+_LLAMA: Mapping[str, object] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_QWEN: Mapping[str, object] = {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016}
+_GLM4V: Mapping[str, object] = {
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "head_dim": None,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 1.0,
+}
+_QWEN2_VL: Mapping[str, object] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+}
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "exaone4": {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "intermediate_size": 14336},
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "glm46v": _GLM4V,
+    "glm4v": _GLM4V,
+    "glmga": _GLM4V,
+    "glm4v_moe": {
+        "vocab_size": 151424,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "attention_bias": True,
+        "max_position_embeddings": 65536,
+    },
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen3_vl": {**_QWEN, "max_position_embeddings": 128000},
+    "qwen3_vl_moe": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 60,
+    },
+    "voxtral": {
+        "vocab_size": 131072,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+    },
+}
+
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
 REFUSED_SETTINGS = (
     "final_logit_softcapping",
@@ -129,6 +203,15 @@ def text_type_of(config: Mapping[str, object]) -> str:
 def text_settings(whole: Mapping[str, object]) -> Mapping[str, object]:
     """Returns settings of the part for text that a model's config.json does not name."""
     return _TEXT_SETTINGS.get(str(whole.get("model_type")), {})
+
+
+def text_defaults(whole: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns values of fields that the text part of a model's config.json may leave out, in addition to the
+    family's. Those of a model that is only for text are the family's alone."""
+    model_type = str(whole.get("model_type"))
+    if model_type not in TEXT_PARTS:
+        return {}
+    return _TEXT_DEFAULTS.get(model_type) or _TEXT_DEFAULTS.get(text_type_of(whole), {})
 
 
 def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainhouse.workers.models.text_parts import text_config_of
 from trainhouse.workers.shapes.other_models import TEXT_PARTS
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from ...tiny import tiny_model
 from ..adapted import Adapted
@@ -121,6 +122,40 @@ def test_the_text_part_of_other_models_runs_as_the_whole_does(model_type: str, t
     with torch.no_grad():
         whole.get_input_embeddings().weight.mul_(1.01)
     assert distance(adapted, whole) > 1e-5
+
+
+# Fields that change no numbers of text.
+WITHOUT_NUMBERS = {"architectures", "model_type", "router_aux_loss_coef", "tie_word_embeddings", "rope_parameters"}
+WITH_OWN_TYPE = [
+    whole for whole, kind in TEXT_PARTS.items() if CONFIG_MAPPING[whole]().get_text_config().model_type != kind
+]
+
+
+@pytest.mark.parametrize("model_type", WITH_OWN_TYPE)
+def test_fields_that_a_text_part_leaves_out_mean_what_they_mean_in_the_whole(model_type: str) -> None:
+    """The causal type has other defaults: Glm4Config rotates half of the features, glm4v's text part all of them."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 100}
+    whole = CONFIG_MAPPING[model_type](text_config=sizes)
+    theirs, ours = whole.get_text_config().to_dict(), text_config_of(whole).to_dict()
+    assert {key for key, value in theirs.items() if ours[key] != value} <= WITHOUT_NUMBERS
+    rotated = [each["rope_parameters"].get("partial_rotary_factor", 1.0) for each in (theirs, ours)]
+    assert rotated[0] == rotated[1]
+    assert ours["rope_parameters"]["rope_theta"] == theirs["rope_parameters"]["rope_theta"]
+    assert ours.get("head_dim", 8) == theirs.get("head_dim", 8)
+
+
+@pytest.mark.parametrize("model_type", ["glm4v", pytest.param("glm46v", marks=pytest.mark.slow)])
+def test_a_text_part_that_names_no_rotated_fraction_rotates_as_the_whole_does(model_type: str, tmp_path: Path) -> None:
+    rotations = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    tiny_whole(model_type, tmp_path, rope_parameters=rotations)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["text_config"]["rope_parameters"]["partial_rotary_factor"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole = AutoModelForMultimodalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert distance(Adapted(tmp_path), whole) < 1e-5
+    config["text_config"]["rope_parameters"]["partial_rotary_factor"] = 0.5
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert distance(Adapted(tmp_path), whole) > 1e-3
 
 
 def test_every_text_part_is_compared() -> None:

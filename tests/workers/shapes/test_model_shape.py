@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import try_to_load_from_cache
 from trainhouse.schemas.adapters.model_files import model_directory
+from trainhouse.workers.models.text_parts import text_config_of
 from trainhouse.workers.planner.parameters import num_parameters
 from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.families import FAMILIES
@@ -20,6 +21,7 @@ from trainhouse.workers.shapes.model_shape import (
     longest_context,
     read_model,
 )
+from trainhouse.workers.shapes.other_models import TEXT_PARTS
 from trainhouse.workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, RoutedExperts, SoftmaxAttention
 from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -400,3 +402,73 @@ def test_hub_cache_is_found_like_the_hub_client_finds_it(tmp_path: Path, monkeyp
 def test_impossible_layers_are_refused(model_type: str, changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         shape_of({"model_type": model_type} | WHOLE | changed)
+
+
+# Those that the config.json of a release names.
+RELEASED_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava-1.5-7b-hf": (
+        "llava",
+        {
+            "_name_or_path": "lmsys/vicuna-7b-v1.5",
+            "architectures": ["LlamaForCausalLM"],
+            "max_position_embeddings": 4096,
+            "model_type": "llama",
+            "rms_norm_eps": 1e-05,
+            "torch_dtype": "float16",
+            "vocab_size": 32064,
+        },
+    ),
+    "llava-v1.6-mistral-7b-hf": (
+        "llava_next",
+        {
+            "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2",
+            "architectures": ["MistralForCausalLM"],
+            "intermediate_size": 14336,
+            "max_position_embeddings": 32768,
+            "model_type": "mistral",
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0,
+            "sliding_window": None,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 32064,
+        },
+    ),
+}
+
+
+def assert_plans_what_ranks_load(config: dict[str, Any], *but: str) -> ModelShape:
+    """Compares what is planned from a config.json with what ranks read of the config that transformers completes."""
+    planned = shape_of(config)
+    loaded = shape_of(text_config_of(CONFIG_MAPPING[config["model_type"]].from_dict(config)).to_dict())
+    names = [each.name for each in dataclasses.fields(planned)]
+    assert [name for name in names if getattr(planned, name) != getattr(loaded, name)] == [*but]
+    return planned
+
+
+@pytest.mark.parametrize("release", RELEASED_TEXTS)
+def test_sizes_that_the_text_part_of_a_release_leaves_out_are_those_of_its_type(release: str) -> None:
+    model_type, text = RELEASED_TEXTS[release]
+    shape = assert_plans_what_ranks_load({"model_type": model_type, "image_token_index": 32000, "text_config": text})
+    assert (shape.hidden, shape.num_layers, shape.vocab, shape.heads[0]) == (4096, 32, 32064, 32)
+    assert shape.max_positions == text["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("model_type", TEXT_PARTS)
+def test_a_text_part_without_sizes_has_the_defaults_of_transformers(model_type: str) -> None:
+    """gemma4's default RoPE scaling is only named; a head of Qwen3-VL-MoE is tied where the files have none."""
+    but = {"gemma4": ["rope"], "qwen3_vl_moe": ["tied_embeddings"]}.get(model_type, [])
+    text = type(CONFIG_MAPPING[model_type]().get_text_config()).model_type
+    assert_plans_what_ranks_load({"model_type": model_type, "text_config": {"model_type": text}}, *but)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "llava_next", "idefics2", "mistral3"])
+@pytest.mark.parametrize("text", ["llama", "mistral", "qwen2", "qwen3"])
+def test_defaults_of_a_text_part_are_those_of_the_type_that_it_names(model_type: str, text: str) -> None:
+    assert_plans_what_ranks_load({"model_type": model_type, "text_config": {"model_type": text}})
+
+
+def test_experts_of_a_text_part_may_have_the_other_name() -> None:
+    text = {"model_type": "qwen3_vl_moe_text", "num_experts": 128}
+    shape = assert_plans_what_ranks_load({"model_type": "qwen3_vl_moe", "text_config": text}, "tied_embeddings")
+    assert shape.experts is not None and shape.experts.num == 128

@@ -27,7 +27,7 @@ class ConfigReader:
 
     def number(self, key: str, if_none: int | None = None, at_least: int = 1, at_most: int = _LARGEST) -> int:
         """Returns a whole number. Raises ValueError if it is missing, of another type, too small or too large."""
-        number = optional_number(self._name, self._config, key)
+        number = self.optional_number(key)
         number = if_none if number is None else number
         if number is None or number < at_least:
             raise ValueError(
@@ -36,6 +36,10 @@ class ConfigReader:
         if number > at_most:
             raise ValueError(f"the config.json of {self._name} has {key} {number}: expected at most {at_most}")
         return number
+
+    def optional_number(self, key: str) -> int | None:
+        """Returns a whole number, None if there is none. Raises ValueError if it is of another type."""
+        return optional_number(self._name, self._config, key)
 
     @property
     def rope(self) -> Mapping[str, object]:

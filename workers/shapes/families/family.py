@@ -123,8 +123,14 @@ class Family:
         """Names what a model may have for which `describes` is false."""
         return " or ".join((f"another activation than {self.activation}", *self.unknown_settings))
 
-    def reader(self, name: str, config: Mapping[str, object]) -> ConfigReader:
-        """Raises ValueError if a field has different values under different names."""
+    def reader(
+        self, name: str, config: Mapping[str, object], defaults: Mapping[str, object] | None = None
+    ) -> ConfigReader:
+        """Raises ValueError if a field has different values under different names.
+
+        Args:
+            defaults: values of fields that this config may leave out, instead of the family's.
+        """
         known = {key: value for key, value in config.items() if key not in _FIELDS_OF_SOME or key in self.defaults}
         for alias, key in self.aliases.items():
             value, other = config.get(alias), config.get(key)
@@ -132,7 +138,7 @@ class Family:
                 both = f"{alias} {value} and {key} {other}"
                 raise ValueError(f"the config.json of {name} has {both}, which are two names of one field")
             known |= {} if value is None else {key: value}
-        return ConfigReader(name, known, {**DEFAULTS, **self.defaults})
+        return ConfigReader(name, known, {**DEFAULTS, **self.defaults, **(defaults or {})})
 
     def refused(self, config: ConfigReader) -> str | None:
         """Names what a model with this config has for which it is refused, None if it can be served."""

@@ -135,7 +135,7 @@ WITH_OWN_TYPE = [
 def test_fields_that_a_text_part_leaves_out_mean_what_they_mean_in_the_whole(model_type: str) -> None:
     """The causal type has other defaults: Glm4Config rotates half of the features, glm4v's text part all of them."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 100}
-    whole = CONFIG_MAPPING[model_type](text_config=sizes)
+    whole = CONFIG_MAPPING[model_type].from_dict({"text_config": sizes})
     theirs, ours = whole.get_text_config().to_dict(), text_config_of(whole).to_dict()
     assert {key for key, value in theirs.items() if ours[key] != value} <= WITHOUT_NUMBERS
     rotated = [each["rope_parameters"].get("partial_rotary_factor", 1.0) for each in (theirs, ours)]

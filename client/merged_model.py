@@ -67,13 +67,13 @@ def merge_into_base(adapter: Path, base: Path, merged: Path) -> None:
     """
     try:
         merging = _Merging(adapter, base)
-    except ValueError as error:
+    except ValueError:
         if (method := _packing_of(base)) is None:
             raise
         raise ValueError(
-            f"{base} has packed weights (quant_method {method}), into which nothing is merged ({error}): name a"
-            " directory with the model in 16 or 32 bits, or export the adapter alone, which programs that read packed"
-            " weights add to them"
+            f"{base} has packed weights (quant_method {method}), into which nothing is merged: name a directory with"
+            " the dequantized model in 16 or 32 bits (the original has other weights), or export the adapter alone,"
+            " which programs that read packed weights add to them"
         ) from None
     merged.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=merged) as scratch:

@@ -152,10 +152,16 @@ def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
         "bias": "none",
         "use_rslora": False,
         "target_modules": sorted(targets.modules),
+        **_outside(adapter.text_part_name),
         "modules_to_save": list(adapter.program.peft_modules) or None,
         **({"target_parameters": sorted(targets.parameters)} if targets.parameters else {}),
         **(_double_pairs(adapter) if any(_is_of_gates(target) for target in adapter.targets) else {}),
     }
+
+
+def _outside(text_part: str | None) -> dict[str, str]:
+    """Returns a pattern of layers outside the part for text; encoders of images have some of the same names."""
+    return {} if text_part is None else {"exclude_modules": rf"(?!.*\b{text_part}\.|lm_head$).*"}
 
 
 def _double_pairs(adapter: Adapter) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Adapter(Trainable):
 
     tied_embedding: name of the embedding if the output head has the same weights, None if it has its own.
     architecture, head_features: of the base model, see BaseModel and ModelShape; None if it has none.
+    text_part_name: see BaseModel.
     stacked_experts: adapted experts whose matrices are in one tensor in files, None if each has its own.
     """
 
@@ -55,6 +56,7 @@ class Adapter(Trainable):
         shape = base.shape if isinstance(base.shape, ModelShape) else None
         self.refused_by_peft = None if shape is None else shape.family.refused_by_peft
         self.architecture, self.head_features = base.architecture, None if shape is None else shape.head_features
+        self.text_part_name = base.text_part_name
         self.stacked_experts = base.stacked_experts if self.adapts_experts else None
         self.flops = self._own_flops(base, shape)
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}

@@ -208,6 +208,11 @@ class BaseModel:
         logits = self.product(hidden, self.unembedding, self.head_bias)
         return soft_capped(logits, self.logit_cap)
 
+    @property
+    def text_part_name(self) -> str | None:
+        """The name of this part for text in transformers' whole model, None if it is all of it."""
+        return None if self._text_part is None else self._text_part.name
+
     def saved_name(self, name: str) -> str:
         """Returns the name of this parameter or module in transformers' whole model."""
         part = self._text_part
@@ -635,6 +640,7 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, TextPart | None]:
         raise ValueError(f"{source}: {refusal}")
     if config.model_type not in TEXT_PARTS:
         return config, None
+    _log.info("%s: of %s models only the part for text is loaded", source, config.model_type)
     text: Any = text_config_of(config)
     # The head is tied where the whole says so; transformers unties a head that has weights of its own in the files.
     text.tie_word_embeddings = text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)

@@ -176,7 +176,7 @@ class RestClient:
 
         Args:
             on_progress: called in another thread with the bytes that have arrived, and those of all files; not at all
-                if a server does not tell the sizes.
+                if a server does not say the sizes.
         """
         return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True, on_progress))
 

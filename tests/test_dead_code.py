@@ -51,6 +51,7 @@ HTTP_SERVER = "do_GET do_POST log_message protocol_version"
 # Attributes and overrides for http.server, uvicorn, tokenizers and torch.
 TESTS_USED_ELSEWHERE = {
     "tests/docs/commands.py": "commenters whitespace whitespace_split",
+    "tests/client/test_downloads.py": "do_GET do_HEAD log_message",
     "tests/client/test_retries.py": f"{HTTP_SERVER} close_connection daemon_threads",
     "tests/console/browser.py": "binary_location",
     "tests/server/console/test_pages.py": "handle_starttag",

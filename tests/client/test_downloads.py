@@ -17,7 +17,7 @@ def storage(answers_head: bool) -> Iterator[str]:
     """Yields the address of a server with two files of a checkpoint, which may drop connections that ask for sizes."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def answer(self) -> None:
             is_listing = self.path.endswith("external_weights_urls")
             listing = {"urls": {"a": "/a", "b": "/b"}, "expires": "2030-01-01T00:00:00Z"}
             content = json.dumps(listing).encode() if is_listing else b"abc"
@@ -27,9 +27,12 @@ def storage(answers_head: bool) -> Iterator[str]:
             if self.command == "GET":
                 self.wfile.write(content)
 
+        def do_GET(self) -> None:
+            self.answer()
+
         def do_HEAD(self) -> None:
             if answers_head:
-                self.do_GET()
+                self.answer()
 
         def log_message(self, *args: object) -> None:
             pass

@@ -18,10 +18,9 @@ _NOT_NUMBERS = {"I16", "I32", "I64", "U16", "U32", "U64"}
 """Dtypes of codes that are packed into larger integers, which never are a weight's own numbers."""
 _NOT_OF_WEIGHTS = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "qscale_act"),
-    *("q_scale", "k_scale", "v_scale", "weight_format"),
+    *("q_scale", "k_scale", "v_scale"),
 )
-"""Last parts of the names of scales that only products in 8 or 4 bits, and caches, need, and of the order in which the
-numbers of bitsandbytes were when they were used."""
+"""Last parts of the names of scales that only products in 8 or 4 bits, and caches, need."""
 
 _NOT_READ = {"pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"}
 """Last parts of the names of scales of inputs, and of a matrix that is added."""
@@ -53,8 +52,9 @@ class PackedWeight:
     or divided by. denominator: another one that they are divided by. zero_points: are subtracted from the codes.
     zero_point_axis: the dimension along which these are packed as the codes are, None if they are not. low_zero_points:
     whether packed ones are one too low. true_shape: a tensor that holds the shape without padding. groups: a tensor
-    that holds the column of scales for each column of numbers. order: the places in an element at which its numbers
-    are. is_mirrored: whether codes, scales and zero points are transposed in files. transposed: whether the last two
+    that holds the column of scales for each column of numbers. layout: a tensor that holds the layout of the codes as
+    bitsandbytes numbers it, 0 if they are in rows. order: the places in an element at which its numbers are.
+    is_mirrored: whether codes, scales and zero points are transposed in files. transposed: whether the last two
     dimensions of the weight are swapped in files.
     """
 
@@ -74,6 +74,7 @@ class PackedWeight:
     low_zero_points: bool = False
     true_shape: str | None = None
     groups: str | None = None
+    layout: str | None = None
     order: tuple[int, ...] = ()
     is_mirrored: bool = False
     transposed: bool = False
@@ -81,7 +82,8 @@ class PackedWeight:
     @property
     def names(self) -> set[str]:
         """The tensors in files that make up this weight."""
-        every = (self.codes, self.scales, self.factor, self.divisor, self.zero_points, self.true_shape, self.groups)
+        every = (self.codes, self.scales, self.factor, self.divisor, self.zero_points)
+        every += (self.true_shape, self.groups, self.layout)
         return {name for name in every if name is not None}
 
     @property
@@ -159,7 +161,7 @@ def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> I
         path, _, leaf = name.rpartition(".")
         if leaf.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
             weight = name.removesuffix("_blocks")
-            yield weight, _experts_of_gpt_oss(name, f"{weight}_scales", header)
+            yield weight, _checked(_experts_of_gpt_oss(name, f"{weight}_scales", header), tensors)
         elif leaf == "weight_packed":
             yield f"{path}.weight", _compressed(path, tensors, quantization)
         elif leaf == "qweight":
@@ -292,7 +294,7 @@ def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quanti
     """Returns a weight whose codes have its own name."""
     dtype, shape = tensors[codes].dtype, tensors[codes].shape
     path = codes.rpartition(".")[0]
-    factor, zero_points = f"{scales}_2", f"{path}.weight_zero_point"
+    factor, zero_points, layout = f"{scales}_2", f"{path}.weight_zero_point", f"{path}.weight_format"
     if dtype == "U8" and tensors[scales].dtype not in _FLOAT4_SCALES:
         raise ValueError(f"{codes} has codes of 4 bits in an order that is not known: use another release")
     if dtype == "U8" or (dtype == "I8" and quantization.method == "fp8"):
@@ -305,6 +307,7 @@ def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quanti
         factor=factor if factor in tensors else None,
         denominator=_LARGEST_INT8 if scales.endswith(".SCB") else 1,
         zero_points=zero_points if zero_points in tensors else None,
+        layout=layout if layout in tensors else None,
     )
     return _checked(found, tensors)
 
@@ -343,7 +346,16 @@ def _fits(columns: int, per_element: float, size: int, num_groups: int) -> bool:
 
 
 def _checked(packed: PackedWeight, tensors: Mapping[str, TensorHeader]) -> PackedWeight:
-    """Returns the weight. Raises ValueError if it has not as many zero points or groups of columns as it needs."""
+    """Returns the weight.
+
+    Raises:
+        ValueError: it has no numbers, or not as many zero points or groups of columns as it needs.
+    """
+    if not packed.num_numbers:
+        codes = tensors[packed.codes]
+        raise ValueError(
+            f"{packed.codes} of {codes.dtype} {_sized(codes.shape)} has no numbers: download the model again"
+        )
     step = -1 if packed.is_mirrored else 1
     of_scales = tensors[packed.scales].shape[::step]
     if packed.zero_points is not None:

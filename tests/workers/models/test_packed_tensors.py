@@ -319,7 +319,7 @@ def test_methods_are_refused_by_config_if_their_layout_is_not_known() -> None:
 
 
 INT4 = {"num_bits": 4, "type": "int"}
-WRONG: dict[str, tuple[dict[str, object], str]] = {
+WRONG: dict[str, tuple[Mapping[str, object], str]] = {
     "bits": ({"quant_method": "gptq", "bits": 99}, "quantization_config has bits 99"),
     "bits of AWQ": ({"quant_method": "awq", "bits": 3}, "quantization_config has bits 3"),
     "bits in words": ({"quant_method": "gptq", "bits": "4"}, "quantization_config has bits '4'"),
@@ -392,6 +392,16 @@ def broken_nf4(numbers_of: int = 64, **changed: object) -> dict[str, Tensor]:
     return tensors | {"a.weight": tensors["a.weight"][: 32 * numbers_of]}
 
 
+def int8_in_layout(layout: Tensor) -> dict[str, Tensor]:
+    """Returns a weight of 64 x 64 by bitsandbytes whose tensor of the layout is this."""
+    tensors, _ = RELEASES["bitsandbytes INT8"].pack("a.weight", (64, 64))
+    return tensors | {"a.weight_format": layout}
+
+
+def empty_fp8(rows: int, columns: int) -> dict[str, Tensor]:
+    return {"a.weight": float8_codes((rows, columns)), "a.weight_scale": torch.tensor(1.0)}
+
+
 BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": (broken_gptq(scales=None), r"a\.qweight has no a\.scales: download the model again"),
     "no zero points": (broken_gptq(qzeros=None), r"a\.qweight has no a\.qzeros"),
@@ -411,6 +421,29 @@ BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
         "a needs _weight_act_pre_scale",
     ),
     "tiles of a GPU": ({"a._weight_qdata": torch.ones(2, 2, 2, 2).int()}, "is packed as I32 of 2 x 2 x 2 x 2"),
+    "col32": (int8_in_layout(torch.tensor(1)), r"a\.weight_format is 1, .* save the model again with a current"),
+    "turing": (int8_in_layout(torch.tensor([2], dtype=torch.uint8)), r"a\.weight_format is 2"),
+    "ampere": (int8_in_layout(torch.tensor(3, dtype=torch.uint8)), r"a\.weight_format is 3"),
+    "no layout": (int8_in_layout(torch.ones(0)), r"a\.weight_format is empty"),
+    "several layouts": (int8_in_layout(torch.zeros(9)), r"a\.weight_format is 0\.0, 0\.0"),
+    "no inputs": (
+        broken_gptq(qweight=torch.ones(0, 64).int(), g_idx=None),
+        r"a\.qweight of I32 0 x 64 has no numbers: download the model again",
+    ),
+    "no outputs": (
+        broken_gptq(qweight=torch.ones(8, 0).int(), scales=torch.ones(2, 0), qzeros=torch.ones(2, 0).int()),
+        r"a\.qweight of I32 8 x 0",
+    ),
+    "no rows": (empty_fp8(0, 4), r"a\.weight of F8_E4M3 0 x 4 has no numbers"),
+    "no columns": (empty_fp8(4, 0), r"a\.weight of F8_E4M3 4 x 0 has no numbers"),
+    "no rows of torchao": (
+        {"a._weight_qdata": torch.ones(0, 4).char(), "a._weight_scale": some_scales(1)},
+        r"a\._weight_qdata of I8 0 x 4 has no numbers",
+    ),
+    "no experts": (
+        {"a.up_blocks": torch.ones(0, 4, 2, 16).byte(), "a.up_scales": torch.ones(0, 4, 2).byte()},
+        r"a\.up_blocks of U8 0 x 4 x 2 x 16 has no numbers",
+    ),
     "no state": ({"a.weight": float8_codes((4, 1)), "a.weight.absmax": torch.ones(1)}, "a.weight has no quant_state"),
     "shape": (broken_nf4(shape=[64, 1 << 40]), r"has shape \[64, 1099511627776\], but its codes are 4096 numbers"),
     "negative shape": (broken_nf4(shape=[-64, -64]), r"has shape \[-64, -64\], but it must be at least 1"),

@@ -15,13 +15,28 @@ class ScaledTensor:
     """Implements StoredTensor for a packed weight."""
 
     def __init__(self, name: str, packed: PackedWeight, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
-        """name: of the weight. Raises ValueError if the files say that it has another shape than its codes."""
+        """name: of the weight.
+
+        Raises:
+            ValueError: the files say that it has another shape than its codes, or that these are not in rows.
+        """
         self._name, self._packed, self._dtype = name, packed, dtype
         self._stored = {each: Mirrored(stored[each]) if packed.is_mirrored else stored[each] for each in packed.names}
         self._codes = Codes(packed, stored[packed.codes].get_dtype())
         self._grid = grid_of(packed.shape, self._stored[packed.scales].get_shape())
+        self._check_layout()
         shape = [*packed.shape[:-1], self._num_columns()]
         self._shape = [*shape[:-2], shape[-1], shape[-2]] if packed.transposed else shape
+
+    def _check_layout(self) -> None:
+        if self._packed.layout is None:
+            return
+        value = self._stored[self._packed.layout][...].flatten()[:2].tolist()
+        if value != [0]:
+            raise ValueError(
+                f"{self._packed.layout} is {', '.join(map(str, value)) or 'empty'}, but only 0, codes in rows, can be"
+                " read: save the model again with a current bitsandbytes"
+            )
 
     def _num_columns(self) -> int:
         padded, true_shape = self._packed.shape[-1], self._packed.true_shape

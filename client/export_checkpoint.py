@@ -44,9 +44,9 @@ class ExportedCheckpoint:
 
 @contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """Creates a directory, and yields one inside of it that is removed in the end. If this raises, both are.
+    """Creates a directory, and yields one inside of it, which is removed in the end.
 
-    Raises ValueError if the directory is not empty.
+    After an error the directory is removed, too, if it is new and empty. Raises ValueError if it already holds files.
     """
     if directory.is_dir() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: name a new directory")

@@ -51,7 +51,7 @@ from ..config.knob_values import (
 from .errors import FAILED, WRONGLY_USED
 from .options import Status, new_app, option, with_options
 from .output import aligned, print_json
-from .plan_drafts import DraftPlan, parse_draft
+from .plan_drafts import PlannedDraft, parse_draft
 
 PlanOptions = SimpleNamespace
 """The flags as typed, by name: None for those that are not given."""
@@ -284,7 +284,7 @@ def plan_of_draft(options: PlanOptions) -> Planned:
     else:
         draft_spec = draft_spec_of(model, spec, draft, wanted)
         found = DraftLayout(spec, draft_spec, load, draft_memory(model, spec, load, draft, draft_spec))
-    return DraftPlan(model, found, draft, device_bytes, speeds)
+    return PlannedDraft(model, found, draft, device_bytes, speeds)
 
 
 def _options_of_drafts(options: PlanOptions) -> PlanOptions:

@@ -23,7 +23,7 @@ _MOST = 1 << 24
 
 
 @dataclass(frozen=True)
-class DraftPlan:
+class PlannedDraft:
     """The estimate for a draft.
 
     layout: of the target on the ranks that train the draft, and of the draft. device_bytes: memory of each device; None

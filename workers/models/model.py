@@ -64,7 +64,7 @@ from .long_rotations import rotate_alike
 from .packed_tensors import dequantizing
 from .packing_checks import check_modules, check_numbers
 from .tensor_parallel import ParameterSharding
-from .text_parts import TextPart, text_config_of, transposing_experts
+from .text_parts import TextModel, text_config_of, transposing_experts
 
 _log = logging.getLogger(__name__)
 
@@ -625,7 +625,7 @@ def _collect_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     parameter.grad = gradient
 
 
-def _config_of(source: str) -> tuple[PreTrainedConfig, TextPart | None]:
+def _config_of(source: str) -> tuple[PreTrainedConfig, TextModel | None]:
     """Returns the config of the model to load, and the part that it is, if the model also takes images or sound.
 
     Raises:
@@ -645,7 +645,7 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, TextPart | None]:
     # The head is tied where the whole says so; transformers unties a head that has weights of its own in the files.
     text.tie_word_embeddings = text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)
     text.quantization_config = dict(quantization_of(config.to_dict()))
-    return text, TextPart(str(config.model_type))
+    return text, TextModel(str(config.model_type))
 
 
 def class_of(config: PreTrainedConfig) -> Any:
@@ -659,7 +659,7 @@ def class_of(config: PreTrainedConfig) -> Any:
 def _load(
     source: str,
     config: PreTrainedConfig,
-    part: TextPart | None,
+    part: TextModel | None,
     dtype: torch.dtype,
     device: torch.device,
     placed: ParameterSharding,

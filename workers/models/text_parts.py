@@ -13,7 +13,7 @@ from .packed.stored_tensor import Index, StoredTensor, spans
 
 
 @dataclass(frozen=True)
-class TextPart:
+class TextModel:
     """The part for text of a model. whole: the model_type of the whole."""
 
     whole: str
@@ -58,7 +58,7 @@ def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
 
 
 @contextmanager
-def transposing_experts(part: TextPart | None, config: PreTrainedConfig) -> Iterator[None]:
+def transposing_experts(part: TextModel | None, config: PreTrainedConfig) -> Iterator[None]:
     """Makes `from_pretrained` read experts' matrices of [experts, in, out] as [experts, out, in], while inside.
 
     Args:

@@ -38,7 +38,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Speeds:
+class BenchResult:
     """The measured speeds; medians over the steps.
 
     training_share, sampling_share: of the peak of the server's devices, a product of large matrices that it measured
@@ -74,7 +74,7 @@ def bench(
         print_table(("", ""), rows_of(speeds))
 
 
-def rows_of(speeds: Speeds) -> list[tuple[str, str]]:
+def rows_of(speeds: BenchResult) -> list[tuple[str, str]]:
     peak = "" if speeds.peak_flops is None else f" of {speeds.peak_flops / 1e12:.3g} TFLOP/s"
     return [
         ("training", f"{speeds.training_tokens_per_second:,.0f} tokens/s{_share(speeds.training_share)}{peak}"),
@@ -88,7 +88,7 @@ def _share(share: float | None) -> str:
     return "" if share is None else f", {share:.1%}"
 
 
-def measure(service: ServiceClient, model: str, load: Load) -> Speeds:
+def measure(service: ServiceClient, model: str, load: Load) -> BenchResult:
     """Trains a new adapter and samples it. Raises TrainhouseError."""
     client = service.create_lora_training_client(model, rank=load.rank, seed=0)
     batch = [_datum(load.length, start) for start in range(load.sequences)]
@@ -102,7 +102,7 @@ def measure(service: ServiceClient, model: str, load: Load) -> Speeds:
         utilization = service.get_workers().utilization.get(model)
     except PermissionDeniedError:  # only operators see the workers
         utilization = None
-    return Speeds(
+    return BenchResult(
         step_seconds=seconds,
         training_tokens_per_second=load.sequences * load.length / seconds,
         training_share=statistics.median(shares) if shares else None,

@@ -26,9 +26,10 @@ class TableTensor:
         self._name, self._packed, self._stored, self._dtype = name, packed, stored, dtype
         state = self._state()
         self._shape = [self._positive(state, "shape", each) for each in state.get("shape") or ()]
-        self._block = self._positive(state, "blocksize", state.get("blocksize"))
         rows, columns = self._shape if len(self._shape) == 2 else (0, 0)
         most = packed.num_numbers
+        # A block is no larger than what it is of, so that no file decides how much memory is taken.
+        self._block = min(most, self._positive(state, "blocksize", state.get("blocksize")))
         if not most - 8 < rows * columns <= most:
             raise self._wrong("shape", state.get("shape"), f"its codes are {most} numbers")
         self._check_size(packed.scales, ceil(rows * columns / self._block))
@@ -37,7 +38,7 @@ class TableTensor:
         every = torch.arange(256)
         self._pairs = torch.stack((table[every >> 4], table[every & 15]), 1)
         if packed.nested_scales is not None and packed.nested_table is not None:
-            self._nested_block = self._positive(state, "nested_blocksize", state.get("nested_blocksize"))
+            self._nested_block = min(most, self._positive(state, "nested_blocksize", state.get("nested_blocksize")))
             self._check_size(packed.nested_scales, ceil(rows * columns / self._block / self._nested_block))
             self._check_size(packed.nested_table, 256)
             offset = state.get("nested_offset")

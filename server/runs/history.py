@@ -90,16 +90,18 @@ class RunHistory:
         """Returns the metrics of optimizer steps, each with those of the passes since the one before."""
         num_steps = await self._store.operations.count_steps(run_id, query.after)
         points, last = _Points(query.steps_per_point(num_steps)), None
-        async for last in self._steps(run_id, query):
-            points.add(last.step or 0, last.ended_at, last.metrics)
+        async for steps in self._steps(run_id, query):
+            await asyncio.to_thread(points.extend, [(one.step or 0, one.ended_at, one.metrics) for one in steps])
+            last = steps[-1]
         return points.series(query.names, None if last is None else last.seq_id, num_steps > query.limit)
 
     async def logged_metrics(self, run_id: str, query: SeriesQuery) -> MetricSeries:
         """Returns the metrics that the client has logged."""
         num_steps = await self._store.logged_metrics.count_steps(run_id, query.after)
         points, last = _Points(query.steps_per_point(num_steps)), None
-        async for last in self._logged(run_id, query):
-            points.add(last.step, last.logged_at, last.metrics)
+        async for entries in self._logged(run_id, query):
+            await asyncio.to_thread(points.extend, [(one.step, one.logged_at, one.metrics) for one in entries])
+            last = entries[-1]
         return points.series(query.names, None if last is None else last.step, num_steps > query.limit)
 
     async def tidy_up(self, run_ids: Iterable[str]) -> None:
@@ -115,7 +117,8 @@ class RunHistory:
             shortened = await self._store.operations.last_seq_id_of_steps_only(run_id)
         last = await self._store.operations.newest_seq_id(run_id) - _KEPT_OPERATIONS
         while last - shortened > _BLOCK:
-            steps = [step async for step in self._steps(run_id, SeriesQuery(shortened, _BLOCK, None, ()))]
+            blocks = self._steps(run_id, SeriesQuery(shortened, _BLOCK, None, ()))
+            steps = [step async for block in blocks for step in block]
             if not steps:  # a run need not take steps at all
                 await self._shorten_window(run_id, shortened, last)
                 return
@@ -132,22 +135,21 @@ class RunHistory:
         await self._store.operations.keep_only(run_id, window, last)
         self._shortened[run_id] = window[0].seq_id - 1 if window else last
 
-    async def _steps(self, run_id: str, query: SeriesQuery) -> AsyncIterator[OperationRecord]:
-        """Yields optimizer steps with the metrics of their windows."""
+    async def _steps(self, run_id: str, query: SeriesQuery) -> AsyncIterator[Sequence[OperationRecord]]:
+        """Yields blocks of optimizer steps with the metrics of their windows; none is empty."""
         after, left = query.after, query.limit
         window: list[OperationRecord] = []  # since the last step; a window can be longer than what is read at a time
         while left > 0 and (operations := await self._store.operations.list_of_steps(run_id, after, min(left, _BLOCK))):
             # A block may have thousands of passes, and merging their metrics takes seconds.
             steps, window = await asyncio.to_thread(_merged_steps, window, operations)
-            for step in steps:
-                yield step
+            if steps:
+                yield steps
             after, left = operations[-1].seq_id, left - len(steps)
 
-    async def _logged(self, run_id: str, query: SeriesQuery) -> AsyncIterator[LoggedMetricsRecord]:
+    async def _logged(self, run_id: str, query: SeriesQuery) -> AsyncIterator[Sequence[LoggedMetricsRecord]]:
         after, left = query.after, query.limit
         while left > 0 and (entries := await self._store.logged_metrics.list_of_run(run_id, after, min(left, _BLOCK))):
-            for entry in entries:
-                yield entry
+            yield entries
             after, left = entries[-1].step, left - len(entries)
 
 
@@ -172,6 +174,8 @@ def _merged_steps(
 
 def _merged_passes(passes: Sequence[OperationRecord]) -> OperationRecord:
     """Returns a pass with the metrics of all of these, from the start of the first to the end of the last."""
+    if len(passes) == 1:
+        return passes[0]
     began_at = min(one.ended_at - one.busy_seconds for one in passes)
     return replace(
         passes[-1],
@@ -210,15 +214,17 @@ class _Points:
         self._times: list[float] = []
         self._points: list[Mapping[str, float]] = []
 
-    def add(self, step: int, ended_at: float, metrics: Mapping[str, float]) -> None:
-        if not self._group:
-            self._steps.append(step)
-            self._times.append(ended_at)
-            self._points.append({})
-        self._group.append(metrics)
-        self._steps[-1], self._times[-1] = step, ended_at
-        if len(self._group) == self._size:
-            self._end_group()
+    def extend(self, steps: Iterable[tuple[int, float, Mapping[str, float]]]) -> None:
+        """Adds steps: number, time of their end, metrics."""
+        for step, ended_at, metrics in steps:
+            if not self._group:
+                self._steps.append(step)
+                self._times.append(ended_at)
+                self._points.append({})
+            self._group.append(metrics)
+            self._steps[-1], self._times[-1] = step, ended_at
+            if len(self._group) == self._size:
+                self._end_group()
 
     def series(self, names: Sequence[str], last: int | None, has_more: bool) -> MetricSeries:
         if self._group:
@@ -230,13 +236,9 @@ class _Points:
         return MetricSeries(steps=self._steps, times=self._times, metrics=values, next=next_, last=last)
 
     def _end_group(self) -> None:
-        if self._size == 1:
-            (self._points[-1],) = self._group
-        else:
-            sums: dict[str, tuple[float, int]] = {}
-            for metrics in self._group:
-                for name, value in metrics.items():
-                    total, number = sums.get(name, (0.0, 0))
-                    sums[name] = total + value, number + 1
-            self._points[-1] = {name: total / number for name, (total, number) in sums.items()}
+        columns: dict[str, list[float]] = {}
+        for metrics in self._group:
+            for name, value in metrics.items():
+                columns.setdefault(name, []).append(value)
+        self._points[-1] = {name: sum(values) / len(values) for name, values in columns.items()}
         self._group = []

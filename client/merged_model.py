@@ -256,7 +256,8 @@ def _packing_of(base: Path) -> str | None:
     """Returns the quant_method that the model's config.json names."""
     config = json.loads(file.read_text()) if (file := base / "config.json").exists() else {}
     given = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    return None if given is None else str(given.get("quant_method"))
+    given = given or config.get("quantization")
+    return None if given is None else str(given.get("quant_method", "MLX"))
 
 
 def _to_float32(values: np.ndarray, dtype: str) -> np.ndarray:

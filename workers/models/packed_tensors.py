@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedConfig, modeling_utils
 
 from ..shapes.packed_weights import PackedWeight, TensorHeader, packed_weights, unpacked_names
-from ..shapes.quantization import Quantization
-from .packed import ScaledTensor, StoredTensor, TableTensor
+from ..shapes.quantization import MLX, Quantization
+from .packed import ScaledTensor, StoredTensor, TableTensor, unstacked
 
 
 @contextmanager
@@ -24,7 +24,8 @@ def dequantizing(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[None]
     """
     quantization = Quantization.of(config.to_dict())
     for each in (config, config.get_text_config()):
-        vars(each).pop("quantization_config", None)
+        for key in ("quantization_config", "quantization"):
+            vars(each).pop(key, None)
     hooked: Any = modeling_utils
     load = hooked.convert_and_load_state_dict_in_model
 
@@ -54,4 +55,4 @@ def dequantized_tensors(
             dequantized[name] = ScaledTensor(name, each, stored, dtype)
         else:
             dequantized[name] = TableTensor(name, each, stored, dtype)
-    return dequantized
+    return unstacked(dequantized) if quantization.method == MLX else dequantized

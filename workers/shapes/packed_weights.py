@@ -1,7 +1,7 @@
 """Finds the weights that a model's files hold in fewer bits: codes in one tensor, their scales in others.
 
 Reads names, dtypes and shapes alone, of the layouts of gpt-oss, DeepSeek, compressed-tensors, NVIDIA's ModelOpt, AMD's
-Quark, torchao, GPTQ, AWQ and bitsandbytes. Imports no torch.
+Quark, torchao, GPTQ, AWQ, bitsandbytes and MLX. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _NOT_OF_WEIGHTS = (
 _NOT_READ = {"pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"}
 """Last parts of the names of scales of inputs, and of a matrix that is added."""
 
-CodeKind = Literal["float8", "float4", "integer"]
+CodeKind = Literal["float8", "float4", "integer", "unsigned"]
 
 # bitsandbytes divides numbers of 8 bits by the largest code.
 _LARGEST_INT8 = 127
@@ -46,16 +46,18 @@ class TensorHeader:
 class PackedWeight:
     """A weight of which files hold codes and scales. Each number is a code times the scale of its block.
 
-    Names are those of tensors in files. numbers, elements: as many numbers are in as many elements of the codes' last
-    dimension. bits: of an integer code. shape: of the codes' numbers; the last dimension may be padded, see
-    `true_shape`. block: rows and columns that share a scale. factor, divisor: a number that all scales are multiplied
-    or divided by. denominator: another one that they are divided by. zero_points: are subtracted from the codes.
-    zero_point_axis: the dimension along which these are packed as the codes are, None if they are not. low_zero_points:
-    whether packed ones are one too low. true_shape: a tensor that holds the shape without padding. groups: a tensor
-    that holds the column of scales for each column of numbers. layout: a tensor that holds the layout of the codes as
-    bitsandbytes numbers it, 0 if they are in rows. order: the places in an element at which its numbers are.
-    is_mirrored: whether codes, scales and zero points are transposed in files. transposed: whether the last two
-    dimensions of the weight are swapped in files.
+    Names are those of tensors in files. kind: codes are floats of 8 or 4 bits, or integers, of which zero is the
+    middle one or the first. numbers, elements: as many numbers are in as many elements of the codes' last dimension.
+    bits: of an integer code. shape: of the codes' numbers; the last dimension may be padded, see `true_shape`. block:
+    rows and columns that share a scale. factor, divisor: a number that all scales are multiplied or divided by.
+    denominator: another one that they are divided by. has_float8_scales: whether scales in bytes are floats of 8 bits,
+    not powers of two. offsets: are added to the codes times scales. zero_points: are subtracted from the codes.
+    zero_point_axis: the dimension along which these are packed as the codes are, None if they are not.
+    low_zero_points: whether packed ones are one too low. true_shape: a tensor that holds the shape without padding.
+    groups: a tensor that holds the column of scales for each column of numbers. layout: a tensor that holds the layout
+    of the codes as bitsandbytes numbers it, 0 if they are in rows. order: the places in an element at which its
+    numbers are. is_mirrored: whether codes, scales and zero points are transposed in files. transposed: whether the
+    last two dimensions of the weight are swapped in files.
     """
 
     kind: CodeKind
@@ -69,6 +71,8 @@ class PackedWeight:
     factor: str | None = None
     divisor: str | None = None
     denominator: int = 1
+    has_float8_scales: bool = False
+    offsets: str | None = None
     zero_points: str | None = None
     zero_point_axis: int | None = None
     low_zero_points: bool = False
@@ -83,7 +87,7 @@ class PackedWeight:
     def names(self) -> set[str]:
         """The tensors in files that make up this weight."""
         every = (self.codes, self.scales, self.factor, self.divisor, self.zero_points)
-        every += (self.true_shape, self.groups, self.layout)
+        every += (self.true_shape, self.groups, self.layout, self.offsets)
         return {name for name in every if name is not None}
 
     @property
@@ -164,6 +168,8 @@ def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> I
             yield weight, _checked(_experts_of_gpt_oss(name, f"{weight}_scales", header), tensors)
         elif leaf == "weight_packed":
             yield f"{path}.weight", _compressed(path, tensors, quantization)
+        elif header.dtype == "U32" and f"{path}.scales" in tensors:
+            yield name, _of_mlx(name, tensors, quantization)
         elif leaf == "qweight":
             yield f"{path}.weight", _of_gptq_or_awq(path, tensors, quantization)
         elif f"{name}.absmax" in tensors:
@@ -215,10 +221,19 @@ def _integers(bits: int, codes: str, scales: str, shape: tuple[int, ...]) -> Pac
 
 def _bits(path: str, columns: int, num_groups: int, quantization: Quantization) -> int:
     """Returns the bits of a code that fit the numbers of 32-bit integers and of scales in a row."""
-    for bits, size in quantization.integers:
-        if not size or _fits(columns * 32 // bits, 32 / bits, size, num_groups):
-            return bits
-    raise ValueError(f"{path}: codes of {quantization.integers} (bits, group) cannot be read: use another release")
+    groupings = quantization.groupings_of(path)
+    fitting = {
+        each.bits
+        for each in groupings
+        if not each.size or _fits(columns * 32 // each.bits, 32 / each.bits, each.size, num_groups)
+    }
+    if len(fitting) == 1:
+        return fitting.pop()
+    known = ", ".join(f"{each.bits} bits in groups of {each.size or 'a row'}" for each in groupings) or "no bits"
+    raise ValueError(
+        f"{path}: {columns} integers with {num_groups} scales in a row fit {len(fitting)} of what quantization_config"
+        f" says, {known}: use another release"
+    )
 
 
 def _of_gptq_or_awq(path: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> PackedWeight:
@@ -247,6 +262,35 @@ def _of_gptq_or_awq(path: str, tensors: Mapping[str, TensorHeader], quantization
         plain = replace(plain, order=_AWQ_ORDER, transposed=True)
         block, axis = _block(plain, of_scales, quantization), -1
     return _checked(replace(plain, block=block, zero_points=zero_points, zero_point_axis=axis), tensors)
+
+
+def _of_mlx(codes: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> PackedWeight:
+    """Returns a weight of MLX, or the stacked weights of experts: codes in 32-bit integers, from the lowest bits.
+
+    Numbers are codes times scales plus biases (which transformers calls qbiases), or floats of 4 or 8 bits.
+    """
+    path = codes.rpartition(".")[0]
+    scales = f"{path}.scales"
+    offsets = next((name for leaf in ("biases", "qbiases") if (name := f"{path}.{leaf}") in tensors), None)
+    (grouping, *others) = quantization.groupings_of(path) or (None,)
+    if grouping is None or others or not grouping.mode or f"{path}.global_scale" in tensors:
+        raise ValueError(f"{codes} is packed in a way that quantization_config does not say: use another release")
+    if (offsets is None) is (grouping.mode == "affine"):
+        raise ValueError(
+            f"{codes} has {offsets or 'no biases'}, but is packed as {grouping.mode}: download the model again"
+        )
+    (*rows, words), bits = tensors[codes].shape or (0,), grouping.bits
+    columns, size = words * 32 // bits, grouping.size or 1
+    names = (codes, scales, *(() if offsets is None else (offsets,)))
+    if (
+        len(rows) not in (1, 2)
+        or words * 32 % bits
+        or any(tensors[each].shape != (*rows, columns / size) for each in names[1:])
+    ):
+        raise ValueError(f"{_unfitting(names, tensors)} ({bits} bits in groups of {size})")
+    packed = replace(_integers(bits, codes, scales, (*rows, columns)), block=(1, size), offsets=offsets)
+    kind: CodeKind = "unsigned" if grouping.mode == "affine" else "float8" if bits == 8 else "float4"
+    return _checked(replace(packed, kind=kind, has_float8_scales=grouping.mode == "nvfp4"), tensors)
 
 
 def _unfitting(names: Sequence[str], tensors: Mapping[str, TensorHeader]) -> ValueError:
@@ -331,10 +375,10 @@ def _block(packed: PackedWeight, scales: Sequence[int], quantization: Quantizati
     for block in quantization.blocks:
         if (ceil(rows / block[0]), ceil(columns / block[1])) == (across, along):
             return block
-    for _, size in quantization.integers:
+    for each in quantization.groupings_of(packed.codes.rpartition(".")[0]) if packed.kind == "integer" else ():
         per_element = packed.numbers / packed.elements
-        if packed.kind == "integer" and size and rows == across and _fits(columns, per_element, size, along):
-            return 1, size
+        if each.size and rows == across and _fits(columns, per_element, each.size, along):
+            return 1, each.size
     if not across or not along or rows % across or columns % along:
         raise ValueError(f"{packed.codes} of {rows} x {columns} has {across} x {along} scales: use another release")
     return rows // across, columns // along

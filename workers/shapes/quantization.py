@@ -1,12 +1,18 @@
 """Reads how a release packed its weights from its config.json, and refuses what cannot be read. Imports no torch."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from .name_patterns import NamePatterns
+
+MLX = "mlx"
+"""Stands for the `quant_method` that MLX's releases do not name."""
 
 METHODS = (
     *("mxfp4", "mxfp8", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"),
     *("gptq", "awq", "auto-round", "intel/auto-round", "bitsandbytes", "quark", "torchao"),
+    *("metal", MLX),
 )
 """Values of `quant_method` in a config.json whose weights can be dequantized."""
 
@@ -34,19 +40,49 @@ _AUTO_ROUND = (
     *("auto_round:llm_compressor", "auto_round:fp8", "auto_round:fp8_static"),
 )
 GPTQ_BITS = (2, 3, 4, 5, 6, 7, 8)
+# What MLX packs, by mode: possible bits, the default first, and the numbers that share a scale if it is not said
+# (documentation of mlx.core.quantize).
+_MLX_MODES = {
+    "affine": ((4, 1, 2, 3, 5, 6, 8), 64),
+    "mxfp4": ((4,), 32),
+    "mxfp8": ((8,), 32),
+    "nvfp4": ((4,), 16),
+}
+_MLX_TYPES = (
+    *("llama", "mistral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "starcoder2"),
+    *("gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "cohere", "cohere2", "ernie4_5"),
+    *("exaone_moe", "helium", "minimax_m2", "nemotron", "olmo2", "olmo3", "olmoe", "seed_oss", "smollm3"),
+    *("solar_open", "stablelm"),
+)
+"""Types of models whose weights have the numbers in MLX's releases that they have in transformers', and names that are
+known. mlx-lm adds one to norms of others, splits or swaps matrices, or renames them."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How the weights of some modules are packed.
+
+    bits: of a code. size: columns that share a scale, None if a whole row does. mode: of MLX. targets: names of the
+    modules; None if it is all that no other grouping names.
+    """
+
+    bits: int
+    size: int | None
+    mode: str = ""
+    targets: NamePatterns | None = None
 
 
 @dataclass(frozen=True)
 class Quantization:
     """The parts of a `quantization_config` that shapes in files do not show.
 
-    blocks: possible rows and columns that share a scale. integers: possible (bits, columns that share a scale); None
-    columns if a whole row shares one. low_zero_points: whether files of GPTQ hold zero points less one.
+    blocks: possible rows and columns that share a scale. groupings: of codes in integers. low_zero_points: whether
+    files of GPTQ hold zero points less one.
     """
 
     method: str = ""
     blocks: tuple[tuple[int, int], ...] = ()
-    integers: tuple[tuple[int, int | None], ...] = ()
+    groupings: tuple[Grouping, ...] = ()
     low_zero_points: bool = False
 
     @staticmethod
@@ -68,15 +104,32 @@ class Quantization:
         if method.endswith("auto-round"):
             low = _packing_of_autoround(given) == _LOW_ZERO_POINTS
         _check_layout(method, given)
-        return Quantization(method, tuple(_blocks(given)), tuple(_integers(method, given)), low)
+        model_type = config.get("model_type")
+        if method == MLX and model_type is not None and model_type not in _MLX_TYPES:
+            raise ValueError(
+                f"{model_type} models in MLX's files are not supported, because these have other names or numbers than"
+                f" transformers' files: {_REMEDY}"
+            )
+        return Quantization(method, tuple(_blocks(given)), tuple(_groupings(method, given)), low)
+
+    def groupings_of(self, module: str) -> Sequence[Grouping]:
+        """Returns how the weight of a module may be packed."""
+        named = [each for each in self.groupings if each.targets is not None and each.targets.match(module)]
+        return named or [each for each in self.groupings if each.targets is None] or self.groupings
 
 
 def quantization_of(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the `quantization_config` of a config.json or of its text part, empty if it has none."""
+    """Returns the `quantization_config` of a config.json or of its text part, empty if it has none.
+
+    That of MLX's releases, which older ones call `quantization`, names no method: it gets one.
+    """
     text = config.get("text_config")
     nested = text.get("quantization_config") if isinstance(text, dict) else None
-    given = config.get("quantization_config") or nested
-    return given if isinstance(given, dict) else {}
+    given = config.get("quantization_config") or nested or config.get("quantization")
+    if not isinstance(given, dict):
+        return {}
+    is_of_mlx = "quant_method" not in given and {"group_size", "bits"} <= given.keys()
+    return {**given, "quant_method": MLX} if is_of_mlx else given
 
 
 def quantization_refusal(config: Mapping[str, object]) -> str | None:
@@ -138,18 +191,49 @@ def _blocks(given: Any) -> Iterator[tuple[int, int]]:
         yield _positive(key, block[0]), _positive(key, block[1])
 
 
-def _integers(method: str, given: Any) -> Iterator[tuple[int, int | None]]:
-    if method in ("gptq", "awq") or method.endswith("auto-round"):
+def _groupings(method: str, given: Any) -> Iterator[Grouping]:
+    if method in ("metal", MLX):
+        yield from _of_mlx(given)
+    elif method in ("gptq", "awq") or method.endswith("auto-round"):
         bits = given.get("bits", given.get("w_bit", 4))
         if type(bits) is not int or bits not in ((4,) if method == "awq" else GPTQ_BITS):
             raise ValueError(f"quantization_config has bits {bits!r}: {_REMEDY}")
-        yield bits, _group_size("group_size", given.get("group_size", given.get("q_group_size")))
-    for weights in _weights(given):
-        size, bits = _group_size("group_size", weights.get("group_size")), weights.get("num_bits")
-        if weights.get("type") == "int":
+        yield Grouping(bits, _group_size("group_size", given.get("group_size", given.get("q_group_size"))))
+    for group in _groups(given):
+        weights = group.get("weights")
+        if isinstance(weights, dict) and weights.get("type") == "int":
+            size, bits = _group_size("group_size", weights.get("group_size")), weights.get("num_bits")
             if type(bits) is not int or not 1 <= bits <= 8:
                 raise ValueError(f"quantization_config has num_bits {bits!r}, supported are 1 to 8: {_REMEDY}")
-            yield bits, size
+            yield Grouping(bits, size, targets=_targets(group.get("targets")))
+
+
+def _targets(given: object) -> NamePatterns | None:
+    """Returns the modules that a group of compressed-tensors is of, None if it names all of a class of modules."""
+    names = [str(each) for each in given] if isinstance(given, list) else []
+    return None if not names or any(each[:1].isupper() for each in names) else NamePatterns.of(names)
+
+
+def _of_mlx(given: Any) -> Iterator[Grouping]:
+    """Yields how most modules are packed, and how those are that have settings of their own."""
+    yield _mlx_grouping(given, "")
+    modules: dict[Grouping, list[str]] = {}
+    for module, own in given.items():
+        if isinstance(own, dict):
+            modules.setdefault(_mlx_grouping(own, f" of {module}"), []).append(module)
+    yield from (replace(each, targets=NamePatterns.of(names)) for each, names in modules.items())
+
+
+def _mlx_grouping(given: Any, owner: str) -> Grouping:
+    mode = given.get("mode", "affine")
+    _check_known(f"mode{owner}", mode, tuple(_MLX_MODES))
+    known, size = _MLX_MODES[mode]
+    bits = given.get("bits", known[0])
+    if type(bits) is not int or bits not in known:
+        raise ValueError(
+            f"quantization_config has bits{owner} {bits!r}, {mode} has {', '.join(map(str, known))}: {_REMEDY}"
+        )
+    return Grouping(bits, _positive(f"group_size{owner}", given.get("group_size", size)), mode)
 
 
 def _group_size(key: str, value: object) -> int | None:

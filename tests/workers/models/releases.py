@@ -241,6 +241,43 @@ def int8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     return tensors, codes * (largest / 127).unsqueeze(1)
 
 
+@dataclass(frozen=True)
+class Mlx:
+    """MLX's affine packing: a string of bits, the lowest first, and numbers that are added."""
+
+    bits: int
+    offsets: str = "biases"
+    size: int = 32
+
+    def __call__(self, name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+        groups, path = (shape[0], shape[1] // self.size), name.removesuffix(".weight")
+        scales, offsets = (some_scales(*groups) / (1 << self.bits)).half(), -some_scales(*groups).half()
+        codes = torch.randint(0, 1 << self.bits, shape)
+        tensors = {name: bit_string(codes, self.bits).view(torch.uint32)}
+        numbers = codes * repeated(scales, 1, self.size, shape) + repeated(offsets, 1, self.size, shape)
+        return tensors | {f"{path}.scales": scales, f"{path}.{self.offsets}": offsets}, numbers
+
+
+@dataclass(frozen=True)
+class MlxFloats:
+    """MLX's packing of a layout of floats: `pack` packs codes in bytes, with a power of two or FP8 for each block."""
+
+    pack: Callable[[str, tuple[int, int]], tuple[Tensors, Tensor]]
+
+    def __call__(self, name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+        tensors, numbers = self.pack(name, shape)
+        codes, scales = tensors.values()
+        path = name.removesuffix(".weight")
+        words = codes.view(torch.uint8).contiguous().view(torch.uint32)
+        return {name: words, f"{path}.scales": scales.view(torch.uint8)}, numbers
+
+
+def float8_scaled_float4(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+    codes, numbers = float4_codes(shape)
+    scales = some_scales(shape[0], shape[1] // 16).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale": scales}, numbers * repeated(scales, 1, 16, shape)
+
+
 def torchao_int8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     """torchao's Int8Tensor, as transformers saves it."""
     codes, scales = torch.randint(-128, 128, shape, dtype=torch.int8), some_scales(shape[0], shape[1] // 32) / 16
@@ -322,4 +359,11 @@ RELEASES = {
     "torchao INT8": Release({"quant_method": "torchao"}, torchao_int8),
     "Quark's FP8": Release({"quant_method": "quark"}, float8_whole),
     "Quark's MXFP4": Release({"quant_method": "quark"}, quark_mxfp4),
+    "MLX in 4 bits": Release({"bits": 4, "group_size": 32}, Mlx(4)),
+    "MLX in 3 bits": Release({"bits": 3, "group_size": 32, "mode": "affine"}, Mlx(3)),
+    "MLX in 8 bits": Release({"bits": 8, "group_size": 32}, Mlx(8)),
+    "MLX's MXFP4": Release({"bits": 4, "group_size": 32, "mode": "mxfp4"}, MlxFloats(compressed_mxfp4)),
+    "MLX's MXFP8": Release({"bits": 8, "group_size": 32, "mode": "mxfp8"}, MlxFloats(mxfp8)),
+    "MLX's NVFP4": Release({"bits": 4, "group_size": 16, "mode": "nvfp4"}, MlxFloats(float8_scaled_float4)),
+    "metal": Release({"quant_method": "metal", "bits": 4, "group_size": 32}, Mlx(4, "qbiases")),
 }

@@ -1,6 +1,8 @@
 """Releases in fewer bits load as the numbers that they stand for."""
 
 import json
+import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +16,13 @@ from trainhouse.workers.models.packed_tensors import dequantized_tensors, dequan
 from trainhouse.workers.planner.footprint import loaded_bytes
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import refusal_of
-from trainhouse.workers.shapes.quantization import METHODS, Quantization
+from trainhouse.workers.shapes.quantization import METHODS, Grouping, Quantization
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ...tiny import tiny_model
 from ..parallel.live_bytes import LiveBytes
-from .releases import RELEASES, Bits4, Gptq, bit_string, compressed, float8_codes, some_scales
+from .releases import RELEASES, Bits4, Gptq, Mlx, bit_string, compressed, float8_codes, some_scales
 from .test_survey import image_model
 
 # Blocks of 128 end within matrices, and those of other layouts with them.
@@ -32,6 +34,7 @@ VARIANTS = {
     *("MXFP8 of transformers", "INT8 in bytes", "GPTQ in 2 bits", "GPTQ in 8 bits", "GPTQ in 3 bits, version 2"),
     *("AutoRound", "AutoRound without a packing format", "AutoRound, its own zero points", "AutoRound as AWQ"),
     *("bitsandbytes FP4", "bitsandbytes NF4 in numbers", "torchao INT8", "Quark's FP8", "Quark's MXFP4"),
+    *("MLX in 8 bits", "MLX's MXFP4", "MLX's MXFP8", "metal"),
 }
 # Consecutive numbers share their scales there, so that whole rows are read.
 BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers")
@@ -128,6 +131,47 @@ def mxfp4_release(directory: Path) -> Path:
     return directory
 
 
+def test_a_release_of_mlx_loads_with_stacked_experts_and_settings_of_its_own_for_some_layers(tmp_path: Path) -> None:
+    """Embedding, output head and routers are packed too. The settings fit the same sizes of tensors."""
+    packed, plain = mlx_release(tmp_path)
+    assert same(parameters(packed), parameters(plain))
+    assert loaded_bytes(a_config(packed)) == loaded_bytes(a_config(plain))
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization"] = {"bits": 4, "group_size": 32}
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"2 weights do not fit .*q_proj\.weight of \[128, 96\], .* \[128, 192\]"):
+        parameters(packed)
+    (packed / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_next"}))
+    with pytest.raises(
+        ValueError, match="qwen3_next models in MLX's files are not supported, because these have other"
+    ):
+        parameters(packed)
+
+
+def mlx_release(directory: Path) -> tuple[Path, Path]:
+    """Returns a release as mlx-lm saves it, with the older key of its settings, and one that holds its numbers."""
+    model = tiny_model("qwen3_moe", directory / "model", **EXPERTS)
+    own, plain, stacks = {"bits": 2, "group_size": 64}, {}, dict[str, list[Tensor]]()
+    settings: dict[str, Any] = {"bits": 4, "group_size": 32}
+    torch.manual_seed(0)
+    for name, weight in load_file(model / "model.safetensors").items():
+        path, is_own = name.removesuffix(".weight"), name.endswith("q_proj.weight")
+        if weight.ndim == 1:
+            plain[name], tensors = weight, {name: weight}
+        else:
+            tensors, plain[name] = Mlx(2, size=64)(name, weight.shape) if is_own else Mlx(4)(name, weight.shape)
+            settings |= {path: own} if is_own else {}
+        for each, tensor in tensors.items():
+            stacks.setdefault(re.sub(r"experts\.\d+", "switch_mlp", each), []).append(tensor)
+    stored = {name: torch.stack(each) if "switch_mlp" in name else each[0] for name, each in stacks.items()}
+    config = json.loads((model / "config.json").read_text())
+    for where, tensors, extra in (("packed", stored, {"quantization": settings}), ("plain", plain, {})):
+        shutil.copytree(model, directory / where)
+        (directory / where / "config.json").write_text(json.dumps(config | extra))
+        save_file(tensors, directory / where / "model.safetensors", metadata={"format": "mlx"})
+    return directory / "packed", directory / "plain"
+
+
 def loaded_by_transformers(directory: Path) -> dict[str, Tensor]:
     config = AutoConfig.from_pretrained(directory)
     with dequantizing(config, torch.float32):
@@ -136,13 +180,13 @@ def loaded_by_transformers(directory: Path) -> dict[str, Tensor]:
 
 
 # file -> its number of cases
-PACKED_BY_LIBRARIES = {"compressed_tensors.json": 6, "gptq_and_awq.json": 5}
+PACKED_BY_LIBRARIES = {"compressed_tensors.json": 6, "gptq_and_awq.json": 5, "mlx.json": 9}
 
 
 @pytest.mark.parametrize("file", PACKED_BY_LIBRARIES)
 def test_numbers_equal_those_of_the_library_of_the_format(file: str) -> None:
-    """The tensors are of compressed-tensors 0.20.0, which packed and unpacked them, of AutoRound 0.16.1, which packed
-    numbers, and of AutoAWQ 0.2.9, which unpacked random codes."""
+    """The tensors are of compressed-tensors 0.20.0 and MLX 0.32.4, which packed and unpacked them (MLX in float32), of
+    AutoRound 0.16.1, which packed numbers, and of AutoAWQ 0.2.9, which unpacked random codes."""
     cases: dict[str, Any] = json.loads((Path(__file__).parent / file).read_text())
     assert len(cases) == PACKED_BY_LIBRARIES[file]
     for layout, case in cases.items():
@@ -182,6 +226,7 @@ DTYPES = {
     torch.int8: "I8",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.uint32: "U32",
 }
 
 
@@ -268,6 +313,41 @@ def test_the_memory_of_mxfp4_experts_is_planned_for_their_numbers(tmp_path: Path
     assert loaded_bytes(a_config(mxfp4_release(tmp_path / "packed"))) == expected
 
 
+def by_path(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {f"a.{leaf}": each for leaf, each in tensors.items()}
+
+
+def mlx_weight(**changed: Tensor | None) -> dict[str, Tensor]:
+    """Returns a weight of 64 x 64 in groups of 32, with these tensors instead of its own, or without them."""
+    torch.manual_seed(0)
+    tensors, _ = Mlx(4)("a.weight", (64, 64))
+    return {name: each for name, each in (tensors | by_path(changed)).items() if each is not None}
+
+
+BROKEN_MLX: dict[str, tuple[dict[str, Tensor], str]] = {
+    "no biases": (mlx_weight(biases=None), "a.weight has no biases, but is packed as affine: download"),
+    "no scales": (mlx_weight(scales=None), r"a\.weight is packed as U32, in a way that is not known"),
+    "other scales": (
+        mlx_weight(scales=some_scales(64, 3)),
+        r"a\.weight of U32 64 x 8, a\.scales of F32 64 x 3, a\.biases of F16 64 x 2: .* \(4 bits in groups of 32\)",
+    ),
+    "one dimension": (mlx_weight(weight=torch.ones(8).int().view(torch.uint32)), r"a\.weight of U32 8, a\.scales"),
+    "a number": (mlx_weight(weight=torch.tensor(8).int().view(torch.uint32)), r"a\.weight of U32 1, a\.scales"),
+    "scale of a whole": (mlx_weight(global_scale=torch.ones(1)), "in a way that quantization_config does not say"),
+    "flat stack": (
+        {"a.switch_mlp.up_proj.bias": torch.ones(4)},
+        r"a\.switch_mlp\.up_proj\.bias is of \[4\], but must be a stack of all experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_MLX)
+def test_tensors_of_mlx_that_do_not_fit_are_refused_by_name(case: str) -> None:
+    stored, reason = BROKEN_MLX[case]
+    with pytest.raises(ValueError, match=reason):
+        read(stored, Quantization.of({"quantization": {"bits": 4, "group_size": 32}}))
+
+
 UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": ({"a.weight": float8_codes((4, 4))}, "a.weight is packed as F8_E4M3, without scales that are known"),
     "no scales of integers": ({"a.weight_packed": torch.ones(4, 4, dtype=torch.int32)}, "download the model again"),
@@ -285,8 +365,9 @@ UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
     ),
     "other groups": (
         {"a.weight_packed": torch.ones(4, 3, dtype=torch.int32), "a.weight_scale": some_scales(4, 2)},
-        r"codes of \(\(3, 32\),\) \(bits, group\) cannot be read",
+        "a: 3 integers with 2 scales in a row fit 0 of what quantization_config says, 3 bits in groups of 32",
     ),
+    "MLX's codes": (mlx_weight(), "a.weight is packed in a way that quantization_config does not say"),
 }
 
 
@@ -294,7 +375,7 @@ UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
 def test_what_would_be_read_as_wrong_numbers_is_refused(case: str) -> None:
     stored, reason = UNREADABLE[case]
     with pytest.raises(ValueError, match=reason):
-        read(stored, Quantization("compressed-tensors", integers=((3, 32),)))
+        read(stored, Quantization("compressed-tensors", groupings=(Grouping(3, 32),)))
 
 
 def test_weights_of_another_size_than_the_config_says_are_refused_by_name(tmp_path: Path) -> None:
@@ -347,6 +428,13 @@ WRONG: dict[str, tuple[Mapping[str, object], str]] = {
         compressed("pack-quantized", **INT4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
         "weights packed as sparse-24-bitmask are not supported",
     ),
+    "bits of MLX": ({"bits": 7, "group_size": 32}, "has bits 7, affine has 4, 1, 2, 3, 5, 6, 8"),
+    "mode of MLX": (
+        {"bits": 4, "group_size": 32, "mode": "x"},
+        "has mode 'x', supported is affine, mxfp4, mxfp8, nvfp4",
+    ),
+    "bits of one layer": ({"bits": 4, "group_size": 32, "a.b": {"bits": "8"}}, "has bits of a.b '8'"),
+    "group of one layer": ({"bits": 4, "group_size": 32, "a.b": {"group_size": -1}}, "has group_size of a.b -1"),
     "rotated": (
         compressed("pack-quantized", **INT4) | {"transform_config": {"config_groups": {"R1": {}}}},
         "weights in a rotated basis (transform_config) are not supported",
@@ -377,10 +465,6 @@ def broken_gptq(**changed: Tensor | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     tensors, _ = Gptq(4)("a.weight", (64, 64))
     return {name: each for name, each in (tensors | by_path(changed)).items() if each is not None}
-
-
-def by_path(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {f"a.{leaf}": each for leaf, each in tensors.items()}
 
 
 def broken_nf4(numbers_of: int = 64, **changed: object) -> dict[str, Tensor]:

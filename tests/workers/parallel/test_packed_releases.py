@@ -24,7 +24,14 @@ def digests(model: Path, spec: str, scratch: Path) -> list[dict[str, str]]:
 
 OF_FLOATS = ("DeepSeek's FP8", "Kimi's INT4", "NVFP4 of ModelOpt")
 # Parts begin within integers that hold several codes, and in rows that share scales with others.
-OF_INTEGERS = ("GPTQ in the order of activations", "GPTQ in 3 bits", "AWQ", "bitsandbytes NF4", "bitsandbytes INT8")
+OF_INTEGERS = (
+    "GPTQ in the order of activations",
+    "GPTQ in 3 bits",
+    "AWQ",
+    "bitsandbytes NF4",
+    "bitsandbytes INT8",
+    "MLX in 3 bits",
+)
 LAYOUTS = [("fsdp=2", "qwen3_moe"), ("tp=2", "qwen3_moe"), ("ep=2", "qwen3_moe"), ("tp=2", "phi3")]
 PRODUCTS = [("fsdp=2,tp=2", "qwen3_moe"), ("fsdp=2,ep=2", "qwen3_moe")]
 CASES = [

@@ -1,7 +1,8 @@
 """Reads parts of packed weights from files, dequantized."""
 
+from .expert_stack import unstacked
 from .scaled_tensor import ScaledTensor
 from .stored_tensor import StoredTensor
 from .table_tensor import TableTensor
 
-__all__ = ["ScaledTensor", "StoredTensor", "TableTensor"]
+__all__ = ["ScaledTensor", "StoredTensor", "TableTensor", "unstacked"]

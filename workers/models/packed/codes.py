@@ -33,7 +33,7 @@ class Codes:
         """
         bits, order = self._packed.bits, self._packed.order
         if self._table is None:
-            return _of_stream(codes, bits, int(plus_one))
+            return _of_stream(codes, bits, int(plus_one)) - _zero_code(self._packed)
         if plus_one:
             # Added to the whole integers, as it was subtracted: a zero borrowed from the next code.
             codes = (codes.long() + sum(1 << place for place in range(0, 32, bits))).int()
@@ -60,11 +60,16 @@ def _table(packed: PackedWeight, dtype: str) -> Tensor:
     if dtype == "I8":
         return every.view(torch.int8).float().unsqueeze(1)
     shifts = torch.arange(0, 8, packed.bits, dtype=torch.uint8)
-    return (every.unsqueeze(1) >> shifts & (1 << packed.bits) - 1).float() - (1 << (packed.bits - 1))
+    return (every.unsqueeze(1) >> shifts & (1 << packed.bits) - 1).float() - _zero_code(packed)
+
+
+def _zero_code(packed: PackedWeight) -> int:
+    """Returns the integer that stands for zero."""
+    return 0 if packed.kind == "unsigned" else 1 << (packed.bits - 1)
 
 
 def _of_stream(words: Tensor, bits: int, added: int) -> Tensor:
-    """Returns the numbers of int32 [rows, words], whose codes continue in the next word.
+    """Returns the codes of 32-bit integers [rows, words], which continue in the next word, as float32.
 
     added: to each code.
     """
@@ -72,4 +77,4 @@ def _of_stream(words: Tensor, bits: int, added: int) -> Tensor:
     two_words = units | F.pad(units, (0, 1))[..., 1:] << 32
     starts = torch.arange(0, 32 * bits, bits)
     codes = (two_words[..., starts // 32] >> starts % 32) + added & (1 << bits) - 1
-    return codes.flatten(1).float() - (1 << (bits - 1))
+    return codes.flatten(1).float()

@@ -73,6 +73,7 @@ class ScaledTensor:
         held = self._codes.elements_of(columns)
         codes = self._stored[self._packed.codes][(*lead, rows, held)].reshape(num_rows, -1)
         scales, zeros, groups = self._scales(lead), self._zero_points(lead), self._groups(columns)
+        offsets = self._offsets(lead)
         scale_rows = self._scale_rows(prod(sizes[:-2]), rows)
         out = torch.empty(num_rows, num_columns, dtype=self._dtype)
         step = max(1, NUMBERS_AT_ONCE // max(1, num_columns))
@@ -80,7 +81,8 @@ class ScaledTensor:
             values = self._codes.unpacked(codes[part])[:, own]
             if zeros is not None:
                 values = values - self._spread(zeros[scale_rows[part]], columns, groups)
-            out[part] = values * self._spread(scales[scale_rows[part]], columns, groups)
+            values = values * self._spread(scales[scale_rows[part]], columns, groups)
+            out[part] = values if offsets is None else values + self._spread(offsets[scale_rows[part]], columns, groups)
         return out.view(sizes)
 
     def _scale_rows(self, num_matrices: int, rows: slice) -> Tensor:
@@ -124,14 +126,20 @@ class ScaledTensor:
         packed, num_matrices = self._packed, prod(each.stop - each.start for each in lead)
         scales = self._of_matrices(packed.scales, lead)
         if scales.dtype == torch.uint8:
-            has_two_levels = packed.factor or packed.divisor
-            scales = scales.view(torch.float8_e4m3fn if has_two_levels else torch.float8_e8m0fnu)
+            is_float8 = packed.factor or packed.divisor or packed.has_float8_scales
+            scales = scales.view(torch.float8_e4m3fn if is_float8 else torch.float8_e8m0fnu)
         scales = scales.float().reshape(-1, self._grid[0] * self._grid[1])
         if packed.factor is not None:
             scales = scales * self._of_matrices(packed.factor, lead).float().reshape(-1, 1)
         if packed.divisor is not None:
             scales = scales / self._of_matrices(packed.divisor, lead).float().reshape(-1, 1)
         return (scales / packed.denominator).expand(num_matrices, -1).reshape(-1, self._grid[1])
+
+    def _offsets(self, lead: tuple[slice, ...]) -> Tensor | None:
+        """Returns float32 in the shape of the scales, or None if there are none."""
+        if self._packed.offsets is None:
+            return None
+        return self._of_matrices(self._packed.offsets, lead).float().reshape(-1, self._grid[1])
 
     def _zero_points(self, lead: tuple[slice, ...]) -> Tensor | None:
         """Returns float32 in the shape of the scales, or None if there are none."""

@@ -13,7 +13,7 @@ NOT_KEPT = ("INT8 with zero points", "INT8 in bytes", "INT4 in the order of acti
 KEPT = [
     name
     for name, release in RELEASES.items()
-    if release.config["quant_method"] in KEPT_METHODS and name not in NOT_KEPT
+    if release.config.get("quant_method") in KEPT_METHODS and name not in NOT_KEPT
 ]
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 

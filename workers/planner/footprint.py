@@ -10,8 +10,9 @@ from ...schemas.adapters.model_files import model_directory
 from ..protocol.parallel_spec import SINGLE
 from ..protocol.worker_config import WorkerConfig
 from ..shapes.model_shape import ModelShape, read_model
-from ..shapes.packed_weights import TensorHeader, num_elements
+from ..shapes.packed_weights import TensorHeader
 from ..shapes.quantization import Quantization
+from ..shapes.sparse_weights import num_elements
 from .parameters import num_parameters, parameters
 from .workload import BYTES_PER_NUMBER
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Literal
 
-from .quantization import GPTQ_BITS, Quantization
+from .quantization import GPTQ_BITS, MLX, Quantization
 
 _EIGHT_BIT = {"F8_E4M3", "F8_E5M2", "I8", "U8"}
 """Dtypes of codes in files, as safetensors names them. A byte can also hold two numbers of 4 bits."""
@@ -25,7 +25,7 @@ _NOT_OF_WEIGHTS = (
 _NOT_READ = {"pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"}
 """Last parts of the names of scales of inputs, and of a matrix that is added."""
 
-CodeKind = Literal["float8", "float4", "integer", "unsigned"]
+CodeKind = Literal["float8", "float6", "float4", "integer", "unsigned"]
 
 # bitsandbytes divides numbers of 8 bits by the largest code.
 _LARGEST_INT8 = 127
@@ -46,7 +46,7 @@ class TensorHeader:
 class PackedWeight:
     """A weight of which files hold codes and scales. Each number is a code times the scale of its block.
 
-    Names are those of tensors in files. kind: codes are floats of 8 or 4 bits, or integers, of which zero is the
+    Names are those of tensors in files. kind: codes are floats of 8, 6 or 4 bits, or integers, of which zero is the
     middle one or the first. numbers, elements: as many numbers are in as many elements of the codes' last dimension.
     bits: of an integer code. shape: of the codes' numbers; the last dimension may be padded, see `true_shape`. block:
     rows and columns that share a scale. factor, divisor: a number that all scales are multiplied or divided by.
@@ -153,19 +153,12 @@ def unpacked_names(tensors: Mapping[str, TensorHeader], packed: Mapping[str, Pac
     ]
 
 
-def num_elements(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> int:
-    """Returns how many numbers the weights in these files have when none is packed."""
-    packed = packed_weights(tensors, quantization)
-    plain = sum(prod(tensors[name].shape) for name in unpacked_names(tensors, packed))
-    return plain + sum(each.num_numbers for each in packed.values())
-
-
 def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> Iterator[tuple[str, Packed]]:
     for name, header in tensors.items():
         path, _, leaf = name.rpartition(".")
         if leaf.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors:
             weight = name.removesuffix("_blocks")
-            yield weight, _checked(_experts_of_gpt_oss(name, f"{weight}_scales", header), tensors)
+            yield weight, _checked(_experts_of_gpt_oss(name, f"{weight}_scales", tensors), tensors)
         elif leaf == "weight_packed":
             yield f"{path}.weight", _compressed(path, tensors, quantization)
         elif header.dtype == "U32" and f"{path}.scales" in tensors:
@@ -186,9 +179,11 @@ def _scales_of(name: str, tensors: Mapping[str, TensorHeader]) -> str | None:
     return next((each for each in (f"{name}_scale_inv", f"{name}_scale", *others) if each in tensors), None)
 
 
-def _experts_of_gpt_oss(codes: str, scales: str, header: TensorHeader) -> PackedWeight:
+def _experts_of_gpt_oss(codes: str, scales: str, tensors: Mapping[str, TensorHeader]) -> PackedWeight:
     """Returns a matrix of all experts with [experts, outputs, blocks, 16] codes, two in a byte."""
-    *lead, num_blocks, num_bytes = header.shape
+    if len(tensors[codes].shape) < 3 or tensors[scales].shape != tensors[codes].shape[:-1]:
+        raise unfitting((codes, scales), tensors)
+    *lead, num_blocks, num_bytes = tensors[codes].shape
     shape = (*lead, num_blocks * num_bytes * 2)
     return PackedWeight("float4", codes, scales, shape, 2 * num_bytes, (1, 2 * num_bytes), transposed=True)
 
@@ -201,16 +196,27 @@ def _compressed(path: str, tensors: Mapping[str, TensorHeader], quantization: Qu
     others = {"divisor": "weight_global_scale", "zero_points": "weight_zero_point"}
     others |= {"true_shape": "weight_shape", "groups": "weight_g_idx"}
     beside = {key: f"{path}.{leaf}" if f"{path}.{leaf}" in tensors else None for key, leaf in others.items()}
-    *rows, columns = tensors[codes].shape
-    if tensors[codes].dtype == "U8":
+    *rows, columns = _matrix(codes, scales, tensors)
+    groups = tensors[scales].shape[-1] if tensors[scales].shape else 1
+    has_float6 = any(each.mode == "mxfp6" for each in quantization.groupings_of(path))
+    if tensors[codes].dtype == "U8" and has_float6 and columns == 24 * groups:
+        plain = PackedWeight("float6", codes, scales, (*rows, columns * 4 // 3), 4, (1, 1), elements=3)
+    elif tensors[codes].dtype == "U8":
         plain = PackedWeight("float4", codes, scales, (*rows, 2 * columns), 2, (1, 1))
     else:
-        bits = _bits(path, columns, tensors[scales].shape[-1], quantization)
+        bits = _bits(path, columns, groups, quantization)
         plain = _integers(bits, codes, scales, (*rows, columns * 32 // bits))
     zero_points = beside["zero_points"]
     is_packed = zero_points is not None and tensors[zero_points].dtype == "I32"
     found = replace(plain, block=_block(plain, tensors[scales].shape, quantization), **beside)
     return _checked(replace(found, zero_point_axis=-2 if is_packed else None), tensors)
+
+
+def _matrix(codes: str, scales: str, tensors: Mapping[str, TensorHeader]) -> tuple[int, ...]:
+    """Returns the shape of codes, which have rows and columns. Raises ValueError if they have not."""
+    if len(tensors[codes].shape) < 2:
+        raise unfitting((codes, scales), tensors)
+    return tensors[codes].shape
 
 
 def _integers(bits: int, codes: str, scales: str, shape: tuple[int, ...]) -> PackedWeight:
@@ -221,7 +227,7 @@ def _integers(bits: int, codes: str, scales: str, shape: tuple[int, ...]) -> Pac
 
 def _bits(path: str, columns: int, num_groups: int, quantization: Quantization) -> int:
     """Returns the bits of a code that fit the numbers of 32-bit integers and of scales in a row."""
-    groupings = quantization.groupings_of(path)
+    groupings = [each for each in quantization.groupings_of(path) if not each.mode]
     fitting = {
         each.bits
         for each in groupings
@@ -246,18 +252,18 @@ def _of_gptq_or_awq(path: str, tensors: Mapping[str, TensorHeader], quantization
         raise ValueError(f"{codes} has no {missing[0]}: download the model again, or use another release")
     of_codes, of_scales, of_zeros = (tensors[name].shape for name in (codes, scales, zero_points))
     if {len(of_codes), len(of_scales), len(of_zeros)} != {2} or tensors[codes].dtype != "I32":
-        raise _unfitting((codes, scales, zero_points), tensors)
+        raise unfitting((codes, scales, zero_points), tensors)
     if of_codes[1] == of_scales[1]:
         bits = of_zeros[1] * 32 // max(1, of_scales[1])
         if bits not in GPTQ_BITS or of_zeros != (of_scales[0], of_scales[1] * bits / 32) or of_codes[0] * 32 % bits:
-            raise _unfitting((codes, scales, zero_points), tensors)
+            raise unfitting((codes, scales, zero_points), tensors)
         plain = _integers(bits, codes, scales, (of_codes[1], of_codes[0] * 32 // bits))
         groups = f"{path}.g_idx" if f"{path}.g_idx" in tensors else None
         plain = replace(plain, is_mirrored=True, groups=groups, low_zero_points=quantization.low_zero_points)
         block, axis = _block(plain, of_scales[::-1], quantization), -2
     else:
         if of_scales != (of_zeros[0], 8 * of_codes[1]) or of_zeros[1] != of_codes[1]:
-            raise _unfitting((codes, scales, zero_points), tensors)
+            raise unfitting((codes, scales, zero_points), tensors)
         plain = replace(_integers(4, codes, scales, of_scales[1:]), shape=(of_codes[0], of_scales[1]))
         plain = replace(plain, order=_AWQ_ORDER, transposed=True)
         block, axis = _block(plain, of_scales, quantization), -1
@@ -273,7 +279,8 @@ def _of_mlx(codes: str, tensors: Mapping[str, TensorHeader], quantization: Quant
     scales = f"{path}.scales"
     offsets = next((name for leaf in ("biases", "qbiases") if (name := f"{path}.{leaf}") in tensors), None)
     (grouping, *others) = quantization.groupings_of(path) or (None,)
-    if grouping is None or others or not grouping.mode or f"{path}.global_scale" in tensors:
+    is_of_mlx = quantization.method in ("metal", MLX)
+    if grouping is None or others or not is_of_mlx or f"{path}.global_scale" in tensors:
         raise ValueError(f"{codes} is packed in a way that quantization_config does not say: use another release")
     if (offsets is None) is (grouping.mode == "affine"):
         raise ValueError(
@@ -287,13 +294,14 @@ def _of_mlx(codes: str, tensors: Mapping[str, TensorHeader], quantization: Quant
         or words * 32 % bits
         or any(tensors[each].shape != (*rows, columns / size) for each in names[1:])
     ):
-        raise ValueError(f"{_unfitting(names, tensors)} ({bits} bits in groups of {size})")
+        raise ValueError(f"{unfitting(names, tensors)} ({bits} bits in groups of {size})")
     packed = replace(_integers(bits, codes, scales, (*rows, columns)), block=(1, size), offsets=offsets)
     kind: CodeKind = "unsigned" if grouping.mode == "affine" else "float8" if bits == 8 else "float4"
     return _checked(replace(packed, kind=kind, has_float8_scales=grouping.mode == "nvfp4"), tensors)
 
 
-def _unfitting(names: Sequence[str], tensors: Mapping[str, TensorHeader]) -> ValueError:
+def unfitting(names: Sequence[str], tensors: Mapping[str, TensorHeader]) -> ValueError:
+    """Returns an error that names these tensors and their sizes."""
     sizes = ", ".join(f"{name} of {tensors[name].dtype} {_sized(tensors[name].shape)}" for name in names)
     return ValueError(f"these do not fit together: {sizes}: download the model again, or use another release")
 
@@ -329,14 +337,14 @@ def _of_torchao(
             "device's kernels: use a release in int8, float8 or bfloat16"
         )
     kind = "integer" if tensors[codes].dtype == "I8" else "float8"
-    plain = PackedWeight(kind, codes, scales, tensors[codes].shape, 1, (1, 1), bits=8)
+    plain = PackedWeight(kind, codes, scales, _matrix(codes, scales, tensors), 1, (1, 1), bits=8)
     plain = replace(plain, zero_points=zero_points if zero_points in tensors else None)
     return f"{path}.{own}", _checked(replace(plain, block=_block(plain, tensors[scales].shape, quantization)), tensors)
 
 
 def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> PackedWeight:
     """Returns a weight whose codes have its own name."""
-    dtype, shape = tensors[codes].dtype, tensors[codes].shape
+    dtype, shape = tensors[codes].dtype, _matrix(codes, scales, tensors)
     path = codes.rpartition(".")[0]
     factor, zero_points, layout = f"{scales}_2", f"{path}.weight_zero_point", f"{path}.weight_format"
     if dtype == "U8" and tensors[scales].dtype not in _FLOAT4_SCALES:
@@ -402,18 +410,22 @@ def _checked(packed: PackedWeight, tensors: Mapping[str, TensorHeader]) -> Packe
         )
     step = -1 if packed.is_mirrored else 1
     of_scales = tensors[packed.scales].shape[::step]
+    num_matrices, grid = prod(packed.shape[:-2]), grid_of(packed.shape, of_scales)
+    for name, size in ((packed.scales, prod(grid)), (packed.factor, 1), (packed.divisor, 1)):
+        if name is not None and prod(tensors[name].shape) not in (size, size * num_matrices):
+            raise unfitting((packed.codes, name), tensors)
     if packed.zero_points is not None:
-        expected = [*grid_of(packed.shape, of_scales)]
+        expected = [*grid]
         if packed.zero_point_axis is not None:
             expected[packed.zero_point_axis] = ceil(expected[packed.zero_point_axis] * packed.bits / 32)
             fits = [*tensors[packed.zero_points].shape[::step][-2:]] == expected
         else:
             fits = prod(tensors[packed.zero_points].shape) == prod(of_scales)
         if not fits:
-            raise _unfitting((packed.codes, packed.scales, packed.zero_points), tensors)
+            raise unfitting((packed.codes, packed.scales, packed.zero_points), tensors)
     if packed.groups is not None:
         columns, of_groups = packed.shape[-1], tensors[packed.groups].shape
         padding = packed.numbers - 1 if packed.true_shape is not None else 0
         if len(of_groups) != 1 or not columns - padding <= of_groups[0] <= columns:
-            raise _unfitting((packed.codes, packed.groups), tensors)
+            raise unfitting((packed.codes, packed.groups), tensors)
     return packed

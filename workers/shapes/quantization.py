@@ -30,8 +30,8 @@ _REFUSED = {
 
 _REMEDY = "use a release in bfloat16, GPTQ, AWQ or FP8, or dequantize this one with the program that made it"
 
-# Layouts of compressed-tensors that are no codes with scales of all numbers, or that lack some of the numbers.
-_OTHER_LAYOUTS = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask", "mxfp6-pack-quantized")
+# Layouts of compressed-tensors in the order of one kernel.
+_OTHER_LAYOUTS = ("marlin-24",)
 _GPTQ_FORMATS = ("gptq", "gptq_v2")
 # How AutoRound names the packing of GPTQ with zero points that are one too low. AutoRound and vLLM take it as default.
 _LOW_ZERO_POINTS = "auto_round:auto_gptq"
@@ -60,10 +60,10 @@ known. mlx-lm adds one to norms of others, splits or swaps matrices, or renames 
 
 @dataclass(frozen=True)
 class Grouping:
-    """How the weights of some modules are packed.
+    """The way the weights of some modules are packed.
 
-    bits: of a code. size: columns that share a scale, None if a whole row does. mode: of MLX. targets: names of the
-    modules; None if it is all that no other grouping names.
+    bits: of a code. size: columns that share a scale, None if a whole row does. mode: of MLX, or mxfp6. targets: names
+    of the modules; None if it is all that no other grouping names.
     """
 
     bits: int
@@ -206,6 +206,8 @@ def _groupings(method: str, given: Any) -> Iterator[Grouping]:
             if type(bits) is not int or not 1 <= bits <= 8:
                 raise ValueError(f"quantization_config has num_bits {bits!r}, supported are 1 to 8: {_REMEDY}")
             yield Grouping(bits, size, targets=_targets(group.get("targets")))
+        elif isinstance(weights, dict) and (weights.get("type"), weights.get("num_bits")) == ("float", 6):
+            yield Grouping(6, 32, "mxfp6", _targets(group.get("targets")))
 
 
 def _targets(given: object) -> NamePatterns | None:

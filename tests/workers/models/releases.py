@@ -307,6 +307,47 @@ def int8_rows(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     return {name: codes, f"{name}_scale": scales, f"{name}_zero_point": zeros}, (codes.float() - zeros) * scales
 
 
+def mxfp6(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+    codes, scales = torch.randint(0, 64, shape), torch.randint(119, 123, (shape[0], shape[1] // 32), dtype=torch.uint8)
+    exponents, mantissas = codes >> 3 & 3, (codes & 7) / 8
+    sizes = torch.where(exponents == 0, mantissas, (1 + mantissas) * 2.0 ** (exponents - 1))
+    numbers = torch.where(codes < 32, sizes, -sizes) * 2.0 ** (repeated(scales, 1, 32, shape) - 127)
+    return {f"{name}_packed": bit_string(codes, 6).view(torch.uint8), f"{name}_scale": scales}, numbers
+
+
+def two_of_four(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+    keep = torch.rand(shape[0], shape[1] // 4, 4).argsort(-1).argsort(-1).flatten(1) < 2
+    numbers, path = torch.randn(shape).bfloat16().float() / 32 * keep, name.removesuffix(".weight")
+    tensors = {"compressed": numbers[keep].view(shape[0], -1).bfloat16(), "bitmask": bits_of(keep)}
+    tensors["shape"] = torch.tensor(shape).unsqueeze(1)
+    return {f"{path}.{leaf}": tensor for leaf, tensor in tensors.items()}, numbers
+
+
+def two_of_four_float8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+    tensors, numbers = two_of_four(name, shape)
+    path, scales = name.removesuffix(".weight"), some_scales(shape[0], 1).bfloat16()
+    tensors[f"{path}.compressed"] = (tensors[f"{path}.compressed"] * 32).to(torch.float8_e4m3fn)
+    return tensors | {f"{name}_scale": scales}, (numbers * 32).to(torch.float8_e4m3fn).float() * scales.float()
+
+
+def sparse(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+    keep = torch.rand(shape) < 0.4
+    numbers, path = torch.randn(shape).bfloat16().float() / 32 * keep, name.removesuffix(".weight")
+    counts = keep.sum(1)
+    tensors = {"compressed": numbers[keep].bfloat16(), "bitmask": bits_of(keep), "shape": torch.tensor(shape)}
+    tensors["row_offsets"] = counts.cumsum(0) - counts
+    return {f"{path}.{leaf}": tensor for leaf, tensor in tensors.items()}, numbers
+
+
+def bits_of(keep: Tensor) -> Tensor:
+    return torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
+
+
+def with_zeros(layout: str, **weights: object) -> dict[str, Any]:
+    packing = compressed("float-quantized", **weights) if weights else {"quant_method": "compressed-tensors"}
+    return packing | {"sparsity_config": {"format": layout}}
+
+
 def compressed(layout: str, **weights: object) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups, "ignore": ["lm_head"]}
@@ -366,4 +407,10 @@ RELEASES = {
     "MLX's MXFP8": Release({"bits": 8, "group_size": 32, "mode": "mxfp8"}, MlxFloats(mxfp8)),
     "MLX's NVFP4": Release({"bits": 4, "group_size": 16, "mode": "nvfp4"}, MlxFloats(float8_scaled_float4)),
     "metal": Release({"quant_method": "metal", "bits": 4, "group_size": 32}, Mlx(4, "qbiases")),
+    "MXFP6": Release(compressed("mxfp6-pack-quantized", num_bits=6, type="float", group_size=32), mxfp6),
+    "2:4": Release(with_zeros("sparse-24-bitmask"), two_of_four),
+    "2:4 of FP8": Release(
+        with_zeros("sparse-24-bitmask", num_bits=8, type="float", strategy="channel"), two_of_four_float8
+    ),
+    "sparse": Release(with_zeros("sparse-bitmask"), sparse),
 }

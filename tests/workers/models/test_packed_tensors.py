@@ -16,13 +16,14 @@ from trainhouse.workers.models.packed_tensors import dequantized_tensors, dequan
 from trainhouse.workers.planner.footprint import loaded_bytes
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import refusal_of
-from trainhouse.workers.shapes.quantization import METHODS, Grouping, Quantization
+from trainhouse.workers.shapes.quantization import METHODS, MLX, Grouping, Quantization
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ...tiny import tiny_model
 from ..parallel.live_bytes import LiveBytes
 from .releases import RELEASES, Bits4, Gptq, Mlx, bit_string, compressed, float8_codes, some_scales
+from .releases import integers as packed_integers
 from .test_survey import image_model
 
 # Blocks of 128 end within matrices, and those of other layouts with them.
@@ -35,9 +36,10 @@ VARIANTS = {
     *("AutoRound", "AutoRound without a packing format", "AutoRound, its own zero points", "AutoRound as AWQ"),
     *("bitsandbytes FP4", "bitsandbytes NF4 in numbers", "torchao INT8", "Quark's FP8", "Quark's MXFP4"),
     *("MLX in 8 bits", "MLX's MXFP4", "MLX's MXFP8", "metal"),
+    *("2:4 of FP8", "sparse"),
 }
 # Consecutive numbers share their scales there, so that whole rows are read.
-BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers")
+BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers", "sparse")
 
 
 def a_config(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> WorkerConfig:
@@ -61,10 +63,10 @@ def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
 
 
 def shift_scales(release: Path) -> None:
-    """Gives each block of the weights that have several blocks its neighbour's scale."""
+    """Gives each block of the weights that have several blocks its neighbour's scale, or each number its place."""
     weights = load_file(release / "model.safetensors")
     for name, scales in weights.items():
-        if name.endswith(("_scale", "scales", "_scale_inv", ".SCB", ".absmax")) and scales.numel() > 1:
+        if name.endswith(("_scale", "scales", "_scale_inv", ".SCB", ".absmax", ".compressed")) and scales.numel() > 1:
             weights[name] = scales.flatten().float().roll(1).view(scales.shape).to(scales.dtype)
     save_file(weights, release / "model.safetensors", metadata={"format": "pt"})
 
@@ -180,13 +182,14 @@ def loaded_by_transformers(directory: Path) -> dict[str, Tensor]:
 
 
 # file -> its number of cases
-PACKED_BY_LIBRARIES = {"compressed_tensors.json": 6, "gptq_and_awq.json": 5, "mlx.json": 9}
+PACKED_BY_LIBRARIES = {"compressed_tensors.json": 7, "sparse.json": 3, "gptq_and_awq.json": 5, "mlx.json": 9}
 
 
 @pytest.mark.parametrize("file", PACKED_BY_LIBRARIES)
 def test_numbers_equal_those_of_the_library_of_the_format(file: str) -> None:
-    """The tensors are of compressed-tensors 0.20.0 and MLX 0.32.4, which packed and unpacked them (MLX in float32), of
-    AutoRound 0.16.1, which packed numbers, and of AutoAWQ 0.2.9, which unpacked random codes."""
+    """The tensors are of compressed-tensors 0.20.0 (sparse ones of 0.12.2) and MLX 0.32.4, which packed and unpacked
+    them, MLX in float32; of AutoRound 0.16.1, which packed numbers; and of AutoAWQ 0.2.9, which unpacked random codes.
+    """
     cases: dict[str, Any] = json.loads((Path(__file__).parent / file).read_text())
     assert len(cases) == PACKED_BY_LIBRARIES[file]
     for layout, case in cases.items():
@@ -255,7 +258,13 @@ def test_any_part_equals_that_of_the_whole_and_only_its_codes_are_read(layout: s
         assert codes.num_read * numbers_per_code <= most
 
 
-CODES = ["a.b_proj.weight_packed", "a.b_proj.weight", "a.b_proj.qweight", "a.b_proj._weight_qdata"]
+CODES = [
+    "a.b_proj.weight_packed",
+    "a.b_proj.weight",
+    "a.b_proj.qweight",
+    "a.b_proj._weight_qdata",
+    "a.b_proj.compressed",
+]
 
 
 def test_parts_of_a_stack_equal_those_of_the_whole(tmp_path: Path) -> None:
@@ -348,6 +357,89 @@ def test_tensors_of_mlx_that_do_not_fit_are_refused_by_name(case: str) -> None:
         read(stored, Quantization.of({"quantization": {"bits": 4, "group_size": 32}}))
 
 
+def sparse_weight(layout: str, **changed: Tensor | None) -> dict[str, Tensor]:
+    """Returns a weight of 8 x 32, with these tensors instead of its own, or without them."""
+    torch.manual_seed(0)
+    tensors, _ = RELEASES[layout].pack("a.weight", (8, 32))
+    return {name: each for name, each in (tensors | by_path(changed)).items() if each is not None}
+
+
+ROWS = torch.arange(8) * 13
+BROKEN_SPARSE: dict[str, tuple[dict[str, Tensor], str]] = {
+    "no numbers": (sparse_weight("2:4", compressed=None), r"a\.bitmask has no a\.compressed: download"),
+    "no shape": (sparse_weight("2:4", shape=None), r"a\.bitmask has no a\.shape"),
+    "other numbers": (
+        sparse_weight("2:4", compressed=torch.ones(8, 18)),
+        "a.compressed of F32 8 x 18, a.bitmask of U8",
+    ),
+    "no rows": (sparse_weight("2:4", bitmask=torch.ones(0, 4).byte()), "a.bitmask of U8 0 x 4"),
+    "one dimension": (sparse_weight("2:4", bitmask=torch.ones(4).byte()), "a.bitmask of U8 4"),
+    "other shape": (
+        sparse_weight("2:4", shape=torch.tensor([8, 28])),
+        r"a\.shape is \[8, 28\], but a\.weight is",
+    ),
+    "bits": (sparse_weight("2:4", bitmask=torch.full((8, 4), 7).byte()), "a.bitmask has not two bits of each four"),
+    "many numbers": (sparse_weight("sparse", compressed=torch.ones(3)), "in rows 0 to 7, or not of 3: download"),
+    "other rows": (sparse_weight("sparse", row_offsets=ROWS), r"a\.row_offsets and a\.bitmask are not of the same"),
+    "few rows": (sparse_weight("sparse", row_offsets=ROWS[:3]), r"a\.bitmask of U8 8 x 4, a\.row_offsets of I64 3"),
+    "wide": (sparse_weight("sparse", shape=torch.tensor([8, 33])), r"a\.shape is \[8, 33\]"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_SPARSE)
+def test_sparse_tensors_that_do_not_fit_are_refused_by_name(case: str) -> None:
+    stored, reason = BROKEN_SPARSE[case]
+    with pytest.raises(ValueError, match=reason):
+        read(stored, Quantization("compressed-tensors"))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (0,)])
+@pytest.mark.parametrize("other", [(), (4,), (2, 3, 5), (4, 1, 1, 1)])
+def test_codes_and_scales_of_too_few_or_too_many_dimensions_are_refused_by_name(
+    shape: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    scales, words = torch.ones(other), torch.ones(shape).int()
+    of_float8 = {"a.weight": torch.ones(shape).to(torch.float8_e4m3fn), "a.weight_scale": scales}
+    of_bytes = {"a.weight_packed": torch.ones(shape).byte(), "a.weight_scale": scales}
+    of_words = {"a.weight_packed": words, "a.weight_scale": scales}
+    of_torchao = {"a._weight_qdata": torch.ones(shape).char(), "a._weight_scale": scales}
+    of_gpt_oss = {"a.up_blocks": torch.ones(shape).byte(), "a.up_scales": scales.byte()}
+    of_mlx = {"a.weight": words.view(torch.uint32), "a.scales": scales, "a.biases": scales}
+    groupings = (Grouping(4, 32),)
+    for stored in (of_float8, of_bytes, of_words, of_torchao, of_gpt_oss):
+        with pytest.raises(ValueError, match=r"a\.\S+ of \w+ \S+"):
+            read(stored, Quantization("compressed-tensors", groupings=groupings))
+    with pytest.raises(ValueError, match=r"a\.weight of U32 .*, a\.scales of F32"):
+        read(of_mlx, Quantization(MLX, groupings=(Grouping(4, 32, "affine"),)))
+
+
+@pytest.mark.parametrize("other", [(0,), (2, 3, 5), (5, 1, 1), (4, 1, 1, 1, 2)])
+def test_scales_of_other_dimensions_than_a_weight_are_refused_by_name(other: tuple[int, ...]) -> None:
+    stored = {"a.weight": float8_codes((4, 4)), "a.weight_scale": torch.ones(other)}
+    with pytest.raises(ValueError, match=r"a\.weight of (F8_E4M3 )?4 x 4"):
+        read(stored, Quantization("fp8"))
+
+
+def test_bits_of_a_weight_are_those_of_the_group_that_names_it() -> None:
+    """Sizes of tensors fit both where a row has one scale."""
+    torch.manual_seed(0)
+    pairs = {"a.q_proj": ({"num_bits": 4}, ["Linear"]), "a.down_proj": ({"num_bits": 8}, ["re:.*down_proj"])}
+    groups: dict[str, Any] = {}
+    stored: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}
+    for path, (weights, targets) in pairs.items():
+        bits = weights["num_bits"]
+        codes, scales = torch.randint(-(1 << bits - 1), 1 << bits - 1, (4, 32)), some_scales(4, 1).bfloat16()
+        stored |= {f"{path}.weight_packed": packed_integers(codes, bits), f"{path}.weight_scale": scales}
+        numbers[f"{path}.weight"] = (codes * scales.float()).bfloat16()
+        groups[path] = {"targets": targets, "weights": weights | {"type": "int", "strategy": "channel"}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    assert same(read(stored, Quantization.of({"quantization_config": config})), numbers)
+    groups["a.down_proj"]["targets"] = ["Linear"]
+    with pytest.raises(ValueError, match=r"a\.q_proj: 4 integers with 1 scales in a row fit 2 of .* 8 bits"):
+        read(stored, Quantization.of({"quantization_config": config}))
+
+
 UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": ({"a.weight": float8_codes((4, 4))}, "a.weight is packed as F8_E4M3, without scales that are known"),
     "no scales of integers": ({"a.weight_packed": torch.ones(4, 4, dtype=torch.int32)}, "download the model again"),
@@ -425,8 +517,8 @@ WRONG: dict[str, tuple[Mapping[str, object], str]] = {
     "group of a group": (compressed("pack-quantized", **INT4, group_size=0), "quantization_config has group_size 0"),
     "sparse": (compressed("marlin-24", **INT4), "weights packed as marlin-24 are not supported"),
     "sparse beside": (
-        compressed("pack-quantized", **INT4) | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-        "weights packed as sparse-24-bitmask are not supported",
+        compressed("pack-quantized", **INT4) | {"sparsity_config": {"format": "marlin-24"}},
+        "weights packed as marlin-24 are not supported",
     ),
     "bits of MLX": ({"bits": 7, "group_size": 32}, "has bits 7, affine has 4, 1, 2, 3, 5, 6, 8"),
     "mode of MLX": (

@@ -2,7 +2,8 @@
 
 from .expert_stack import unstacked
 from .scaled_tensor import ScaledTensor
+from .sparse_tensor import SparseTensor
 from .stored_tensor import StoredTensor
 from .table_tensor import TableTensor
 
-__all__ = ["ScaledTensor", "StoredTensor", "TableTensor", "unstacked"]
+__all__ = ["ScaledTensor", "SparseTensor", "StoredTensor", "TableTensor", "unstacked"]

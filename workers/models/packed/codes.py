@@ -8,6 +8,8 @@ from ...shapes.packed_weights import PackedWeight
 
 # The numbers of 4 bits, by code: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, E2M1).
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The numbers of 6 bits: a sign, two bits of exponent, three of mantissa (E2M3 of the same).
+_FLOAT6 = [(each & 7) / 8 if each < 8 else (1 + (each & 7) / 8) * 2 ** ((each >> 3) - 1) for each in range(32)]
 
 
 class Codes:
@@ -32,6 +34,8 @@ class Codes:
         plus_one: whether one is added to each code, the largest of which becomes zero.
         """
         bits, order = self._packed.bits, self._packed.order
+        if self._packed.kind == "float6":
+            return _of_float6(codes)
         if self._table is None:
             return _of_stream(codes, bits, int(plus_one)) - _zero_code(self._packed)
         if plus_one:
@@ -78,3 +82,11 @@ def _of_stream(words: Tensor, bits: int, added: int) -> Tensor:
     starts = torch.arange(0, 32 * bits, bits)
     codes = (two_words[..., starts // 32] >> starts % 32) + added & (1 << bits) - 1
     return codes.flatten(1).float()
+
+
+def _of_float6(codes: Tensor) -> Tensor:
+    """Returns the numbers of bytes [rows, elements], of which three hold four codes, as float32."""
+    first, second, third = codes.int().unflatten(1, (-1, 3)).unbind(-1)
+    four = (first | second << 8 | third << 16).unsqueeze(-1) >> torch.arange(0, 24, 6) & 63
+    table = torch.tensor(_FLOAT6)
+    return torch.cat((table, -table))[four].flatten(1)

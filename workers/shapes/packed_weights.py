@@ -25,7 +25,7 @@ _NOT_OF_WEIGHTS = (
 _NOT_READ = {"pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"}
 """Last parts of the names of scales of inputs, and of a matrix that is added."""
 
-CodeKind = Literal["float8", "float6", "float4", "integer", "unsigned"]
+CodeKind = Literal["float8", "float6", "float4", "integer", "unsigned", "signed"]
 
 # bitsandbytes divides numbers of 8 bits by the largest code.
 _LARGEST_INT8 = 127
@@ -47,17 +47,18 @@ class PackedWeight:
     """A weight of which files hold codes and scales. Each number is a code times the scale of its block.
 
     Names are those of tensors in files. kind: codes are floats of 8, 6 or 4 bits, or integers, of which zero is the
-    middle one or the first. numbers, elements: as many numbers are in as many elements of the codes' last dimension.
-    bits: of an integer code. shape: of the codes' numbers; the last dimension may be padded, see `true_shape`. block:
-    rows and columns that share a scale. factor, divisor: a number that all scales are multiplied or divided by.
-    denominator: another one that they are divided by. has_float8_scales: whether scales in bytes are floats of 8 bits,
-    not powers of two. offsets: are added to the codes times scales. zero_points: are subtracted from the codes.
-    zero_point_axis: the dimension along which these are packed as the codes are, None if they are not.
-    low_zero_points: whether packed ones are one too low. true_shape: a tensor that holds the shape without padding.
-    groups: a tensor that holds the column of scales for each column of numbers. layout: a tensor that holds the layout
-    of the codes as bitsandbytes numbers it, 0 if they are in rows. order: the places in an element at which its
-    numbers are. is_mirrored: whether codes, scales and zero points are transposed in files. transposed: whether the
-    last two dimensions of the weight are swapped in files.
+    middle one or the first, or which are signed. numbers, elements: as many numbers are in as many elements of the
+    codes' last dimension. bits: of an integer code. shape: of the codes' numbers; the last dimension may be padded,
+    see `true_shape`. block: rows and columns that share a scale. factor, divisor: a number that all scales are
+    multiplied or divided by. denominator: another one that they are divided by. has_float8_scales: whether scales in
+    bytes are floats of 8 bits, not powers of two. offsets: are added to the codes times scales. zero_points: are
+    subtracted from the codes. zero_point_axis: the dimension along which these are packed as the codes are, None if
+    they are not. low_zero_points: whether packed ones are one too low. true_shape: a tensor that holds the shape
+    without padding. groups: a tensor that holds the column of scales for each column of numbers. layout: a tensor that
+    holds the layout of the codes as bitsandbytes numbers it, 0 if they are in rows. order: the places in an element at
+    which its numbers are. is_mirrored: whether codes, scales and zero points are transposed in files.
+    has_mirrored_scales: whether scales and offsets alone are. transposed: whether the last two dimensions of the
+    weight are swapped in files.
     """
 
     kind: CodeKind
@@ -81,6 +82,7 @@ class PackedWeight:
     layout: str | None = None
     order: tuple[int, ...] = ()
     is_mirrored: bool = False
+    has_mirrored_scales: bool = False
     transposed: bool = False
 
     @property
@@ -331,6 +333,9 @@ def _of_torchao(
     path, _, leaf = codes.rpartition(".")
     own = leaf.removeprefix("_").removesuffix("_qdata")
     scales, zero_points = f"{path}._{own}_scale", f"{path}._{own}_zero_point"
+    has_offsets = zero_points in tensors and tensors[zero_points].dtype in _BYTES
+    if has_offsets and tensors[codes].dtype == "I8" and scales in tensors:
+        return f"{path}.{own}", _int4_of_torchao(codes, scales, zero_points, tensors)
     if tensors[codes].dtype not in ("I8", "F8_E4M3", "F8_E5M2") or scales not in tensors:
         raise ValueError(
             f"{codes} is packed as {tensors[codes].dtype} of {_sized(tensors[codes].shape)}, in the layout of one "
@@ -340,6 +345,21 @@ def _of_torchao(
     plain = PackedWeight(kind, codes, scales, _matrix(codes, scales, tensors), 1, (1, 1), bits=8)
     plain = replace(plain, zero_points=zero_points if zero_points in tensors else None)
     return f"{path}.{own}", _checked(replace(plain, block=_block(plain, tensors[scales].shape, quantization)), tensors)
+
+
+def _int4_of_torchao(codes: str, scales: str, offsets: str, tensors: Mapping[str, TensorHeader]) -> PackedWeight:
+    """Returns a weight of torchao's plain layout: two codes in a byte, and scales of [groups, rows].
+
+    Numbers are codes times scales plus what is called zero points (`int4_row_quantize_zp` of FBGEMM).
+    """
+    of_codes, of_scales = tensors[codes].shape, tensors[scales].shape
+    if (len(of_codes), len(of_scales)) != (2, 2) or tensors[offsets].shape != of_scales or of_scales[1] != of_codes[0]:
+        raise unfitting((codes, scales, offsets), tensors)
+    rows, columns = of_codes[0], 2 * of_codes[1]
+    if not of_scales[0] or columns % of_scales[0]:
+        raise unfitting((codes, scales), tensors)
+    packed = PackedWeight("signed", codes, scales, (rows, columns), 2, (1, columns // of_scales[0]), bits=4)
+    return _checked(replace(packed, offsets=offsets, has_mirrored_scales=True), tensors)
 
 
 def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> PackedWeight:
@@ -408,7 +428,7 @@ def _checked(packed: PackedWeight, tensors: Mapping[str, TensorHeader]) -> Packe
         raise ValueError(
             f"{packed.codes} of {codes.dtype} {_sized(codes.shape)} has no numbers: download the model again"
         )
-    step = -1 if packed.is_mirrored else 1
+    step = -1 if packed.is_mirrored or packed.has_mirrored_scales else 1
     of_scales = tensors[packed.scales].shape[::step]
     num_matrices, grid = prod(packed.shape[:-2]), grid_of(packed.shape, of_scales)
     for name, size in ((packed.scales, prod(grid)), (packed.factor, 1), (packed.divisor, 1)):

@@ -24,9 +24,15 @@ _REFUSED = {
     "higgs": "they are points of a grid in a rotated basis, which its own program decodes",
     "fp_quant": "they are in a rotated basis, in which inputs have to be rotated too",
     "eetq": "they are in the order of one CUDA kernel",
+    "hqq": "codes of distant rows share a byte, as settings in the files of each layer say, which are not read",
+    "quanto": "only optimum-quanto writes and reads its files: transformers saves none",
+    "bitnet": "its layers also round inputs to 8 bits, so that without it log-probabilities would not be the model's",
+    "gemma": "its layers also round inputs, to ranges that the release was trained with",
+    "fouroversix": "its program also rounds inputs to 4 bits, and decides the scales of both",
+    "nvfp4": "transformers packs weights so when it loads them, but saves none",
     "sinq": "rows and columns have scales, in an order of its own program",
 }
-"""Methods whose weights are no codes with scales, and why."""
+"""Methods whose weights are no codes with scales, or that round inputs too, and why."""
 
 _REMEDY = "use a release in bfloat16, GPTQ, AWQ or FP8, or dequantize this one with the program that made it"
 

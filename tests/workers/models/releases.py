@@ -286,6 +286,16 @@ def torchao_int8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     return tensors, codes * repeated(scales, 1, 32, shape)
 
 
+def torchao_int4(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+    """torchao's Int4Tensor in the plain layout, with the numbers of FBGEMM's `int4_row_quantize_zp`."""
+    codes, path = torch.randint(-8, 8, shape), name.removesuffix("weight")
+    scales, offsets = (some_scales(shape[0], shape[1] // 32).bfloat16() / each for each in (16, -1))
+    packed = (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8)
+    tensors = {"qdata": packed, "scale": scales.T.contiguous(), "zero_point": offsets.T.contiguous()}
+    numbers = codes * repeated(scales, 1, 32, shape) + repeated(offsets, 1, 32, shape)
+    return {f"{path}_weight_{leaf}": tensor for leaf, tensor in tensors.items()}, numbers
+
+
 def quark_mxfp4(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     tensors, numbers = compressed_mxfp4(name, shape)
     return {name: tensors[f"{name}_packed"], f"{name}_scale": tensors[f"{name}_scale"]}, numbers
@@ -398,6 +408,7 @@ RELEASES = {
     "bitsandbytes NF4 in numbers": Bits4("nf4", storage=torch.bfloat16).release(),
     "bitsandbytes INT8": Release({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8),
     "torchao INT8": Release({"quant_method": "torchao"}, torchao_int8),
+    "torchao INT4": Release({"quant_method": "torchao"}, torchao_int4),
     "Quark's FP8": Release({"quant_method": "quark"}, float8_whole),
     "Quark's MXFP4": Release({"quant_method": "quark"}, quark_mxfp4),
     "MLX in 4 bits": Release({"bits": 4, "group_size": 32}, Mlx(4)),

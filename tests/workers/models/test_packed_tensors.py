@@ -36,7 +36,7 @@ VARIANTS = {
     *("AutoRound", "AutoRound without a packing format", "AutoRound, its own zero points", "AutoRound as AWQ"),
     *("bitsandbytes FP4", "bitsandbytes NF4 in numbers", "torchao INT8", "Quark's FP8", "Quark's MXFP4"),
     *("MLX in 8 bits", "MLX's MXFP4", "MLX's MXFP8", "metal"),
-    *("2:4 of FP8", "sparse"),
+    *("2:4 of FP8", "sparse", "torchao INT4"),
 }
 # Consecutive numbers share their scales there, so that whole rows are read.
 BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers", "sparse")
@@ -483,11 +483,15 @@ def refusal(**config: object) -> str:
     return refusal_of({"model_type": "llama", "quantization_config": config}) or ""
 
 
+OTHERS = ("hqq", "quanto", "bitnet", "gemma", "fouroversix", "nvfp4")
+
+
 def test_methods_are_refused_by_config_if_their_layout_is_not_known() -> None:
     for method in METHODS:
         assert not refusal(quant_method=method)
-    for method in ("aqlm", "vptq", "spqr", "higgs", "quip", "eetq", "fp_quant", "sinq", "a new one"):
+    for method in ("aqlm", "vptq", "spqr", "higgs", "quip", "eetq", "fp_quant", "sinq", *OTHERS, "a new one"):
         assert refusal(quant_method=method).startswith(f"weights quantized by {method} are not supported")
+    assert "because its layers also round inputs to 8 bits" in refusal(quant_method="bitnet")
     assert "trained codebooks, which its own program decodes: use a release in bfloat16" in refusal(quant_method="vptq")
 
 
@@ -578,6 +582,11 @@ def empty_fp8(rows: int, columns: int) -> dict[str, Tensor]:
     return {"a.weight": float8_codes((rows, columns)), "a.weight_scale": torch.tensor(1.0)}
 
 
+def int4_weight(**changed: Tensor) -> dict[str, Tensor]:
+    tensors, _ = RELEASES["torchao INT4"].pack("a.weight", (64, 64))
+    return tensors | {f"a._weight_{leaf}": tensor for leaf, tensor in changed.items()}
+
+
 BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": (broken_gptq(scales=None), r"a\.qweight has no a\.scales: download the model again"),
     "no zero points": (broken_gptq(qzeros=None), r"a\.qweight has no a\.qzeros"),
@@ -596,6 +605,15 @@ BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
         | {"a._weight_act_pre_scale": some_scales(4)},
         "a needs _weight_act_pre_scale",
     ),
+    "other scales of torchao": (
+        int4_weight(scale=torch.ones(64, 2)),
+        r"a\._weight_qdata of I8 64 x 32, a\._weight_scale of F32 64 x 2, a\._weight_zero_point of BF16 2 x 64",
+    ),
+    "other groups of torchao": (
+        int4_weight(scale=torch.ones(3, 64), zero_point=torch.ones(3, 64)),
+        r"a\._weight_qdata of I8 64 x 32, a\._weight_scale of F32 3 x 64",
+    ),
+    "flat codes of torchao": (int4_weight(qdata=torch.ones(4).char()), r"a\._weight_qdata of I8 4, "),
     "tiles of a GPU": ({"a._weight_qdata": torch.ones(2, 2, 2, 2).int()}, "is packed as I32 of 2 x 2 x 2 x 2"),
     "col32": (int8_in_layout(torch.tensor(1)), r"a\.weight_format is 1, .* save the model again with a current"),
     "turing": (int8_in_layout(torch.tensor([2], dtype=torch.uint8)), r"a\.weight_format is 2"),

@@ -61,9 +61,11 @@ def _table(packed: PackedWeight, dtype: str) -> Tensor:
         return every.view(torch.float8_e5m2 if dtype == "F8_E5M2" else torch.float8_e4m3fn).float().unsqueeze(1)
     if packed.kind == "float4":
         return torch.tensor(_FLOAT4)[torch.stack((every & 15, every >> 4), 1).int()]
-    if dtype == "I8":
+    if dtype == "I8" and packed.bits == 8:
         return every.view(torch.int8).float().unsqueeze(1)
     shifts = torch.arange(0, 8, packed.bits, dtype=torch.uint8)
+    if packed.kind == "signed":
+        every = every ^ 0x88  # two codes in two's complement, as those of which zero is the middle one
     return (every.unsqueeze(1) >> shifts & (1 << packed.bits) - 1).float() - _zero_code(packed)
 
 

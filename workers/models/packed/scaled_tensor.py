@@ -21,7 +21,10 @@ class ScaledTensor:
             ValueError: the files say that it has another shape than its codes, or that these are not in rows.
         """
         self._name, self._packed, self._dtype = name, packed, dtype
-        self._stored = {each: Mirrored(stored[each]) if packed.is_mirrored else stored[each] for each in packed.names}
+        mirrored = packed.names if packed.is_mirrored else set[str | None]()
+        if packed.has_mirrored_scales:
+            mirrored = {packed.scales, packed.offsets}
+        self._stored = {each: Mirrored(stored[each]) if each in mirrored else stored[each] for each in packed.names}
         self._codes = Codes(packed, stored[packed.codes].get_dtype())
         self._grid = grid_of(packed.shape, self._stored[packed.scales].get_shape())
         self._check_layout()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, modeling_utils
 
-from ..shapes.packed_weights import PackedWeight, TensorHeader, packed_weights, unpacked_names
+from ..shapes.packed_weights import GroupedWeight, PackedWeight, TensorHeader, packed_weights, unpacked_names
 from ..shapes.quantization import MLX, Quantization
 from ..shapes.sparse_weights import sparse_weights
-from .packed import ScaledTensor, SparseTensor, StoredTensor, TableTensor, unstacked
+from .packed import GroupedTensor, ScaledTensor, SparseTensor, StoredTensor, TableTensor, unstacked
 
 
 @contextmanager
@@ -55,6 +55,8 @@ def dequantized_tensors(
     for name, each in packed.items():
         if isinstance(each, PackedWeight):
             dequantized[name] = ScaledTensor(name, each, stored, dtype)
+        elif isinstance(each, GroupedWeight):
+            dequantized[name] = GroupedTensor(name, each, stored, dtype)
         else:
             dequantized[name] = TableTensor(name, each, stored, dtype)
     return unstacked(dequantized) if quantization.method == MLX else dequantized

@@ -1,7 +1,7 @@
 """Finds the weights that a model's files hold in fewer bits: codes in one tensor, their scales in others.
 
 Reads names, dtypes and shapes alone, of the layouts of gpt-oss, DeepSeek, compressed-tensors, NVIDIA's ModelOpt, AMD's
-Quark, torchao, GPTQ, AWQ, bitsandbytes and MLX. Imports no torch.
+Quark, torchao, GPTQ, AWQ, bitsandbytes, MLX and HQQ. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Literal
 
-from .quantization import GPTQ_BITS, MLX, Quantization
+from .quantization import GPTQ_BITS, HQQ, MLX, Quantization
 
 _EIGHT_BIT = {"F8_E4M3", "F8_E5M2", "I8", "U8"}
 """Dtypes of codes in files, as safetensors names them. A byte can also hold two numbers of 4 bits."""
@@ -24,6 +24,12 @@ _NOT_OF_WEIGHTS = (
 
 _NOT_READ = {"pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"}
 """Last parts of the names of scales of inputs, and of a matrix that is added."""
+
+_NOT_NEEDED_OF_HQQ = (
+    *("group_size", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype"),
+    *("offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero"),
+)
+"""Last parts of the names of tensors with settings that do not change numbers, or that config.json has too."""
 
 CodeKind = Literal["float8", "float6", "float4", "integer", "unsigned", "signed"]
 
@@ -121,7 +127,35 @@ class TableWeight:
         return {name for name in every if name is not None}
 
 
-Packed = PackedWeight | TableWeight
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A weight of HQQ: codes less zero points, times scales, of a matrix of groups.
+
+    Names are those of tensors in files. codes: bytes [rows, columns], which hold the codes of several rows of groups.
+    bits: of a code. axis: the dimension of the matrix of groups along which numbers share a scale. settings: hold the
+    weight's shape, the bits and the axis. others: are not needed.
+    """
+
+    codes: str
+    scales: str
+    zero_points: str
+    settings: tuple[str, str, str]
+    others: tuple[str, ...]
+    bits: int
+    axis: int
+    num_numbers: int
+
+    @property
+    def names(self) -> set[str]:
+        """The tensors in files that make up this weight."""
+        return {self.codes, self.scales, self.zero_points, *self.settings, *self.others}
+
+    @property
+    def per_element(self) -> int:
+        return 8 // self.bits
+
+
+Packed = PackedWeight | TableWeight | GroupedWeight
 
 
 def packed_weights(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> dict[str, Packed]:
@@ -165,6 +199,8 @@ def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> I
             yield f"{path}.weight", _compressed(path, tensors, quantization)
         elif header.dtype == "U32" and f"{path}.scales" in tensors:
             yield name, _of_mlx(name, tensors, quantization)
+        elif leaf == "W_q":
+            yield f"{path}.weight", _of_hqq(path, tensors, quantization)
         elif leaf == "qweight":
             yield f"{path}.weight", _of_gptq_or_awq(path, tensors, quantization)
         elif f"{name}.absmax" in tensors:
@@ -300,6 +336,32 @@ def _of_mlx(codes: str, tensors: Mapping[str, TensorHeader], quantization: Quant
     packed = replace(_integers(bits, codes, scales, (*rows, columns)), block=(1, size), offsets=offsets)
     kind: CodeKind = "unsigned" if grouping.mode == "affine" else "float8" if bits == 8 else "float4"
     return _checked(replace(packed, kind=kind, has_float8_scales=grouping.mode == "nvfp4"), tensors)
+
+
+def _of_hqq(path: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> GroupedWeight:
+    """Returns a weight whose settings are tensors too, as HQQLinear saves them."""
+    codes, scales, zeros, *settings = (f"{path}.{leaf}" for leaf in ("W_q", "scale", "zero", "shape", "nbits", "axis"))
+    if missing := [name for name in (scales, zeros, *settings) if name not in tensors]:
+        raise ValueError(f"{codes} has no {missing[0]}: download the model again, or use another release")
+    (grouping, *others) = quantization.groupings_of(path) or (None,)
+    if grouping is None or others or grouping.mode != HQQ or not grouping.size:
+        raise ValueError(f"{codes} is packed in a way that quantization_config does not say: use another release")
+    of_codes, of_scales, per_element = tensors[codes].shape, tensors[scales].shape, 8 // grouping.bits
+    height, width = of_codes if len(of_codes) == 2 else (0, 0)
+    along_rows = of_scales == (height * per_element, 1) and width == grouping.size
+    if (
+        tensors[codes].dtype != "U8"
+        or tensors[zeros].shape != of_scales
+        or not height * width
+        or not (along_rows or (of_scales == (1, width) and height * per_element == grouping.size))
+    ):
+        raise ValueError(
+            f"{unfitting((codes, scales, zeros), tensors)} ({grouping.bits} bits in groups of {grouping.size})"
+        )
+    rest = tuple(name for leaf in _NOT_NEEDED_OF_HQQ if (name := f"{path}.{leaf}") in tensors)
+    shape, bits, axis = settings
+    number = height * per_element * width
+    return GroupedWeight(codes, scales, zeros, (shape, bits, axis), rest, grouping.bits, int(along_rows), number)
 
 
 def unfitting(names: Sequence[str], tensors: Mapping[str, TensorHeader]) -> ValueError:

@@ -8,11 +8,12 @@ from .name_patterns import NamePatterns
 
 MLX = "mlx"
 """Stands for the `quant_method` that MLX's releases do not name."""
+HQQ = "hqq"
 
 METHODS = (
     *("mxfp4", "mxfp8", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"),
     *("gptq", "awq", "auto-round", "intel/auto-round", "bitsandbytes", "quark", "torchao"),
-    *("metal", MLX),
+    *("metal", MLX, HQQ),
 )
 """Values of `quant_method` in a config.json whose weights can be dequantized."""
 
@@ -24,7 +25,6 @@ _REFUSED = {
     "higgs": "they are points of a grid in a rotated basis, which its own program decodes",
     "fp_quant": "they are in a rotated basis, in which inputs have to be rotated too",
     "eetq": "they are in the order of one CUDA kernel",
-    "hqq": "codes of distant rows share a byte, as settings in the files of each layer say, which are not read",
     "quanto": "only optimum-quanto writes and reads its files: transformers saves none",
     "bitnet": "its layers also round inputs to 8 bits, so that without it log-probabilities would not be the model's",
     "gemma": "its layers also round inputs, to ranges that the release was trained with",
@@ -45,6 +45,7 @@ _AUTO_ROUND = (
     *("auto_round", _LOW_ZERO_POINTS, "auto_round:gptqmodel", "auto_round:auto_awq"),
     *("auto_round:llm_compressor", "auto_round:fp8", "auto_round:fp8_static"),
 )
+_HQQ_BITS = (8, 4, 2, 1)
 GPTQ_BITS = (2, 3, 4, 5, 6, 7, 8)
 # What MLX packs, by mode: possible bits, the default first, and the numbers that share a scale if it is not said
 # (documentation of mlx.core.quantize).
@@ -68,8 +69,8 @@ known. mlx-lm adds one to norms of others, splits or swaps matrices, or renames 
 class Grouping:
     """The way the weights of some modules are packed.
 
-    bits: of a code. size: columns that share a scale, None if a whole row does. mode: of MLX, or mxfp6. targets: names
-    of the modules; None if it is all that no other grouping names.
+    bits: of a code. size: columns that share a scale, None if a whole row does. mode: of MLX, mxfp6 or hqq. targets:
+    names of the modules; None if it is all that no other grouping names.
     """
 
     bits: int
@@ -200,6 +201,8 @@ def _blocks(given: Any) -> Iterator[tuple[int, int]]:
 def _groupings(method: str, given: Any) -> Iterator[Grouping]:
     if method in ("metal", MLX):
         yield from _of_mlx(given)
+    elif method == HQQ:
+        yield from _of_hqq(given.get("quant_config"))
     elif method in ("gptq", "awq") or method.endswith("auto-round"):
         bits = given.get("bits", given.get("w_bit", 4))
         if type(bits) is not int or bits not in ((4,) if method == "awq" else GPTQ_BITS):
@@ -230,6 +233,24 @@ def _of_mlx(given: Any) -> Iterator[Grouping]:
         if isinstance(own, dict):
             modules.setdefault(_mlx_grouping(own, f" of {module}"), []).append(module)
     yield from (replace(each, targets=NamePatterns.of(names)) for each, names in modules.items())
+
+
+def _of_hqq(given: Any) -> Iterator[Grouping]:
+    """Yields how all modules are packed, or those of each name, such as self_attn.q_proj, that is not None."""
+    is_of_all = not isinstance(given, dict) or "weight_quant_params" in given
+    for module, settings in {"": given}.items() if is_of_all else given.items():
+        if settings is None and module:
+            continue
+        own = settings if isinstance(settings, dict) else {}
+        weights, owner = own.get("weight_quant_params"), f" of {module}" if module else ""
+        bits = weights.get("nbits") if isinstance(weights, dict) else None
+        if not isinstance(weights, dict) or type(bits) is not int or bits not in _HQQ_BITS:
+            known = ", ".join(map(str, _HQQ_BITS))
+            raise ValueError(f"quantization_config has nbits{owner} {bits!r}, supported are {known}: {_REMEDY}")
+        if own.get("scale_quant_params") or own.get("zero_quant_params"):
+            raise ValueError(f"quantization_config has scale_quant_params or zero_quant_params{owner}: {_REMEDY}")
+        size = _positive(f"group_size{owner}", weights.get("group_size"))
+        yield Grouping(bits, size, HQQ, NamePatterns.of([module]) if module else None)
 
 
 def _mlx_grouping(given: Any, owner: str) -> Grouping:

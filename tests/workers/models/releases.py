@@ -296,6 +296,32 @@ def torchao_int4(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     return {f"{path}_weight_{leaf}": tensor for leaf, tensor in tensors.items()}, numbers
 
 
+@dataclass(frozen=True)
+class Hqq:
+    """HQQ's packing of a matrix of groups: its first rows are in the highest bits."""
+
+    bits: int
+    axis: int = 1
+
+    def __call__(self, name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
+        num_groups, path = shape[0] * shape[1] // 64, name.removesuffix("weight")
+        groups = (num_groups, 64) if self.axis else (64, num_groups)
+        codes, parts = torch.randint(0, 1 << self.bits, groups), 8 // self.bits
+        of_groups = (num_groups, 1) if self.axis else (1, num_groups)
+        scales, zeros = some_scales(*of_groups).bfloat16() / (1 << self.bits), torch.rand(of_groups).bfloat16() * 8
+        shifts = torch.arange(8 - self.bits, -1, -self.bits).view(-1, 1, 1)
+        packed = (codes.unflatten(0, (parts, -1)) << shifts).sum(0).to(torch.uint8)
+        settings = {"shape": torch.tensor(shape), "nbits": torch.tensor(self.bits), "axis": torch.tensor(self.axis)}
+        tensors = {"W_q": packed, "scale": scales, "zero": zeros, "packing": torch.zeros(7).byte()} | settings
+        return {f"{path}{leaf}": each for leaf, each in tensors.items()}, (
+            (codes - zeros.float()) * scales.float()
+        ).view(shape)
+
+    def release(self) -> Release:
+        how = {"weight_quant_params": {"nbits": self.bits, "group_size": 64, "axis": self.axis}}
+        return Release({"quant_method": "hqq", "quant_config": how}, self)
+
+
 def quark_mxfp4(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     tensors, numbers = compressed_mxfp4(name, shape)
     return {name: tensors[f"{name}_packed"], f"{name}_scale": tensors[f"{name}_scale"]}, numbers
@@ -409,6 +435,8 @@ RELEASES = {
     "bitsandbytes INT8": Release({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8),
     "torchao INT8": Release({"quant_method": "torchao"}, torchao_int8),
     "torchao INT4": Release({"quant_method": "torchao"}, torchao_int4),
+    "HQQ in 4 bits": Hqq(4).release(),
+    "HQQ in 2 bits along columns": Hqq(2, axis=0).release(),
     "Quark's FP8": Release({"quant_method": "quark"}, float8_whole),
     "Quark's MXFP4": Release({"quant_method": "quark"}, quark_mxfp4),
     "MLX in 4 bits": Release({"bits": 4, "group_size": 32}, Mlx(4)),

@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 from ...tiny import tiny_model
 from ..parallel.live_bytes import LiveBytes
-from .releases import RELEASES, Bits4, Gptq, Mlx, bit_string, compressed, float8_codes, some_scales
+from .releases import RELEASES, Bits4, Gptq, Hqq, Mlx, bit_string, compressed, float8_codes, some_scales
 from .releases import integers as packed_integers
 from .test_survey import image_model
 
@@ -36,10 +36,11 @@ VARIANTS = {
     *("AutoRound", "AutoRound without a packing format", "AutoRound, its own zero points", "AutoRound as AWQ"),
     *("bitsandbytes FP4", "bitsandbytes NF4 in numbers", "torchao INT8", "Quark's FP8", "Quark's MXFP4"),
     *("MLX in 8 bits", "MLX's MXFP4", "MLX's MXFP8", "metal"),
-    *("2:4 of FP8", "sparse", "torchao INT4"),
+    *("2:4 of FP8", "sparse", "torchao INT4", "HQQ in 2 bits along columns"),
 }
 # Consecutive numbers share their scales there, so that whole rows are read.
-BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers", "sparse")
+OF_HQQ = ("HQQ in 4 bits", "HQQ in 2 bits along columns")
+BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers", "sparse", *OF_HQQ)
 
 
 def a_config(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> WorkerConfig:
@@ -66,7 +67,10 @@ def shift_scales(release: Path) -> None:
     """Gives each block of the weights that have several blocks its neighbour's scale, or each number its place."""
     weights = load_file(release / "model.safetensors")
     for name, scales in weights.items():
-        if name.endswith(("_scale", "scales", "_scale_inv", ".SCB", ".absmax", ".compressed")) and scales.numel() > 1:
+        if (
+            name.endswith(("_scale", "scales", "_scale_inv", ".SCB", ".absmax", ".compressed", ".scale"))
+            and scales.numel() > 1
+        ):
             weights[name] = scales.flatten().float().roll(1).view(scales.shape).to(scales.dtype)
     save_file(weights, release / "model.safetensors", metadata={"format": "pt"})
 
@@ -182,13 +186,20 @@ def loaded_by_transformers(directory: Path) -> dict[str, Tensor]:
 
 
 # file -> its number of cases
-PACKED_BY_LIBRARIES = {"compressed_tensors.json": 7, "sparse.json": 3, "gptq_and_awq.json": 5, "mlx.json": 9}
+PACKED_BY_LIBRARIES = {
+    "compressed_tensors.json": 7,
+    "sparse.json": 3,
+    "hqq.json": 6,
+    "gptq_and_awq.json": 5,
+    "mlx.json": 9,
+}
 
 
 @pytest.mark.parametrize("file", PACKED_BY_LIBRARIES)
 def test_numbers_equal_those_of_the_library_of_the_format(file: str) -> None:
-    """The tensors are of compressed-tensors 0.20.0 (sparse ones of 0.12.2) and MLX 0.32.4, which packed and unpacked
-    them, MLX in float32; of AutoRound 0.16.1, which packed numbers; and of AutoAWQ 0.2.9, which unpacked random codes.
+    """The tensors are of compressed-tensors 0.20.0 (sparse ones of 0.12.2), MLX 0.32.4 and HQQ 0.2.8, which packed and
+    unpacked them, the last two in float32; of AutoRound 0.16.1, which packed numbers; and of AutoAWQ 0.2.9, which
+    unpacked random codes.
     """
     cases: dict[str, Any] = json.loads((Path(__file__).parent / file).read_text())
     assert len(cases) == PACKED_BY_LIBRARIES[file]
@@ -248,7 +259,8 @@ def test_any_part_equals_that_of_the_whole_and_only_its_codes_are_read(layout: s
     (weight,) = dequantized_tensors(stored, config, torch.float32).values()
     assert tuple(weight.get_shape()) == shape
     codes = next(stored[name] for name in CODES if name in stored)
-    numbers_per_code = numbers.numel() / codes[...].numel()
+    # HQQ's bytes hold numbers of distant rows, so that one is read for each number.
+    numbers_per_code = 1 if layout in OF_HQQ else numbers.numel() / codes[...].numel()
     for part in [(slice(40, 140), slice(33, 97)), (slice(149, 150),), (slice(0, 75), slice(None))]:
         codes.num_read = 0
         assert torch.equal(weight[part], numbers[part])
@@ -261,6 +273,7 @@ def test_any_part_equals_that_of_the_whole_and_only_its_codes_are_read(layout: s
 CODES = [
     "a.b_proj.weight_packed",
     "a.b_proj.weight",
+    "a.b_proj.W_q",
     "a.b_proj.qweight",
     "a.b_proj._weight_qdata",
     "a.b_proj.compressed",
@@ -440,6 +453,50 @@ def test_bits_of_a_weight_are_those_of_the_group_that_names_it() -> None:
         read(stored, Quantization.of({"quantization_config": config}))
 
 
+HQQ = {"weight_quant_params": {"nbits": 4, "group_size": 64}}
+
+
+def hqq(**weights: object) -> dict[str, object]:
+    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
+
+
+def hqq_weight(**changed: Tensor | None) -> dict[str, Tensor]:
+    """Returns a weight of 8 x 64, with these tensors instead of its own, or without them."""
+    torch.manual_seed(0)
+    tensors, _ = Hqq(4)("a.weight", (8, 64))
+    return {name: each for name, each in (tensors | by_path(changed)).items() if each is not None}
+
+
+BROKEN_HQQ: dict[str, tuple[dict[str, Tensor], str]] = {
+    "no zero points": (hqq_weight(zero=None), r"a\.W_q has no a\.zero: download the model again"),
+    "other scales": (hqq_weight(scale=torch.ones(7, 1)), r"a\.W_q of U8 4 x 64, a\.scale of F32 7 x 1, .* \(4 bits in"),
+    "other zero points": (hqq_weight(zero=torch.ones(8)), r"a\.zero of F32 8"),
+    "words": (hqq_weight(W_q=torch.ones(4, 64).int()), r"a\.W_q of I32 4 x 64"),
+    "one dimension": (hqq_weight(W_q=torch.ones(64).byte()), r"a\.W_q of U8 64"),
+    "other shape": (hqq_weight(shape=torch.tensor([8, 63])), r"a\.shape is \[8, 63\], but a\.weight has 512 numbers"),
+    "negative shape": (hqq_weight(shape=torch.tensor([-8, -64])), r"a\.shape is \[-8, -64\]"),
+    "other bits": (hqq_weight(nbits=torch.tensor(2)), r"a\.nbits, a\.axis are \[2\] and \[1\], but a\.W_q has 4 bits"),
+    "other axis": (hqq_weight(axis=torch.tensor(0)), r"are \[4\] and \[0\], but a\.W_q has 4 bits in groups along 1"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_HQQ)
+def test_tensors_of_hqq_that_do_not_fit_are_refused_by_name(case: str) -> None:
+    stored, reason = BROKEN_HQQ[case]
+    with pytest.raises(ValueError, match=reason):
+        read(stored, Quantization.of({"quantization_config": Hqq(4).release().config}))
+
+
+def test_settings_of_hqq_are_those_of_the_layer_that_they_name() -> None:
+    stored, numbers = Hqq(2)("model.layers.3.mlp.up_proj.weight", (8, 64))
+    settings = {"mlp.up_proj": hqq(nbits=2, group_size=64)["quant_config"], "self_attn.q_proj": HQQ, "lm_head": None}
+    config = {"quantization_config": {"quant_method": "hqq", "quant_config": settings}}
+    assert same(read(stored, Quantization.of(config)), {"model.layers.3.mlp.up_proj.weight": numbers.bfloat16()})
+    settings["mlp.up_proj"] = HQQ
+    with pytest.raises(ValueError, match=r"up_proj\.W_q of U8 2 x 64, .* \(4 bits in groups of 64\)"):
+        read(stored, Quantization.of(config))
+
+
 UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": ({"a.weight": float8_codes((4, 4))}, "a.weight is packed as F8_E4M3, without scales that are known"),
     "no scales of integers": ({"a.weight_packed": torch.ones(4, 4, dtype=torch.int32)}, "download the model again"),
@@ -483,12 +540,13 @@ def refusal(**config: object) -> str:
     return refusal_of({"model_type": "llama", "quantization_config": config}) or ""
 
 
-OTHERS = ("hqq", "quanto", "bitnet", "gemma", "fouroversix", "nvfp4")
+OTHERS = ("quanto", "bitnet", "gemma", "fouroversix", "nvfp4")
 
 
 def test_methods_are_refused_by_config_if_their_layout_is_not_known() -> None:
     for method in METHODS:
-        assert not refusal(quant_method=method)
+        how = {"quant_config": HQQ} if method == "hqq" else {}
+        assert not refusal(quant_method=method, **how)
     for method in ("aqlm", "vptq", "spqr", "higgs", "quip", "eetq", "fp_quant", "sinq", *OTHERS, "a new one"):
         assert refusal(quant_method=method).startswith(f"weights quantized by {method} are not supported")
     assert "because its layers also round inputs to 8 bits" in refusal(quant_method="bitnet")
@@ -496,6 +554,8 @@ def test_methods_are_refused_by_config_if_their_layout_is_not_known() -> None:
 
 
 INT4 = {"num_bits": 4, "type": "int"}
+
+
 WRONG: dict[str, tuple[Mapping[str, object], str]] = {
     "bits": ({"quant_method": "gptq", "bits": 99}, "quantization_config has bits 99"),
     "bits of AWQ": ({"quant_method": "awq", "bits": 3}, "quantization_config has bits 3"),
@@ -523,6 +583,17 @@ WRONG: dict[str, tuple[Mapping[str, object], str]] = {
     "sparse beside": (
         compressed("pack-quantized", **INT4) | {"sparsity_config": {"format": "marlin-24"}},
         "weights packed as marlin-24 are not supported",
+    ),
+    "bits of HQQ": (hqq(nbits=3, group_size=64), "has nbits 3, supported are 8, 4, 2, 1"),
+    "group of HQQ": (hqq(nbits=4, group_size=None), "has group_size None"),
+    "no settings of HQQ": ({"quant_method": "hqq"}, "has nbits None"),
+    "nested scales of HQQ": (
+        {"quant_method": "hqq", "quant_config": HQQ | {"scale_quant_params": {"nbits": 8}}},
+        "has scale_quant_params or zero_quant_params",
+    ),
+    "one layer of HQQ": (
+        {"quant_method": "hqq", "quant_config": {"self_attn.q_proj": {"weight_quant_params": {"nbits": 5}}}},
+        "has nbits of self_attn.q_proj 5",
     ),
     "bits of MLX": ({"bits": 7, "group_size": 32}, "has bits 7, affine has 4, 1, 2, 3, 5, 6, 8"),
     "mode of MLX": (

@@ -30,7 +30,7 @@ from ..workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
 from ..workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, Part, RoutedExperts, SoftmaxAttention
 from .tiny import tiny_config
 from .workers.lineup import LINEUP, REFUSED_LINEUP
-from .workers.models.tiny_types import default_config
+from .workers.models.tiny_types import NEEDED_SETTINGS, default_config
 from .workers.parallel.test_families import MATRIX
 
 # The types that generate text, from text alone or with images and sound.
@@ -71,10 +71,12 @@ decide by the same function. [support.md](support.md) says what else a model nee
 OWN = """
 ## Types under every layout
 
-Layers are those of the type's default config. Adapters adapt the linear layers named here: with `train_attn` those of
-the sequence mixer, with `train_mlp` those of the feed-forward part; all linear layers of every expert (`experts.*`),
-but no router. The last columns say under which layouts a tiny model of the type was [checked](#families-of-models), and
-which of these layers vLLM 0.32 adapts too ([`--sampler vllm`](samplers.md#vllm)).
+Layers are those of the type's default config; for {undefined} with fields that it
+leaves out, without which transformers makes no model. Adapters adapt the linear layers named here: with `train_attn`
+those of the sequence mixer, with `train_mlp` those of the feed-forward part; all linear layers of every expert
+(`experts.*`), but no router. The last columns say under which layouts a tiny model of the type was
+[checked](#families-of-models), and which of these layers vLLM 0.32 adapts too
+([`--sampler vllm`](samplers.md#vllm)).
 
 | type | layers | adapted linear layers | axes, in addition to `replicas` and `fsdp` | checked | adapted in vLLM |
 |---|---|---|---|---|---|
@@ -123,7 +125,8 @@ def document() -> str:
     planned = PLANNED.format(tokens=TOKENS, devices=devices, columns="---|" * len(DEVICES))
     rows = (own_row(each) for each in own)
     names = ", ".join(f"`{each}`" for each in others) + ".\n"
-    tables = [introduction, OWN, *rows, OTHERS, names, REFUSED, *refused_rows(refused), planned, *plan_rows()]
+    titles = OWN.format(undefined=names_of(sorted(NEEDED_SETTINGS)))
+    tables = [introduction, titles, *rows, OTHERS, names, REFUSED, *refused_rows(refused), planned, *plan_rows()]
     tables += [OF_FAMILIES, *family_rows()]
     _, heading, by_hand = DOCUMENT.read_text().partition(BY_HAND)
     return "".join([*tables, heading, by_hand])

@@ -20,6 +20,8 @@ _LLAMA4 |= {"image_size": 16, "patch_size": 4, "vision_output_dim": 32, "project
 _LLAMA4 |= {"projector_output_dim": 32, "pixel_shuffle_ratio": 0.5}
 _SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
 _SIGLIP |= {"patch_size": 4, "image_size": 16}
+_RADIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4, "image_size": 16}
+_RADIO |= {"model_type": "radio", "video_temporal_patch_size": 2}
 
 # By kind of the part for text (see tiny.py): type of the whole, and config of the part for images.
 CONTAINERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,6 +29,7 @@ CONTAINERS: dict[str, tuple[str, dict[str, Any]]] = {
     **dict.fromkeys(("gemma4", "gemma4_large", "gemma4_moe"), ("gemma4", _GEMMA4)),
     "gemma3": ("gemma3", _SIGLIP),
     "llama4": ("llama4", _LLAMA4),
+    "nemotron_h_moe": ("nemotron_h_omni", _RADIO),
     "qwen3_5": ("qwen3_5", _QWEN),
     "qwen3_5_moe": ("qwen3_5_moe", _QWEN),
 }
@@ -42,9 +45,17 @@ TEXT_KINDS = {
     **dict.fromkeys(("idefics3", "llava", "llava_next_video", "smolvlm", "vipllava", "voxtral"), "llama"),
     **dict.fromkeys(("got_ocr2", "llava_onevision", "ovis2", "qwen2_5_vl", "qwen2_audio", "qwen2_vl"), "qwen2"),
     "video_llama_3": "qwen2",
-    **dict.fromkeys(("internvl", "lighton_ocr", "qwen3_vl"), "qwen3"),
+    **dict.fromkeys(("internvl", "lighton_ocr", "qianfan_ocr", "qwen3_vl"), "qwen3"),
     "qwen3_vl_moe": "qwen3_moe",
 }
+# Refused ones, and the setting of the part for text that transformers' class of the whole leaves out.
+SCALED_APART = {
+    "aya_vision": ("cohere2", "logit_scale"),
+    "cohere2_vision": ("cohere2", "logit_scale"),
+    "granite_speech": ("granite", "logits_scaling"),
+    "granite_speech_plus": ("granite", "logits_scaling"),
+}
+_OTHER_PARTS = ("vision_config", "audio_config", "encoder_config", "projector_config")
 # Settings of parts for images and sound, of which each has some.
 _SMALL = dict.fromkeys(("hidden_size", "embed_dim", "d_model"), 32) | {"out_hidden_size": 64}
 _SMALL |= dict.fromkeys(("intermediate_size", "encoder_ffn_dim"), 48) | {"patch_size": 4, "image_size": 16}
@@ -59,18 +70,23 @@ _AXES |= dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glmga"), (1, 1, 2))
 
 
 def tiny_whole(model_type: str, directory: Path, **overrides: object) -> Any:
-    """Saves a random model of one of TEXT_KINDS; returns the model. overrides: settings of the part for text."""
+    """Saves a random model of one of TEXT_KINDS or SCALED_APART; returns the model.
+
+    Args:
+        overrides: settings of the part for text.
+    """
     defaults: Any = CONFIG_MAPPING[model_type]()
-    other = "vision_config" if hasattr(defaults, "vision_config") else "audio_config"
-    of_other = getattr(defaults, other).to_dict()
-    small = {key: value for key, value in _SMALL.items() if key in of_other} | {"model_type": of_other["model_type"]}
+    others = {name: config.to_dict() for name in _OTHER_PARTS if (config := getattr(defaults, name, None)) is not None}
+    for other, of_other in others.items():
+        small = {key: value for key, value in _SMALL.items() if key in of_other}
+        others[other] = small | {"model_type": of_other["model_type"]}
     if model_type == "internvl":
-        small |= {"image_size": [16, 16], "patch_size": [4, 4]}
-    text = tiny_config(TEXT_KINDS[model_type], **overrides).to_dict()
+        others["vision_config"] |= {"image_size": [16, 16], "patch_size": [4, 4]}
+    text = tiny_config(TEXT_KINDS.get(model_type) or SCALED_APART[model_type][0], **overrides).to_dict()
     if model_type in _AXES:
         text["model_type"] = defaults.get_text_config().model_type
         text["rope_parameters"].setdefault("mrope_section", list(_AXES[model_type]))
-    config: Any = CONFIG_MAPPING[model_type](**{"text_config": text, other: small})
+    config: Any = CONFIG_MAPPING[model_type](**{"text_config": text, **others})
     torch.manual_seed(0)
     whole: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
     whole.save_pretrained(directory)
@@ -86,6 +102,8 @@ def tiny_container(kind: str, directory: Path, of_whole: dict[str, Any] | None =
     model_type, vision = CONTAINERS[kind]
     text = tiny_config(kind, **overrides).to_dict()
     settings: dict[str, Any] = {"text_config": text, "vision_config": vision}
+    if model_type == "nemotron_h_omni":
+        settings |= {"audio_config": None, "vision_hidden_size": 32, "projector_hidden_size": 32}
     if model_type == "gemma4":
         text["use_bidirectional_attention"] = "vision"
         settings |= {f"{name}_token_id": 500 + number for number, name in enumerate(("image", "video", "audio"))}

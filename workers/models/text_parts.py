@@ -31,7 +31,8 @@ class TextModel:
     @property
     def renamings(self) -> Mapping[str, str]:
         """Renames weights from files of current and earlier versions of transformers to those of the part alone."""
-        return {rf"^{self.name}\.lm_head": "lm_head", rf"^(?:model\.)?{self.name}\.(?:model\.)?": "model."}
+        trunk = rf"^(?:model\.)?{self.name}\.(?:model\.|backbone\.)?(?:encoder\.)?"
+        return {rf"^{self.name}\.lm_head": "lm_head", trunk: "model."}
 
     def name_in_whole(self, name: str, prefix: str) -> str:
         """Returns the name in the whole of a parameter or module of the part.

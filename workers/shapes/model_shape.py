@@ -18,9 +18,8 @@ from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
 from .other_models import (
-    BY_TRANSFORMERS,
     LAYER_TYPES,
-    missing_part,
+    refusal_of_type,
     text_defaults,
     text_settings,
     text_type_of,
@@ -33,9 +32,6 @@ from .sequence_split import SequenceSplit
 
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
-
-# Parts of a config.json that only models for more than text have.
-_WITH_OTHER_PARTS = ("text_config", "codec_config", "thinker_config", "vq_config")
 
 
 @dataclass(frozen=True)
@@ -328,7 +324,7 @@ def type_of(config: Mapping[str, object]) -> str:
 
 def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the config of the text part, if the model is multimodal."""
-    nested = config.get("text_config")
+    nested = config.get("text_config", config.get("llm_config"))
     return {**config, **(nested if isinstance(nested, dict) else {}), **text_settings(config)}
 
 
@@ -339,8 +335,8 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     """
     if "model_type" not in config:
         return "its config.json names no model_type: give the directory of a release, as transformers saves it"
-    if (missing := missing_part(model_type := text_type_of(config))) is not None:
-        return f"{model_type} models are not supported: trainhouse has no {missing}"
+    if (reason := refusal_of_type(model_type := text_type_of(config))) is not None:
+        return reason
     every, family = _of_text(config), FAMILIES.get(model_type)
     setting = unsupported_setting(model_type, every)
     if setting is not None:
@@ -351,34 +347,11 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
         found = family.refused(family.reader(model_type, every, text_defaults(config)))
         if found is not None:
             return f"{model_type} models with {found} are not supported"
-    if (reason := quantization_refusal(config)) is not None:
-        return reason
-    return None if model_type in (*FAMILIES, *BY_TRANSFORMERS) else _unknown(model_type, config)
+    return quantization_refusal(config)
 
 
 def _unknown_layers(every: Mapping[str, object]) -> str | None:
     """Returns which layers carry a state along the row, or have another form of attention."""
     kinds = every.get("layer_types")
-    if isinstance(kinds, list) and (others := sorted(set(map(str, kinds)) - LAYER_TYPES)):
-        return f"models with {others[0]} layers are not supported"
-    recurrent = [
-        key for key in every if key.startswith(("linear_key_", "linear_num_", "linear_conv_", "mamba_", "ssm_"))
-    ]
-    if recurrent or "full_attention_interval" in every:
-        named = recurrent[0] if recurrent else "full_attention_interval"
-        return f"models with recurrent or linear-attention layers ({named}) are not supported"
-    return None
-
-
-def _unknown(model_type: str, config: Mapping[str, object]) -> str:
-    """Returns the message for a type of model that was not checked."""
-    if beside := [part for part in ("vision", "audio") if isinstance(config.get(f"{part}_config"), dict)]:
-        return (
-            f"{model_type} models, which have parts for {' and '.join(beside)}, are not supported: serve a text model"
-        )
-    if any(isinstance(config.get(key), dict) for key in _WITH_OTHER_PARTS):
-        return f"{model_type} models, which have other parts than text, are not supported: serve a text model"
-    return (
-        f"{model_type} models are not supported: it was not verified that sequences get the same numbers in a shared"
-        " pass as alone; docs/models.md lists the models that are served"
-    )
+    others = sorted(set(map(str, kinds)) - LAYER_TYPES) if isinstance(kinds, list) else ()
+    return f"models with {others[0]} layers are not supported" if others else None

@@ -40,7 +40,9 @@ TEXT_PARTS: Mapping[str, str] = {
     "llava_next_video": "llama",
     "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "nemotron_h_omni": "nemotron_h",
     "ovis2": "qwen2",
+    "qianfan_ocr": "qwen3",
     "qwen2_5_vl": "qwen2",
     "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2",
@@ -57,24 +59,41 @@ TEXT_PARTS: Mapping[str, str] = {
 # Types of releases that transformers knows under another name -> that name.
 SAME_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 
-# What our layers lack for types of which models are trained, by the start of the model_type.
-_MISSING: Mapping[str, str] = {
-    "deepseek_v4": "compressed attention, nor hyper-connections",
-    "glm5_next": "Kimi delta attention, nor hyper-connections",
-    "inkling": "relative-position bias, nor short convolution of keys and values",
-    "kimi_linear": "Kimi delta attention",
-    "nemotron_h_omni": "part for images",
-    "qwen4_exp": "sparse attention of Qwen4, nor gated residual streams",
+# Why types that someone might train are refused, by the start of the model_type.
+_SCALED_APART = (
+    "transformers runs the whole without the {} of its part for text, so that the two have different log-probabilities"
+)
+_REFUSED: Mapping[str, str] = {
+    "aya_vision": _SCALED_APART.format("logit_scale"),
+    "cohere2_vision": _SCALED_APART.format("logit_scale"),
+    "deepseek_v4": "trainhouse has no compressed attention, nor hyper-connections",
+    "glm5_next": "trainhouse has no Kimi delta attention, nor hyper-connections",
+    "granite_speech": _SCALED_APART.format("logits_scaling"),
+    "inkling": "trainhouse has no relative-position bias, nor short convolution of keys and values",
+    "jamba": "trainhouse has no Mamba-1 layers",
+    "kimi_linear": "trainhouse has no Kimi delta attention",
+    "qwen4_exp": "trainhouse has no sparse attention of Qwen4, nor gated residual streams",
+    "zamba": "trainhouse has no attention that several layers share",
 }
 
 # Those whose part for text is a causal model with its own head.
-WITH_HEAD = frozenset({"llama4"})
+WITH_HEAD = frozenset({"llama4", "nemotron_h_omni"})
 
 # Those whose part for text has the type that its config names, if it names one.
 _OF_ANY_TEXT = frozenset(
     {
         *("got_ocr2", "idefics2", "idefics3", "internvl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
-        *("llava_onevision", "mistral3", "ovis2", "qwen2_audio", "smolvlm", "video_llama_3", "vipllava", "voxtral"),
+        *(
+            "llava_onevision",
+            "mistral3",
+            "ovis2",
+            "qianfan_ocr",
+            "qwen2_audio",
+            "smolvlm",
+            "video_llama_3",
+            "vipllava",
+            "voxtral",
+        ),
     }
 )
 
@@ -188,9 +207,15 @@ _LOGIT_SCALES: Mapping[str, str] = dict.fromkeys(("cohere2_moe", "cohere_compass
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def missing_part(model_type: str) -> str | None:
-    """Returns what our layers lack for this type, None if nothing is known to be missing."""
-    return next((parts for start, parts in _MISSING.items() if model_type.startswith(start)), None)
+def refusal_of_type(model_type: str) -> str | None:
+    """Returns why models of this type, served as they are or as a part for text, are refused; None if they are not."""
+    reason = next((why for start, why in _REFUSED.items() if model_type.startswith(start)), None)
+    if reason is None and model_type not in (*FAMILIES, *BY_TRANSFORMERS):
+        reason = (
+            "it was not verified that sequences get the same numbers in a shared pass as alone; docs/models.md lists "
+            "the models that are served"
+        )
+    return None if reason is None else f"{model_type} models are not supported: {reason}"
 
 
 def text_type_of(config: Mapping[str, object]) -> str:

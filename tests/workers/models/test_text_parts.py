@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.workers.models.text_parts import text_config_of
+from trainhouse.workers.shapes.model_shape import refusal_of
 from trainhouse.workers.shapes.other_models import TEXT_PARTS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from ...tiny import tiny_model
 from ..adapted import Adapted
-from ..containers import CONTAINERS, TEXT_KINDS, kimi_container, tiny_container, tiny_whole
+from ..containers import CONTAINERS, SCALED_APART, TEXT_KINDS, kimi_container, tiny_container, tiny_whole
 
 TOKENS = torch.arange(5, 17)
 
@@ -57,8 +58,9 @@ def test_mistral_with_images_runs_as_the_whole_does(kind: str, is_tied: bool, tm
     assert distance(adapted, whole) > 1e-5
 
 
-def test_llama4_with_images_runs_as_the_whole_does(tmp_path: Path) -> None:
-    whole = tiny_container("llama4", tmp_path)
+@pytest.mark.parametrize("kind", ["llama4", "nemotron_h_moe"])
+def test_a_text_part_with_its_own_head_runs_as_the_whole_does(kind: str, tmp_path: Path) -> None:
+    whole = tiny_container(kind, tmp_path)
     adapted = Adapted(tmp_path)
     assert adapted.base.runs_own_layers
     assert distance(adapted, whole) < 1e-5
@@ -156,6 +158,25 @@ def test_a_text_part_that_names_no_rotated_fraction_rotates_as_the_whole_does(mo
     config["text_config"]["rope_parameters"]["partial_rotary_factor"] = 0.5
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert distance(Adapted(tmp_path), whole) > 1e-3
+
+
+@pytest.mark.parametrize("model_type", SCALED_APART)
+@torch.no_grad()
+def test_transformers_leaves_out_the_scale_of_logits_of_text_parts_that_are_refused(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Without it the part for text computes what the whole does, and with it something else."""
+    _, setting = SCALED_APART[model_type]
+    whole = tiny_whole(model_type, tmp_path, **{setting: 0.5})
+    assert setting in str(refusal_of(whole.config.to_dict()))
+    weights = {re.sub(r"language_model\.", "", name): each for name, each in whole.state_dict().items()}
+    for scale, is_like in ((0.5, False), (1.0, True)):
+        text = AutoModelForCausalLM.from_config(
+            type(whole.config.text_config).from_dict(whole.config.text_config.to_dict() | {setting: scale})
+        ).eval()
+        text.load_state_dict({name: weights[name] for name in text.state_dict()})
+        found = (log_softmax(text(TOKENS[None]).logits) - log_softmax(whole(TOKENS[None]).logits)).abs().max()
+        assert (found < 1e-5) == is_like
 
 
 def test_every_text_part_is_compared() -> None:

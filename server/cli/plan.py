@@ -11,7 +11,7 @@ from inspect import Parameter
 from types import SimpleNamespace
 from typing import Protocol
 
-from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
+from ...workers.planner.checks import auto_refusal, by_transformers, check_layout, cuda_devices
 from ...workers.planner.drafts.draft_layouts import DraftLayout, draft_layout_that_fits, draft_spec_of
 from ...workers.planner.drafts.draft_load import draft_load
 from ...workers.planner.drafts.draft_memory import draft_memory
@@ -36,7 +36,6 @@ from ...workers.planner.trainable_memory import bytes_per_number
 from ...workers.planner.workload import Training, Workload
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from ...workers.protocol.worker_config import ServedModel
-from ...workers.shapes.families import FAMILIES
 from ...workers.shapes.model_shape import ModelDescription, ModelShape, describe_model, read_model
 from ..config.knob_values import (
     AUTO,
@@ -95,7 +94,7 @@ class MemoryPlan:
     """The estimate for one layout.
 
     device_bytes: memory of each device; None if the estimate is not compared with one.
-    choice, speeds: set for `--parallel auto`.
+    choice, speeds: set for `--parallel auto`. notes: what is left out of the model, and how it is counted.
     """
 
     shape: ModelShape
@@ -106,6 +105,7 @@ class MemoryPlan:
     num_devices: int | None
     choice: PlannedLayout | None
     speeds: Speeds | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -256,7 +256,8 @@ def plan_of(options: PlanOptions) -> MemoryPlan:
         loads = [load] if options.activations else [load, *loads_with_fewer_activations(load)]
         choice = _choice(model, loads, device_bytes, num_devices, speeds)
         spec, load = choice.spec, choice.load
-    return MemoryPlan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice, speeds)
+    memory, notes = estimate(model, spec, load), _notes(options, model)
+    return MemoryPlan(model, spec, load, memory, device_bytes, num_devices, choice, speeds, notes)
 
 
 def plan_of_draft(options: PlanOptions) -> Planned:
@@ -284,7 +285,7 @@ def plan_of_draft(options: PlanOptions) -> Planned:
     else:
         draft_spec = draft_spec_of(model, spec, draft, wanted)
         found = DraftLayout(spec, draft_spec, load, draft_memory(model, spec, load, draft, draft_spec))
-    return PlannedDraft(model, found, draft, device_bytes, speeds)
+    return PlannedDraft(model, found, draft, device_bytes, speeds, _notes(options, model))
 
 
 def _options_of_drafts(options: PlanOptions) -> PlanOptions:
@@ -352,10 +353,14 @@ def _device_bytes(options: PlanOptions) -> int | None:
 
 
 def _no_estimate(model: ModelDescription) -> NoEstimate:
-    return NoEstimate(
-        f"{model.name} ({model.model_type}) is served by transformers' own forward, with replicas only; memory is "
-        f"planned for models of type {', '.join(FAMILIES)}"
-    )
+    return NoEstimate("\n".join(filter(None, (by_transformers(model), model.left_out))))
+
+
+def _notes(options: PlanOptions, model: ModelDescription) -> tuple[str, ...]:
+    dtype = None
+    if (options.dtype or "auto") == "auto":
+        dtype = "counted in bfloat16, which serve uses on a GPU; on a CPU it uses float32: add --dtype float32 for that"
+    return tuple(filter(None, (model.left_out, dtype)))
 
 
 def _model(served: ServedModel) -> ModelDescription:
@@ -405,6 +410,7 @@ def _as_json(plan: MemoryPlan) -> dict[str, object]:
         "remedies": [remedy.flags for remedy in plan.remedies],
         "link": None if plan.speeds is None else {"name": plan.speeds.link.name, "source": plan.speeds.source},
         "products": None if plan.speeds is None else _products(plan.speeds),
+        "notes": list(plan.notes),
         "ways": [_way(each) for each in plan.choice.ways] if plan.choice else [],
         "candidates": [_candidate(each) for each in plan.choice.candidates] if plan.choice else [],
     }
@@ -539,6 +545,7 @@ def _head(plan: MemoryPlan) -> Iterator[str]:
     yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}"
     if load.activations != "keep":
         yield f"layers are recomputed in the backward pass: --activations {load.activations}"
+    yield from plan.notes
     found = cuda_devices()
     if plan.num_devices is None and found is not None:
         yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with a number)"

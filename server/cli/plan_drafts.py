@@ -27,7 +27,7 @@ class PlannedDraft:
     """The estimate for a draft.
 
     layout: of the target on the ranks that train the draft, and of the draft. device_bytes: memory of each device; None
-    if the estimate is not compared with one. speeds: set for `--parallel auto`.
+    if the estimate is not compared with one. speeds: set for `--parallel auto`. notes: see MemoryPlan.
     """
 
     shape: ModelShape
@@ -35,6 +35,7 @@ class PlannedDraft:
     draft: DraftLoad
     device_bytes: int | None
     speeds: Speeds | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -78,6 +79,7 @@ class PlannedDraft:
             "fits": self.fits,
             "longest_sequence": self.longest,
             "captured_bytes": dict(self._captured),
+            "notes": list(self.notes),
             "ways": [_way(each) for each in layout.ways],
         }
 
@@ -92,6 +94,7 @@ class PlannedDraft:
         yield f"layout: {layout.spec} for the target, {layout.draft_spec.axes} for the draft, {ranks}"
         if layout.load.activations != "keep":
             yield f"layers are recomputed in the backward pass: --activations {layout.load.activations}"
+        yield from self.notes
         yield ""
         yield from aligned(("memory of each rank", "bytes", ""), [row for row in self._rows() if row[1] != "0 MB"])
         yield ""

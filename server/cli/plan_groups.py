@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from ...workers.models.devices import device_of
 from ...workers.planner.checks import check_layout
-from ...workers.planner.footprint import gigabytes, runs_on_cpu
+from ...workers.planner.footprint import gigabytes, loaded_dtype, runs_on_cpu
 from ...workers.planner.group_memory import Phase, RankBytes
 from ...workers.planner.group_remedies import group_remedies
 from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, PlannedGroup
@@ -70,6 +70,7 @@ class PlannedGroups:
             "usable": plan.usable_bytes,
             "fits": plan.fits,
             "remedies": self._remedies(),
+            "notes": [plan.shape.left_out] if plan.shape.left_out else [],
         }
 
     def text(self) -> Iterator[str]:
@@ -79,14 +80,19 @@ class PlannedGroups:
             f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters; sequences of "
             f"{load.longest} tokens"
         )
+        if shape.left_out is not None:
+            yield shape.left_out
         if self.is_default_cache:
             yield (
                 f"serve gives the key/value cache a third of what a GPU has free; {gigabytes(load.kv_cache_bytes)} are "
                 "counted: name --kv-cache-bytes to both"
             )
         yield ""
-        rows = [(each.name, str(each.spec), _shown(each.devices), self._phases(each)) for each in plan.groups]
-        yield from aligned(("group", "layout", "devices", "phases"), rows)
+        rows = [
+            (each.name, str(each.spec), _shown(each.devices), each.load.dtype, self._phases(each))
+            for each in plan.groups
+        ]
+        yield from aligned(("group", "layout", "devices", "base in", "phases"), rows)
         yield from self.reasons
         for device in plan.devices:
             yield ""
@@ -235,12 +241,13 @@ def _samples(config: DispatchConfig, roles: Sequence[str], load: Workload) -> bo
 
 def _rank_group(name: str, roles: tuple[str, ...], model: WorkerConfig, load: Workload, samples: bool) -> PlannedGroup:
     spec, on_cpu = model.parallel, runs_on_cpu(model)
-    dtype = "float32" if on_cpu and model.dtype == "auto" else load.dtype
     devices = (
         (CPU,) * spec.num_ranks if on_cpu else tuple(device_of(model.device, rank) for rank in range(spec.num_ranks))
     )
     usual = DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else min(GPU_PREFILL_CHUNK_TOKENS, load.micro_batch_tokens)
-    own = replace(load, samples=samples, dtype=dtype, zero_stage=load.zero_stage if spec.fsdp > 1 else "3")
+    own = replace(
+        load, samples=samples, dtype=loaded_dtype(model), zero_stage=load.zero_stage if spec.fsdp > 1 else "3"
+    )
     return PlannedGroup(name, roles, spec, own, devices, model.prefill_chunk_tokens or usual)
 
 
@@ -262,7 +269,7 @@ def _vllm_groups(
                 f"--vllm-tp {vllm.tensor_parallel} needs as many devices, and vLLM has {model.device}: name them all, "
                 f"as in --sampler-device {example}"
             )
-        dtype = load.dtype if vllm.dtype == "auto" else vllm.dtype
+        dtype = loaded_dtype(model) if vllm.dtype == "auto" else vllm.dtype
         yield PlannedGroup(
             name=f"{model.model.name} (vLLM)",
             roles=(),

@@ -10,7 +10,7 @@ from itertools import count
 
 from ...workers.models.devices import first_device
 from ...workers.planner.checks import auto_refusal, check_layout, cuda_devices
-from ...workers.planner.footprint import gigabytes, runs_on_cpu
+from ...workers.planner.footprint import gigabytes, loaded_dtype, runs_on_cpu
 from ...workers.planner.layout_reasons import reasons_of, reasons_of_choice
 from ...workers.planner.layout_search import (
     PlannedLayout,
@@ -80,7 +80,8 @@ def with_sampler_layout(
             f"--sampler-parallel auto chooses for one base model, and there are {len(config.models)}: name a layout"
         )
     (model,), sampling = tuple(config.models), config.sampling
-    on_cpu = runs_on_cpu(replace(model, device=sampling.devices[0]) if sampling.devices else model)
+    sampler = replace(model, device=sampling.devices[0]) if sampling.devices else model
+    on_cpu = runs_on_cpu(sampler)
     if not (on_cpu or sampling.devices):
         raise ValueError(
             "--sampler-parallel auto cannot divide devices with training: name devices with --sampler-device, or a "
@@ -91,7 +92,7 @@ def with_sampler_layout(
     prefill_tokens = model.prefill_chunk_tokens or (
         DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else GPU_PREFILL_CHUNK_TOKENS
     )
-    load = _load(model, shape, True, on_cpu)
+    load = _load(sampler, shape, True)
     choice = smallest_sampler_layout(shape, load, prefill_tokens, memory, own, speeds)
     needed = f"{gigabytes(choice.num_bytes)} of {gigabytes(memory)} on each rank, as planned"
     say(f"samplers of {shape.name}: --sampler-parallel {choice.spec.axes} ({needed})")
@@ -168,7 +169,7 @@ class _Devices:
 
 def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None, speeds: Speeds) -> PlannedLayout:
     shape = _shape(model)
-    load = _load(model, shape, samples, runs_on_cpu(model))
+    load = _load(model, shape, samples)
     loads = [load, *loads_with_fewer_activations(load)]
     return layout_that_fits(shape, loads, memory, num_devices, speeds, with_replicas=False)
 
@@ -181,12 +182,11 @@ def _shape(model: WorkerConfig) -> ModelShape:
     return shape
 
 
-def _load(model: WorkerConfig, shape: ModelShape, samples: bool, on_cpu: bool) -> Workload:
+def _load(model: WorkerConfig, shape: ModelShape, samples: bool) -> Workload:
     longest = model.max_context_length or shape.max_positions
     if longest is None:
         raise ValueError(f"--parallel auto: {shape.name} has no context length: give --max-context-length")
-    dtype = ("float32" if on_cpu else "bfloat16") if model.dtype == "auto" else model.dtype
-    return Workload.of(model, longest, dtype, samples)
+    return Workload.of(model, longest, loaded_dtype(model), samples)
 
 
 def _cuda_bytes() -> int:

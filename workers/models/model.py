@@ -51,7 +51,7 @@ from ..shapes.model_shape import (
     refuse_missing_weights,
     rope_of,
 )
-from ..shapes.other_models import SAME_TYPES, TEXT_PARTS, logit_cap_of, logit_scale_of
+from ..shapes.other_models import SAME_TYPES, left_out_of, logit_cap_of, logit_scale_of
 from ..shapes.parts import RoutedExperts, Weight
 from ..shapes.quantization import quantization_of
 from ..shapes.sequence_split import SequenceSplit
@@ -638,9 +638,9 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, TextModel | None]:
         config = CONFIG_MAPPING[same_type].from_dict(stored | {"model_type": same_type})
     if (refusal := refusal_of(config.to_dict())) is not None:
         raise ValueError(f"{source}: {refusal}")
-    if config.model_type not in TEXT_PARTS:
+    if (left_out := left_out_of(str(config.model_type))) is None:
         return config, None
-    _log.info("%s: of %s models only the part for text is loaded", source, config.model_type)
+    _log.info("%s: %s", source, left_out)
     text: Any = text_config_of(config)
     # The head is tied where the whole says so; transformers unties a head that has weights of its own in the files.
     text.tie_word_embeddings = text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)

@@ -7,7 +7,7 @@ from math import gcd
 from pathlib import Path
 
 from ..protocol.parallel_spec import AXES, ParallelSpec, ShardedUnit
-from ..shapes.families import FAMILIES, FIXED_ROTATIONS
+from ..shapes.families import FIXED_ROTATIONS
 from ..shapes.model_shape import ModelDescription, ModelShape
 from ..shapes.styles import PATTERNS
 
@@ -73,9 +73,14 @@ def activations_refusal(name: str, model_type: str, activations: str) -> str:
 
 def auto_refusal(model: ModelDescription) -> str:
     """Returns the message for a model whose layout cannot be planned."""
+    return f"--parallel auto: {by_transformers(model)}: give a layout, such as replicas=2"
+
+
+def by_transformers(model: ModelDescription) -> str:
+    """Returns what it means for a model that it is of no type with layers of our own."""
     return (
-        f"--parallel auto: cannot plan for {model.model_type} models such as {model.name}, only for "
-        f"{', '.join(FAMILIES)}: give a layout"
+        f"{model.name} ({model.model_type}) runs by transformers' modules, on one rank or on replicas, and its memory "
+        "is not planned; docs/models.md lists the types for which it is"
     )
 
 
@@ -155,7 +160,8 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
             choices = ", ".join(map(str, valid_tp(shape, spec.replicated)))
             others: set[ShardedUnit] = {*spec.replicated, things.unit}
             if spec.tp in valid_tp(shape, others):
-                choices += f" (--parallel with --shard {PATTERNS[things.unit]}=replicate: {spec.tp}, too)"
+                shard = f"--shard '{PATTERNS[things.unit]}=replicate'"
+                choices += f"; with --parallel and {shard} (each rank has them whole): {spec.tp}"
             what = f"{things.number} {things.what} of {shape.name}"
             raise ValueError(f"tp={spec.tp} does not divide {what}; valid tp: {choices}")
 

@@ -63,9 +63,8 @@ def loaded_bytes(model: WorkerConfig) -> int | None:
     files = sorted(directory.glob("*.safetensors")) if directory else []
     if directory is None or not files:
         return None
-    dtype = model.dtype if model.dtype != "auto" else "float32" if runs_on_cpu(model) else "bfloat16"
     headers = {name: header for file in files for name, header in _headers(file)}
-    return num_elements(headers, _quantization(directory)) * BYTES_PER_NUMBER[dtype]
+    return num_elements(headers, _quantization(directory)) * BYTES_PER_NUMBER[loaded_dtype(model)]
 
 
 def planned_bytes(model: WorkerConfig) -> int:
@@ -89,6 +88,13 @@ def runs_on_cpu(model: WorkerConfig) -> bool:
     if model.device == "auto":
         return not Path("/dev/nvidia0").exists()
     return model.device.startswith("cpu")
+
+
+def loaded_dtype(model: WorkerConfig) -> str:
+    """Returns the dtype in which the worker loads its base model."""
+    if model.dtype != "auto":
+        return model.dtype
+    return "float32" if runs_on_cpu(model) else "bfloat16"
 
 
 def gigabytes(num_bytes: int) -> str:

@@ -19,6 +19,7 @@ from .families import FAMILIES, Family
 from .families.config_reader import optional_number
 from .other_models import (
     LAYER_TYPES,
+    left_out_of,
     refusal_of_type,
     text_defaults,
     text_settings,
@@ -58,7 +59,8 @@ class ModelDescription:
     """Properties of a model of any type.
 
     name: what clients call it. max_positions: its longest context in tokens, None if the config does not say.
-    refusal: why it cannot be served, None if it can. released: what its files hold packed.
+    refusal: why it cannot be served, None if it can. released: what its files hold packed. left_out: what is not
+    loaded of it, in a sentence; None if all of it is loaded.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ModelDescription:
     max_positions: int | None = None
     refusal: str | None = None
     released: ReleasedWeights = field(default_factory=ReleasedWeights)
+    left_out: str | None = None
 
     def check_context(self, length: int) -> None:
         """Raises ValueError if the model cannot run sequences of so many tokens."""
@@ -242,13 +245,13 @@ def refuse_missing_weights(source: str) -> None:
 
 def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
     """Returns the model that a config.json describes. Raises ValueError if a number in it is missing or wrong."""
-    model_type, text = text_type_of(config), _of_text(config)
+    model_type, text, left_out = text_type_of(config), _of_text(config), left_out_of(type_of(config))
     rope, refusal = rope_of(text), refusal_of(config)
     released = ReleasedWeights.of(config) if refusal is None else ReleasedWeights()
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
         longest = longest_context(optional_number(name, text, "max_position_embeddings"), rope)
-        return ModelDescription(name, model_type, rope, longest, refusal, released)
+        return ModelDescription(name, model_type, rope, longest, refusal, released, left_out)
     reader = family.reader(name, text, text_defaults(config))
     reader.check_layers()
     try:
@@ -270,6 +273,7 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
         rope=rope,
         max_positions=longest,
         released=released,
+        left_out=left_out,
         family=family,
         hidden=reader.hidden,
         vocab=reader.number("vocab_size"),

@@ -225,6 +225,13 @@ def text_type_of(config: Mapping[str, object]) -> str:
     return str(named or TEXT_PARTS.get(whole) or SAME_TYPES.get(whole, whole))
 
 
+def left_out_of(model_type: str) -> str | None:
+    """Returns a sentence about what is not loaded of models of this type, None if all of it is loaded."""
+    if model_type not in TEXT_PARTS:
+        return None
+    return f"of {model_type} models only the part for text is loaded: requests with images or sound are refused"
+
+
 def text_settings(whole: Mapping[str, object]) -> Mapping[str, object]:
     """Returns settings of the part for text that a model's config.json does not name."""
     return _TEXT_SETTINGS.get(str(whole.get("model_type")), {})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from trainhouse.server.cli import commands
+from trainhouse.workers.shapes.other_models import left_out_of
 
 from ...workers.lineup import LINEUP
 
@@ -264,12 +265,42 @@ def test_auto_finds_a_layout_for_full_fine_tuning(capsys: pytest.CaptureFixture[
 def test_models_run_by_transformers_have_no_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     message = printed(capsys, f"--base-model=M={tmp_path}", "--parallel=replicas=2")
-    assert "M (gpt2) is served by transformers' own forward, with replicas only; memory is planned for" in message
+    words = "M (gpt2) runs by transformers' modules, on one rank or on replicas, and its memory is not planned"
+    assert message == f"{words}; docs/models.md lists the types for which it is\n"
     assert json.loads(printed(capsys, f"--base-model=M={tmp_path}", "--json"))["fits"] is None
     message = refused(capsys, 1, f"--base-model=M={tmp_path}", "--parallel=auto", "--device-memory=80GB")
-    assert "cannot plan for gpt2 models such as M" in message
+    assert f"--parallel auto: {words}" in message and len(message) < 250
     (tmp_path / "config.json").write_text("{")
     assert "config.json is not JSON" in refused(capsys, 1, f"--base-model=M={tmp_path}")
+
+
+@pytest.mark.parametrize("options", [(), ("--draft=eagle3",), ("--device=cuda:0",)])
+def test_the_plan_of_a_model_with_images_says_that_only_text_is_served(
+    options: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = json.loads((CONFIGS / "Qwen3-30B-A3B.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", "text_config": text}))
+    arguments = (f"--base-model=M={tmp_path}", "--max-context-length=4096", *options)
+    words = "of qwen3_vl_moe models only the part for text is loaded: requests with images or sound are refused"
+    assert words == left_out_of("qwen3_vl_moe")
+    assert f"\n{words}\n" in printed(capsys, *arguments)
+    assert words in json.loads(printed(capsys, *arguments, "--json"))["notes"]
+    plain = (f"--base-model=M={CONFIGS}/Qwen3-30B-A3B.json", *arguments[1:])
+    assert "only the part for text" not in printed(capsys, *plain) + printed(capsys, *plain, "--json")
+
+
+def test_the_plan_says_in_which_dtype_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """And counts for a CPU what serve uses there."""
+    arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--max-context-length=4096")
+    (usual, *_), named, drafts = (
+        json.loads(printed(capsys, *arguments, *more, "--json"))["notes"]
+        for more in ((), ("--dtype=float32",), ("--draft=eagle3",))
+    )
+    assert drafts == [usual] and named == []
+    assert usual.startswith("counted in bfloat16") and "on a CPU it uses float32: add --dtype float32" in usual
+    assert f"\n{usual}\n" in printed(capsys, *arguments)
+    for options, dtype in (("--device=cpu", "float32"), ("--device=cpu --dtype=bfloat16", "bfloat16")):
+        assert re.search(rf"^M +single +cpu +{dtype} ", printed(capsys, *arguments, *options.split()), re.MULTILINE)
 
 
 # The document

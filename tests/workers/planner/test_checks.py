@@ -69,7 +69,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "heads that all could have": (
         "--parallel tp=8",
         DENSE | {"num_key_value_heads": 2},
-        "valid tp: 1, 2 (--parallel with --shard layers.*.self_attn.*=replicate: 8, too)",
+        "valid tp: 1, 2; with --parallel and --shard 'layers.*.self_attn.*=replicate' (each rank has them whole): 8",
     ),
     "features with replicated heads": (
         "--parallel tp=8 --shard *self_attn*=replicate",

@@ -43,6 +43,8 @@ _NAMES_IN_FILES = (
     ("model.", "backbone."),
     ("lm_head", "language_model.lm_head"),
     ("model.language_model.", "language_model.model."),
+    ("model.language_model.", "language_model.model.encoder."),  # of Qianfan-OCR, as transformers saves it
+    ("language_model.model.", "language_model.backbone."),
     ("model.language_model.", "model."),
 )
 _NAMES_OF_ALL_EXPERTS = (("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"))

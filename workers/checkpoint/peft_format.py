@@ -196,7 +196,10 @@ class _PeftTargets:
         modules = {target.path if target in by_path else target.kind for target in linears if target not in taken}
         # If transformers has a module for each expert, peft finds it by these names.
         modules |= {target.saved_kind for target in experts} if is_misread and not taken else set()
-        parameters = {f"{target.path}.weight" for target in taken} | {_fused(target) for target in experts}
+        # exclude_modules is not for parameters, and encoders of images have some of the same last names.
+        part = adapter.text_part_name
+        paths = {each.path if part is None else each.name[each.name.index(f"{part}.") :] for each in taken}
+        parameters = {f"{path}.weight" for path in paths} | {_fused(target) for target in experts}
         return _PeftTargets(frozenset(modules), frozenset(parameters))
 
 

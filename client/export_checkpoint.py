@@ -22,7 +22,7 @@ from ..schemas.adapters.adapter_files import (
 )
 from ..schemas.adapters.model_files import model_directory
 from ..schemas.adapters.tensor_file import TensorFile
-from ..schemas.adapters.vllm_form import room_for
+from ..schemas.adapters.vllm_form import FORMS, room_for
 from .merged_model import merge_into_base
 
 _TEXT_PART = ".language_model."
@@ -102,8 +102,12 @@ def write_merged_unasked(downloaded: Path, served: Path | None, directory: Path)
     return f"merged into the base model: {refused}; {note}"
 
 
-def write_adapter(downloaded: Path, directory: Path, reader: Reader) -> str:
-    """Writes an adapter as the reader reads it, or a full model; returns how to load it. Raises as `write_for`."""
+def write_adapter(downloaded: Path, served: Path | None, directory: Path, reader: Reader) -> str:
+    """Writes an adapter as the reader reads it, or a full model; returns how to load it. Raises as `write_for`.
+
+    Args:
+        served: see `write_merged_unasked`.
+    """
     write_for(reader, downloaded)
     for file in sorted(each for each in downloaded.rglob("*") if each.is_file()):
         place = directory / file.relative_to(downloaded)
@@ -111,7 +115,7 @@ def write_adapter(downloaded: Path, directory: Path, reader: Reader) -> str:
         file.rename(place)
     if not (description := description_in(directory)):
         return f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`"
-    return f"load {directory} with: {loaded_by(description, directory, reader)}"
+    return f"load {directory} with: {loaded_by(description, directory, reader, served)}"
 
 
 def _base_of(downloaded: Path, served: Path | None) -> Path:
@@ -127,15 +131,23 @@ def _base_of(downloaded: Path, served: Path | None) -> Path:
     return found
 
 
-def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "peft") -> str:
-    """Returns how to load the exported checkpoint. description: content of its trainhouse.json."""
-    base, place = description["base_model"], directory.resolve()
+def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "peft", served: Path | None = None) -> str:
+    """Returns how to load the exported checkpoint.
+
+    Args:
+        description: content of its trainhouse.json.
+        served: see `write_merged_unasked`.
+    """
+    name, place = description["base_model"], directory.resolve()
+    found = served or (Path(name) if Path(name).is_dir() else None)
+    base = name if found is None else str(found.resolve())
+    unless = "" if found or model_directory(name) else f"; if {name} is no hub id, give the base model's directory"
     if description.get("training") == "draft":
-        return _with_draft(base, place, description["algorithm"], description.get("block_size"))
+        return _with_draft(base, place, description["algorithm"], description.get("block_size")) + unless
     if description.get("training") == "full":
         return with_transformers(place)
     if reader == "vllm":
-        return _with_vllm(base, place)
+        return _with_vllm(base, place) + unless + _comparison(description.get("architecture"))
     refused = refusal_by_peft(description)
     if refused is not None and description.get("role") == "critic":
         return f"a program of yours: {refused}"
@@ -146,8 +158,8 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
         )
     # Adapters of a text part that is inside of a larger model name its tensors.
     is_inside = any(_TEXT_PART in name for name in TensorFile(directory / WEIGHTS))
-    whole = f"{_auto_class(is_inside)}.from_pretrained of {base}"
-    return f'PeftModel.from_pretrained(base, "{place}") of peft, where base is {whole}'
+    whole = f'{_auto_class(is_inside)}.from_pretrained("{base}")'
+    return f'PeftModel.from_pretrained({whole}, "{place}") of peft and transformers{unless}'
 
 
 def description_in(directory: Path) -> dict[str, Any]:
@@ -172,11 +184,16 @@ def _with_vllm(base: str, place: Path) -> str:
         options.append("--enable-mixed-moe-lora-format")
         adapter["is_3d_lora_weight"] = True
     options += ["--lora-modules", json.dumps(adapter)]
-    return f"vllm serve MODEL {shlex.join(options)}, where MODEL is the path or hub id of {base}"
+    return f"vllm serve {shlex.join([base, *options])}"
+
+
+def _comparison(architecture: str | None) -> str:
+    if architecture in FORMS:
+        return ""
+    return f"; adapters of {architecture} were not compared in vLLM, so compare log-probabilities first"
 
 
 def _with_draft(base: str, place: Path, algorithm: str, block_size: int | None) -> str:
     tokens = 3 if block_size is None else block_size - 1
     config = {"method": algorithm, "model": str(place), "num_speculative_tokens": tokens}
-    options = shlex.quote(json.dumps(config))
-    return f"vllm serve MODEL --speculative-config {options}, where MODEL is the path or hub id of {base}"
+    return f"vllm serve {shlex.join([base, '--speculative-config', json.dumps(config)])}"

@@ -220,14 +220,15 @@ class RestClient:
             raise ValueError("a merged model is for no reader: leave out merge_into or reader")
         with new_directory(directory) as scratch:
             await self._download(tinker_path, scratch, _is_not_optimizer, on_progress)
+            description = description_in(scratch)
+            served = await self._served_directory(description["base_model"]) if description else None
             if merge_into is not None:
                 note = await asyncio.to_thread(write_merged, scratch, merge_into, directory)
             elif merges_unasked(scratch, reader, merge_into):
-                served = await self._served_directory(description_in(scratch)["base_model"])
                 note = await asyncio.to_thread(write_merged_unasked, scratch, served, directory)
                 log.warning("%s is %s", tinker_path, note)
             else:
-                note = await asyncio.to_thread(write_adapter, scratch, directory, reader or "peft")
+                note = await asyncio.to_thread(write_adapter, scratch, served, directory, reader or "peft")
         return ExportedCheckpoint.of(directory, note)
 
     async def _served_directory(self, base_model: str) -> Path | None:

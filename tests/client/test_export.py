@@ -171,7 +171,10 @@ def test_the_loading_hint_depends_on_the_kind_of_model(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         save_file({f"base_model.model.model.{part}layers.0.x.lora_A.weight": np.zeros(1)}, tmp_path / WEIGHTS)
         assert f'{named}.from_pretrained("{tmp_path}") of transformers' in loaded_by(full, tmp_path)
-        assert f"where base is {named}.from_pretrained of a/b" in loaded_by(adapter, tmp_path)
+        loaded = f'PeftModel.from_pretrained({named}.from_pretrained("%s"), "{tmp_path}") of peft and transformers'
+        assert loaded_by(adapter, tmp_path, served=tmp_path) == loaded % tmp_path
+        other = loaded_by(adapter, tmp_path)
+        assert other == f"{loaded % 'a/b'}; if a/b is no hub id, give the base model's directory"
 
 
 def test_nothing_is_offered_for_a_critic_that_peft_refuses() -> None:
@@ -190,7 +193,19 @@ def test_vllm_is_told_of_adapters_in_the_mixed_form(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 20, "rank_pattern": {"gate_up_proj": 40}}))
     hint = loaded_by(about, tmp_path, "vllm")
     assert "--max-lora-rank 64 --enable-mixed-moe-lora-format --lora-modules" in hint
-    assert '"is_3d_lora_weight": true' in hint and hint.endswith("hub id of a/b")
+    assert '"is_3d_lora_weight": true' in hint and hint.startswith("vllm serve a/b --enable-lora ")
+    assert "not compared" not in hint
+
+
+def test_vllms_hint_has_the_directory_of_the_base_model_and_says_what_was_not_compared(tmp_path: Path) -> None:
+    about = {"base_model": "alias", "architecture": "Qwen3VLForConditionalGeneration"}
+    (tmp_path / "trainhouse.json").write_text(json.dumps(about))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    hint = loaded_by(about, tmp_path, "vllm", tmp_path)
+    assert hint.startswith(f"vllm serve {tmp_path} --enable-lora ")
+    assert hint.endswith(
+        "; adapters of Qwen3VLForConditionalGeneration were not compared in vLLM, so compare log-probabilities first"
+    )
 
 
 @pytest.mark.slow

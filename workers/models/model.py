@@ -51,7 +51,7 @@ from ..shapes.model_shape import (
     refuse_missing_weights,
     rope_of,
 )
-from ..shapes.other_models import SAME_TYPES, left_out_of, logit_cap_of, logit_scale_of
+from ..shapes.other_models import SAME_TYPES, left_out_of, logit_cap_of, logit_scale_of, text_settings
 from ..shapes.parts import RoutedExperts, Weight
 from ..shapes.quantization import quantization_of
 from ..shapes.sequence_split import SequenceSplit
@@ -642,8 +642,8 @@ def _config_of(source: str) -> tuple[PreTrainedConfig, TextModel | None]:
         return config, None
     _log.info("%s: %s", source, left_out)
     text: Any = text_config_of(config)
-    # The head is tied where the whole says so; transformers unties a head that has weights of its own in the files.
-    text.tie_word_embeddings = text.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)
+    # transformers unties a head that has weights of its own in the files.
+    text.tie_word_embeddings = text_settings(config.to_dict()).get("tie_word_embeddings", text.tie_word_embeddings)
     text.quantization_config = dict(quantization_of(config.to_dict()))
     return text, TextModel(str(config.model_type))
 

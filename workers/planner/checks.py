@@ -59,7 +59,8 @@ def check_quantization(quantization: str, spec: ParallelSpec, model: ModelDescri
     if quantization == "released" and not model.released.formats:
         raise ValueError(
             f"--base-quantization released: {model.name} has no weights that can be held as released, because "
-            f"{model.released.reason}: leave it out"
+            f"{model.released.reason}: leave it out, by which they are dequantized, or hold them in 4 bits with "
+            "--base-quantization nf4"
         )
 
 

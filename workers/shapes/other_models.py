@@ -233,8 +233,12 @@ def left_out_of(model_type: str) -> str | None:
 
 
 def text_settings(whole: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns settings of the part for text that a model's config.json does not name."""
-    return _TEXT_SETTINGS.get(str(whole.get("model_type")), {})
+    """Returns settings of the part for text that are not in its config: those that a model's config.json does not
+    name, and whether the head is tied, where the head is the whole's."""
+    model_type, key = str(whole.get("model_type")), "tie_word_embeddings"
+    has_head = model_type in TEXT_PARTS and model_type not in WITH_HEAD
+    tied = {key: whole[key]} if has_head and key in whole else {}
+    return {**_TEXT_SETTINGS.get(model_type, {}), **tied}
 
 
 def text_defaults(whole: Mapping[str, object]) -> Mapping[str, object]:

@@ -85,7 +85,7 @@ class ReleasedWeights:
         formats = tuple(dict.fromkeys(_formats(given)))
         lists = (given.get(key) or () for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
         ignored = tuple(str(each) for names in lists for each in names)
-        reason = "" if formats else f"weights packed by {given.get('quant_method')} in its way are not kept packed"
+        reason = "" if formats else _reason(given)
         return ReleasedWeights(formats, reason, ignored)
 
     def ignores(self, name: str) -> bool:
@@ -99,6 +99,16 @@ class ReleasedWeights:
     def bytes_of(self, shape: Sequence[int]) -> float | None:
         """Returns the most bytes of packed weights of this shape, None if no format suits them."""
         return max(filter(None, (each.bytes_of(shape) for each in self.formats)), default=None)
+
+
+def _reason(given: Any) -> str:
+    """Returns why weights of a release are in no ReleasedFormat."""
+    bits = given.get("bits")
+    packed = f"{given.get('quant_method')}{'' if bits is None else f' in {bits} bits'}"
+    return (
+        f"its weights are packed by {packed}, and only codes with one scale for each block, without zero points, are "
+        "kept: MXFP4, MXFP8, NVFP4, FP8, and INT4 of compressed-tensors"
+    )
 
 
 def _formats(given: Any) -> Iterator[ReleasedFormat]:

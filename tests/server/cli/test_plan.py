@@ -407,4 +407,10 @@ def test_weights_as_released_are_planned_with_their_bytes(capsys: pytest.Capture
     assert "the largest packed weight" in printed(capsys, file, flag)
     reason = "M has no weights that can be held as released, because its config.json has no quantization_config"
     assert reason in refused(capsys, 1, f"--base-model=M={CONFIGS / 'Qwen3-30B-A3B.json'}", flag)
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": gptq}))
+    message = refused(capsys, 1, file, flag)
+    assert "because its weights are packed by gptq in 4 bits, and only codes with one scale for each block" in message
+    assert "leave it out, by which they are dequantized, or hold them in 4 bits with --base-quantization nf4" in message
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": released}))
     assert "fsdp cannot gather the weights" in refused(capsys, 1, file, flag, "--parallel=fsdp=2")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.workers.models.text_parts import text_config_of
-from trainhouse.workers.shapes.model_shape import refusal_of
+from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, refusal_of
 from trainhouse.workers.shapes.other_models import TEXT_PARTS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
@@ -177,6 +177,20 @@ def test_transformers_leaves_out_the_scale_of_logits_of_text_parts_that_are_refu
         text.load_state_dict({name: weights[name] for name in text.state_dict()})
         found = (log_softmax(text(TOKENS[None]).logits) - log_softmax(whole(TOKENS[None]).logits)).abs().max()
         assert (found < 1e-5) == is_like
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_whole_says_whether_the_head_is_tied(is_tied: bool, tmp_path: Path) -> None:
+    """The text part of Qwen3-VL-MoE is tied by default, and the whole is not."""
+    config: Any = CONFIG_MAPPING["qwen3_vl_moe"]()
+    assert config.text_config.tie_word_embeddings and not config.tie_word_embeddings
+    described = describe_model("M", config.to_dict() | {"tie_word_embeddings": is_tied})
+    assert isinstance(described, ModelShape) and described.tied_embeddings == is_tied
+    whole = tiny_whole("qwen3_vl_moe", tmp_path, **SPARSE, tie_word_embeddings=not is_tied)
+    whole.config.tie_word_embeddings = is_tied
+    whole.config.save_pretrained(tmp_path)
+    shape = Adapted(tmp_path).base.shape
+    assert isinstance(shape, ModelShape) and shape.tied_embeddings == is_tied
 
 
 def test_every_text_part_is_compared() -> None:

@@ -15,6 +15,6 @@ def test_the_document_of_models_is_up_to_date() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_refusals_in_the_document_do_not_depend_on_further_fields() -> None:
-    """Of a config.json that names the type alone, too."""
+    """A config.json may name the type alone."""
     *_, refused = by_decision()
     assert {each: refusal_of({"model_type": each}) for each in refused} == refused

@@ -104,12 +104,13 @@ def test_full_model_trains_as_on_one_rank(case: Case, tiny_models: dict[str, Pat
             assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
             np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
         # Each resumes from the other's checkpoint, and transformers loads it.
-        for where, directory in ((alone, ours.directory), (many, theirs.directory)):
-            where.call("load_run", "full", str(directory), True)
-        assert close([loss_of(alone, 3, 21, 6)], [loss_of(many, 3, 21, 6)])
-        # Both start from weights that differ by the rounding of three steps.
-        assert close([norm_of_step(alone)], [norm_of_step(many)], 3e-4)
-        assert close([loss_of(alone, 4, 21, 6)], [loss_of(many, 4, 21, 6)])
+        for directory in (ours.directory, theirs.directory):
+            for where in (alone, many):
+                where.call("load_run", "full", str(directory), True)
+            assert close([loss_of(alone, 3, 21, 6)], [loss_of(many, 3, 21, 6)])
+            # Weights multiplied by 1 + 6e-8 change this norm of gemma4 by 1e-4.
+            assert close([norm_of_step(alone)], [norm_of_step(many)], 3e-4)
+            assert close([loss_of(alone, 4, 21, 6)], [loss_of(many, 4, 21, 6)])
         loaded = AutoModelForCausalLM.from_pretrained(ours.directory)
         wanted = AutoModelForCausalLM.from_pretrained(theirs.directory)
         for name, weights in loaded.named_parameters():

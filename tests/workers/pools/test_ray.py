@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -62,9 +62,12 @@ async def wait_until(condition: Callable[[], bool], seconds: float) -> float:
 
 def ray_processes() -> list[psutil.Process]:
     """Returns the processes of the clusters with a head that this process started."""
-    heads = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
-    holders = [head.parent() for head in heads]
-    return [each for holder in holders if holder for each in [holder, *holder.children(recursive=True)]]
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            if child.name() == "gcs_server" and (holder := child.parent()):
+                found += [holder, *holder.children(recursive=True)]
+    return found
 
 
 def status_contains(dispatch: WorkerDispatch, text: str) -> Callable[[], bool]:

@@ -353,7 +353,7 @@ def mxfp6(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
 
 def two_of_four(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     keep = torch.rand(shape[0], shape[1] // 4, 4).argsort(-1).argsort(-1).flatten(1) < 2
-    numbers, path = torch.randn(shape).bfloat16().float() / 32 * keep, name.removesuffix(".weight")
+    numbers, path = (torch.randn(shape).bfloat16() / 32).float().where(keep, 0), name.removesuffix(".weight")
     tensors = {"compressed": numbers[keep].view(shape[0], -1).bfloat16(), "bitmask": bits_of(keep)}
     tensors["shape"] = torch.tensor(shape).unsqueeze(1)
     return {f"{path}.{leaf}": tensor for leaf, tensor in tensors.items()}, numbers
@@ -368,7 +368,7 @@ def two_of_four_float8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tens
 
 def sparse(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     keep = torch.rand(shape) < 0.4
-    numbers, path = torch.randn(shape).bfloat16().float() / 32 * keep, name.removesuffix(".weight")
+    numbers, path = (torch.randn(shape).bfloat16() / 32).float().where(keep, 0), name.removesuffix(".weight")
     counts = keep.sum(1)
     tensors = {"compressed": numbers[keep].bfloat16(), "bitmask": bits_of(keep), "shape": torch.tensor(shape)}
     tensors["row_offsets"] = counts.cumsum(0) - counts

@@ -290,7 +290,7 @@ def test_the_plan_of_a_model_with_images_says_that_only_text_is_served(
 
 
 def test_the_plan_says_in_which_dtype_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    """It counts for a CPU what serve uses there."""
+    """A group on a CPU is counted as serve loads it."""
     arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--max-context-length=4096")
     (usual, *_), named, drafts = (
         json.loads(printed(capsys, *arguments, *more, "--json"))["notes"]

@@ -226,7 +226,7 @@ def test_the_text_shows_each_phase_of_each_device(capsys: pytest.CaptureFixture[
     assert main([*flags, *sampled]) == 1
     text = capsys.readouterr().out
     assert text.startswith("M (llama): 8.03 billion parameters; sequences of 8192 tokens\n")
-    assert re.search(r"^M \(critic\) +single +cuda:0 +critic pass, step$", text, re.MULTILINE)
+    assert re.search(r"^M \(critic\) +single +cuda:0 +bfloat16 +critic pass, step$", text, re.MULTILINE)
     assert re.search(r"^M \(reference\) +fsdp=2 +cuda:1, cuda:2 +reference scores$", text, re.MULTILINE)
     assert re.search(r"^M \(sampler 1\) +single +cuda:0 +sampling$", text, re.MULTILINE)
     first, second = plan["devices"]
@@ -373,7 +373,7 @@ def test_plan_refuses_what_it_cannot_plan(
 def test_models_run_by_transformers_have_no_plan_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     assert main([f"--base-model=M={tmp_path}", "--role-group=critic=single"]) == 0
-    assert "M (gpt2) is served by transformers' own forward" in capsys.readouterr().out
+    assert "M (gpt2) runs by transformers' modules" in capsys.readouterr().out
 
 
 def test_groups_need_the_servers_packages() -> None:
@@ -391,5 +391,5 @@ def test_auto_chooses_the_layout_of_samplers(capsys: pytest.CaptureFixture[str])
     memory = "--device-memory 12GB --kv-cache-bytes 1GiB --max-context-length 2048 --micro-batch-tokens 2048"
     main([LLAMA, *flags.split(), *memory.split()])
     text = capsys.readouterr().out
-    assert re.search(r"^M \(sampler 1\) +tp=4 +cuda:1 to cuda:4 +sampling$", text, re.MULTILINE)
+    assert re.search(r"^M \(sampler 1\) +tp=4 +cuda:1 to cuda:4 +bfloat16 +sampling$", text, re.MULTILINE)
     assert "tp=4 takes least time for a token, of layouts of 4 ranks that fit (over nvlink, --device-link):" in text

@@ -227,8 +227,8 @@ def test_the_text_shows_each_phase_of_each_device(capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     assert text.startswith("M (llama): 8.03 billion parameters; sequences of 8192 tokens\n")
     assert re.search(r"^M \(critic\) +single +cuda:0 +bfloat16 +critic pass, step$", text, re.MULTILINE)
-    assert re.search(r"^M \(reference\) +fsdp=2 +cuda:1, cuda:2 +reference scores$", text, re.MULTILINE)
-    assert re.search(r"^M \(sampler 1\) +single +cuda:0 +sampling$", text, re.MULTILINE)
+    assert re.search(r"^M \(reference\) +fsdp=2 +cuda:1, cuda:2 +bfloat16 +reference scores$", text, re.MULTILINE)
+    assert re.search(r"^M \(sampler 1\) +single +cuda:0 +bfloat16 +sampling$", text, re.MULTILINE)
     first, second = plan["devices"]
     assert first["ranks"] == {"M": 1, "M (critic)": 1, "M (sampler 1)": 1} and second["names"] == ["cuda:1", "cuda:2"]
     assert re.search(rf"^all at once +{first['needed'] / 1e9:.1f} GB$", text, re.MULTILINE)

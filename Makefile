@@ -84,8 +84,8 @@ unit: setup
 	$(BIN)/python -m pytest -q -m 'not full' --deselect tests/test_dead_code.py $$($(BIN)/python -m trainhouse.tests.unit) $(ARGS)
 
 # Many tests wait for processes to start, so this many of their files run side by side, in the order of folders: the
-# longest, in acceptance/ and examples/, begin first. The tests of test-full measure or bring their own load: they run
-# alone.
+# longest, in acceptance/ and examples/, begin first. The longest tests of test-full, of several ranks, run side by side
+# too; its others measure or bring their own load, and run alone.
 WORKERS ?= 3
 SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup
@@ -102,8 +102,9 @@ browser:
 	  echo "make browser: Chromium cannot be installed here, so the tests of the console are skipped"
 
 test-full: test test-slow $(TRL_READY) $(COOKBOOK_READY)
+	$(BIN)/python -m pytest -m full -n $(WORKERS) --dist load tests/workers $(ARGS)
 	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) TRAINHOUSE_COOKBOOK_PYTHON=$(COOKBOOK_PYTHON) \
-	  $(BIN)/python -m pytest -m full $(ARGS)
+	  $(BIN)/python -m pytest -m full --ignore tests/workers $(ARGS)
 
 test-trl: setup $(TRL_READY)
 	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest tests/acceptance/test_full_training.py $(ARGS)

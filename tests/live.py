@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-READY_SECONDS = 120
+READY_SECONDS = 240
 STOP_SECONDS = 60
 # Server options: pool and layout of the ranks of a base model.
 DEPLOYMENTS: dict[str, dict[str, Any]] = {

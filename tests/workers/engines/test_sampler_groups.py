@@ -274,6 +274,7 @@ def ask(adapter_id: str | None) -> list[SampleJob]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # where other work has the cores, Ray takes minutes to start five ranks
 @pytest.mark.parametrize("pool", ["local", "ray"])
 async def test_death_of_one_rank_restarts_its_sampler(
     pool: Literal["local", "ray"], tiny_models: dict[str, Path], tmp_path: Path

@@ -16,6 +16,8 @@ _EIGHT_BIT = {"F8_E4M3", "F8_E5M2", "I8", "U8"}
 _FLOAT4_SCALES = {"F8_E4M3", "F8_E8M0", "U8"}
 _NOT_NUMBERS = {"I16", "I32", "I64", "U16", "U32", "U64"}
 """Dtypes of codes that are packed into larger integers, which never are a weight's own numbers."""
+_WORDS = {"I32", "U32"}
+"""Dtypes of integers into which codes of compressed-tensors and zero points are packed."""
 _NOT_OF_WEIGHTS = (
     *("input_scale", "input_global_scale", "activation_scale", "output_scale", "qscale_act"),
     *("q_scale", "k_scale", "v_scale"),
@@ -241,6 +243,8 @@ def _compressed(path: str, tensors: Mapping[str, TensorHeader], quantization: Qu
         plain = PackedWeight("float6", codes, scales, (*rows, columns * 4 // 3), 4, (1, 1), elements=3)
     elif tensors[codes].dtype == "U8":
         plain = PackedWeight("float4", codes, scales, (*rows, 2 * columns), 2, (1, 1))
+    elif tensors[codes].dtype not in _WORDS:
+        raise unfitting((codes, scales), tensors)
     else:
         bits = _bits(path, columns, groups, quantization)
         plain = _integers(bits, codes, scales, (*rows, columns * 32 // bits))
@@ -380,6 +384,8 @@ def _of_bitsandbytes(codes: str, tensors: Mapping[str, TensorHeader]) -> TableWe
     scales, table = f"{codes}.absmax", f"{codes}.quant_map"
     if not states or table not in tensors:
         raise ValueError(f"{codes} has no quant_state or no quant_map: download the model again")
+    if prod(tensors[codes].shape) != max(tensors[codes].shape, default=0) or tensors[states[0]].dtype != "U8":
+        raise unfitting((codes, states[0]), tensors)
     nested = (f"{codes}.nested_absmax", f"{codes}.nested_quant_map")
     is_nested = tensors[scales].dtype == "U8"
     if is_nested and not tensors.keys() >= {*nested}:
@@ -501,6 +507,7 @@ def _checked(packed: PackedWeight, tensors: Mapping[str, TensorHeader]) -> Packe
         if packed.zero_point_axis is not None:
             expected[packed.zero_point_axis] = ceil(expected[packed.zero_point_axis] * packed.bits / 32)
             fits = [*tensors[packed.zero_points].shape[::step][-2:]] == expected
+            fits = fits and tensors[packed.zero_points].dtype in _WORDS
         else:
             fits = prod(tensors[packed.zero_points].shape) == prod(of_scales)
         if not fits:
@@ -508,6 +515,7 @@ def _checked(packed: PackedWeight, tensors: Mapping[str, TensorHeader]) -> Packe
     if packed.groups is not None:
         columns, of_groups = packed.shape[-1], tensors[packed.groups].shape
         padding = packed.numbers - 1 if packed.true_shape is not None else 0
-        if len(of_groups) != 1 or not columns - padding <= of_groups[0] <= columns:
+        fits = len(of_groups) == 1 and columns - padding <= of_groups[0] <= columns
+        if not fits or tensors[packed.groups].dtype not in ("I32", "I64"):
             raise unfitting((packed.codes, packed.groups), tensors)
     return packed

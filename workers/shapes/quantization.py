@@ -159,7 +159,7 @@ def _check_layout(method: str, given: Any) -> None:
     elif method == "compressed-tensors":
         sparsity = given.get("sparsity_config")
         sparse = sparsity.get("format") if isinstance(sparsity, dict) else None
-        for layout in (given.get("format"), sparse, *(each.get("format") for each in _groups(given))):
+        for layout in (given.get("format"), sparse, *(each.get("format") for each in groups_of(given))):
             if layout in _OTHER_LAYOUTS:
                 raise ValueError(f"weights packed as {layout} are not supported: {_REMEDY}")
         transforms = given.get("transform_config")
@@ -177,19 +177,18 @@ def _check_known(key: str, value: object, known: tuple[str, ...]) -> None:
         raise ValueError(f"quantization_config has {key} {value!r}, supported is {', '.join(known)}: {_REMEDY}")
 
 
-def _groups(given: Any) -> Iterator[Any]:
+def groups_of(given: Any) -> Iterator[Any]:
+    """Yields the groups of a compressed-tensors `quantization_config` that have settings of `weights`."""
     groups = given.get("config_groups")
-    yield from (each for each in (groups.values() if isinstance(groups, dict) else ()) if isinstance(each, dict))
-
-
-def _weights(given: Any) -> Iterator[Any]:
-    yield from (each["weights"] for each in _groups(given) if isinstance(each.get("weights"), dict))
+    for each in groups.values() if isinstance(groups, dict) else ():
+        if isinstance(each, dict) and isinstance(each.get("weights"), dict):
+            yield each
 
 
 def _blocks(given: Any) -> Iterator[tuple[int, int]]:
     for key, block in (
         ("weight_block_size", given.get("weight_block_size")),
-        *(("block_structure", each.get("block_structure")) for each in _weights(given)),
+        *(("block_structure", each["weights"].get("block_structure")) for each in groups_of(given)),
     ):
         if block is None:
             continue
@@ -207,15 +206,15 @@ def _groupings(method: str, given: Any) -> Iterator[Grouping]:
         bits = given.get("bits", given.get("w_bit", 4))
         if type(bits) is not int or bits not in ((4,) if method == "awq" else GPTQ_BITS):
             raise ValueError(f"quantization_config has bits {bits!r}: {_REMEDY}")
-        yield Grouping(bits, _group_size("group_size", given.get("group_size", given.get("q_group_size"))))
-    for group in _groups(given):
-        weights = group.get("weights")
-        if isinstance(weights, dict) and weights.get("type") == "int":
-            size, bits = _group_size("group_size", weights.get("group_size")), weights.get("num_bits")
+        yield Grouping(bits, group_size_of("group_size", given.get("group_size", given.get("q_group_size"))))
+    for group in groups_of(given):
+        weights = group["weights"]
+        size, bits = group_size_of("group_size", weights.get("group_size")), weights.get("num_bits")
+        if weights.get("type") == "int":
             if type(bits) is not int or not 1 <= bits <= 8:
                 raise ValueError(f"quantization_config has num_bits {bits!r}, supported are 1 to 8: {_REMEDY}")
             yield Grouping(bits, size, targets=_targets(group.get("targets")))
-        elif isinstance(weights, dict) and (weights.get("type"), weights.get("num_bits")) == ("float", 6):
+        elif (weights.get("type"), bits) == ("float", 6):
             yield Grouping(6, 32, "mxfp6", _targets(group.get("targets")))
 
 
@@ -265,7 +264,7 @@ def _mlx_grouping(given: Any, owner: str) -> Grouping:
     return Grouping(bits, _positive(f"group_size{owner}", given.get("group_size", size)), mode)
 
 
-def _group_size(key: str, value: object) -> int | None:
+def group_size_of(key: str, value: object) -> int | None:
     """Returns how many columns share a scale, None if all of a row do."""
     return None if value in (None, -1) else _positive(key, value)
 

@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, Literal
 
 from .name_patterns import NamePatterns
-from .quantization import quantization_of
+from .quantization import group_size_of, groups_of, quantization_of
 
 Codes = Literal["float4", "float8", "integer"]
 Scales = Literal["power of two", "bfloat16", "float32", "float8"]
@@ -78,13 +78,13 @@ class ReleasedWeights:
 
     @staticmethod
     def of(config: Mapping[str, object]) -> "ReleasedWeights":
-        """Reads them from a config.json."""
+        """Reads them from a config.json. Raises ValueError if names of layers in it are no list."""
         given: Any = quantization_of(config)
         if not given:
             return ReleasedWeights()
         formats = tuple(dict.fromkeys(_formats(given)))
-        lists = (given.get(key) or () for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
-        ignored = tuple(str(each) for names in lists for each in names)
+        lists = (_names(key, given.get(key)) for key in ("ignore", "modules_to_not_convert", "exclude_modules"))
+        ignored = tuple(name for names in lists for name in names)
         reason = "" if formats else _reason(given)
         return ReleasedWeights(formats, reason, ignored)
 
@@ -99,6 +99,12 @@ class ReleasedWeights:
     def bytes_of(self, shape: Sequence[int]) -> float | None:
         """Returns the most bytes of packed weights of this shape, None if no format suits them."""
         return max(filter(None, (each.bytes_of(shape) for each in self.formats)), default=None)
+
+
+def _names(key: str, value: object) -> Sequence[str]:
+    if value is not None and not isinstance(value, list | tuple):
+        raise ValueError(f"quantization_config has {key} {value!r}, which must be a list of names: use another release")
+    return [*map(str, value or ())]
 
 
 def _reason(given: Any) -> str:
@@ -123,8 +129,8 @@ def _formats(given: Any) -> Iterator[ReleasedFormat]:
     elif method == "modelopt":
         yield from _of_modelopt(str(given.get("quant_algo")))
     elif method == "compressed-tensors":
-        for group in (given.get("config_groups") or {}).values():
-            yield from _compressed(group.get("weights") or {}, str(group.get("format") or given.get("format")))
+        for group in groups_of(given):
+            yield from _compressed(group["weights"], str(group.get("format") or given.get("format")))
 
 
 def _of_modelopt(algorithm: str) -> Iterator[ReleasedFormat]:
@@ -137,8 +143,8 @@ def _of_modelopt(algorithm: str) -> Iterator[ReleasedFormat]:
 
 
 def _compressed(weights: Any, layout: str) -> Iterator[ReleasedFormat]:
-    bits, kind, size = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
-    columns = int(size) if size and size > 0 else None
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    columns = group_size_of("group_size", weights.get("group_size"))
     if weights.get("actorder") in (True, "group"):
         return  # columns next to each other share no scale
     if kind == "int" and bits == 4 and weights.get("symmetric", True):

@@ -360,6 +360,10 @@ BROKEN_MLX: dict[str, tuple[dict[str, Tensor], str]] = {
         {"a.switch_mlp.up_proj.bias": torch.ones(4)},
         r"a\.switch_mlp\.up_proj\.bias is of \[4\], but must be a stack of all experts",
     ),
+    "stack of nothing": (
+        {"a.switch_mlp.up_proj.weight": torch.ones(10**12, 0, 4)},
+        r"up_proj\.weight is of \[1000000000000, 0, 4\], but .*, at most 65536: use another release",
+    ),
 }
 
 
@@ -668,6 +672,12 @@ BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
     "no groups": (broken_gptq(scales=torch.ones(0, 64), qzeros=torch.ones(0, 8).int()), "64 x 64 has 64 x 0 scales"),
     "three dimensions": (broken_gptq(qweight=torch.ones(1, 8, 64).int()), "do not fit together"),
     "short order": (broken_gptq(g_idx=torch.zeros(63).int()), r"do not fit together: a\.qweight .* a\.g_idx of I32 63"),
+    "order in floats": (broken_gptq(g_idx=torch.zeros(64).to(torch.float8_e4m3fn)), r"a\.g_idx of F8_E4M3 64"),
+    "zero points in floats": (broken_gptq(qzeros=torch.zeros(2, 8)), r"a\.qzeros of F32 2 x 8"),
+    "words in bytes": (
+        {"a.weight_packed": torch.ones(64, 8).char(), "a.weight_scale": some_scales(64, 2)},
+        r"a\.weight_packed of I8 64 x 8, a\.weight_scale",
+    ),
     "other order": (broken_gptq(g_idx=torch.full((64,), 2).int()), r"a\.g_idx has group 2, but a\.weight has groups 0"),
     "scales of nothing": ({"a.weight": torch.ones(4, 4), "a.scales": torch.ones(4)}, "belong to no packed weight"),
     "other integers": ({"a.weight": torch.ones(4, 4).int()}, r"a\.weight is packed as I32, in a way that is not known"),
@@ -714,6 +724,14 @@ BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
     "negative shape": (broken_nf4(shape=[-64, -64]), r"has shape \[-64, -64\], but it must be at least 1"),
     "no shape": (broken_nf4(shape=None), "has shape None"),
     "short codes": (broken_nf4(numbers_of=60), "but its codes are 3840 numbers"),
+    "codes in two columns": (
+        (nf4 := broken_nf4()) | {"a.weight": nf4["a.weight"].view(1024, 2)},
+        r"a\.weight of U8 1024 x 2, a\.weight\.quant_state",
+    ),
+    "state in numbers": (
+        nf4 | {(state := "a.weight.quant_state.bitsandbytes__nf4"): nf4[state].float()},
+        r"a\.weight\.quant_state\.bitsandbytes__nf4 of F32",
+    ),
     "blocks": (broken_nf4(blocksize=0), "has blocksize 0, but it must be at least 1"),
     "other blocks": (broken_nf4(blocksize=128), r"a\.weight\.absmax has 64 numbers, but a\.weight needs 32"),
     "offset": (broken_nf4(nested_offset="x"), "has nested_offset x, but it must be a number"),

@@ -53,6 +53,17 @@ def test_formats_and_bytes_of_published_releases(given: dict[str, Any], format: 
     assert weights(given).bytes_of((8, 4096, 2048)) == 8 * 4096 * 2048 * bits / 8
 
 
+@pytest.mark.parametrize("groups", [5, ["a"], {"a": 5}, {"a": None}, {"a": {"weights": "x"}}])
+def test_groups_without_settings_of_weights_have_no_format(groups: object) -> None:
+    assert not weights({"quant_method": "compressed-tensors", "config_groups": groups}).formats
+
+
+@pytest.mark.parametrize("wrong", [-1, True, "lm_head", {"lm_head": 1}])
+def test_layers_that_are_not_packed_must_be_in_a_list(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"quantization_config has ignore .*, which must be a list of names"):
+        weights({"quant_method": "compressed-tensors", "ignore": wrong})
+
+
 def test_ignored_layers_are_not_packed() -> None:
     expected = {
         "gpt-oss": (GPT_OSS, ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")),

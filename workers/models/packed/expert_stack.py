@@ -7,6 +7,8 @@ from torch import Tensor
 from .stored_tensor import Index, StoredTensor, spans
 
 _STACK = "switch_mlp"
+# A file of few bytes may say that a stack of empty matrices has any number of them.
+_MOST_EXPERTS = 1 << 16
 # What transformers' files call the matrices of Mixtral, where mlx-lm calls them as those of other models.
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -15,7 +17,7 @@ def unstacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Returns the tensors with those of each expert, as transformers' files name them, in the place of stacks.
 
     Raises:
-        ValueError: a stack has no matrices.
+        ValueError: a stack has no matrices, or too many.
     """
     found: dict[str, StoredTensor] = {}
     for name, each in tensors.items():
@@ -24,12 +26,13 @@ def unstacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             found[name] = each
             continue
         own, _, leaf = matrix.partition(".")
-        if len(each.get_shape()) < 2:
+        if len(shape := each.get_shape()) < 2 or shape[0] > _MOST_EXPERTS:
             raise ValueError(
-                f"{name} is of {[*each.get_shape()]}, but must be a stack of all experts: use another release"
+                f"{name} is of {[*shape]}, but must be a stack of all experts, at most {_MOST_EXPERTS}: use another"
+                " release"
             )
         own = _MIXTRAL.get(own, own) if layer.endswith("block_sparse_moe") else own
-        for expert in range(each.get_shape()[0]):
+        for expert in range(shape[0]):
             found[f"{layer}.experts.{expert}.{own}.{leaf}"] = _OfStack(each, expert)
     return found
 

@@ -71,11 +71,11 @@ decide by the same function. [support.md](support.md) says what else a model nee
 OWN = """
 ## Types under every layout
 
-Layers are those of the type's default config; for {undefined} with fields that it
-leaves out, without which transformers makes no model. Adapters adapt the linear layers named here: with `train_attn`
-those of the sequence mixer, with `train_mlp` those of the feed-forward part; all linear layers of every expert
-(`experts.*`), but no router. The last columns say under which layouts a tiny model of the type was
-[checked](#families-of-models), and which of these layers vLLM 0.32 adapts too
+Layers are those of the type's default config, to which fields are added where transformers makes no model of it:
+{undefined}. Adapters adapt
+the linear layers named here: with `train_attn` those of the sequence mixer, with `train_mlp` those of the feed-forward
+part; all linear layers of every expert (`experts.*`), but no router. The last columns say under which layouts a tiny
+model of the type was [checked](#families-of-models), and which of these layers vLLM 0.32 adapts too
 ([`--sampler vllm`](samplers.md#vllm)).
 
 | type | layers | adapted linear layers | axes, in addition to `replicas` and `fsdp` | checked | adapted in vLLM |

@@ -80,22 +80,13 @@ _REFUSED: Mapping[str, str] = {
 WITH_HEAD = frozenset({"llama4", "nemotron_h_omni"})
 
 # Those whose part for text has the type that its config names, if it names one.
-_OF_ANY_TEXT = frozenset(
-    {
-        *("got_ocr2", "idefics2", "idefics3", "internvl", "lighton_ocr", "llava", "llava_next", "llava_next_video"),
-        *(
-            "llava_onevision",
-            "mistral3",
-            "ovis2",
-            "qianfan_ocr",
-            "qwen2_audio",
-            "smolvlm",
-            "video_llama_3",
-            "vipllava",
-            "voxtral",
-        ),
-    }
-)
+# fmt: off
+_OF_ANY_TEXT = frozenset({
+    "got_ocr2", "idefics2", "idefics3", "internvl", "lighton_ocr", "llava", "llava_next", "llava_next_video",
+    "llava_onevision", "mistral3", "ovis2", "qianfan_ocr", "qwen2_audio", "smolvlm", "video_llama_3", "vipllava",
+    "voxtral",
+})
+# fmt: on
 
 # Those that call their part for text text_model; others call it language_model.
 TEXT_MODELS = frozenset({"idefics2", "idefics3", "smolvlm"})

@@ -318,8 +318,8 @@ DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 UNSUPPORTED = {
     "capped logits": ({"model_type": "llama", "final_logit_softcapping": 30.0}, "models with final_logit_softcapping"),
-    "recurrent layers": ({"model_type": "olmo_hybrid"}, "models with linear_attention layers"),
-    "latent attention": ({"model_type": "deepseek_v2"}, "models with kv_lora_rank"),
+    "recurrent layers": ({"model_type": "olmo_hybrid"}, "olmo_hybrid models are not supported: it was not verified"),
+    "latent attention": ({"model_type": "deepseek_v2"}, "deepseek_v2 models are not supported: it was not verified"),
     "other logits": ({"model_type": "llama", "logits_scaling": 8.0}, "models with logits_scaling"),
     "both directions": (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},

@@ -255,11 +255,12 @@ def _weight_files(base: Path) -> list[Path]:
 
 
 def _packing_of(base: Path) -> str | None:
-    """Returns the quant_method that the model's config.json names."""
+    """Returns the quant_method that the model's config.json names, MLX if its weights are packed without one."""
     config = json.loads(file.read_text()) if (file := base / "config.json").exists() else {}
-    given = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    given = given or config.get("quantization")
-    return None if given is None else str(given.get("quant_method", "MLX"))
+    text = config.get("text_config", config.get("llm_config"))
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    given = config.get("quantization_config") or nested or config.get("quantization")
+    return str(given.get("quant_method", "MLX")) if isinstance(given, dict) else None
 
 
 def _to_float32(values: np.ndarray, dtype: str) -> np.ndarray:

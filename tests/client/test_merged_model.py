@@ -149,6 +149,10 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         config.write_text(json.dumps({"text_config": {"quantization_config": packed}}))
         adapter(tmp_path / "adapter", {"quantized": (4, 4)})
         refused(rf"has packed weights \(quant_method {packed['quant_method']}\), .* dequantized model in 16 or 32 bits")
+    for other, reason in (({"bits": 4}, r"packed weights \(quant_method MLX\)"), (5, "has dtype F8_E4M3")):
+        config.write_text(json.dumps({"quantization": other, "text_config": 5}))
+        adapter(tmp_path / "adapter", {"quantized": (4, 4)})
+        refused(reason)
     plain.rename(config)
     adapter(tmp_path / "adapter", {"lm_head": (9000, 6)}, modules_to_save=["score"])
     refused("is the adapter of a critic, whose head no base model has: load it with peft")

@@ -22,6 +22,7 @@ from .other_models import (
     left_out_of,
     refusal_of_type,
     text_defaults,
+    text_part_of,
     text_settings,
     text_type_of,
     unsupported_setting,
@@ -328,8 +329,7 @@ def type_of(config: Mapping[str, object]) -> str:
 
 def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the config of the text part, if the model is multimodal."""
-    nested = config.get("text_config", config.get("llm_config"))
-    return {**config, **(nested if isinstance(nested, dict) else {}), **text_settings(config)}
+    return {**config, **text_part_of(config), **text_settings(config)}
 
 
 def refusal_of(config: Mapping[str, object]) -> str | None:

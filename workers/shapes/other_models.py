@@ -216,6 +216,12 @@ def text_type_of(config: Mapping[str, object]) -> str:
     return str(named or TEXT_PARTS.get(whole) or SAME_TYPES.get(whole, whole))
 
 
+def text_part_of(whole: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the config of the part for text inside a model's config.json, empty if there is none."""
+    nested = whole.get("text_config", whole.get("llm_config"))
+    return nested if isinstance(nested, dict) else {}
+
+
 def left_out_of(model_type: str) -> str | None:
     """Returns a sentence about what is not loaded of models of this type, None if all of it is loaded."""
     if model_type not in TEXT_PARTS:

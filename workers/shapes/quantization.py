@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .name_patterns import NamePatterns
+from .other_models import text_part_of
 
 MLX = "mlx"
 """Stands for the `quant_method` that MLX's releases do not name."""
@@ -130,8 +131,7 @@ def quantization_of(config: Mapping[str, object]) -> Mapping[str, object]:
 
     That of MLX's releases, which older ones call `quantization`, names no method: it gets one.
     """
-    text = config.get("text_config")
-    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    nested = text_part_of(config).get("quantization_config")
     given = config.get("quantization_config") or nested or config.get("quantization")
     if not isinstance(given, dict):
         return {}

@@ -23,7 +23,7 @@ from ..schemas.adapters.adapter_files import (
 from ..schemas.adapters.model_files import model_directory
 from ..schemas.adapters.tensor_file import TensorFile
 from ..schemas.adapters.vllm_form import FORMS, room_for
-from .merged_model import merge_into_base
+from .merged_model import merge_into_base, packing_of
 
 _TEXT_PART = ".language_model."
 
@@ -159,7 +159,9 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
     # Adapters of a text part that is inside of a larger model name its tensors.
     is_inside = any(_TEXT_PART in name for name in TensorFile(directory / WEIGHTS))
     whole = f'{_auto_class(is_inside)}.from_pretrained("{base}")'
-    return f'PeftModel.from_pretrained({whole}, "{place}") of peft and transformers{unless}'
+    packing = None if found is None else packing_of(found)
+    packed = f"; its weights are packed by {packing}: if transformers does not read them, give a dequantized copy"
+    return f'PeftModel.from_pretrained({whole}, "{place}") of peft and transformers{packed if packing else unless}'
 
 
 def description_in(directory: Path) -> dict[str, Any]:

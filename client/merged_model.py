@@ -70,7 +70,7 @@ def merge_into_base(adapter: Path, base: Path, merged: Path) -> None:
     try:
         merging = _Merging(adapter, base)
     except ValueError:
-        if (method := _packing_of(base)) is None:
+        if (method := packing_of(base)) is None:
             raise
         raise ValueError(
             f"{base} has packed weights (quant_method {method}), into which nothing is merged: name a directory with"
@@ -254,7 +254,7 @@ def _weight_files(base: Path) -> list[Path]:
     raise ValueError(f"{base} has no model.safetensors: name the directory of the base model")
 
 
-def _packing_of(base: Path) -> str | None:
+def packing_of(base: Path) -> str | None:
     """Returns the quant_method that the model's config.json names, MLX if its weights are packed without one."""
     config = json.loads(file.read_text()) if (file := base / "config.json").exists() else {}
     text = config.get("text_config", config.get("llm_config"))

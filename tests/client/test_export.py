@@ -176,6 +176,9 @@ def test_the_loading_hint_depends_on_the_kind_of_model(tmp_path: Path) -> None:
         assert loaded_by(adapter, tmp_path, served=tmp_path) == loaded % tmp_path
         other = loaded_by(adapter, tmp_path)
         assert other == f"{loaded % 'a/b'}; if a/b is no hub id, give the base model's directory"
+        packed = {"architectures": [architecture], "quantization": {"bits": 4, "group_size": 32}}
+        (tmp_path / "config.json").write_text(json.dumps(packed))
+        assert "packed by MLX: if transformers does not read them" in loaded_by(adapter, tmp_path, served=tmp_path)
 
 
 def test_nothing_is_offered_for_a_critic_that_peft_refuses() -> None:

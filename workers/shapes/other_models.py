@@ -202,11 +202,10 @@ def refusal_of_type(model_type: str) -> str | None:
     """Returns why models of this type, served as they are or as a part for text, are refused; None if they are not."""
     reason = next((why for start, why in _REFUSED.items() if model_type.startswith(start)), None)
     if reason is None and model_type not in (*FAMILIES, *BY_TRANSFORMERS):
-        reason = (
-            "it was not verified that sequences get the same numbers in a shared pass as alone; docs/models.md lists "
-            "the models that are served"
-        )
-    return None if reason is None else f"{model_type} models are not supported: {reason}"
+        reason = "it was not verified that sequences get the same numbers in a shared pass as alone"
+    if reason is None:
+        return None
+    return f"{model_type} models are not supported: {reason}; docs/models.md lists the models that are served"
 
 
 def text_type_of(config: Mapping[str, object]) -> str:

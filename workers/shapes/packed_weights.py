@@ -177,7 +177,7 @@ def packed_weights(tensors: Mapping[str, TensorHeader], quantization: Quantizati
         if header.dtype in _EIGHT_BIT and leaf.endswith(("weight", "_packed", "_blocks", "_proj", "_qdata")):
             raise ValueError(f"{name} is packed as {header.dtype}, without scales that are known: use another release")
         if header.dtype in _NOT_NUMBERS and leaf.endswith("weight"):
-            raise ValueError(f"{name} is packed as {header.dtype}, in a way that is not known: use another release")
+            raise ValueError(f"{name} is packed as {header.dtype}, without scales that are known: use another release")
         if leaf == "scales":
             raise ValueError(f"{path} needs {leaf}, which belong to no packed weight: use another release")
     return found

@@ -259,7 +259,7 @@ def _mlx_grouping(given: Any, owner: str) -> Grouping:
     bits = given.get("bits", known[0])
     if type(bits) is not int or bits not in known:
         raise ValueError(
-            f"quantization_config has bits{owner} {bits!r}, {mode} has {', '.join(map(str, known))}: {_REMEDY}"
+            f"quantization_config has bits{owner} {bits!r}, {mode} has {', '.join(map(str, sorted(known)))}: {_REMEDY}"
         )
     return Grouping(bits, _positive(f"group_size{owner}", given.get("group_size", size)), mode)
 

@@ -348,7 +348,7 @@ def mlx_weight(**changed: Tensor | None) -> dict[str, Tensor]:
 
 BROKEN_MLX: dict[str, tuple[dict[str, Tensor], str]] = {
     "no biases": (mlx_weight(biases=None), "a.weight has no biases, but is packed as affine: download"),
-    "no scales": (mlx_weight(scales=None), r"a\.weight is packed as U32, in a way that is not known"),
+    "no scales": (mlx_weight(scales=None), r"a\.weight is packed as U32, without scales that are known"),
     "other scales": (
         mlx_weight(scales=some_scales(64, 3)),
         r"a\.weight of U32 64 x 8, a\.scales of F32 64 x 3, a\.biases of F16 64 x 2: .* \(4 bits in groups of 32\)",
@@ -599,7 +599,7 @@ WRONG: dict[str, tuple[Mapping[str, object], str]] = {
         {"quant_method": "hqq", "quant_config": {"self_attn.q_proj": {"weight_quant_params": {"nbits": 5}}}},
         "has nbits of self_attn.q_proj 5",
     ),
-    "bits of MLX": ({"bits": 7, "group_size": 32}, "has bits 7, affine has 4, 1, 2, 3, 5, 6, 8"),
+    "bits of MLX": ({"bits": 7, "group_size": 32}, "has bits 7, affine has 1, 2, 3, 4, 5, 6, 8"),
     "mode of MLX": (
         {"bits": 4, "group_size": 32, "mode": "x"},
         "has mode 'x', supported is affine, mxfp4, mxfp8, nvfp4",
@@ -680,7 +680,7 @@ BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
     ),
     "other order": (broken_gptq(g_idx=torch.full((64,), 2).int()), r"a\.g_idx has group 2, but a\.weight has groups 0"),
     "scales of nothing": ({"a.weight": torch.ones(4, 4), "a.scales": torch.ones(4)}, "belong to no packed weight"),
-    "other integers": ({"a.weight": torch.ones(4, 4).int()}, r"a\.weight is packed as I32, in a way that is not known"),
+    "other integers": ({"a.weight": torch.ones(4, 4).int()}, r"a\.weight is packed as I32, without scales"),
     "scaled inputs": (
         {"a._weight_qdata": torch.ones(4, 4).char(), "a._weight_scale": some_scales(4, 1)}
         | {"a._weight_act_pre_scale": some_scales(4)},

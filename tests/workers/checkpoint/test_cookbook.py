@@ -157,7 +157,7 @@ def test_the_cookbook_converts_adapters_to_ours_for_peft(model_type: str, tmp_pa
 
 # Files of these call the text part language_model.model, PEFT model.language_model.
 OF_TWO_NAMES = [each for each in TEXT_KINDS if each.startswith("llava") or each in ("got_ocr2", "internvl", "vipllava")]
-OF_TWO_NAMES += ["qwen2_audio", "voxtral"]
+OF_TWO_NAMES += ["qianfan_ocr", "qwen2_audio", "voxtral"]
 MERGED_WHOLES = [
     each if each in ("qwen3_vl", "qwen3_vl_moe") else pytest.param(each, marks=pytest.mark.full)
     for each in TEXT_KINDS

@@ -12,7 +12,7 @@ import typer
 
 from ...workers.planner.checks import cuda_devices
 from ...workers.scheduler.supervision.pool_factory import check_layouts
-from ...workers.shapes.model_shape import refuse_missing_weights
+from ...workers.shapes.model_shape import check_weight_files
 from ..config.knob_values import ConfigError
 from ..config.load import load_config
 from ..config.server_config import KNOBS, ServerConfig
@@ -100,4 +100,4 @@ def _refuse_impossible_models(config: ServerConfig) -> None:
         ranks = replace(ranks, models=tuple(replace(model, draft_parallel=None) for model in ranks.models))
     check_layouts(ranks, cuda_devices())
     for model in config.models.base_models:
-        refuse_missing_weights(model.source)
+        check_weight_files(model.source)

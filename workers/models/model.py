@@ -44,11 +44,11 @@ from ..resources.memory import available_bytes
 from ..resources.threads import ThreadCount
 from ..shapes.model_shape import (
     ModelShape,
+    check_weight_files,
     describe_model,
     longest_context,
     read_architecture,
     refusal_of,
-    refuse_missing_weights,
     rope_of,
 )
 from ..shapes.other_models import SAME_TYPES, left_out_of, logit_cap_of, logit_scale_of, text_settings
@@ -665,7 +665,7 @@ def _load(
     placed: ParameterSharding,
 ) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    refuse_missing_weights(source)
+    check_weight_files(source, config.model_type)
     with placed.loading() as options, transposing_experts(part, config), dequantizing(config, dtype):
         loaded: Any = class_of(config).from_pretrained(
             source,

@@ -12,6 +12,7 @@ from math import gcd
 from pathlib import Path
 
 from ...schemas.adapters.model_files import hub_cache, model_directory
+from ...schemas.adapters.tensor_file import TensorFile
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import ServedModel
 from .cache_size import CacheSize
@@ -28,7 +29,7 @@ from .other_models import (
     unsupported_setting,
 )
 from .parts import FLOAT32, Attention, Divisible, Layer, Mixer, RoutedExperts, Weight
-from .quantization import quantization_refusal
+from .quantization import MLX, quantization_refusal, refusal_of_mlx
 from .released_format import ReleasedWeights
 from .sequence_split import SequenceSplit
 
@@ -237,11 +238,21 @@ def _config_file(served: ServedModel) -> Path:
     return directory / "config.json"
 
 
-def refuse_missing_weights(source: str) -> None:
-    """Raises ValueError if this is a directory without weights. Anything else may be a model's name on the hub."""
-    directory = Path(source)
-    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+def check_weight_files(source: str, model_type: str | None = None) -> None:
+    """Raises ValueError if this is a directory without weights, or a file of the model is damaged, or one of MLX with
+    other numbers than transformers' files, if the type is given. Files of a name on the hub may not be here yet."""
+    directory = Path(source) if Path(source).is_dir() else model_directory(source)
+    files = sorted(directory.glob("*.safetensors")) if directory else []
+    if directory == Path(source) and not files:
         raise ValueError(f"{source}: no .safetensors weights in this directory")
+    for file in files:
+        refused = None if model_type is None else refusal_of_mlx(model_type)
+        try:
+            is_of_mlx = TensorFile(file).metadata.get("format") == MLX
+        except ValueError as error:
+            raise ValueError(f"{error}: download the model again") from None
+        if is_of_mlx and refused is not None:
+            raise ValueError(f"{file}: {refused}")
 
 
 def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:

@@ -113,11 +113,8 @@ class Quantization:
             low = _packing_of_autoround(given) == _LOW_ZERO_POINTS
         _check_layout(method, given)
         model_type = config.get("model_type")
-        if method == MLX and model_type is not None and model_type not in _MLX_TYPES:
-            raise ValueError(
-                f"{model_type} models in MLX's files are not supported, because these have other names or numbers than"
-                f" transformers' files: {_REMEDY}"
-            )
+        if method == MLX and model_type is not None and (refused := refusal_of_mlx(str(model_type))) is not None:
+            raise ValueError(refused)
         return Quantization(method, tuple(_blocks(given)), tuple(_groupings(method, given)), low)
 
     def groupings_of(self, module: str) -> Sequence[Grouping]:
@@ -137,6 +134,16 @@ def quantization_of(config: Mapping[str, object]) -> Mapping[str, object]:
         return {}
     is_of_mlx = "quant_method" not in given and {"group_size", "bits"} <= given.keys()
     return {**given, "quant_method": MLX} if is_of_mlx else given
+
+
+def refusal_of_mlx(model_type: str) -> str | None:
+    """Returns why models of this type are not read from MLX's files, packed or not; None if they are."""
+    if model_type in _MLX_TYPES:
+        return None
+    return (
+        f"{model_type} models in MLX's files are not supported, because these have other names or numbers than"
+        f" transformers' files: {_REMEDY}"
+    )
 
 
 def quantization_refusal(config: Mapping[str, object]) -> str | None:

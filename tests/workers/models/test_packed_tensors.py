@@ -154,6 +154,25 @@ def test_a_release_of_mlx_loads_with_stacked_experts_and_settings_of_its_own_for
         parameters(packed)
 
 
+def test_unpacked_files_of_mlx_are_read_only_of_types_with_the_same_numbers(tmp_path: Path) -> None:
+    """mlx-lm adds one to norms of others, and config.json does not say so."""
+    taken, refused = tiny_model("qwen3", tmp_path / "taken"), tiny_model("qwen3_next", tmp_path / "refused")
+    before = parameters(taken)
+    parameters(refused)
+    for file in (*taken.glob("*.safetensors"), *refused.glob("*.safetensors")):
+        save_file(load_file(file), file, {"format": "mlx"})
+    assert same(parameters(taken), before)
+    with pytest.raises(ValueError, match=r"model\.safetensors: qwen3_next models in MLX's files are not supported"):
+        parameters(refused)
+
+
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
+    (file,) = tiny_model("qwen3", tmp_path / "model").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{file} is damaged: it is shorter than its header says"):
+        parameters(tmp_path / "model")
+
+
 def mlx_release(directory: Path) -> tuple[Path, Path]:
     """Returns a release as mlx-lm saves it, with the older key of its settings, and one that holds its numbers."""
     model = tiny_model("qwen3_moe", directory / "model", **EXPERTS)

@@ -305,7 +305,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tiny_models: d
     with pytest.raises(ValueError, match=r"no \.safetensors weights"):
         Worker(config(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ValueError, match="is not readable"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file: download the model again"):
         Worker(config(tmp_path))
     weights = load_file(tiny_models["llama"] / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]

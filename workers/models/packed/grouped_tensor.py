@@ -1,16 +1,16 @@
 """Weights of HQQ: a matrix is held as one of groups, in which distant rows share bytes, and groups share scales."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ...shapes.packed_weights import GroupedWeight
-from .stored_tensor import NUMBERS_AT_ONCE, Index, StoredTensor, dtype_name, spans
+from .stored_tensor import Dequantized, StoredTensor
 
 
-class GroupedTensor:
-    """Implements StoredTensor for a matrix whose rows follow each other in the rows of a matrix of groups."""
+class GroupedTensor(Dequantized):
+    """A matrix whose rows follow each other in the rows of a matrix of groups."""
 
     def __init__(
         self, name: str, packed: GroupedWeight, stored: Mapping[str, StoredTensor], dtype: torch.dtype
@@ -29,28 +29,8 @@ class GroupedTensor:
             )
         self._shape = [int(each) for each in shape]
 
-    def get_shape(self) -> Sequence[int]:
-        return self._shape
-
-    def get_dtype(self) -> str:
-        return dtype_name(self._dtype)
-
-    def __getitem__(self, index: Index) -> Tensor:
-        """Returns a part. An index is a slice of consecutive numbers, or the ellipsis for the whole.
-
-        Reads the codes of all columns of these rows.
-        """
-        rows, columns = spans(index, self._shape)
-        out = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=self._dtype)
-        step = max(1, NUMBERS_AT_ONCE // self._shape[1])
-        for start in range(rows.start, rows.stop, step):
-            stop = min(start + step, rows.stop)
-            out[start - rows.start : stop - rows.start] = self._rows(start, stop)[:, columns]
-        return out
-
-    def _rows(self, start: int, stop: int) -> Tensor:
-        """Returns whole rows of the weight as float32."""
-        first, last = start * self._shape[1], stop * self._shape[1]
+    def _rows(self, rows: slice) -> Tensor:
+        first, last = rows.start * self._shape[1], rows.stop * self._shape[1]
         held = slice(first // self._width, -(-last // self._width))
         of_groups = (held, slice(None)) if self._packed.axis else (slice(None), slice(None))
         scales, zeros = (each[of_groups].float() for each in (self._scales, self._zeros))

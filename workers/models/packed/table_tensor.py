@@ -3,7 +3,7 @@ consecutive numbers share a scale, which may itself be a code with a scale.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import ceil, prod
 from typing import Any
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ...shapes.packed_weights import TableWeight
 from .codes import looked_up
-from .stored_tensor import NUMBERS_AT_ONCE, Index, StoredTensor, dtype_name, spans
+from .stored_tensor import Dequantized, StoredTensor
 
 # What the JSON of a weight with the longest numbers takes several times.
 _MOST_STATE_BYTES = 4096
 
 
-class TableTensor:
-    """Implements StoredTensor for a weight of [rows, columns] whose codes are one row of rows."""
+class TableTensor(Dequantized):
+    """A weight of [rows, columns] whose codes are one row of rows."""
 
     def __init__(self, name: str, packed: TableWeight, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
         """name: of the weight. Raises ValueError if its tensors do not fit together."""
@@ -45,25 +45,6 @@ class TableTensor:
             if not isinstance(offset, int | float):
                 raise self._wrong("nested_offset", offset, "it must be a number")
             self._offset = float(offset)
-
-    def get_shape(self) -> Sequence[int]:
-        return self._shape
-
-    def get_dtype(self) -> str:
-        return dtype_name(self._dtype)
-
-    def __getitem__(self, index: Index) -> Tensor:
-        """Returns a part. An index is a slice of consecutive numbers, or the ellipsis for the whole.
-
-        Reads the codes of all columns of these rows.
-        """
-        rows, columns = spans(index, self._shape)
-        out = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=self._dtype)
-        step = max(1, NUMBERS_AT_ONCE // self._shape[1])
-        for start in range(rows.start, rows.stop, step):
-            part = slice(start, min(start + step, rows.stop))
-            out[part.start - rows.start : part.stop - rows.start] = self._rows(part)[:, columns]
-        return out
 
     def _rows(self, rows: slice) -> Tensor:
         width, block = self._shape[1], self._block

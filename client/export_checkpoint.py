@@ -23,6 +23,7 @@ from ..schemas.adapters.adapter_files import (
 from ..schemas.adapters.model_files import model_directory
 from ..schemas.adapters.tensor_file import TensorFile
 from ..schemas.adapters.vllm_form import FORMS, room_for
+from ..schemas.bounds import load_json
 from .merged_model import merge_into_base, packing_of
 
 _TEXT_PART = ".language_model."
@@ -125,7 +126,7 @@ def _base_of(downloaded: Path, served: Path | None) -> Path:
     found = served or model_directory(name)
     if found is None:
         raise ValueError(f"{name} is not on this machine")
-    config = json.loads(file.read_text()) if (file := found / "config.json").exists() else {}
+    config = load_json(file.read_text()) if (file := found / "config.json").exists() else {}
     if architecture not in (config.get("architectures") or ()):
         raise ValueError(f"{found.resolve()} is not the base model: its config.json names no {architecture}")
     return found
@@ -166,11 +167,11 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
 
 def description_in(directory: Path) -> dict[str, Any]:
     """Returns the content of the exported checkpoint's trainhouse.json, {} if its files are encrypted."""
-    return json.loads(file.read_text()) if (file := directory / DESCRIPTION).exists() else {}
+    return load_json(file.read_text()) if (file := directory / DESCRIPTION).exists() else {}
 
 
 def with_transformers(place: Path) -> str:
-    architectures = json.loads((place / "config.json").read_text()).get("architectures") or ()
+    architectures = load_json((place / "config.json").read_text()).get("architectures") or ()
     is_multimodal = any(name.endswith("ForConditionalGeneration") for name in architectures)
     return f'{_auto_class(is_multimodal)}.from_pretrained("{place}") of transformers'
 

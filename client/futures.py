@@ -47,6 +47,11 @@ def blocking(submit: Callable[P, APIFuture[T]]) -> Callable[P, T]:
 
     @functools.wraps(submit)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return submit(*args, **kwargs).result()
+        try:
+            future = submit(*args, **kwargs)
+        except TypeError as error:  # of a wrong argument: the user has not called `submit`
+            error.args = (str(error).replace(submit.__name__, submit.__name__.removesuffix("_async")),)
+            raise
+        return future.result()
 
     return call

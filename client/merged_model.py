@@ -26,6 +26,7 @@ from ..schemas.adapters.adapter_files import (
     split_experts,
 )
 from ..schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
+from ..schemas.bounds import load_json
 
 _ROWS = 4096  # that are in memory at a time
 _INDEX = "model.safetensors.index.json"
@@ -47,6 +48,25 @@ _NAMES_IN_FILES = (
     ("language_model.model.", "language_model.backbone."),
     ("model.language_model.", "model."),
 )
+# All that differ in the files of EXAONE 3, and of Sarvam.
+_NAMES_IN_RELEASES = (
+    (
+        ("model.embed_tokens", "transformer.wte"),
+        ("model.layers.", "transformer.h."),
+        (".self_attn.o_proj", ".self_attn.out_proj"),
+        (".self_attn.", ".attn.attention."),
+        (".mlp.gate_proj", ".mlp.c_fc_0"),
+        (".mlp.up_proj", ".mlp.c_fc_1"),
+        (".mlp.down_proj", ".mlp.c_proj"),
+    ),
+    (
+        ("model.embed_tokens", "model.word_embeddings"),
+        (".self_attn.o_proj", ".self_attn.dense"),
+        (".self_attn.", ".attention."),
+    ),
+)
+# Sarvam's weight of queries, keys and values, whose rows follow each other.
+_OF_ATTENTION = re.compile(r"(?P<layer>.+)\.self_attn\.(?P<linear>[qkv])_proj")
 _NAMES_OF_ALL_EXPERTS = (("experts.gate_up_proj", "input_linear.weight"), ("experts.down_proj", "output_linear.weight"))
 
 
@@ -132,8 +152,8 @@ class _Merging:
     """
 
     def __init__(self, adapter: Path, base: Path) -> None:
-        config = json.loads((adapter / CONFIG).read_text())
-        description = json.loads((adapter / DESCRIPTION).read_text())
+        config = load_json((adapter / CONFIG).read_text())
+        description = load_json((adapter / DESCRIPTION).read_text())
         if config.get("modules_to_save"):
             remedy = refusal_by_peft(description) or "load it with peft"
             raise ValueError(f"{adapter} is the adapter of a critic, whose head no base model has: {remedy}")
@@ -175,6 +195,12 @@ class _Merging:
             part = _Part(pair, place, rows if match["linear"] == "up_proj" else 0)
             num_experts = self._owners[found].shape(found)[0] if found in self._owners else 0
             expected = num_experts, rows if match["linear"] == "down_proj" else 2 * rows, columns
+        if found is None and (match := _OF_ATTENTION.fullmatch(path)):
+            found = f"{match['layer']}.attention.query_key_value.weight"
+            num_rows, rows = self._owners[found].shape(found)[0] if found in self._owners else 0, len(pair[1])
+            # Keys and values have as many rows, and are the last ones.
+            part = _Part(pair, first_row={"q": 0, "k": num_rows - 2 * rows, "v": num_rows - rows}[match["linear"]])
+            expected = max(num_rows, 3 * rows if match["linear"] != "q" else rows), part.shape[1]
         if found not in self._owners:
             raise ValueError(f"the base model has no weight {names[0]}: name the base model of this adapter")
         self._check_shape(found, expected)
@@ -236,13 +262,18 @@ class _Merging:
 
 def _names_in_files(path: str) -> list[str]:
     """Returns the names that the weight of a layer may have in files, its own first."""
-    return [f"{path}.weight", *(f"{path.replace(ours, theirs)}.weight" for ours, theirs in _NAMES_IN_FILES)]
+    names = [path, *(path.replace(ours, theirs) for ours, theirs in _NAMES_IN_FILES)]
+    for renamings in _NAMES_IN_RELEASES:
+        names.append(path)
+        for ours, theirs in renamings:
+            names[-1] = names[-1].replace(ours, theirs)
+    return [f"{name}.weight" for name in names]
 
 
 def _weight_files(base: Path) -> list[Path]:
     """Returns the files of a model's weights; some directories also have them in another form."""
     if (base / _INDEX).exists():
-        files = [base / name for name in sorted({*json.loads((base / _INDEX).read_text())["weight_map"].values()})]
+        files = [base / name for name in sorted({*load_json((base / _INDEX).read_text())["weight_map"].values()})]
         if missing := [file.name for file in files if not file.exists()]:
             raise ValueError(
                 f"{base} lacks {len(missing)} of the {len(files)} files that its {_INDEX} names, such as {missing[0]}:"
@@ -256,7 +287,7 @@ def _weight_files(base: Path) -> list[Path]:
 
 def packing_of(base: Path) -> str | None:
     """Returns the quant_method that the model's config.json names, MLX if its weights are packed without one."""
-    config = json.loads(file.read_text()) if (file := base / "config.json").exists() else {}
+    config = load_json(file.read_text()) if (file := base / "config.json").exists() else {}
     text = config.get("text_config", config.get("llm_config"))
     nested = text.get("quantization_config") if isinstance(text, dict) else None
     given = config.get("quantization_config") or nested or config.get("quantization")
@@ -287,7 +318,7 @@ def _write_index(directory: Path, names: list[str]) -> None:
 
 
 def _untie(path: Path) -> None:
-    config: dict[str, Any] = json.loads(path.read_text())
+    config: dict[str, Any] = load_json(path.read_text())
     config["tie_word_embeddings"] = False
     if isinstance(text := config.get("text_config"), dict):
         text["tie_word_embeddings"] = False

@@ -7,12 +7,13 @@ import math
 import numpy as np
 
 from ..schemas.codec import decode_sample_response, tensor_to_json
+from ..schemas.errors import readable_validation_errors
 from ..schemas.sampling import ModelInput, SampleRequest, SampleResponse, SamplingParams
+from .arguments import suggests
 from .connection import ACCEPT_PROTOBUF, ServerConnection, to_json
 from .data import Tokens, as_tokens
 from .futures import APIFuture
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
-from .validation import readable_validation_errors, suggests
 
 
 class SamplingClient:

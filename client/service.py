@@ -11,16 +11,17 @@ import httpx
 
 from ..schemas import models
 from ..schemas.checkpoints import LoadWeightsRequest
+from ..schemas.errors import readable_validation_errors
 from ..schemas.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, SamplerInfo
 from ..schemas.training import TargetRepr, Wire
 from ..schemas.version import VERSION
+from .arguments import suggests
 from .connection import ServerConnection, log, to_json
 from .errors import APIStatusError, GoneError
 from .futures import APIFuture, blocking
 from .rest import RestClient
 from .sampling import SamplingClient
 from .training import ChunkLimits, TrainingClient
-from .validation import readable_validation_errors, suggests
 
 Status = Literal["success", "errored", "interrupted"]
 Metadata = Mapping[str, str] | None
@@ -72,9 +73,11 @@ class ServiceClient:
             "tml-local", which a server on a loopback address without configured keys accepts.
         user_metadata: stored with the session.
         retry_seconds: how long requests to an unreachable or failing server are retried before a call raises.
+        project_id: the session's project, by which lists can be filtered.
+        display_name: title of the session and its runs in the console and in lists.
     Raises:
         APIConnectionError: `base_url` is malformed.
-        ValueError: `api_key` contains characters that no key has.
+        ValueError: `api_key` is empty or has characters that no key has, or `project_id` or `display_name` is too long.
     """
 
     def __init__(
@@ -83,8 +86,18 @@ class ServiceClient:
         api_key: str | None = None,
         user_metadata: Metadata = None,
         retry_seconds: float = 300,
+        project_id: str | None = None,
+        display_name: str | None = None,
     ) -> None:
-        self._user_metadata = dict(user_metadata or {})
+        if api_key == "":
+            raise ValueError("api_key is empty: give a key, or None for that of the environment")
+        with readable_validation_errors():
+            self._described = models.CreateSessionRequest(
+                sdk_version=SDK_VERSION,
+                user_metadata=dict(user_metadata or {}),
+                project_id=project_id,
+                display_name=display_name,
+            )
         self._connection = ServerConnection(*url_and_key(base_url, api_key), retry_seconds)
         self._opening = asyncio.Lock()
         self._session: Session | None = None
@@ -113,8 +126,10 @@ class ServiceClient:
     @suggests(
         **dict.fromkeys(("model", "model_name"), "base_model="),
         **dict.fromkeys(("lora_rank", "r"), "rank="),
-        **dict.fromkeys(("lora_alpha", "alpha"), "no alpha: it is 32 at every rank"),
-        **dict.fromkeys(("lr", "learning_rate"), "it to optim_step: AdamParams(learning_rate=...)"),
+        **dict.fromkeys(("lora_alpha", "alpha"), "none, alpha is 32 at every rank"),
+        **dict.fromkeys(("lora_dropout", "dropout"), "none, there is no dropout"),
+        **dict.fromkeys(("target_modules", "modules"), "train_attn=, train_mlp= and train_unembed="),
+        **dict.fromkeys(("lr", "learning_rate"), "it at each step, optim_step(AdamParams(learning_rate=...))"),
     )
     def create_lora_training_client_async(
         self,
@@ -292,11 +307,10 @@ class ServiceClient:
     async def _open_session(self) -> Session:
         async with self._opening:
             if self._session is None:
-                request = models.CreateSessionRequest(sdk_version=SDK_VERSION, user_metadata=self._user_metadata)
-                limits = await self._connection.post("client/config", request, ChunkLimits)
+                limits = await self._connection.post("client/config", self._described, ChunkLimits)
                 # With the key, a retry returns the same session instead of a second one.
-                key = {"X-Idempotency-Key": str(uuid.uuid4())}
-                created = await self._connection.post("create_session", request, models.CreateSessionResponse, key)
+                key, answer = {"X-Idempotency-Key": str(uuid.uuid4())}, models.CreateSessionResponse
+                created = await self._connection.post("create_session", self._described, answer, key)
                 self._session = Session(created.session_id, limits, self._connection)
             return self._session
 

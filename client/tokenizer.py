@@ -7,11 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..schemas.chats.tokenizer import tokens_before
 from ..schemas.models import TokenizerFiles
 from .connection import ServerConnection
 from .errors import TrainhouseError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizer
 else:
     PreTrainedTokenizer = object
@@ -36,11 +38,29 @@ async def load_tokenizer(connection: ServerConnection, model_name: str) -> PreTr
 
 
 def load_directory(directory: str) -> PreTrainedTokenizer:
+    """Loads a tokenizer that puts no end token behind a text, even if its files ask for that: texts are prompts."""
     if find_spec("transformers"):
         with _LOADING:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(directory)
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+        end = tokenizer.eos_token_id
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            _put_nothing_behind_texts(backend, end if isinstance(end, int) else None)
+        return tokenizer
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(Path(directory, "tokenizer.json")))  # pyright: ignore[reportReturnType]
+    backend = Tokenizer.from_file(str(Path(directory, "tokenizer.json")))
+    _put_nothing_behind_texts(backend, None)
+    return backend  # pyright: ignore[reportReturnType]
+
+
+def _put_nothing_behind_texts(backend: "Tokenizer", end_token_id: int | None) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    first = tokens_before(plain, whole, end_token_id)
+    if whole != [*first, *plain]:
+        names = [str(backend.id_to_token(token)) for token in first]
+        special = list(dict(zip(names, first, strict=True)).items())
+        backend.post_processor = TemplateProcessing([*names, "$A"], [*names, "$A", "$B"], special)

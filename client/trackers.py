@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from ..schemas.bounds import load_json
 from ..schemas.history import MetricSeries
 from .rest import RestClient
 
@@ -227,7 +228,7 @@ class RunFollower:
 
     def _read_cursor(self, path: Path) -> None:
         try:
-            read = json.loads(path.read_text())
+            read = load_json(path.read_text())
             if read["run"] != self._run_id:
                 raise ValueError(f"it is of run {read['run']}")
             self._training, self._logged = _Page(**read["training"]), _Page(**read["logged"])

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from reprlib import repr as shortened
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -15,16 +16,17 @@ import numpy as np
 from ..schemas import checkpoints, drafts, history, schedules, training
 from ..schemas.batches import merge_outputs, split_into_chunks
 from ..schemas.codec import decode_forward_backward_output, encode_forward_backward_request
+from ..schemas.errors import readable_validation_errors
 from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
 from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
+from .arguments import suggests
 from .connection import ACCEPT_PROTOBUF, JSON, PROTOBUF, ServerConnection, to_json
-from .data import CapturedData, Tokens, as_tokens
+from .data import CapturedData, Tokens, as_number, as_tokens
 from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
-from .validation import readable_validation_errors, suggests
 
 W = TypeVar("W", bound=Wire)
 LossConfig = Mapping[str, float | str]
@@ -129,11 +131,15 @@ class TrainingClient:
         self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None = None, loss_weight: float = 1.0
     ) -> ForwardBackwardRequest:
         """Builds the request for the whole call; `_pass` splits it into chunks and numbers them."""
+        _check_kind(data)
         if not data:
             raise ValueError("data is empty: a pass needs at least one datum")
-        _check_kind(data)
-        config = dict(config or {})
-        return ForwardBackwardRequest(self.model_id, 0, tuple(data), loss_fn, config, loss_weight=loss_weight)
+        _check(loss_fn, "loss_fn", str, "the name of a loss; a function is for forward_backward_custom")
+        config = {} if config is None else config
+        _check(config, "loss_fn_config", Mapping, "a dict of the loss's parameters")
+        options = {name: value if isinstance(value, str) else as_number(value, name) for name, value in config.items()}
+        weight = as_number(loss_weight, "loss_weight")
+        return ForwardBackwardRequest(self.model_id, 0, tuple(data), loss_fn, options, loss_weight=weight)
 
     def _pass(
         self, request: ForwardBackwardRequest, custom_loss: float | None = None
@@ -218,6 +224,7 @@ class TrainingClient:
         Raises:
             ValueError: `every` is less than 1.
         """
+        _check(every, "every", int, "a number of steps")
         if every < 1:
             raise ValueError(f"every is {every}: it must be at least 1 step")
         self._num_steps = self._num_steps if num_steps is None else num_steps
@@ -239,6 +246,8 @@ class TrainingClient:
         Raises:
             ValueError: `data` is empty.
         """
+        _check(name, "name", str, "a text")
+        _check(every, "every", int, "a number of steps")
         request = dataclasses.replace(
             self._request(data, loss_fn, loss_fn_config), evaluation=training.EvaluationSchedule(name, every)
         )
@@ -256,8 +265,10 @@ class TrainingClient:
             step: any number from 0 on; None for the number of optim_step calls so far (see at_steps for resumed runs).
         """
         step = self._num_steps if step is None else step
+        _check(metrics, "metrics", Mapping, "a dict of numbers, such as {'reward': 0.5}")
+        numbers = {name: as_number(value, f"metrics[{name!r}]") for name, value in metrics.items()}
         with readable_validation_errors():
-            entry = history.LoggedMetrics(step=step, metrics={name: float(value) for name, value in metrics.items()})
+            entry = history.LoggedMetrics(step=step, metrics=numbers)
         request, path = history.LogMetricsRequest(entries=[entry]), f"training_runs/{self.model_id}/metrics"
         return self._connection.run(self._connection.post(path, request, history.LogMetricsResponse))
 
@@ -310,7 +321,7 @@ class TrainingClient:
         self._require_draft("build_vocab_map")
         fields = {
             "tokens": None if tokens is None else [as_tokens(each) for each in tokens],
-            "weights": None if weights is None else [[float(weight) for weight in each] for each in weights],
+            "weights": None if weights is None else [[as_number(each, "weights") for each in row] for row in weights],
             "counts": counts,
         }
         answer = drafts.BuildVocabMapResponse
@@ -330,6 +341,7 @@ class TrainingClient:
             ValueError: this model is not a draft, or `data` is empty.
         """
         self._require_draft("capture")
+        _check_kind(data)
         if not data:
             raise ValueError("data is empty: capture at least one datum")
         pieces = list(
@@ -471,13 +483,23 @@ def _refs_of(data: Sequence[Datum]) -> set[str]:
 
 
 def _id_of(draft: TrainingClient | None) -> str | None:
-    return None if draft is None else draft.model_id
+    if draft is None:
+        return None
+    _check(draft, "capture_for", TrainingClient, "the draft's TrainingClient")
+    return draft.model_id
+
+
+def _check(value: object, name: str, kind: type, wanted: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {shortened(value)}: give {wanted}")
 
 
 def _check_kind(data: Sequence[object]) -> None:
     """Raises TypeError if the data is not a sequence of trainhouse.Datum."""
     if isinstance(data, Datum):
         raise TypeError("data is one Datum: give a list of them, [datum]")
+    if not hasattr(data, "__getitem__"):
+        raise TypeError(f"data is of type {type(data).__name__}: give a list of trainhouse.Datum")
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
             kind = type(datum).__name__

@@ -9,7 +9,8 @@ VERSION=0.32.0
 
 test -x "$DIRECTORY/bin/python" || "$PYTHON" -m venv "$DIRECTORY"
 PIP="$DIRECTORY/bin/python -m pip --quiet"
-$PIP install torch==2.13.0
+INDEX=$(PYTHON=$DIRECTORY/bin/python TORCH_CONSTRAINTS= "$(dirname "$0")/torch-index.sh")
+$PIP install ${INDEX:+"$INDEX"} torch==2.13.0
 # vLLM imports it for models that also take images, such as Qwen3.5.
 $PIP install --no-deps torchvision==0.28.0
 # PyPI has torchvision for CUDA alone. A torch for CPUs cannot load its operators, and then its Python code, which is

@@ -6,14 +6,14 @@ The exit status is 0 only if the held-out loss fell. python -m trainhouse.exampl
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 
 import trainhouse
-from trainhouse import SamplingClient, SamplingParams
+from trainhouse import Datum, SamplingClient, SamplingParams, TrainingClient
 
-from .sft import PIRATE, batch, chat_prompt, datum, evaluate, rows, schedule, train_step
+from .sft import PIRATE, batch, rows, schedule, train_step
 
 QUESTIONS = ["What is the capital of Portugal?", "What is a book?", "Why is the sea salty?"]
 WARMUP, LEARNING_RATE = 4, 2e-3
@@ -24,8 +24,9 @@ def main() -> int:
     with trainhouse.ServiceClient(options.base_url) as service:
         client = service.create_lora_training_client(options.model, rank=16, seed=0, train_unembed=False)
         tokenizer = client.get_tokenizer()
-        train = [datum(tokenizer, row) for row in rows(PIRATE, "train")]
-        held_out = [datum(tokenizer, row) for row in rows(PIRATE, "held_out")]
+        train, held_out = (
+            [Datum.from_row(row, tokenizer) for row in rows(PIRATE, split)] for split in ("train", "held_out")
+        )
         before = evaluate(client, held_out)
         print(f"\n{len(train)} training pairs; held-out loss of {len(held_out)} others before: {before:.3f} per token")
         print("\nCompletions before:")
@@ -35,8 +36,8 @@ def main() -> int:
         with progress_bar(options.steps) as advance:
             for step in range(options.steps):
                 learning_rate = LEARNING_RATE * schedule(step, WARMUP, options.steps)
-                loss = train_step(client, batch(train, step, options.batch_size), learning_rate)
-                advance(f"step {step + 1:3d}/{options.steps}  loss {loss:.3f}")
+                metrics = train_step(client, batch(train, step, options.batch_size), learning_rate)
+                advance(f"step {step + 1:3d}/{options.steps}  loss {loss_per_token(metrics):.3f}")
         print(f"\ntrained in {time.monotonic() - began:.0f} s")
         print("\nCompletions after:")
         show_completions(client.save_weights_and_get_sampling_client(), tokenizer, options.max_tokens)
@@ -56,9 +57,20 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def evaluate(client: TrainingClient, data: Sequence[Datum]) -> float:
+    """Returns the loss per token."""
+    return loss_per_token(client.forward(data, "cross_entropy").result().metrics)
+
+
+def loss_per_token(metrics: Mapping[str, float]) -> float:
+    return metrics["loss:sum"] / metrics["num_tokens:sum"]
+
+
 def show_completions(sampler: SamplingClient, tokenizer, max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
-    futures = [sampler.sample(chat_prompt(tokenizer, question), 1, params) for question in QUESTIONS]
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
     for question, future in zip(QUESTIONS, futures, strict=True):
         sequence = future.result().sequences[0]
         answer = tokenizer.decode(sequence.tokens.tolist(), skip_special_tokens=True).replace("\n", " ")

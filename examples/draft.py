@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
-from trainhouse.examples.sft import PIRATE, answered, batch, chat_prompt, datum, rows, schedule
+from trainhouse.examples.sft import PIRATE, batch, rows, schedule
 
 NAME = re.compile(r"step-(\d+)-acceptance-(\d+\.\d+)")
 """The name of a checkpoint of this script."""
@@ -117,7 +117,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--algorithm", choices=["eagle3", "dflash"], default="eagle3")
     parser.add_argument("--target-path", metavar="PATH", help="a checkpoint of a policy; left out: the bare base model")
-    parser.add_argument("--data", type=Path, default=PIRATE, help="lines of {split, question, answer}")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=PIRATE,
+        help="rows for Datum.from_row, a JSON object per line; with --rollouts, each has a question",
+    )
     parser.add_argument(
         "--rollouts",
         type=int,
@@ -204,11 +209,23 @@ def texts(service: ServiceClient, draft: TrainingClient, options: argparse.Names
     """Yields the training data. Tokens of answers have weight 1, tokens of questions 0."""
     tokenizer, asked = draft.get_tokenizer(), list(rows(options.data, split))
     if not options.rollouts:
-        yield from (datum(tokenizer, row) for row in asked)
+        yield from (Datum.from_row(row, tokenizer) for row in asked)
         return
     prompts = [chat_prompt(tokenizer, row["question"]) for row in asked]
     for prompt, answers in zip(prompts, sampled(service, prompts, options), strict=True):
         yield from (answered(prompt, answer) for answer in answers)
+
+
+def chat_prompt(tokenizer, question: str) -> list[int]:
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def answered(prompt: list[int], answer: list[int]) -> Datum:
+    """Returns a datum that trains on the answer, including its end token; the prompt's positions have weight 0."""
+    tokens = prompt + answer
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
+    return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": weights})
 
 
 def sampled(

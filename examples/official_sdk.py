@@ -1,6 +1,7 @@
-"""Uses the official Tinker SDK (`pip install tinker==0.38.0`), unmodified, with this server.
+"""Uses the official Tinker SDK, unmodified, with this server.
 
-.venv/bin/python examples/official_sdk.py [--base-url URL] [--model MODEL]
+pip install tinker==0.38.0 transformers
+python examples/official_sdk.py [--base-url URL] [--model MODEL]
 TINKER_BASE_URL sets the server's URL, TINKER_API_KEY the key; tml-local unless set.
 """
 

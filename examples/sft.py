@@ -1,47 +1,53 @@
-"""Fine-tunes a model on question/answer pairs, with a learning-rate schedule, held-out loss and checkpoints.
+"""Fine-tunes a model on rows of a dataset, with a learning-rate schedule, held-out loss and checkpoints.
 
 .venv/bin/python examples/sft.py --base-url http://127.0.0.1:8000 --model HuggingFaceTB/SmolLM2-135M-Instruct
-Continue a run: add --resume tinker://.../weights/step-20
+Continue a run: add --resume tinker://.../weights/step-000020
 """
 
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import trainhouse
-from trainhouse import AdamParams, Datum, TrainingClient
+from trainhouse import AdamParams, CheckpointSchedule, Datum, TrainingClient
 
+HELD_OUT = "evaluation/held_out/loss:mean"
 PIRATE = Path(__file__).with_name("pirate.jsonl")
 
 
 def main() -> None:
     options = parse_options()
+    first_step = step_of(options.resume) if options.resume else 0
     with trainhouse.ServiceClient(options.base_url, options.api_key) as service:
         if options.resume:
             client = service.create_training_client_from_state_with_optimizer(options.resume)
         else:
-            client = service.create_lora_training_client(options.model, rank=16, seed=0, train_unembed=False)
+            client = service.create_lora_training_client(options.model, rank=16, seed=0)
         tokenizer = client.get_tokenizer()
-        train = [datum(tokenizer, row) for row in rows(options.data, "train")]
-        held_out = [datum(tokenizer, row) for row in rows(options.data, "held_out")]
-        first_step = int(options.resume.rpartition("-")[2]) if options.resume else 0
-
-        print(f"held-out loss {evaluate(client, held_out):.4f}")
-
-        def save_and_evaluate(step: int) -> None:
-            path = client.save_state(f"step-{step}", overwrite=True).result().path
-            print(f"held-out loss {evaluate(client, held_out):.4f}  saved {path}")
-
-        client.at_steps(options.eval_every, save_and_evaluate, num_steps=first_step)
+        train = [Datum.from_row(row, tokenizer) for row in rows(options.data, "train")]
+        held_out = [Datum.from_row(row, tokenizer) for row in rows(options.data, "held_out")]
+        print(f"{len(train)} rows to train on, {len(held_out)} held out")
+        # Both schedules run on the server.
+        if held_out:
+            first = client.create_evaluation("held_out", options.eval_every, held_out).result()
+            print(f"held-out loss {first.metrics[HELD_OUT]:.4f}")
+        client.schedule_checkpoints(CheckpointSchedule(every=options.eval_every, keep_last=2)).result()
         for step in range(first_step, options.steps):
             learning_rate = options.learning_rate * schedule(step, options.warmup, options.steps)
-            loss = train_step(client, batch(train, step, options.batch_size), learning_rate)
+            metrics = train_step(client, batch(train, step, options.batch_size), learning_rate)
+            loss = metrics["loss:sum"] / metrics["num_tokens:sum"]
             print(f"step {step + 1:3d}  learning rate {learning_rate:.2e}  loss {loss:.4f}")
-        if options.steps % options.eval_every:
-            save_and_evaluate(options.steps)
+            if HELD_OUT in metrics:
+                print(f"held-out loss {metrics[HELD_OUT]:.4f}")
+        if options.steps % options.eval_every and first_step < options.steps:
+            client.save_state(f"step-{options.steps:06d}").result()
+        for checkpoint in service.create_rest_client().list_checkpoints(client.model_id).result().checkpoints:
+            print(f"saved {checkpoint.tinker_path}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -49,8 +55,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--base-url")
     parser.add_argument("--api-key")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--data", type=Path, default=PIRATE, help="lines of {split, question, answer}")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--data", type=Path, default=PIRATE, help="rows for Datum.from_row, a JSON object per line")
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
@@ -59,31 +65,29 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def rows(path: Path, split: str) -> Iterator[dict[str, str]]:
-    return (row for row in map(json.loads, path.read_text().splitlines()) if row["split"] == split)
+def step_of(path: str) -> int:
+    """Returns the step after which a scheduled checkpoint was saved."""
+    if (found := re.search(r"/step-(\d+)$", path)) is None:
+        raise SystemExit(f"{path} is not a checkpoint of this script: these are named step-000020")
+    return int(found[1])
 
 
-def chat_prompt(tokenizer, question: str) -> list[int]:
-    messages = [{"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
-def datum(tokenizer, row: dict[str, str]) -> Datum:
-    answer = [*tokenizer.encode(row["answer"], add_special_tokens=False), tokenizer.eos_token_id]
-    return answered(chat_prompt(tokenizer, row["question"]), answer)
-
-
-def answered(prompt: list[int], answer: list[int]) -> Datum:
-    """Returns a datum that trains on the answer, including its end token; the prompt's positions have weight 0."""
-    tokens = prompt + answer
-    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
-    return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": weights})
+def rows(path: Path, split: str) -> list[dict[str, Any]]:
+    """Returns the rows of a split, "train" or "held_out". If rows name none, every tenth is held out."""
+    read = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    if not any("split" in row for row in read):
+        held_out = min(9, len(read) - 1) or None  # of fewer rows the last; a single row is trained on
+        read = [row | {"split": "held_out" if index % 10 == held_out else "train"} for index, row in enumerate(read)]
+    found = [row for row in read if row.get("split", "train") == split]
+    if split == "train" and not found:
+        raise SystemExit(f"{path} has no rows to train on")
+    return found
 
 
 def batch(data: Sequence[Datum], step: int, size: int) -> list[Datum]:
     """Returns the batch of a step, from data shuffled every epoch. It depends on the step only, so that a resumed run
     gets the batches that the first run would have got."""
+    size = min(size, len(data))
     per_epoch = len(data) // size
     epoch, index = divmod(step, per_epoch)
     order = np.random.default_rng(epoch).permutation(len(data))
@@ -97,22 +101,12 @@ def schedule(step: int, warmup: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def train_step(client: TrainingClient, data: Sequence[Datum], learning_rate: float) -> float:
-    """Returns the loss per token before the step. Both requests are sent at once; the server keeps their order."""
+def train_step(client: TrainingClient, data: Sequence[Datum], learning_rate: float) -> dict[str, float]:
+    """Returns the metrics of pass and step. Both requests are sent at once; the server keeps their order."""
     adam = AdamParams(learning_rate=learning_rate, grad_clip_norm=1.0)
     passed = client.forward_backward(data, "cross_entropy")
     stepped = client.optim_step(adam, gradient_scale="mean")
-    loss = passed.result().metrics["loss:sum"] / num_tokens(data)
-    stepped.result()
-    return loss
-
-
-def evaluate(client: TrainingClient, data: Sequence[Datum]) -> float:
-    return client.forward(data, "cross_entropy").result().metrics["loss:sum"] / num_tokens(data)
-
-
-def num_tokens(data: Sequence[Datum]) -> float:
-    return sum(float(one.loss_fn_inputs["weights"].sum()) for one in data)
+    return {**passed.result().metrics, **(stepped.result().metrics or {})}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,22 @@
 """Limits the size of a request's fields. Payload (prompts, data, messages) has no limits here: it is bounded by the
 size of the body (--max-body-bytes) and by the tenant's quotas."""
 
+import json
 import math
 from itertools import islice
+from reprlib import repr as shortened
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, FailFast, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
 from .errors import RequestError
 
@@ -25,6 +36,14 @@ def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
     """Raises RequestError 413 if the body is too large."""
     if len(body) > most_bytes:
         raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {most_bytes}: send less", 413)
+
+
+def load_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises ValueError also for text that is nested too deeply, where json raises RecursionError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
 
 
 class FirstErrorOnly(FailFast):
@@ -49,6 +68,30 @@ def first_error_only(most: int) -> WrapValidator:
         return {key: value for piece in pieces for key, value in validate(piece).items()}
 
     return WrapValidator(in_pieces)
+
+
+def one_of(words: str) -> WrapValidator:
+    """Gives a field of several types one error with these words; pydantic has one for each type."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError as error:
+            content = {"words": words + _wrong_element(error)}
+            raise PydanticCustomError("none_of", "it should be {words}", content) from None
+
+    return WrapValidator(check)
+
+
+def _wrong_element(error: ValidationError) -> str:
+    """Names the element that the type which accepts most of a list does not accept."""
+    errors = [
+        (tuple(part for part in each["loc"] if isinstance(part, int)), each) for each in error.errors(include_url=False)
+    ]
+    place, wrong = max(errors, key=lambda placed: placed[0])
+    if not place or any(not at and not each["type"].endswith("_type") for at, each in errors):
+        return ""
+    return f"; element {'.'.join(map(str, place))} is {shortened(wrong['input'])}"
 
 
 Id = Annotated[str, Field(max_length=MAX_ID)]

@@ -7,12 +7,12 @@ from pydantic import Field
 
 from .bounds import Id, Metadata, Path, StringMetadata, Text, TtlSeconds
 from .models import LoraConfig, OptimizerConfig, Role
-from .training import Natural, SeqId, Wire
+from .training import Natural, Request, SeqId, Wire
 
 SamplerKind = Literal["snapshot", "inflight"]
 
 
-class SaveWeightsRequest(Wire):
+class SaveWeightsRequest(Request):
     model_id: Id
     path: Path
     seq_id: SeqId = 0
@@ -27,7 +27,7 @@ class SaveWeightsResponse(Wire):
     type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsForSamplerRequest(Wire):
+class SaveWeightsForSamplerRequest(Request):
     """Saves weights for sampling.
 
     With `path` it creates a named, listed checkpoint; without, an ephemeral sampler, and the response has its
@@ -50,7 +50,7 @@ class SaveWeightsForSamplerResponse(Wire):
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
-class SaveWeightsExternalRequest(Wire):
+class SaveWeightsExternalRequest(Request):
     """Saves weights for use outside of the server.
 
     age_encryption_recipients: public keys to which every file is encrypted; file names then end in `.age`.
@@ -70,7 +70,7 @@ class SaveWeightsExternalResponse(Wire):
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
-class LoadWeightsRequest(Wire):
+class LoadWeightsRequest(Request):
     """Loads a checkpoint into a live model (model_id, seq_id), or creates a model from it (session_id, model_seq_id).
 
     model_role (ours): the role of the created model; null for the role of the model that saved the checkpoint.
@@ -96,7 +96,7 @@ class LoadWeightsResponse(Wire):
     type: Literal["load_weights"] = "load_weights"
 
 
-class WeightsInfoRequest(Wire):
+class WeightsInfoRequest(Request):
     tinker_path: Path
 
 
@@ -113,7 +113,7 @@ class WeightsInfoResponse(Wire):
     model_role: Role = "policy"
 
 
-class CopyWeightsRequest(Wire):
+class CopyWeightsRequest(Request):
     source_path: Path
     destination_project_id: Id | None = None
     session_id: Id | None = None
@@ -137,8 +137,15 @@ class ImportWeightsResponse(Wire):
     lora: LoraConfig
 
 
-class TtlRequest(Wire):
+class TtlRequest(Request):
     ttl_seconds: TtlSeconds | None = None
+
+
+class ArchiveUrl(Wire):
+    """A signed URL of a tar archive with the checkpoint's files. It needs no key until it expires."""
+
+    url: str
+    expires: datetime
 
 
 class ExternalWeightsUrls(Wire):

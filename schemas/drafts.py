@@ -1,14 +1,14 @@
 """Messages about draft models: their target, their vocabulary, and captured features. Those that create a draft are in
 `models`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from .bounds import FirstErrorOnly, Id, Path, first_error_only
 from .sampling import ModelInput
-from .training import Positive, SeqId, Wire
+from .training import DATUM_FIELDS, Positive, Request, SeqId, Wire
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[TokenId], FirstErrorOnly()]
@@ -16,7 +16,7 @@ Weights = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], FirstErr
 _MAX_COUNTS = 1 << 24
 
 
-class SetTargetRequest(Wire):
+class SetTargetRequest(Request):
     """Sets the target of a draft.
 
     path: a policy's checkpoint of the same base model; null or absent for the bare base model.
@@ -33,7 +33,7 @@ class SetTargetResponse(Wire):
     type: Literal["set_target"] = "set_target"
 
 
-class BuildVocabMapRequest(Wire):
+class BuildVocabMapRequest(Request):
     """Builds a draft's vocabulary from the most frequent tokens. Give either tokens or counts.
 
     tokens: sequences of token ids. weights: one per token; tokens with weight 0 do not count. Absent: all count.
@@ -80,10 +80,16 @@ class BuildVocabMapResponse(Wire):
     type: Literal["build_vocab_map"] = "build_vocab_map"
 
 
-class Captured(Wire):
+class Captured(Request):
     """A sequence whose features are captured. Other fields of a datum are ignored."""
 
+    is_about_results = True
+
     model_input: ModelInput | Annotated[Tokens, Field(min_length=1)]
+
+    @property
+    def unknown_names(self) -> Iterable[str]:
+        return (name for name in super().unknown_names if name not in DATUM_FIELDS)
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -91,7 +97,7 @@ class Captured(Wire):
         return given.to_ints() if isinstance(given, ModelInput) else given
 
 
-class CaptureRequest(Wire):
+class CaptureRequest(Request):
     """Runs the draft's target over sequences and stores what the draft reads of it as features.
 
     ttl_seconds: how long the features are kept; absent: as long as the server allows.
@@ -120,7 +126,7 @@ class CaptureResponse(Wire):
     type: Literal["capture"] = "capture"
 
 
-class ReleaseFeaturesRequest(Wire):
+class ReleaseFeaturesRequest(Request):
     """Releases features that this model captured.
 
     feature_refs: absent for all of them. References that no longer exist are ignored.

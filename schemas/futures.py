@@ -6,7 +6,7 @@ from pydantic import Field
 
 from .bounds import FirstErrorOnly, Id
 from .errors import Category
-from .training import Natural, Wire
+from .training import Natural, Request, Wire
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -20,16 +20,16 @@ class SubmitResponse(Wire):
     seq_id: int | None = None
 
 
-class RetrieveFutureRequest(Wire):
+class RetrieveFutureRequest(Request):
     request_id: Id
     allow_metadata_only: bool = False
 
 
-class CancelFutureRequest(Wire):
+class CancelFutureRequest(Request):
     request_id: Id
 
 
-class SamplingSessionTarget(Wire):
+class SamplingSessionTarget(Request):
     """Names one client of a sampling session.
 
     cloned_sampler_id: 0 for the original; the seq_ids of a clone start at a billion times this number.
@@ -40,7 +40,7 @@ class SamplingSessionTarget(Wire):
     type: Literal["sampling_session"] = "sampling_session"
 
 
-class RetrieveFuturesRequest(Wire):
+class RetrieveFuturesRequest(Request):
     """Requests the futures that completed since the last call.
 
     prev_cursor: the cursor of the last response, 0 at first. timeout: seconds to wait if there is nothing new; 0

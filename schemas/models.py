@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from .bounds import Detail, Id, Metadata, Path, Tags, Text
 from .schedules import RunSchedules
-from .training import Integer, Natural, Seed, Strict, TargetRepr, Wire
+from .training import Integer, Natural, Request, Seed, Strict, TargetRepr, Wire
 
 Role = Literal["policy", "critic", "reference", "draft"]
 """The kinds of models that can be created: see docs/roles.md, docs/drafts.md."""
@@ -24,13 +24,20 @@ gate and up, B of down) are shared by all experts of a layer, and the others are
 has both."""
 
 
-class LoraConfig(Wire):
+class LoraConfig(Request):
     """Configures a LoRA adapter. Its scale is alpha / rank, as in PEFT; alpha and expert_factors (ours) are not sent by
     the SDK.
 
     expert_factors: null in a request means "shared"; null in what is stored means "each", which is what versions
     without this field trained.
     """
+
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "r": "rank",
+        "lora_rank": "rank",
+        "lora_alpha": "alpha",
+        "target_modules": "train_attn, train_mlp and train_unembed, which select whole groups of layers",
+    }
 
     rank: Size = 32
     seed: Seed | None = None
@@ -115,12 +122,14 @@ def draft_of(training: TrainingConfig) -> DraftConfig | None:
     return training if isinstance(training, DraftConfig) else None
 
 
-class OptimizerConfig(Wire):
+class OptimizerConfig(Request):
+    is_about_results = True
+
     type: Id = "adamw"
     version: Integer | None = None
 
 
-class CreateModelRequest(Wire):
+class CreateModelRequest(Request):
     """Creates a model. model_role, training, seed, draft and target_path are ours.
 
     training: null for "lora" if there is a lora_config, and for "full" if there is neither a lora_config nor a draft.
@@ -156,9 +165,19 @@ class CreateModelResponse(Wire):
     type: Literal["create_model"] = "create_model"
 
 
-class GetInfoRequest(Wire):
+class GetInfoRequest(Request):
     model_id: Id
     type: Literal["get_info"] = "get_info"
+
+
+class UnloadModelRequest(Request):
+    model_id: Id
+    type: Literal["unload_model"] = "unload_model"
+
+
+class UnloadModelResponse(Wire):
+    model_id: str
+    type: Literal["unload_model"] = "unload_model"
 
 
 class ModelData(Wire):
@@ -231,8 +250,9 @@ class Limits(Wire):
     tenant: its name, as --tenant-weights takes it. sessions: open ones. queued_operations, queued_bytes: accepted and
     not answered yet, including uploads. tokens_per_minute: of training and sampling; `used` falls with time.
     result_bytes: results on the server's disk. feature_bytes: features captured for drafts. evaluation_bytes: data of
-    evaluations. server_queued_bytes, server_feature_bytes: limits of all tenants together; `used` is the tenant's own
-    share unless an operator requests it.
+    evaluations. checkpoints, checkpoint_bytes: those that are kept; saving fails beyond. metric_bytes: metrics logged
+    for runs; logging is answered 413 beyond. server_queued_bytes, server_feature_bytes: limits of all tenants together;
+    `used` is the tenant's own share unless an operator requests it.
     """
 
     tenant: str
@@ -246,6 +266,9 @@ class Limits(Wire):
     feature_bytes: Limit | None = None
     server_feature_bytes: Limit | None = None
     evaluation_bytes: Limit | None = None
+    checkpoints: Limit | None = None
+    checkpoint_bytes: Limit | None = None
+    metric_bytes: Limit | None = None
 
     def without_other_tenants(self) -> "Limits":
         """Returns the limits without the use of other tenants."""
@@ -299,7 +322,7 @@ class Workers(Wire):
     features: FeatureStock | None = None
 
 
-class CreateSessionRequest(Wire):
+class CreateSessionRequest(Request):
     tags: Tags = ()
     user_metadata: Metadata | None = None
     sdk_version: Id
@@ -309,33 +332,44 @@ class CreateSessionRequest(Wire):
 
 
 class CreateSessionResponse(Wire):
+    """Names the new session. The SDK logs the messages: the address of its page in the console, and what of this client
+    the server may not know."""
+
     session_id: str
+    info_message: str | None = None
+    warning_message: str | None = None
     type: Literal["create_session"] = "create_session"
 
 
-class HeartbeatRequest(Wire):
+class HeartbeatRequest(Request):
     session_id: Id
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
-class FinishReason(Wire):
+class FinishReason(Request):
     type: Literal["success", "errored", "interrupted"]
 
 
-class FinishSessionRequest(Wire):
+class FinishSessionRequest(Request):
     reason: FinishReason
     detail: Detail | None = None
 
 
 class SessionList(Wire):
+    """Lists sessions. names: by id, of those that have a name (ours)."""
+
     sessions: list[str]
+    names: dict[str, str] = Field(default_factory=dict)
 
 
 class SessionInfo(Wire):
+    """Describes a session. Of another tenant's it has only the runs with a public checkpoint."""
+
     training_run_ids: list[str]
     sampler_ids: list[str]
     user_metadata: dict[str, str] | None = None
     display_name: str | None = None
+    tags: list[str] | None = None
 
 
 class Cursor(Wire):
@@ -371,7 +405,8 @@ class Checkpoint(Wire):
 
 
 class TrainingRun(Wire):
-    """Describes a training run. model_role and schedules are ours; only the owner sees schedules."""
+    """Describes a training run. model_role, schedules and display_name, that of its session, are ours; only the owner
+    sees the last two."""
 
     training_run_id: str
     base_model: str
@@ -385,6 +420,7 @@ class TrainingRun(Wire):
     user_metadata: dict[str, str] | None = None
     model_role: Role = "policy"
     schedules: RunSchedules | None = None
+    display_name: str | None = None
 
 
 class TrainingRunList(Wire):
@@ -417,7 +453,7 @@ class HeartbeatResponse(Wire):
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
-class AssignProjectRequest(Wire):
+class AssignProjectRequest(Request):
     project_id: Id
 
 

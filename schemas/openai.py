@@ -1,10 +1,11 @@
 """Messages of the OpenAI-compatible endpoint: requests of `/v1/completions` and `/v1/chat/completions`, `/v1/models`,
 and errors."""
 
+import difflib
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -16,9 +17,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from .bounds import MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, check_json_size
-from .errors import RequestError
-from .sampling import LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
+from .bounds import MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, check_json_size, one_of
+from .errors import RequestError, expected, place_of
+from .sampling import MAX_STOP, LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
 from .training import MAX_INTEGER, Integer, Natural, Positive, Seed
 
 MAX_STOP_STRINGS = 16
@@ -61,22 +62,6 @@ _WITHOUT_EFFECT = (
 )
 """Fields that have no effect on sampling, with any value."""
 
-
-_BRANCHES = (
-    "[key]",
-    "str",
-    "constrained-str",
-    "list[int]",
-    "list[constrained-int]",
-    "list[str]",
-    "list[constrained-str]",
-    "list[list[int]]",
-    "list[list[constrained-int]]",
-    "list[TextPart]",
-)
-"""Elements of an error's location that are not names of fields: keys, and the alternatives of a union type."""
-
-
 Stop = Annotated[StopString, Field(min_length=1)]
 Tokens = Annotated[list[Integer], FirstErrorOnly()]
 Texts = Annotated[list[str], FirstErrorOnly()]
@@ -116,6 +101,9 @@ def _has_no_effect(name: str, value: JsonValue) -> bool:
 class _Strict(BaseModel):
     """Refuses unknown fields."""
 
+    remedies: ClassVar[Mapping[str, str]] = {}
+    """Advice for fields that do not exist, by name."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="before")
@@ -127,8 +115,16 @@ class _Strict(BaseModel):
         wanted = {name: value for name, value in fields.items() if not _has_no_effect(name, value)}
         for name, value in wanted.items():
             if name not in cls.model_fields:
-                raise PydanticCustomError("unknown_field", "not supported here", {"name": name, "value": value})
+                raise PydanticCustomError(
+                    "unknown_field", "{words}", {"name": name, "words": cls._refusal(name, value)}
+                )
         return wanted
+
+    @classmethod
+    def _refusal(cls, name: str, value: JsonValue) -> str:
+        near = () if name in _NEUTRAL else difflib.get_close_matches(name[:_MAX_NAME_CHARACTERS], cls.model_fields, 1)
+        remedy = cls.remedies.get(name) or (f"did you mean {near[0]}?" if near else "leave it out")
+        return f"is not supported here (it was {reprlib.repr(value)}): {remedy}"
 
 
 class StreamOptions(_Strict):
@@ -148,6 +144,8 @@ class JsonSchemaFormat(BaseModel):
 class ResponseFormat(_Strict):
     """Sets the format of the completion: json_object allows any JSON object, json_schema the given schema only."""
 
+    remedies = dict.fromkeys(("schema", "name", "strict"), 'write it into "json_schema": {"schema": ...}')
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -164,7 +162,10 @@ class BaseCompletionRequest(_Strict):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES_OF_A_PROMPT)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS), FirstErrorOnly()] = []
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=MAX_STOP_STRINGS), FirstErrorOnly()],
+        one_of(f"a string or up to {MAX_STOP_STRINGS} strings, of 1 to {MAX_STOP} characters each"),
+    ] = []
     stop_token_ids: Annotated[Tokens, Field(max_length=MAX_TOKEN_IDS)] = []
     ignore_eos: bool = False
     seed: Seed | None = None
@@ -221,7 +222,10 @@ class CompletionRequest(BaseCompletionRequest):
     rest of the context if that is less.
     """
 
-    prompt: str | Tokens | Texts | Annotated[list[Tokens], FirstErrorOnly()]
+    prompt: Annotated[
+        str | Tokens | Texts | Annotated[list[Tokens], FirstErrorOnly()],
+        one_of("a text, token ids, or a list of texts or of lists of token ids"),
+    ]
     max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
@@ -326,29 +330,36 @@ def _most_helpful(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _bad_request(error: Mapping[str, Any]) -> OpenAiError:
-    param = ".".join(str(part)[:_MAX_NAME_CHARACTERS] for part in error["loc"] if part not in _BRANCHES) or None
+    param = ".".join(str(part)[:_MAX_NAME_CHARACTERS] for part in place_of(error)) or None
     match error["type"]:
         case "json_invalid":
             return OpenAiError(f"the body is not valid JSON: {error['ctx']['error']}")
         case "missing":
             return OpenAiError(f"{param} is missing", param=param, code="missing_required_parameter")
         case "unknown_field":
-            name, value = error["ctx"]["name"], reprlib.repr(error["ctx"]["value"])
+            name, words = error["ctx"]["name"] or "''", error["ctx"]["words"]
             param = name if param is None else f"{param}.{name}"
-            message = f"{param} is not supported here (it was {value}): leave it out"
-            return OpenAiError(message, param=param, code="unsupported_parameter")
+            return OpenAiError(f"{param} {words}", param=param, code="unsupported_parameter")
         case _:
-            message = f"{param or 'the body'} is {reprlib.repr(error['input'])}: {error['msg']}"
+            message = f"{param or 'the body'} is {reprlib.repr(error['input'])}: {expected(error)}"
             return OpenAiError(message, param=param, code="invalid_value")
 
 
 class Model(BaseModel):
-    """A model that can be sampled. id: the value to send as `model`. created: seconds since 1970."""
+    """A model that can be sampled."""
 
     id: str
+    """The value to send as `model`."""
     object: Literal["model"] = "model"
     created: int
+    """Seconds since 1970; of a base model, when the server started."""
     owned_by: str
+    root: str
+    """The name or path of the weights, as in vLLM."""
+    parent: str | None = None
+    """The base model of a checkpoint or sampler."""
+    max_model_len: int | None = None
+    """The context in tokens; None if the base model is not served."""
 
 
 class ModelList(BaseModel):

@@ -1,25 +1,41 @@
 """Messages about sampling: requests, sampling sessions and results."""
 
-from collections.abc import Sequence
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from .bounds import MAX_CONSTRAINT_BYTES, MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, first_error_only
-from .training import MAX_INTEGER, Integer, Natural, Positive, Seed, Strict, Wire
+from .bounds import (
+    MAX_CONSTRAINT_BYTES,
+    MAX_TOKEN_IDS,
+    ConstraintSchema,
+    FirstErrorOnly,
+    Id,
+    Path,
+    first_error_only,
+    one_of,
+)
+from .errors import OperationError, ReadableErrors
+from .training import MAX_INTEGER, TENSOR_FIELDS, Integer, Natural, Positive, Request, Seed, Strict, Wire
 
 ALTERNATIVES = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
 """Fields of a request that ask for several alternatives per token, and so multiply the size of the result."""
 
 
-class Constraint(Wire):
+class Constraint(Request):
     """Constrains a sample, by exactly one of its fields. The sample ends when the constraint allows no more tokens.
 
-    json_schema: the text conforms to this JSON schema. regex: the whole text matches it (the syntax of Rust's regex).
+    json_schema: the text conforms to this JSON schema, without white space outside of strings unless the schema has
+    {"x-guidance": {"whitespace_flexible": true}}. regex: the whole text matches it (the syntax of Rust's regex).
     grammar: its start rule derives the text (Lark's syntax, as llguidance reads it).
     """
+
+    is_about_results = True
 
     json_schema: ConstraintSchema | None = None
     regex: Annotated[str, Field(max_length=MAX_CONSTRAINT_BYTES)] | None = None
@@ -32,6 +48,17 @@ class Constraint(Wire):
             raise ValueError(f"a constraint needs exactly one of json_schema, regex and grammar, got {given}")
         return self
 
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the constraint. Computed once for all prompts of a request, since pickles and copies keep it.
+
+        Raises OperationError if the constraint is nested too deeply.
+        """
+        try:
+            return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        except (ValueError, RecursionError) as error:
+            raise OperationError(f"the constraint is invalid: {str(error)[:1000]}") from error
+
 
 # A number added to a logit; larger ones have the same effect.
 Shift = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
@@ -40,7 +67,8 @@ RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)
 LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MAX_TOKEN_IDS), first_error_only(MAX_TOKEN_IDS)]
 
 # After each sampled token the text is searched for all of them.
-StopString = Annotated[str, Field(max_length=1000)]
+MAX_STOP = 1000
+StopString = Annotated[str, Field(max_length=MAX_STOP)]
 MAX_STOP_STRINGS = 64
 
 NumDraftTokens = Annotated[int, Field(ge=1, le=63)]
@@ -49,8 +77,9 @@ NumDraftTokens = Annotated[int, Field(ge=1, le=63)]
 class SamplingParams(Strict):
     """Controls how tokens are sampled.
 
-    stop: a string, up to 64 strings, or token ids; absent for the model's end tokens; [] for none, so that only
-    max_tokens ends a sample. A string has up to 1000 characters. max_tokens: absent for the rest of the context.
+    stop: a string, up to 64 strings, or token ids, which end a sample in addition to the model's end tokens; [] for no
+    stops, not even these, so that only max_tokens ends a sample. A string has up to 1000 characters.
+    max_tokens: absent for the rest of the context.
     temperature: 0 for greedy. top_k: -1 for off.
 
     Ours, in addition to the SDK's: min_p, the least probability of a token relative to the likeliest; min_tokens, the
@@ -60,7 +89,8 @@ class SamplingParams(Strict):
     which is added, by token id; constraint. Log-probabilities are those of the model without any of them.
     """
 
-    synonyms = {  # noqa: RUF012
+    is_about_results = True
+    synonyms: ClassVar[Mapping[str, str]] = {
         "temp": "temperature",
         "max_new_tokens": "max_tokens",
         "min_new_tokens": "min_tokens",
@@ -70,12 +100,13 @@ class SamplingParams(Strict):
 
     max_tokens: Positive | None = None
     seed: Seed | None = None
-    stop: (
+    stop: Annotated[
         StopString
         | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), FirstErrorOnly()]
         | Annotated[list[Integer], Field(max_length=MAX_TOKEN_IDS), FirstErrorOnly()]
-        | None
-    ) = None
+        | None,
+        one_of(f"a string or up to {MAX_STOP_STRINGS} strings, of at most {MAX_STOP} characters each, or token ids"),
+    ] = None
     temperature: Temperature = 1.0
     top_k: Annotated[int, Field(ge=-1, le=MAX_INTEGER)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -88,25 +119,39 @@ class SamplingParams(Strict):
     constraint: Constraint | None = None
 
 
-class TokenChunk(Wire):
-    """Holds a part of a model input. Types other than encoded_text are parsed only so that the error can name them."""
+class TokenChunk(Request):
+    """Holds a part of a model input. SDKs up to 0.16 leave the type out."""
 
-    type: Literal["encoded_text", "image", "image_asset_pointer", "dmel"]
-    tokens: Annotated[tuple[Integer, ...], FirstErrorOnly()] = ()
+    is_about_results = True
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: Annotated[tuple[Integer, ...], FirstErrorOnly()]
 
 
-class ModelInput(Wire):
+def refuse_mapping(value: object, name: str) -> None:
+    """Raises ValueError for a dict, which a tokenizer of transformers returns unless it is asked for a list."""
+    if isinstance(value, Mapping):
+        remedy = "pass a list or an array of numbers"
+        if "input_ids" in value:
+            remedy = 'pass its ["input_ids"], or call apply_chat_template with return_dict=False'
+        raise ValueError(f"{name} is a dict of {', '.join(map(str, value))[:80]}: {remedy}")
+
+
+class ModelInput(Request, metaclass=ReadableErrors):
+    is_about_results = True
+
     chunks: Annotated[list[TokenChunk], FirstErrorOnly()]
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> Self:
+        refuse_mapping(tokens, "tokens")
         return cls(chunks=[TokenChunk(type="encoded_text", tokens=tuple(tokens))])
 
     def to_ints(self) -> list[int]:
         return [token for chunk in self.chunks for token in chunk.tokens]
 
 
-class SampleRequest(Wire):
+class SampleRequest(Request):
     """Samples from the weights of a sampling session, or (ours) from base_model or model_path without a session.
 
     draft_path (ours): checkpoint of a draft that predicts num_draft_tokens at a time, null for the draft's default; it
@@ -114,6 +159,14 @@ class SampleRequest(Wire):
     target_prompt_logprobs: token ids to score, as JSON TensorData, int64 [len(prompt) - 1, K]; row i is for position
     i + 1, and -1 for no token.
     """
+
+    is_about_results = True
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "n": "num_samples",
+        "logprobs": "prompt_logprobs",
+        "draft": "draft_path",
+        "model": "base_model for a served name, or model_path for a checkpoint",
+    }
 
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()
@@ -133,8 +186,13 @@ class SampleRequest(Wire):
     record_stability_info: bool = False
     type: Literal["sample"] = "sample"
 
+    @property
+    def unknown_names(self) -> Iterable[str]:
+        of_tensor = (name for name in self.target_prompt_logprobs or () if name not in TENSOR_FIELDS)
+        return itertools.chain(super().unknown_names, (f"target_prompt_logprobs.{name}" for name in of_tensor))
 
-class CreateSamplingSessionRequest(Wire):
+
+class CreateSamplingSessionRequest(Request):
     """Creates a sampling session. draft_path (ours): checkpoint of the draft for all requests that name no other."""
 
     session_id: Id
@@ -150,7 +208,7 @@ class CreateSamplingSessionResponse(Wire):
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
-class JoinSamplingSessionRequest(Wire):
+class JoinSamplingSessionRequest(Request):
     sampling_session_id: Id
     type: Literal["join_sampling_session"] = "join_sampling_session"
 

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from .bounds import Id, TtlSeconds
-from .training import Natural, Positive, SeqId, Strict, Wire
+from .training import Natural, Positive, Request, SeqId, Strict, Wire
 
 SCHEDULE_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 """Names of evaluations and of scheduled checkpoints."""
@@ -81,7 +81,7 @@ class RunSchedules(Wire):
 NO_SCHEDULES = RunSchedules()
 
 
-class ScheduleCheckpointsRequest(Wire):
+class ScheduleCheckpointsRequest(Request):
     """Saves checkpoints after optimizer steps from now on; `checkpoints` null ends that."""
 
     model_id: Id
@@ -105,7 +105,7 @@ class CreateEvaluationResponse(Wire):
     type: Literal["create_evaluation"] = "create_evaluation"
 
 
-class DeleteEvaluationRequest(Wire):
+class DeleteEvaluationRequest(Request):
     """Ends an evaluation and deletes its data."""
 
     model_id: Id

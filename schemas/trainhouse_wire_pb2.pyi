@@ -29,20 +29,6 @@ STOP_REASON_LENGTH: StopReason
 
 class ForwardBackwardRequest(_message.Message):
     __slots__ = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only", "loss_fn_config_v2", "loss_weight", "capture_for", "evaluation")
-    class LossFnConfigEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    class LossFnConfigV2Entry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: LossConfigValue
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[LossConfigValue, _Mapping]] = ...) -> None: ...
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_ID_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
@@ -57,13 +43,13 @@ class ForwardBackwardRequest(_message.Message):
     seq_id: int
     data: _containers.RepeatedCompositeFieldContainer[Datum]
     loss_fn: str
-    loss_fn_config: _containers.ScalarMap[str, float]
+    loss_fn_config: _containers.RepeatedCompositeFieldContainer[LossConfigNumber]
     forward_only: bool
-    loss_fn_config_v2: _containers.MessageMap[str, LossConfigValue]
+    loss_fn_config_v2: _containers.RepeatedCompositeFieldContainer[LossConfigEntry]
     loss_weight: float
     capture_for: str
     evaluation: EvaluationSchedule
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: bool = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ..., loss_weight: _Optional[float] = ..., capture_for: _Optional[str] = ..., evaluation: _Optional[_Union[EvaluationSchedule, _Mapping]] = ...) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Iterable[_Union[LossConfigNumber, _Mapping]]] = ..., forward_only: bool = ..., loss_fn_config_v2: _Optional[_Iterable[_Union[LossConfigEntry, _Mapping]]] = ..., loss_weight: _Optional[float] = ..., capture_for: _Optional[str] = ..., evaluation: _Optional[_Union[EvaluationSchedule, _Mapping]] = ...) -> None: ...
 
 class EvaluationSchedule(_message.Message):
     __slots__ = ("name", "every")
@@ -72,6 +58,22 @@ class EvaluationSchedule(_message.Message):
     name: str
     every: int
     def __init__(self, name: _Optional[str] = ..., every: _Optional[int] = ...) -> None: ...
+
+class LossConfigNumber(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: float
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+
+class LossConfigEntry(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: LossConfigValue
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[LossConfigValue, _Mapping]] = ...) -> None: ...
 
 class LossConfigValue(_message.Message):
     __slots__ = ("number", "text")
@@ -83,24 +85,25 @@ class LossConfigValue(_message.Message):
 
 class Datum(_message.Message):
     __slots__ = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans", "feature_ref")
-    class LossFnInputsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: Tensor
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
     MODEL_INPUT_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_INPUTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
     FEATURE_REF_FIELD_NUMBER: _ClassVar[int]
     model_input: _containers.RepeatedCompositeFieldContainer[Chunk]
-    loss_fn_inputs: _containers.MessageMap[str, Tensor]
+    loss_fn_inputs: _containers.RepeatedCompositeFieldContainer[LossInput]
     model_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
     loss_fn_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
     feature_ref: str
-    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ..., model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., feature_ref: _Optional[str] = ...) -> None: ...
+    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Iterable[_Union[LossInput, _Mapping]]] = ..., model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., feature_ref: _Optional[str] = ...) -> None: ...
+
+class LossInput(_message.Message):
+    __slots__ = ("key", "value")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: Tensor
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("encoded_text", "image", "dmel")

@@ -1,16 +1,20 @@
-"""Messages about training: data, forward_backward, optim_step, and their results."""
+"""The base classes of all messages, and messages about training: data, forward_backward, optim_step, results."""
 
 import difflib
-from collections.abc import Mapping
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-from .bounds import Id
+from .bounds import Id, one_of
 from .columns import Column, Columns, column_of, columns_of, records_of
+from .errors import ReadableErrors, UnknownField
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,44 +214,124 @@ def _output_of(
     return ForwardBackwardOutput(packed, metrics, output_type, feature_refs)
 
 
+IGNORE_UNKNOWN = {"unknown": "ignored"}
+"""Context of a validation in which Strict takes unknown fields, too."""
+
+DATUM_FIELDS = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans", "feature_ref")
+"""Fields of a datum in JSON."""
+
+TENSOR_FIELDS = ("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")
+"""Fields of a tensor in JSON."""
+
+_MAX_NAME = 80
+"""Characters of an unknown name that are compared and repeated in the error."""
+
+
 class Wire(BaseModel):
     """Base of the JSON bodies. They are frozen, ignore unknown keys, and can have fields named model_*."""
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
 
-class Strict(Wire):
-    """Refuses unknown keys and suggests the right one: a misspelt key would leave its field at the default."""
+class Request(Wire):
+    """Base of requests and their parts. Unknown fields are kept for `refuse_unknown` or `drop_unknown`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Maps names that other libraries use to the field's name."""
+    is_about_results: ClassVar[bool] = False
+    """A datum, tensor, loss, optimizer or sampling message: a field that is not honored would change the result."""
+
+    @property
+    def unknown_names(self) -> Iterable[str]:
+        return self.__pydantic_extra__ or ()
+
+    @classmethod
+    def describe_unknown(cls, name: str) -> str:
+        """Says that there is no such field, and which one was probably meant."""
+        parts = {field: kind for field, kinds in parts_of(cls).items() for kind in kinds}
+        inside = next((field for field, kind in parts.items() if name in {*kind.model_fields, *kind.synonyms}), None)
+        meant = cls.synonyms.get(name)
+        if meant is None and inside is not None:
+            meant = f"{inside}.{parts[inside].synonyms.get(name, name)}"
+        return describe_unknown(cls.__name__, name, cls.model_fields, meant)
+
+
+class Strict(Request, metaclass=ReadableErrors):
+    """Refuses unknown fields when it is built, too: a misspelt one would leave its field at the default."""
 
     @model_validator(mode="before")
     @classmethod
-    def _names_are_known(cls, given: object) -> object:
-        for name in given if isinstance(given, dict) else ():
+    def _names_are_known(cls, given: object, info: ValidationInfo) -> object:
+        for name in given if isinstance(given, dict) and info.context is not IGNORE_UNKNOWN else ():
             if name not in cls.model_fields:
-                raise PydanticCustomError("unknown_name", "{words}", {"words": f"{cls.__name__} {cls._unknown(name)}"})
+                raise PydanticCustomError("unknown_name", "{words}", {"words": cls.describe_unknown(str(name))})
         return given
 
-    @classmethod
-    def _unknown(cls, name: object) -> str:
-        near = difflib.get_close_matches(str(name)[:_MAX_NAME], cls.model_fields, n=1)
-        hint = cls.synonyms.get(str(name)) or (near[0] if near else None)
-        return f"has no {str(name)[:_MAX_NAME]}: " + (
-            f"did you mean {hint}?" if hint else f"it has {', '.join(cls.model_fields)}"
-        )
+
+def describe_unknown(kind: str, name: str, known: Iterable[str], meant: str | None = None) -> str:
+    """Returns the error for an unknown field. meant: the field to suggest instead of the one with the nearest name."""
+    near = difflib.get_close_matches(name[:_MAX_NAME], known, n=1)
+    meant = meant or (near[0] if near else None)
+    shown = name if re.fullmatch(r"[\w.-]{1,80}", name) else repr(name[:_MAX_NAME])
+    return f"{kind} has no {shown}: " + (f"did you mean {meant}?" if meant else f"it has {', '.join(known) or 'none'}")
 
 
-_MAX_NAME = 80
-"""Characters of an unknown name that are compared and repeated in the error."""
+def refuse_unknown(request: Request) -> None:
+    """Raises UnknownField if the request or a part of it has an unknown field, first for one that changes results.
+
+    Drops those that `unknown_names` leaves out.
+    """
+    first = None
+    for part in _with_parts(request):
+        if (name := next(iter(part.unknown_names), None)) is not None:
+            first = (part, name) if first is None or not first[0].is_about_results else first
+            if part.is_about_results:
+                break
+        elif part.__pydantic_extra__:
+            part.__pydantic_extra__.clear()
+    if first is not None:
+        part, name = first
+        raise UnknownField(f"bad request: {part.describe_unknown(name)}", part.is_about_results)
+
+
+def drop_unknown(request: Request) -> None:
+    for part in _with_parts(request):
+        if part.__pydantic_extra__:
+            part.__pydantic_extra__.clear()
+
+
+def _with_parts(request: Request) -> Iterator[Request]:
+    waiting = [request]
+    while waiting:
+        yield (part := waiting.pop())
+        for name in parts_of(type(part)):
+            match getattr(part, name):
+                case Request() as one:
+                    waiting.append(one)
+                case [Request(), *_] as several:
+                    waiting += several
+
+
+@cache
+def parts_of(kind: type[Request]) -> Mapping[str, tuple[type[Request], ...]]:
+    """Returns the fields that hold requests' parts, or lists of them, with the kinds of these parts."""
+    found = {name: tuple(_requests_in(field.annotation)) for name, field in kind.model_fields.items()}
+    return {name: kinds for name, kinds in found.items() if kinds}
+
+
+def _requests_in(annotation: object) -> Iterator[type[Request]]:
+    if isinstance(annotation, type) and issubclass(annotation, Request):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _requests_in(argument)
 
 
 class AdamParams(Strict):
     """Parameters of one step of AdamW as torch defines it. grad_clip_norm: limit of the global norm, 0 for off."""
 
-    synonyms = {
+    is_about_results = True
+    synonyms: ClassVar[Mapping[str, str]] = {
         "lr": "learning_rate",
         "betas": "beta1 and beta2",
         "epsilon": "eps",
@@ -275,17 +359,19 @@ SeqId = Natural
 """The number of an operation in its run, from 1; with 0 (ours) the server assigns the next one."""
 
 
-class OptimStepRequest(Wire):
+class OptimStepRequest(Request):
     """Takes an optimizer step with the accumulated gradients.
 
     gradient_scale (ours): a factor of the gradients: a number, or "mean" for one over the window's summed weights.
     """
 
+    is_about_results = True
+
     model_id: Id
     seq_id: SeqId = 0
     adam_params: AdamParams | None = None
     optimizer_params: Annotated[dict[Id, float | Integer | Id], Field(max_length=64)] | None = None
-    gradient_scale: float | Literal["mean"] | None = None
+    gradient_scale: Annotated[float | Literal["mean"] | None, one_of('a number or "mean"')] = None
     type: Literal["optim_step"] = "optim_step"
 
 

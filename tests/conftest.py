@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import trainhouse
 
+from .drawn import forget_borders
 from .live import DEPLOYMENTS, EACH_LAYOUT, RUNNING, LiveServer, live_server, save_byte_tokenizer
 
 if TYPE_CHECKING:  # a machine with a GPU may have no SQLAlchemy
@@ -49,6 +50,11 @@ class TinyModels(dict[str, Path]):
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Maps a kind to the directory of a saved random model."""
     return TinyModels(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def one_border() -> None:
+    forget_borders()
 
 
 @pytest.fixture(scope="session")

@@ -43,11 +43,17 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 CONFIGS = Path(__file__).parent / "workers" / "configs"
 DEVICES, MEMORIES = (1, 8, 16, 64), ("80GB", "141GB")
 TOKENS = 32768
-# Of classes that have another name in transformers.
+# Of classes that have another name in transformers, and of types whose releases name a class that it does not have.
 NAMES_IN_RELEASES = {
+    "exaone": "ExaoneForCausalLM",
+    "sarvam_mla": "SarvamMLAForCausalLM",
+    "sarvam_moe": "SarvamMoEForCausalLM",
     "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
     "PhimoeForCausalLM": "PhiMoEForCausalLM",
 }
+# Types without experts whose text part is of a type that may have some.
+DENSE = ("gemma4_unified",)
+
 WORDS: Mapping[type[Part], str] = {
     SoftmaxAttention: "attention",
     LatentAttention: "latent attention",
@@ -66,7 +72,8 @@ INTRODUCTION = """\
 
 Of the {total} types of models for text, and for text with images or sound, that transformers {version} has, {own} run
 by trainhouse's own layers, {others} by transformers' modules, and {refused} are refused. `trainhouse plan` and `serve`
-decide by the same function. [support.md](support.md) says what else a model needs.
+decide by the same function. [support.md](support.md) says what else a model needs. `exaone`, `sarvam_mla` and
+`sarvam_moe` need transformers 5.24: with 5.23 they are planned, and do not load.
 """
 OWN = """
 ## Types under every layout
@@ -151,7 +158,7 @@ def own_row(model_type: str) -> str:
     text = f", its text as `{shape.model_type}`" if model_type in TEXT_PARTS else ""
     parts = list(dict.fromkeys(part for layer in shape.layers for part in layer.parts))
     words = ", ".join(dict.fromkeys(map(words_of, parts)))
-    cells = (words, names_of(adapted(parts)), names_of(axes(shape)), checked(shape.model_type))
+    cells = (words, names_of(adapted(parts)), names_of(axes(shape)), checked(shape.model_type, model_type not in DENSE))
     cells += (adapted_by_vllm(model_type),)
     return f"| `{model_type}`{text} | {' | '.join(cells)} |\n"
 
@@ -161,10 +168,11 @@ def words_of(part: Part) -> str:
     return WORDS[type(part)] + (" with an indexer" if has_indexer else "")
 
 
-def checked(model_type: str) -> str:
+def checked(model_type: str, may_have_experts: bool) -> str:
     """Returns the layouts in which tests compare tiny models of the type with transformers and peft."""
     specs = {spec for kind, spec, _ in MATRIX if type_of_kind(kind) == model_type} - {"single"}
-    return ", ".join(["one rank", *(f"`{spec}`" for spec in sorted(specs))])
+    own = sorted(spec for spec in specs if may_have_experts or "ep=" not in spec)
+    return ", ".join(["one rank", *(f"`{spec}`" for spec in own)])
 
 
 @cache
@@ -185,7 +193,7 @@ def family_rows() -> Iterator[str]:
 
 def adapted_by_vllm(model_type: str) -> str:
     architectures = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
-    named = str(architectures.get(model_type, model_type))
+    named = NAMES_IN_RELEASES.get(model_type) or str(architectures.get(model_type, model_type))
     form = FORMS.get(NAMES_IN_RELEASES.get(named, named))
     if form is None:
         return "not compared"

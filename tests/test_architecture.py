@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,30 +23,38 @@ MAY_IMPORT = {
 }
 # Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
+planning
 cli/checkup cli/remote cli cli/verification serving console routes openai runs operations sampling checkpoints features
 journal tenants replication http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
-engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools
+planner/drafts planner engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
 checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
 models/layers models/packed batch state losses parallel ops/recurrences ops/norms ops/frozen ops ops/libraries resources
-planner/drafts planner shapes shapes/families shapes/parts protocol
+shapes/layouts shapes shapes/families shapes/parts protocol
 """
 FOLDERS = [
     "server",
     *(f"server/{name}" for name in SERVER.split()),
     "workers",
     *(f"workers/{name}" for name in WORKERS.split()),
-    *("client", "schemas/adapters", "schemas/codec", "schemas"),
+    *("client", "schemas/adapters", "schemas/chats", "schemas/codec", "schemas"),
 ]
+
+# Folders that add rows to the core's tables, and without which it runs; by what they are for, which several may share.
+PLUGINS = {
+    "planner": ("workers/planner", "server/planning"),
+}
 
 # Modules and whole folders of workers that a process without torch may import.
 TORCH_FREE = {
     *("workers/dispatch", "workers/engines", "workers/scheduler", "workers/pools", "workers/planner"),
     *("workers/shapes", "workers/protocol", "workers/models/devices", "workers/models/hub"),
     "workers/models/model_cache",
+    "workers/resources/machine",
     "workers/models/tokenizer_program",
+    "workers/sampler/requests/structured_output",
 }
 
 # Modules of workers that are the same for every kind of model.
@@ -129,6 +137,24 @@ def test_folders_import_only_folders_below_them() -> None:
     server, runs = FOLDERS.index("server/sampling"), FOLDERS.index("server/runs")
     swapped[server], swapped[runs] = swapped[runs], swapped[server]
     assert any("server/runs" in line for line in imports_upward(swapped)), "an upward import must be found"
+
+
+def imports_of_plugins(plugins: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yields imports of a plugin's files by files that are not its own."""
+    for path in (path for package in MAY_IMPORT for path in sources(package)):
+        importer = path.relative_to(ROOT).as_posix()
+        for file in modules_imported(path):
+            imported = file.relative_to(ROOT).as_posix()
+            for folders in plugins.values():
+                owned = tuple(f"{folder}/" for folder in folders)
+                if imported.startswith(owned) and not importer.startswith(owned):
+                    yield f"{importer} imports {imported}"
+
+
+@pytest.mark.slow
+def test_the_core_imports_no_plugin() -> None:
+    assert not list(imports_of_plugins(PLUGINS))
+    assert list(imports_of_plugins({"losses": ("workers/losses",)})), "an import of a plugin must be found"
 
 
 def test_every_folder_is_in_the_order() -> None:
@@ -222,7 +248,7 @@ def test_ray_is_imported_only_by_its_pool() -> None:
         "trainhouse.client",
         "trainhouse.server.cli.commands",
         "trainhouse.server.serving.app",
-        "trainhouse.server.cli.plan",
+        "trainhouse.server.planning.plan",
     ],
 )
 def test_server_and_client_do_not_load_torch_or_ray(module: str) -> None:

@@ -16,6 +16,8 @@ PRODUCT_USED_ELSEWHERE = {
     # The client's users. Its heartbeat is a task that must not be collected.
     "__init__.py": "__dir__ __getattr__",
     "client/data.py": "from_chat",
+    # Of the tokenizers library.
+    "client/tokenizer.py": "post_processor",
     "client/rest.py": "get_sampler",
     "client/sampling.py": "compute_logprobs",
     "client/service.py": "_heartbeat create_full_training_client create_training_client_from_state",
@@ -23,11 +25,10 @@ PRODUCT_USED_ELSEWHERE = {
     "client/training.py": "forward_backward_custom load_state_with_optimizer",
     # Fields of the wire that the SDK, the client's users or operators read.
     "schemas/checkpoints.py": "is_lora",
-    "schemas/drafts.py": "hash",
     "schemas/futures.py": "allow_metadata_only retrieved_request_ids response_payload_uncompressed_size",
     "schemas/models.py": """
         arch model_data is_lora sampleable queued_operations tokens_per_minute num_sequences
-        num_references model_owner
+        num_references model_owner info_message warning_message
         proto_compress_fwdbwd parallel_fwdbwd_chunks sample_use_retrieve_futures custom_loss_server_side
         refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",
     "schemas/sampling.py": "client_counter",
@@ -39,12 +40,13 @@ PRODUCT_USED_ELSEWHERE = {
     # typer reads a command's signature and passes its flags by name.
     "server/cli/options.py": "__signature__",
     "server/cli/serve.py": "help_all",
-    # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch and tokenizers.
+    # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch, tokenizers and transformers.
     "server/serving/server_process.py": "should_exit capture_signals",
     "server/store/sqlite.py": "isolation_level",
     "server/store/database/schema.py": "impl cache_ok load_dialect_impl process_bind_param process_result_value",
     "workers/drafts/draft_model.py": "grad_dtype",
     "workers/models/gguf.py": "pre_tokenizer",
+    "workers/models/long_rotations.py": "max_seq_len_cached original_max_seq_len",
     "workers/models/model.py": "grad_dtype",
 }
 HTTP_SERVER = "do_GET do_POST log_message protocol_version"
@@ -55,6 +57,7 @@ TESTS_USED_ELSEWHERE = {
     "tests/client/test_retries.py": f"{HTTP_SERVER} close_connection daemon_threads",
     "tests/console/browser.py": "binary_location",
     "tests/server/console/test_pages.py": "handle_starttag",
+    "tests/server/openai/test_prompts.py": "post_processor",
     "tests/server/hub.py": f"{HTTP_SERVER} do_HEAD do_PUT close_connection request_queue_size",
     "tests/workers/engines/vllm_models.py": "forward_cpu _run_in_subprocess",
     "tests/server/telemetry/collector.py": "do_POST log_message",
@@ -64,6 +67,8 @@ TESTS_USED_ELSEWHERE = {
         "should_exit",
     ),
     "tests/server/serving/test_connections.py": "should_exit",
+    "tests/schemas/test_rows.py": "post_processor",
+    "tests/server/openai/test_ends.py": "post_processor",
     "tests/server/text/test_tokenizer.py": "post_processor",
     "tests/workers/drafts/case.py": "grad_dtype",
     "tests/workers/ops/test_attention.py": "grad_dtype",

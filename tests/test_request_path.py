@@ -7,7 +7,7 @@ import pytest
 from .request_path import trace_request
 
 # Measured, with some slack. They may fall; a commit that raises one says why.
-MAX_FUNCTIONS, MAX_FILES, MAX_FRAMES = 618, 132, 12
+MAX_FUNCTIONS, MAX_FILES, MAX_FRAMES = 656, 136, 12
 
 
 @pytest.mark.slow

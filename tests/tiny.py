@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     BambaConfig,
@@ -217,6 +218,7 @@ PLAIN: Mapping[str, Mapping[str, Any]] = {
     "dots1": WINDOWS | DEEPSEEK_EXPERTS | {"head_dim": 16},
     "ernie4_5": {"use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    "exaone": {},
     "exaone4": WINDOWS,
     "exaone_moe": WINDOWS | EXPERTS | {"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"]},
     "flex_olmo": EXPERTS | {"intermediate_size": 32},
@@ -262,13 +264,16 @@ PLAIN: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": EXPERTS
     | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}
     | {"use_sliding_window": True, "sliding_window": 5},
+    "sarvam_moe": DEEPSEEK_EXPERTS,
+    "sarvam_mla": LATENT_SHAPE | {"q_lora_rank": None, "num_key_value_heads": 4},
     "seed_oss": {"mlp_bias": True, "attention_out_bias": True},
     "solar_open": DEEPSEEK_EXPERTS,
     "stablelm": {"use_qkv_bias": True, "qk_layernorm": True, "use_parallel_residual": True},
     "starcoder2": {"sliding_window": 5},
     "smollm3": {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5},
 }
-PLAIN_KINDS = tuple(PLAIN)
+# Without types that only later releases of transformers have.
+PLAIN_KINDS = tuple(kind for kind, given in PLAIN.items() if given.get("model_type", kind) in CONFIG_MAPPING)
 
 
 def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
@@ -332,7 +337,7 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             # The first layer is sparse and rotates in parts of three tokens, the second is dense and does not rotate.
             kinds = {"moe_layers": [0], "no_rope_layers": [1, 0], "attention_chunk_size": 3, "floor_scale": 4}
             sizes = {"intermediate_size": 32, "intermediate_size_mlp": 128, "num_local_experts": 4}
-            return Llama4TextConfig(**(kinds | qwen3_shape | sizes))
+            return Llama4TextConfig(**(kinds | qwen3_shape | sizes | overrides))
         case "mistral4":
             rope = YARN_ROPE | {"llama_4_scaling_beta": 0.3, "mscale_all_dim": 1.0}
             settings = {"first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "rope_parameters": rope}
@@ -379,9 +384,9 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             raise ValueError(f"unknown kind {kind!r}: one of {kinds}")
 
 
-def declared(kind: str) -> ModelShape:
+def declared(kind: str, **overrides: object) -> ModelShape:
     """Returns what the kind's family declares."""
-    shape = describe_model(kind, tiny_config(kind).to_dict())
+    shape = describe_model(kind, tiny_config(kind, **overrides).to_dict())
     assert isinstance(shape, ModelShape), shape.refusal
     return shape
 
@@ -400,8 +405,14 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -
             each.data.uniform_(0.6, 1.4)
         elif name.endswith("sinks") and not each.any():  # and these zero
             each.data.normal_()
-        # Gemma 4 has the scale of scores in these weights. Without it rounding would grow from layer to layer.
-        elif kind.startswith("gemma4") and name.endswith("q_norm.weight"):
-            each.data.fill_(each.numel() ** -0.5)
+    if kind.startswith("gemma4"):
+        scale_queries(model)
     model.save_pretrained(directory)
     return directory
+
+
+def scale_queries(model: Any) -> None:
+    """Gives queries' norms the scale of scores, as Gemma 4 has it. Without it rounding would grow by layer."""
+    for name, each in model.named_parameters():
+        if name.endswith("q_norm.weight"):
+            each.data.fill_(each.numel() ** -0.5)

@@ -26,7 +26,7 @@ from .engines.groups.sampler_groups import SamplerGroups
 from .engines.training_workers import TrainingWorkersEngine
 from .engines.vllm.engine import VllmEngine
 from .engines.vllm.server import VllmProcess, VllmServer
-from .protocol.calls import ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
+from .protocol.calls import AdapterFile, ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
 from .protocol.worker_config import DispatchConfig, WorkerConfig
 from .scheduler.fair_queue import PassLimits
 from .scheduler.quarantine import SUSPECT_SHRINK_FACTOR, Suspects
@@ -219,9 +219,9 @@ class WorkerDispatch:
         self._adapters[adapter_id] = engine
 
     async def convert_adapter(
-        self, base_model: str, source: Path, lora: LoraConfig, directory: Path, tenant_id: str
+        self, base_model: str, source: AdapterFile, lora: LoraConfig, directory: Path, tenant_id: str
     ) -> LoraConfig:
-        """Converts a peft adapter_model.safetensors into a checkpoint in an existing empty directory; returns what it
+        """Converts an adapter of peft into a checkpoint in an existing empty directory; returns what it
         adapts.
 
         Args:
@@ -229,7 +229,7 @@ class WorkerDispatch:
         Raises:
             OperationError: category "user", if the file does not fit this base model.
         """
-        arguments = (str(source), lora, str(directory), *filter(None, [self._alias(base_model)]))
+        arguments = (source, lora, str(directory), *filter(None, [self._alias(base_model)]))
         call = MethodWork(str(directory), tenant_id, "convert_adapter", arguments)
         return await self._group(base_model).submit(call)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..bounds import load_json
 from .tensor_file import FileTensor, TensorFile, write_tensors
 from .vllm_form import VllmForm, form_of
 
@@ -170,7 +171,7 @@ def vllm_form_of(directory: Path) -> VllmForm:
 
 def max_rank(directory: Path) -> int:
     """Returns the largest rank of the adapter's pairs, in any form."""
-    config = json.loads((directory / CONFIG).read_text())
+    config = load_json((directory / CONFIG).read_text())
     return max([config["r"], *(config.get("rank_pattern") or {}).values()])
 
 
@@ -189,7 +190,7 @@ def _write_apart(
         pairs = _in_form(pairs, form, description.get("head_features"))
     _rewrite(directory, _tensors(file, pairs), has_other_rows=form is not None and bool(form.halved))
     if fused := description.get("fused_projections"):
-        _replace_json(directory / CONFIG, _with_fused(json.loads((directory / CONFIG).read_text()), fused))
+        _replace_json(directory / CONFIG, _with_fused(load_json((directory / CONFIG).read_text()), fused))
     if description.pop("expert_linears", None) is not None:
         description["lora"]["expert_factors"] = "each"
         _replace_json(directory / DESCRIPTION, description)
@@ -415,7 +416,7 @@ def _with_fused(config: dict[str, Any], fused: Mapping[str, Sequence[str]]) -> d
 
 def _drop_unused_patterns(directory: Path) -> None:
     """Drops ranks of linear layers that are not in the file: vLLM takes the largest one for the adapter's."""
-    config = json.loads((directory / CONFIG).read_text())
+    config = load_json((directory / CONFIG).read_text())
     # Patterns name the parameter that the pair adapts.
     paths = [
         path.replace(f".{_FIRST_OF_EXPERTS}", ".gate_up_proj") for path in pairs_of(TensorFile(directory / WEIGHTS))
@@ -439,7 +440,7 @@ def _with_all(paths: Collection[str], parts: Sequence[str]) -> list[str]:
 
 
 def _description(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / DESCRIPTION).read_text())
+    return load_json((directory / DESCRIPTION).read_text())
 
 
 def _replace_json(path: Path, content: Mapping[str, Any]) -> None:

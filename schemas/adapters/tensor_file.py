@@ -8,12 +8,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
+
+from ..bounds import load_json
 
 _NUMPY_TYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _LENGTH_BYTES = 8  # of the number before the header: the header's size
 _MAX_HEADER_BYTES = 100 << 20
+
+CHECKSUMS = "crc32"
+"""The metadata of a file with the checksums of its tensors, in the order of their names."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +93,11 @@ class TensorFile(Mapping[str, np.ndarray]):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._header[name]["shape"])
 
+    def is_whole(self) -> bool:
+        """True if the tensors match their checksums, or the file has none. Reads all of it."""
+        expected = self.metadata.get(CHECKSUMS)
+        return expected is None or expected == checksums_as_text({name: crc32(self._raw(name).data) for name in self})
+
     def copied(self, name: str) -> FileTensor:
         """Returns the tensor, of any dtype, for another file."""
         raw = self._raw(name)
@@ -111,6 +122,11 @@ def write_tensors(path: Path, tensors: Mapping[str, FileTensor], metadata: Mappi
     new.replace(path)
 
 
+def checksums_as_text(checksums: Mapping[str, int]) -> str:
+    """Returns the checksums as text, whose length does not depend on them."""
+    return " ".join(f"{checksums[name]:08x}" for name in sorted(checksums))
+
+
 def encoded_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """Returns what a file begins with. The tensors follow, in this order."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -130,7 +146,7 @@ def _read_header(path: Path) -> tuple[dict[str, dict], int]:
         size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if size <= _MAX_HEADER_BYTES:
             try:
-                return json.loads(file.read(size)), _LENGTH_BYTES + size
+                return load_json(file.read(size)), _LENGTH_BYTES + size
             except ValueError:
                 pass
     raise ValueError(f"{path} is not a safetensors file")

@@ -26,6 +26,7 @@ from .peek import PeekedOperation, peek_operation
 from .requests import decode_forward_backward, encode_forward_backward_request
 from .samples import (
     decode_sample_response,
+    dense_target_bytes,
     encode_sample_response,
     encode_sample_response_json,
     sample_response_json_pieces,
@@ -48,6 +49,7 @@ __all__ = [
     "decode_sample_response",
     "decompress",
     "decompressed_size",
+    "dense_target_bytes",
     "describe_errors",
     "encode_forward_backward_output",
     "encode_forward_backward_output_json",

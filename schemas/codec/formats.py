@@ -1,14 +1,14 @@
 """The two formats of a body, protobuf and JSON, by media type, and their parsers, also into pydantic models."""
 
-import json
 import re
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from pydantic import BaseModel, ValidationError
 
-from ..bounds import MAX_JSON_BYTES, check_json_size
-from ..errors import InvalidBody, RequestError
+from ..bounds import MAX_JSON_BYTES, check_json_size, load_json
+from ..errors import InvalidBody, RequestError, UnknownField, expected, place_of, telling_errors
+from ..training import IGNORE_UNKNOWN, Request, drop_unknown, refuse_unknown
 from .invalid import Invalid, refused_with_400, shorten, show_value
 
 PROTOBUF = "application/x-protobuf"
@@ -72,35 +72,48 @@ def check_json_text(body: bytes) -> None:
 def parse_json(body: bytes) -> object:
     check_json_text(body)
     try:
-        return json.loads(body.decode("utf-8-sig"))
-    except RecursionError:
-        raise Invalid("the body is not valid JSON: it is nested too deeply") from None
+        return load_json(body.decode("utf-8-sig"))
     except ValueError as error:
         raise Invalid(f"the body is not valid JSON: {error}") from None
 
 
-def decode_model(model: type[Model], body: bytes, most_bytes: int = MAX_JSON_BYTES) -> Model:
-    """Raises RequestError: 400 naming each wrong field, its value and the problem, 413 for too much JSON."""
+def decode_model(
+    model: type[Model], body: bytes, most_bytes: int = MAX_JSON_BYTES, ignore_unknown: bool = False
+) -> Model:
+    """Decodes JSON.
+
+    Args:
+        ignore_unknown: drops fields that the model does not have instead of refusing them.
+    Raises:
+        RequestError: 400 naming each wrong field, its value and the problem, 413 for too much JSON; UnknownField for an
+            unknown field.
+    """
     check_json_size(body, most_bytes)
     with refused_with_400():
         check_json_text(body)
     try:
-        return model.model_validate_json(body)
+        decoded = model.model_validate_json(body, context=IGNORE_UNKNOWN if ignore_unknown else None)
     except ValidationError as error:
         if error.error_count() > _MAX_DESCRIBED:
             raise RequestError(f"bad request: {error.error_count()} fields of the body are wrong") from None
-        raise InvalidBody(describe_errors(list(error.errors(include_url=False)))) from None
+        errors = list(error.errors(include_url=False))
+        if any(each["type"] == "unknown_name" for each in errors):
+            raise UnknownField(describe_errors(errors), True) from None
+        raise InvalidBody(describe_errors(errors)) from None
+    if isinstance(decoded, Request):
+        (drop_unknown if ignore_unknown else refuse_unknown)(decoded)
+    return decoded
 
 
 def describe_errors(errors: list) -> str:
     """Describes pydantic's list of errors in one line."""
-    shown = "; ".join(_describe(error) for error in errors[:_MAX_SHOWN])
-    more = f"; and {len(errors) - _MAX_SHOWN} more" if len(errors) > _MAX_SHOWN else ""
-    return f"bad request: {shown}{more}"
+    described = list(dict.fromkeys(map(_describe, telling_errors(errors))))
+    more = f"; and {len(described) - _MAX_SHOWN} more" if len(described) > _MAX_SHOWN else ""
+    return f"bad request: {'; '.join(described[:_MAX_SHOWN])}{more}"
 
 
 def _describe(error: dict) -> str:
-    place = ".".join(shorten(str(part)) for part in error["loc"] if part != "body")
+    place = ".".join(shorten(str(part)) for part in place_of(error) if part != "body")
     if error["type"] in ("json_invalid", "json_type"):
         return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if error["type"] == "missing":
@@ -111,4 +124,4 @@ def _describe(error: dict) -> str:
         return f"unknown field {place}: see /docs for the fields that exist"
     if error["type"].startswith("model_") and error["loc"][-1:] == ("prompt",):
         return f"prompt is {show_value(error['input'])}: send tokens, {PROMPT_SHAPE}"
-    return f"{place or 'the body'} is {show_value(error['input'])}: {error['msg']}"
+    return f"{place or 'the body'} is {show_value(error['input'])}: {expected(error)}"

@@ -1,10 +1,10 @@
 """Reads the address of an operation from the first bytes of a body that is too large or too broken to decode."""
 
-import json
 import re
 from dataclasses import dataclass
 from itertools import islice
 
+from ..bounds import load_json
 from .compression import ZSTD_MAGIC, decompressed_prefix
 from .formats import is_protobuf
 from .protobuf_fields import protobuf_fields
@@ -83,6 +83,6 @@ def _peeked_text(token: str) -> str | None:
     if not token.startswith('"'):
         return None
     try:
-        return _peeked_id(json.loads(token).encode())
+        return _peeked_id(load_json(token).encode())
     except ValueError:
         return None

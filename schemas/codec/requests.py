@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -11,13 +12,13 @@ from .. import trainhouse_wire_pb2 as wire
 from ..bounds import MAX_JSON_BYTES
 from ..errors import RequestError
 from ..schedules import SCHEDULE_NAME
-from ..training import MAX_INTEGER, Datum, EvaluationSchedule, ForwardBackwardRequest, ProvenanceSpan
+from ..training import DATUM_FIELDS, MAX_INTEGER, Datum, EvaluationSchedule, ForwardBackwardRequest, ProvenanceSpan
+from .clip_bounds import CLIPPED_LOSSES, check_clip_bounds
 from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
 from .invalid import Invalid, at_place, refused_with_400, show_value
 from .protobuf_fields import check_num_messages
+from .rules import MAX_DENSE_BYTES, Rules
 from .tensors import (
-    MAX_DENSE_BYTES,
-    DenseBytesBudget,
     array_from_bytes,
     array_to_bytes,
     as_loss_input,
@@ -38,6 +39,10 @@ from .values import (
     numeric_array,
 )
 
+_PASS = ("data", "loss_fn", "loss_fn_config")
+_OPTIONS = ("model_id", "seq_id", "forward_only", "loss_weight", "capture_for", "evaluation", "type")
+_NESTED = ("forward_backward_input", "forward_input")
+
 _MAX_MESSAGES = 1_000_000
 _MAX_UNCOUNTED_BYTES = 2 * _MAX_MESSAGES
 """A body below this size cannot exceed _MAX_MESSAGES, since a message takes at least two bytes."""
@@ -49,6 +54,8 @@ def decode_forward_backward(
     max_dense_bytes: int = MAX_DENSE_BYTES,
     forward_only: bool = False,
     evaluates: bool = False,
+    ignore_unknown: bool = False,
+    was_accepted: bool = False,
 ) -> ForwardBackwardRequest:
     """Decodes a forward_backward body: the SDK's protobuf, the JSON of SDK 0.25, or flat JSON with plain lists.
 
@@ -58,16 +65,21 @@ def decode_forward_backward(
     Args:
         forward_only: overrides the body if True.
         evaluates: whether it must have an `evaluation`, or must not.
+        ignore_unknown: drops fields that this version does not know instead of refusing them.
+        was_accepted: refuses nothing that only this version refuses.
     Raises:
-        RequestError: 400 with the place and the reason, 413 for too much JSON, 415 for another content type.
+        RequestError: 400 with the place and the reason, 413 for too much JSON, 415 for another content type;
+            UnknownField for an unknown field.
     """
     if is_json(content_type) and len(body) > MAX_JSON_BYTES:
         raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {MAX_JSON_BYTES}: send protobuf", 413)
+    rules = Rules(max_dense_bytes, ignore_unknown, was_accepted)
     with refused_with_400():
         if is_protobuf(content_type):
-            request = _request_from_protobuf(body, DenseBytesBudget(max_dense_bytes))
+            request = _request_from_protobuf(body, rules)
         elif is_json(content_type):
-            request = _request_from_json(body, DenseBytesBudget(max_dense_bytes))
+            kind = "create_evaluation" if evaluates else "forward" if forward_only else "forward_backward"
+            request = _request_from_json(body, rules, kind)
         else:
             raise RequestError(
                 f"content type {show_value(content_type)} is not supported: send {PROTOBUF} or {JSON}", 415
@@ -76,6 +88,8 @@ def decode_forward_backward(
             raise Invalid("evaluation is missing: send its name and every how many steps it runs")
         if not evaluates and request.evaluation is not None:
             raise Invalid("evaluation is only for create_evaluation: leave it out")
+        if request.loss_fn in CLIPPED_LOSSES and not was_accepted:
+            check_clip_bounds(request)
         return replace(request, forward_only=forward_only or request.forward_only)
 
 
@@ -91,36 +105,41 @@ def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
     if request.loss_weight != 1.0:
         message.loss_weight = request.loss_weight
     for key, value in request.loss_fn_config.items():
+        entry = message.loss_fn_config_v2.add(key=key)
         if isinstance(value, str):
-            message.loss_fn_config_v2[key].text = value
+            entry.value.text = value
         else:
-            message.loss_fn_config_v2[key].number = value
+            entry.value.number = value
     for datum in request.data:
         _datum_to_protobuf(datum, message.data.add())
     return message.SerializeToString()
 
 
-def _request_from_protobuf(body: bytes, budget: DenseBytesBudget) -> ForwardBackwardRequest:
+def _request_from_protobuf(body: bytes, rules: Rules) -> ForwardBackwardRequest:
     if len(body) > _MAX_UNCOUNTED_BYTES:
         check_num_messages(body, _MAX_MESSAGES)
     message = wire.ForwardBackwardRequest()
     parse_protobuf(message, body)
+    rules.check_fields(message)
     return _checked(
         ForwardBackwardRequest(
             model_id=message.model_id,
             seq_id=message.seq_id,
-            data=decode_uniform_data(message.data)
-            or tuple(_datum_from_protobuf(index, datum, budget) for index, datum in enumerate(message.data)),
+            data=decode_uniform_data(message.data, rules)
+            or tuple(_datum_from_protobuf(index, datum, rules) for index, datum in enumerate(message.data)),
             loss_fn=message.loss_fn,
-            loss_fn_config=_loss_config_from_protobuf(message),
+            loss_fn_config=_loss_config_from_protobuf(message, rules),
             forward_only=message.forward_only,
             loss_weight=message.loss_weight if message.HasField("loss_weight") else 1.0,
             capture_for=message.capture_for or None,
-            evaluation=_evaluation(message.evaluation.name, message.evaluation.every)
-            if message.HasField("evaluation")
-            else None,
+            evaluation=_evaluation_from_protobuf(message.evaluation, rules) if message.HasField("evaluation") else None,
         )
     )
+
+
+def _evaluation_from_protobuf(message: wire.EvaluationSchedule, rules: Rules) -> EvaluationSchedule:
+    rules.check_fields(message)
+    return _evaluation(message.name, message.every)
 
 
 def _evaluation(name: str, every: int) -> EvaluationSchedule:
@@ -131,67 +150,87 @@ def _evaluation(name: str, every: int) -> EvaluationSchedule:
     return EvaluationSchedule(name, every)
 
 
-def _loss_config_from_protobuf(message: wire.ForwardBackwardRequest) -> Mapping[str, float | str]:
+def _loss_config_from_protobuf(message: wire.ForwardBackwardRequest, rules: Rules) -> Mapping[str, float | str]:
+    """SDKs write the numbers of loss_fn_config_v2 into loss_fn_config as well, for servers that read only that."""
+    rules.check_fields(*message.loss_fn_config, *message.loss_fn_config_v2)
+    numbers = {entry.key: entry.value for entry in message.loss_fn_config}
     if not message.loss_fn_config_v2:
-        return dict(message.loss_fn_config)
-    return {
-        key: value.text if value.WhichOneof("value") == "text" else value.number
-        for key, value in message.loss_fn_config_v2.items()
-    }
+        return numbers
+    config = {entry.key: _loss_option(entry.key, entry.value, rules) for entry in message.loss_fn_config_v2}
+    if not rules.was_accepted:
+        for key, number in numbers.items():
+            if config.get(key) != number and not math.isnan(number):
+                raise Invalid(
+                    f"loss_fn_config[{show_value(key)}] is {number:g}, but loss_fn_config_v2 has "
+                    f"{show_value(config.get(key, 'no such option'))}: send the same in both, or only one of them"
+                )
+    return config
 
 
-def _datum_from_protobuf(index: int, message: wire.Datum, budget: DenseBytesBudget) -> Datum:
+def _loss_option(key: str, value: wire.LossConfigValue, rules: Rules) -> float | str:
+    rules.check_fields(value)
+    kind = value.WhichOneof("value")
+    if kind is None and not rules.was_accepted:
+        raise Invalid(f"loss_fn_config_v2[{show_value(key)}] has neither number nor text: send one of them")
+    return value.text if kind == "text" else value.number
+
+
+def _datum_from_protobuf(index: int, message: wire.Datum, rules: Rules) -> Datum:
     try:
+        rules.check_fields(message)
         return Datum(
-            tokens=_tokens_from_protobuf(message.model_input),
-            loss_fn_inputs={
-                name: _input_from_protobuf(name, tensor, budget) for name, tensor in message.loss_fn_inputs.items()
-            },
-            model_input_spans=tuple(_span_from_protobuf(span) for span in message.model_input_spans),
-            loss_fn_input_spans=tuple(_span_from_protobuf(span) for span in message.loss_fn_input_spans),
+            tokens=_tokens_from_protobuf(message.model_input, rules),
+            loss_fn_inputs={entry.key: _input_from_protobuf(entry, rules) for entry in message.loss_fn_inputs},
+            model_input_spans=tuple(_span_from_protobuf(span, rules) for span in message.model_input_spans),
+            loss_fn_input_spans=tuple(_span_from_protobuf(span, rules) for span in message.loss_fn_input_spans),
             feature_ref=message.feature_ref or None,
         )
     except Invalid as error:
-        raise Invalid(f"data[{index}]: {error}") from None
+        raise error.at(f"data[{index}]") from None
 
 
-def _tokens_from_protobuf(chunks: Sequence[wire.Chunk]) -> np.ndarray:
-    pieces = [_chunk_tokens(chunk) for chunk in chunks]
-    if not pieces or not any(piece.size for piece in pieces):
+def _tokens_from_protobuf(chunks: Sequence[wire.Chunk], rules: Rules) -> np.ndarray:
+    pieces = [_token_bytes(chunk, rules) for chunk in chunks]
+    if not any(pieces):
         raise Invalid("model_input has no tokens")
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return array_from_bytes(bytearray().join(pieces), np.int32)
 
 
-def _chunk_tokens(chunk: wire.Chunk) -> np.ndarray:
-    kind = chunk.WhichOneof("chunk")
-    if kind == "encoded_text":
-        return array_from_bytes(chunk.encoded_text.tokens, np.int32)
-    raise Invalid(_refusal_of_chunk(kind))
+def _token_bytes(chunk: wire.Chunk, rules: Rules) -> bytes:
+    rules.check_fields(chunk)
+    if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+        raise Invalid(_refusal_of_chunk(kind))
+    rules.check_fields(text := chunk.encoded_text)
+    if len(tokens := text.tokens) % 4:
+        raise Invalid(f"{len(tokens)} bytes are not a whole number of int32 values")
+    return tokens
 
 
-def _input_from_protobuf(name: str, tensor: wire.Tensor, budget: DenseBytesBudget) -> np.ndarray:
+def _input_from_protobuf(entry: wire.LossInput, rules: Rules) -> np.ndarray:
     try:
-        return as_loss_input(name, read_tensor(tensor, budget))
+        rules.check_fields(entry)
+        return as_loss_input(entry.key, read_tensor(entry.value, rules))
     except Invalid as error:
-        raise Invalid(f"loss_fn_inputs[{show_value(name)}]: {error}") from None
+        raise error.at(f"loss_fn_inputs[{show_value(entry.key)}]") from None
 
 
-def _span_from_protobuf(message: wire.ProvenanceSpan) -> ProvenanceSpan:
+def _span_from_protobuf(message: wire.ProvenanceSpan, rules: Rules) -> ProvenanceSpan:
+    rules.check_fields(message)
     match message.WhichOneof("span"):
         case "prompt_tokens":
-            span = message.prompt_tokens
-            return _checked_span(ProvenanceSpan("prompt", span.sequence_id, span.offset, span.length))
+            kind, span = "prompt", message.prompt_tokens
         case "sampled_tokens":
-            span = message.sampled_tokens
-            return _checked_span(ProvenanceSpan("sampled", span.sequence_id, span.offset, span.length))
+            kind, span = "sampled", message.sampled_tokens
         case _:
             raise Invalid("a provenance span has neither prompt_tokens nor sampled_tokens")
+    rules.check_fields(span)
+    return _checked_span(ProvenanceSpan(kind, span.sequence_id, span.offset, span.length))
 
 
 def _datum_to_protobuf(datum: Datum, message: wire.Datum) -> None:
     message.model_input.add().encoded_text.tokens = array_to_bytes(datum.tokens, np.int32)
     for name, array in datum.loss_fn_inputs.items():
-        write_tensor(array, message.loss_fn_inputs[name])
+        write_tensor(array, message.loss_fn_inputs.add(key=name).value)
     if datum.feature_ref is not None:
         message.feature_ref = datum.feature_ref
     for span in datum.model_input_spans:
@@ -205,31 +244,40 @@ def _write_span(span: ProvenanceSpan, message: wire.ProvenanceSpan) -> None:
     arm.sequence_id, arm.offset, arm.length = span.sequence_id, span.offset, span.length
 
 
-def _request_from_json(body: bytes, budget: DenseBytesBudget) -> ForwardBackwardRequest:
+def _request_from_json(body: bytes, rules: Rules, kind: str) -> ForwardBackwardRequest:
     request = json_object(parse_json(body), "the body")
     forward_only = request.get("forward_only", "forward_input" in request)
-    nested = request.get("forward_backward_input", request.get("forward_input"))
-    content = request if nested is None else json_object(nested, "forward_backward_input")
+    nested = next((name for name in _NESTED if request.get(name) is not None), None)
+    content = request if nested is None else json_object(request[nested], nested)
     data = json_list(content.get("data", []), "data")
-    return _checked(
+    decoded = _checked(
         ForwardBackwardRequest(
             model_id=json_text(request.get("model_id", ""), "model_id"),
             seq_id=json_integer(request.get("seq_id", 0), "seq_id"),
-            data=tuple(_datum_from_json(index, datum, budget) for index, datum in enumerate(data)),
+            data=tuple(_datum_from_json(index, datum, rules) for index, datum in enumerate(data)),
             loss_fn=json_text(content.get("loss_fn", ""), "loss_fn"),
             loss_fn_config=_loss_config_from_json(content.get("loss_fn_config")),
             forward_only=json_boolean(forward_only, "forward_only"),
             loss_weight=json_number(request.get("loss_weight", 1.0), "loss_weight"),
             capture_for=_optional_text(request.get("capture_for"), "capture_for"),
-            evaluation=_evaluation_from_json(request.get("evaluation")),
+            evaluation=_evaluation_from_json(request.get("evaluation"), rules),
         )
     )
+    if nested is None:
+        rules.check_names(request, "the request", (*_PASS, *_OPTIONS, *_NESTED))
+    else:
+        rules.check_names(content, nested, _PASS)
+        rules.check_names(request, "the request", (*_OPTIONS, nested), changes_results=False)
+    if request.get("type", kind) != kind and not rules.was_accepted:
+        raise Invalid(f"type is {show_value(request['type'])}: send {kind}, or leave it out")
+    return decoded
 
 
-def _evaluation_from_json(value: object) -> EvaluationSchedule | None:
+def _evaluation_from_json(value: object, rules: Rules) -> EvaluationSchedule | None:
     if value is None:
         return None
     evaluation = json_object(value, "evaluation")
+    rules.check_names(evaluation, "evaluation", ("name", "every"))
     name = json_text(evaluation.get("name", ""), "evaluation.name")
     return _evaluation(name, json_integer(evaluation.get("every", 0), "evaluation.every"))
 
@@ -238,58 +286,63 @@ def _optional_text(value: object, place: str) -> str | None:
     return None if value is None else json_text(value, place) or None
 
 
-def _datum_from_json(index: int, value: object, budget: DenseBytesBudget) -> Datum:
+def _datum_from_json(index: int, value: object, rules: Rules) -> Datum:
     with at_place(f"data[{index}]"):
         datum = json_object(value, "a datum")
+        rules.check_names(datum, "a datum", DATUM_FIELDS)
         inputs = json_object(datum.get("loss_fn_inputs", {}), "loss_fn_inputs")
         return Datum(
-            tokens=_tokens_from_json(datum.get("model_input")),
-            loss_fn_inputs={name: _input_from_json(name, tensor, budget) for name, tensor in inputs.items()},
-            model_input_spans=_spans_from_json(datum.get("model_input_spans"), "model_input_spans"),
-            loss_fn_input_spans=_spans_from_json(datum.get("loss_fn_input_spans"), "loss_fn_input_spans"),
+            tokens=_tokens_from_json(datum.get("model_input"), rules),
+            loss_fn_inputs={name: _input_from_json(name, tensor, rules) for name, tensor in inputs.items()},
+            model_input_spans=_spans_from_json(datum.get("model_input_spans"), "model_input_spans", rules),
+            loss_fn_input_spans=_spans_from_json(datum.get("loss_fn_input_spans"), "loss_fn_input_spans", rules),
             feature_ref=_optional_text(datum.get("feature_ref"), "feature_ref"),
         )
 
 
-def _tokens_from_json(value: object) -> np.ndarray:
+def _tokens_from_json(value: object, rules: Rules) -> np.ndarray:
     """Decodes `model_input`: {"chunks": [...]}, or the token ids as a plain list."""
     if isinstance(value, list):
-        chunks: list[object] = [{"type": "encoded_text", "tokens": value}]
+        tokens = value
     else:
-        chunks = json_list(json_object(value, "model_input").get("chunks"), "model_input.chunks")
-    pieces = [_chunk_tokens_from_json(chunk) for chunk in chunks]
-    if not pieces or not any(piece.size for piece in pieces):
+        model_input = json_object(value, "model_input")
+        rules.check_names(model_input, "model_input", ("chunks",))
+        chunks = json_list(model_input.get("chunks"), "model_input.chunks")
+        tokens = list(chain.from_iterable(_chunk_tokens_from_json(chunk, rules) for chunk in chunks))
+    if not tokens:
         raise Invalid("model_input has no tokens")
-    return np.concatenate(pieces)
+    with at_place("tokens"):
+        array = numeric_array(tokens, integer=True)
+        if array.ndim != 1:
+            raise Invalid("token ids must be a flat list")
+        if not -(2**31) <= array.min() <= array.max() < 2**31:
+            raise Invalid("a token id does not fit 32 bits")
+        return array.astype(np.int32)
 
 
-def _chunk_tokens_from_json(value: object) -> np.ndarray:
+def _chunk_tokens_from_json(value: object, rules: Rules) -> list[object]:
     chunk = json_object(value, "a chunk")
     kind = chunk.get("type", "encoded_text")
     if kind != "encoded_text":
         raise Invalid(_refusal_of_chunk(kind))
-    with at_place("tokens"):
-        tokens = numeric_array(json_list(chunk.get("tokens"), "tokens"), integer=True)
-        if tokens.ndim != 1:
-            raise Invalid("token ids must be a flat list")
-        if tokens.size and not -(2**31) <= tokens.min() <= tokens.max() < 2**31:
-            raise Invalid("a token id does not fit 32 bits")
-        return tokens.astype(np.int32)
+    rules.check_names(chunk, "a chunk", ("type", "tokens"))
+    return json_list(chunk.get("tokens"), "tokens")
 
 
-def _input_from_json(name: str, value: object, budget: DenseBytesBudget) -> np.ndarray:
+def _input_from_json(name: str, value: object, rules: Rules) -> np.ndarray:
     json_text(name, "an input name")
     with at_place(f"loss_fn_inputs[{show_value(name)}]"):
         if isinstance(value, list):
             return as_loss_input(name, numeric_array(value, integer=is_integer_input(name)))
-        return as_loss_input(name, dense_from_json(value, 0, budget, integer=is_integer_input(name)))
+        return as_loss_input(name, dense_from_json(value, 0, rules, integer=is_integer_input(name)))
 
 
-def _spans_from_json(value: object, place: str) -> tuple[ProvenanceSpan, ...]:
-    return tuple(_span_from_json(json_object(span, place)) for span in json_list(value or [], place))
+def _spans_from_json(value: object, place: str, rules: Rules) -> tuple[ProvenanceSpan, ...]:
+    return tuple(_span_from_json(json_object(span, place), rules) for span in json_list(value or [], place))
 
 
-def _span_from_json(span: JsonObject) -> ProvenanceSpan:
+def _span_from_json(span: JsonObject, rules: Rules) -> ProvenanceSpan:
+    rules.check_names(span, "a span", ("kind", "sequence_id", "offset", "length"))
     kind = span.get("kind")
     if kind not in ("prompt", "sampled"):
         raise Invalid(f"provenance span kind {show_value(kind)} must be prompt or sampled")

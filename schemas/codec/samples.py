@@ -1,5 +1,6 @@
 """Encodes and decodes sample responses."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -8,10 +9,9 @@ import numpy as np
 from .. import trainhouse_wire_pb2 as wire
 from ..sampling import EMPTY_LOGPROB, GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from .formats import parse_protobuf
+from .rules import Rules
 from .tensors import (
-    MAX_DENSE_BYTES,
     CsrLayout,
-    DenseBytesBudget,
     array_from_bytes,
     array_to_bytes,
     read_tensor,
@@ -92,22 +92,30 @@ def decode_sample_response(body: bytes) -> SampleResponse:
     """Decodes protobuf. Raises ValueError."""
     message = wire.SampleResponse()
     parse_protobuf(message, body)
-    budget = DenseBytesBudget(MAX_DENSE_BYTES)
+    rules = Rules(ignore_unknown=True)
     has_alternatives = message.HasField("prompt_alt_tokens")
     return SampleResponse(
         sequences=tuple(_read_sequence(sequence) for sequence in message.sequences),
         prompt_logprobs=array_from_bytes(message.prompt_logprobs, np.float32) if message.prompt_logprobs else None,
         topk_prompt_logprobs=_read_topk(message.topk_prompt_logprobs) if message.topk_prompt_logprobs.k else None,
-        target_prompt_logprobs=read_tensor(message.target_prompt_logprobs, budget)
+        target_prompt_logprobs=read_tensor(message.target_prompt_logprobs, rules)
         if message.HasField("target_prompt_logprobs")
         else None,
-        prompt_alt_tokens=read_tensor(message.prompt_alt_tokens.tokens, budget).astype(np.int32)
+        prompt_alt_tokens=read_tensor(message.prompt_alt_tokens.tokens, rules).astype(np.int32)
         if has_alternatives
         else None,
-        prompt_alt_logprobs=read_tensor(message.prompt_alt_tokens.logprobs, budget) if has_alternatives else None,
+        prompt_alt_logprobs=read_tensor(message.prompt_alt_tokens.logprobs, rules) if has_alternatives else None,
         prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
         guesses=_read_guesses(message.guesses) if message.HasField("guesses") else None,
     )
+
+
+def dense_target_bytes(body: bytes) -> int:
+    """Returns the size of the result's target_prompt_logprobs once dense, which its few bytes, if it is sparse, do not
+    bound. Raises ValueError."""
+    message = wire.SampleResponse()
+    parse_protobuf(message, body)
+    return 4 * math.prod(message.target_prompt_logprobs.shape) if message.HasField("target_prompt_logprobs") else 0
 
 
 def _write_sequence(sequence: SampledSequence, message: wire.SampledSequence) -> None:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
+from ..training import TENSOR_FIELDS
 from .invalid import Invalid, at_place, refused_with_400, show_value
+from .rules import MAX_DENSE_BYTES, Rules
 from .values import JsonObject, json_integer, json_list, json_object, numeric_array, rows_of, to_float32, without_rows
-
-MAX_DENSE_BYTES = 1 << 30
-"""Maximum bytes that the sparse tensors of one request may take when made dense."""
-
 
 _MAX_DIMENSIONS = 8
 DTYPES: dict[int, np.dtype] = {
@@ -28,21 +26,6 @@ DTYPE_NUMBERS: dict[str, wire.DType] = {
     "int64": wire.DTYPE_INT64,
     "int32": wire.DTYPE_INT32,
 }
-
-
-class DenseBytesBudget:
-    """Limits the memory that the sparse tensors of one request allocate together."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-
-    def take(self, num_bytes: int) -> None:
-        self.num_bytes -= num_bytes
-        if self.num_bytes < 0:
-            raise Invalid(
-                f"sparse tensors of one request exceed the limit of dense bytes by {-self.num_bytes}: "
-                "send fewer datums in one call, or narrower tensors"
-            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +55,9 @@ def tensor_from_json(
     Raises:
         RequestError: the tensor is invalid, or too large when made dense.
     """
+    rules = Rules(max_dense_bytes, ignore_unknown=True, was_accepted=True)  # the request's fields have been checked
     with refused_with_400(), at_place(name):
-        return dense_from_json(value, fill, DenseBytesBudget(max_dense_bytes), integer=None)
+        return dense_from_json(value, fill, rules, integer=None)
 
 
 def tensor_to_json(array: np.ndarray) -> JsonObject:
@@ -97,20 +81,22 @@ def csr_layout_from_json(value: object) -> CsrLayout | None:
         return _csr_layout_from_json(tensor, _json_shape(tensor)) if _is_csr(tensor) else None
 
 
-def read_tensor(tensor: wire.Tensor, budget: DenseBytesBudget) -> np.ndarray:
+def read_tensor(tensor: wire.Tensor, rules: Rules) -> np.ndarray:
     """Returns the tensor made dense, from either encoding; without a shape it is one-dimensional."""
     shape = checked_shape(tensor.shape)
+    rules.check_fields(tensor)
     match tensor.WhichOneof("encoding"):
         case "dense":
             return reshape_checked(decode_values(tensor.dense, tensor.dtype), shape)
         case "sparse_csr":
             csr = tensor.sparse_csr
+            rules.check_fields(csr)
             crow_indices, col_indices = (
                 array_from_bytes(csr.crow_indices, np.int64),
                 array_from_bytes(csr.col_indices, np.int64),
             )
             values = decode_values(csr.values, tensor.dtype)
-            return _densified(values, _checked_csr(shape, crow_indices, col_indices), 0, budget)
+            return _densified(values, _checked_csr(shape, crow_indices, col_indices), 0, rules)
         case _:
             # proto3 writes nothing for an empty tensor whose bytes were never set
             return reshape_checked(decode_values(b"", tensor.dtype), shape)
@@ -134,20 +120,23 @@ def write_target_logprobs(logprobs: np.ndarray, layout: CsrLayout | None, messag
     return None
 
 
-def dense_from_json(value: object, fill: float, budget: DenseBytesBudget, integer: bool | None) -> np.ndarray:
+def dense_from_json(value: object, fill: float, rules: Rules, integer: bool | None) -> np.ndarray:
     """Returns TensorData as a dense array.
 
     Args:
         integer: the dtype if the tensor names none; None: it must name one.
     """
     tensor = json_object(value, "a tensor")
+    rules.check_names(tensor, "a tensor", TENSOR_FIELDS)
     dtype = tensor.get("dtype", {True: "int64", False: "float32", None: None}[integer])
     if dtype not in ("int64", "float32"):
         raise Invalid(f"unknown dtype {show_value(dtype)}: send int64 or float32")
     values = numeric_array(json_list(tensor.get("data"), "data"), integer=dtype == "int64")
     shape = _json_shape(tensor)
+    if not _is_csr(tensor) and tensor.get("sparse_col_indices") is not None and not rules.was_accepted:
+        raise Invalid("a tensor has sparse_col_indices but no sparse_crow_indices: send both or neither")
     if _is_csr(tensor):
-        return _densified(values.reshape(-1), _csr_layout_from_json(tensor, shape), fill, budget)
+        return _densified(values.reshape(-1), _csr_layout_from_json(tensor, shape), fill, rules)
     return reshape_checked(values, shape)
 
 
@@ -201,10 +190,10 @@ def _checked_csr(shape: tuple[int, ...], crow_indices: np.ndarray, col_indices: 
     return layout
 
 
-def _densified(values: np.ndarray, layout: CsrLayout, fill: float, budget: DenseBytesBudget) -> np.ndarray:
+def _densified(values: np.ndarray, layout: CsrLayout, fill: float, rules: Rules) -> np.ndarray:
     if values.size != layout.col_indices.size:
         raise Invalid(f"a CSR tensor has {values.size} values for {layout.col_indices.size} column indices")
-    budget.take(math.prod(layout.shape) * values.itemsize)
+    rules.take_dense(math.prod(layout.shape) * values.itemsize)
     dense = np.full(layout.shape, fill, dtype=values.dtype)
     dense[layout.rows, layout.col_indices] = values
     return dense

@@ -12,21 +12,25 @@ from .. import trainhouse_wire_pb2 as wire
 from ..columns import Column, records_of
 from ..training import Datum
 from .invalid import Invalid
+from .rules import Rules
 from .tensors import DTYPES, as_loss_input, decode_values
 
 _FEW = 4
 """Fewer data than this are decoded faster one after the other."""
 
 
-def decode_uniform_data(messages: Sequence[wire.Datum]) -> tuple[Datum, ...] | None:
-    """Returns None if the data are few, or not all plain. The arrays of one name are views of one array."""
+def decode_uniform_data(messages: Sequence[wire.Datum], rules: Rules) -> tuple[Datum, ...] | None:
+    """Returns None if the data are few, not all plain, or have an unknown field that is refused.
+
+    The arrays of one name are views of one array.
+    """
     if len(messages) < _FEW:
         return None
     tokens = _TensorColumn(wire.DTYPE_INT32)
-    inputs = {name: _TensorColumn(tensor.dtype) for name, tensor in messages[0].loss_fn_inputs.items()}
-    if not all(_collect(message, tokens, inputs) for message in messages):
-        return None
+    inputs = {entry.key: _TensorColumn(entry.value.dtype) for entry in messages[0].loss_fn_inputs}
     try:
+        if not all(_collect(message, tokens, inputs, rules) for message in messages):
+            return None
         rows = tokens.column().arrays()
         columns = {name: _loss_column(name, pieces) for name, pieces in inputs.items()}
     except Invalid:
@@ -57,20 +61,29 @@ class _TensorColumn:
         return np.array(self.shapes, np.int64)
 
 
-def _collect(message: wire.Datum, tokens: _TensorColumn, inputs: Mapping[str, _TensorColumn]) -> bool:
-    """Appends the datum's tensors to the pieces; returns False if the datum is not plain."""
-    chunks, given = message.model_input, message.loss_fn_inputs
-    if len(chunks) != 1 or len(given) != len(inputs) or message.feature_ref:
+def _collect(message: wire.Datum, tokens: _TensorColumn, inputs: Mapping[str, _TensorColumn], rules: Rules) -> bool:
+    """Appends the datum's tensors to the pieces; returns False if the datum is not plain.
+
+    Raises Invalid if it has an unknown field that is refused.
+    """
+    chunks, entries = message.model_input, message.loss_fn_inputs
+    if len(chunks) != 1 or len(entries) != len(inputs) or message.feature_ref:
         return False
     if message.model_input_spans or message.loss_fn_input_spans:
         return False
-    tokens.pieces.append(chunks[0].encoded_text.tokens)
-    for name, pieces in inputs.items():
-        tensor = given.get(name)
-        if tensor is None or tensor.dtype != pieces.dtype_number or not (dense := tensor.dense):
+    chunk = chunks[0]
+    text = chunk.encoded_text
+    rules.check_fields(message, chunk, text)
+    tokens.pieces.append(text.tokens)
+    for entry in entries:
+        tensor, pieces = entry.value, inputs.get(entry.key)
+        if pieces is None or tensor.dtype != pieces.dtype_number or not (dense := tensor.dense):
             return False
+        rules.check_fields(entry, tensor)
         pieces.pieces.append(dense)
         pieces.shapes.append(tuple(tensor.shape))
+        if len(pieces.pieces) != len(tokens.pieces):  # it has the name twice
+            return False
     return bool(tokens.pieces[-1])
 
 

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class CheckpointFiles:
         self._cache = CheckpointCache(state_dir.absolute() / "cache", config.checkpoint_cache_bytes)
         self._being_written: set[str] = set()
         self._removing: set[asyncio.Task[None]] = set()
+        self._unwanted: set[Path] = set()
         self._restoring: dict[Path, asyncio.Task[None]] = {}
         self._verified_signatures: dict[Path, _Signature] = {}
 
@@ -138,16 +139,22 @@ class CheckpointFiles:
         return directory.is_relative_to(self._own_root)
 
     async def remove(self, directory: str) -> None:
-        """Removes the files; at a URL in the background. What remains is found by the next start or by `trainhouse
-        verify`.
+        """Removes the files, those that are being read after that; at a URL in the background. What remains is found by
+        the next start or by `trainhouse verify`.
         """
         here = self._local_path(directory)
         self._verified_signatures.pop(here, None)
-        await asyncio.to_thread(remove_now, here)
+        self._unwanted.add(here)
+        await self._remove_if_unread(here)
         if is_url(directory):
             removing = asyncio.create_task(self._remove_at(directory))
             self._removing.add(removing)
             removing.add_done_callback(self._removing.discard)
+
+    async def _remove_if_unread(self, here: Path) -> None:
+        if here in self._unwanted and not self._cache.is_held(here):
+            await asyncio.to_thread(remove_now, here)
+            self._unwanted.discard(here)
 
     async def close(self) -> None:
         """Waits up to CLOSING_SECONDS for removals, then cancels them."""
@@ -167,28 +174,38 @@ class CheckpointFiles:
                 return await self._object_store.manifest(directory)
             return await asyncio.to_thread(read_manifest, Path(directory))
         except (ObjectStoreError, OSError, ValueError):
-            here = self._local_path(directory)
-            await self._ensure_verified(directory, here)
-            return await asyncio.to_thread(read_manifest, here)
+            async with self.reading(directory, rehash=False) as here:
+                return await asyncio.to_thread(read_manifest, here)
 
     @asynccontextmanager
-    async def reading(self, directory: str) -> AsyncIterator[Path]:
+    async def reading(self, directory: str, *, rehash: bool = True) -> AsyncIterator[Path]:
         """Yields a local directory with the verified files, kept while the block runs. Raises OperationError
         (server).
-        """
-        here = self._local_path(directory)
-        with self._cache.hold(here):
-            self._verified_signatures.pop(here, None)
-            await self._ensure_verified(directory, here)
-            yield here
 
-    async def file(self, directory: str, name: str) -> Path:
-        """Returns the local path of one file. Open it at once: a cached one may be evicted. Raises OperationError
-        (server).
+        rehash: also if the same files passed before.
         """
         here = self._local_path(directory)
-        await self._ensure_verified(directory, here)
-        return here / name
+        if here in self._unwanted:
+            raise OperationError(f"{directory} was deleted", "server")
+        try:
+            with self._cache.hold(here):
+                if rehash:
+                    self._verified_signatures.pop(here, None)
+                await self._ensure_verified(directory, here)
+                yield here
+        finally:
+            await self._remove_if_unread(here)
+
+    @asynccontextmanager
+    async def linked(self, directory: str) -> AsyncIterator[Path]:
+        """Yields a directory with links to the verified files, which may be replaced there. Raises OperationError
+        (server), OSError.
+        """
+        async with AsyncExitStack() as kept:
+            async with self.reading(directory) as here:
+                staging = await kept.enter_async_context(self.staging(str(here)))
+                await asyncio.to_thread(link_files, here, staging)
+            yield staging
 
     async def follow_moved_root(self, directories: Collection[str]) -> Mapping[str, str]:
         """Returns old -> new directory of checkpoints that have moved since their rows were written; some may be

@@ -23,7 +23,8 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
         case [run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name] if run_id and name:
             return run_id, kind, name
     raise RequestError(
-        f"{path!r} is not a checkpoint path: tinker://RUN_ID/weights/NAME (or sampler_weights, external_weights)"
+        f"{path!r} is not a checkpoint path: tinker://RUN_ID/weights/NAME (or sampler_weights, external_weights); a "
+        "served model is named as base_model"
     )
 
 

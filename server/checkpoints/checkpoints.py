@@ -6,6 +6,8 @@ copies.
 """
 
 import asyncio
+import hashlib
+import json
 import logging
 import time
 from collections import defaultdict
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import OperationError, RequestError
-from ...schemas.models import TrainingConfig
+from ...schemas.models import Limit, TrainingConfig
 from ...workers.protocol.calls import WorkerLost
 from ..files.directories import directory_name
 from ..files.object_store import ObjectStore
@@ -38,6 +40,7 @@ from ..store import (
     Store,
 )
 from ..tenants.auth import Auth, Tenant
+from .archive import Archive, Archives
 from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, link_files
 from .checkpoint_paths import check_name, parse_path
 from .download_urls import URL_LIFETIME_SECONDS, SignedFile, UrlSigner, load_secret
@@ -65,10 +68,12 @@ class Checkpoints:
     ) -> None:
         self._store = store
         self._auth = auth
+        self._config = config
         self._object_store = ObjectStore(config.retry_pauses_seconds, config.mirrors)
         self._mirror = CheckpointMirrors(store, self._object_store, config)
         self._files = CheckpointFiles(state_dir, config, self._object_store, self._mirror.complete_copies)
-        self._publication = CheckpointPublication(store, self._files, self._mirror)
+        self._archives = Archives(self._files)
+        self._publication = CheckpointPublication(store, self._files, self._mirror, config)
         self._secret_file = state_dir / "url_secret"
         self._signer = UrlSigner(b"")
         self._clock = clock
@@ -114,6 +119,7 @@ class Checkpoints:
         checkpoint = self._new_checkpoint(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
         if not overwrite:
             await self._require_free(checkpoint)
+        await self._publication.require_room(checkpoint)
 
         async with self._files.staging(checkpoint.directory) as staging:
             yield staging
@@ -140,6 +146,14 @@ class Checkpoints:
             async with self._hiding_paths(checkpoint):
                 here = await held.enter_async_context(self._files.reading(checkpoint.directory))
             yield here
+
+    async def limits(self, tenant_id: str) -> dict[str, Limit]:
+        """Returns those fields of Limits that concern the tenant's checkpoints."""
+        num, num_bytes = await self._store.checkpoints.stock_of_tenant(tenant_id, self._clock())
+        return {
+            "checkpoints": Limit(limit=self._config.tenant_checkpoints, used=num),
+            "checkpoint_bytes": Limit(limit=self._config.tenant_checkpoint_bytes, used=num_bytes),
+        }
 
     async def copies(self, checkpoints: Collection[CheckpointRecord]) -> Mapping[str, list[CheckpointCopyRecord]]:
         """Returns directory -> its copies at mirrors."""
@@ -208,9 +222,11 @@ class Checkpoints:
         Args:
             to: session of the new run; already ended, and not yet in the store.
         Raises:
-            RequestError: 503 if the source cannot be read or the copy cannot be written.
+            RequestError: 503 if the source cannot be read or the copy cannot be written, 400 if the key was used for
+                another request.
         """
-        if known := await self._store.checkpoints.find_copied(to):
+        asked = _hash("copy_weights", source.tinker_path, ttl_seconds, to.project_id)
+        if known := await self._find_copied(to, asked):
             return known
         now = self._clock()
         run = RunRecord(
@@ -224,6 +240,7 @@ class Checkpoints:
             created_at=now,
             last_request_at=now,
             user_metadata={"copied_from": source.tinker_path},
+            asked=asked,
         )
         checkpoint = self._new_checkpoint(
             run, source.kind, source.name, ttl_seconds, source.user_metadata, source.has_optimizer
@@ -243,15 +260,17 @@ class Checkpoints:
         """Creates a checkpoint, without optimizer state, of a new run that cannot be trained. Idempotent like `copy`.
 
         Args:
-            run: not yet in the store.
+            run: not yet in the store; `asked`: a hash of what `write` writes.
             session: already ended, and not yet in the store.
             write: fills an empty directory and returns the training configuration of its content.
         Raises:
             OperationError: the name is not allowed, the checkpoint could not be saved, or `write` raised it.
         """
-        if known := await self._store.checkpoints.find_copied(session):
+        run = replace(run, asked=_hash("import_weights", run.asked, name, ttl_seconds, run.base_model))
+        if known := await self._find_copied(session, run.asked):
             return known
         checkpoint = self._new_checkpoint(run, "weights", check_name(name), ttl_seconds, None, has_optimizer=False)
+        await self._publication.require_room(checkpoint)
         new_run, staging = self._files.marking_new_run(checkpoint.directory), self._files.staging(checkpoint.directory)
         async with new_run, staging as staging:
             try:
@@ -265,6 +284,19 @@ class Checkpoints:
             await self._publication.publish(checkpoint, move, insert)
         return await self.resolve(Tenant(session.tenant_id, ""), checkpoint.tinker_path)
 
+    async def _find_copied(self, session: SessionRecord, asked: str | None) -> CheckpointRecord | None:
+        """Returns what was made under the session's idempotency key. Raises RequestError 400 if that was another
+        request."""
+        if (known := await self._store.checkpoints.find_copied(session)) is None:
+            return None
+        run = await self._store.runs.get(known.run_id)
+        if run is None or run.asked in (None, asked):
+            return known
+        raise RequestError(
+            f"the X-Idempotency-Key of this request was used to make {known.tinker_path} by a different request: use a "
+            "new key for each request"
+        )
+
     async def sign_files(self, checkpoint: CheckpointRecord) -> list[SignedFile]:
         """Returns the files with signatures that allow downloads without a key for URL_LIFETIME_SECONDS.
 
@@ -276,20 +308,47 @@ class Checkpoints:
             files = (await self._manifest(checkpoint))["files"]
         return [self._signer.signed(checkpoint, file, expires) for file in files]
 
-    async def signed_file(self, path: str, signed: SignedFile) -> Path:
-        """Returns the local path of a file that `sign_files` signed. Open it at once: a cached one may be evicted.
+    def sign_archive(self, checkpoint: CheckpointRecord) -> SignedFile:
+        """Returns the signature with which the archive of all files can be downloaded."""
+        return self._signer.signed(checkpoint, None, int(self._clock()) + URL_LIFETIME_SECONDS)
+
+    @asynccontextmanager
+    async def signed_archive(self, path: str, signed: SignedFile) -> AsyncIterator[Archive]:
+        """Yields the archive that `sign_archive` signed, of the files as PEFT loads them. Its files stay until the end
+        of the block.
+
+        Raises RequestError like `signed_file`, and 429 if too many archives of the owner are being downloaded.
+        """
+        record = await self._signed(path, signed)
+        async with AsyncExitStack() as kept:
+            with _as_request_errors():
+                async with self._hiding_paths(record):
+                    archive = await kept.enter_async_context(self._archives.reading(record))
+            yield archive
+
+    @asynccontextmanager
+    async def signed_file(self, path: str, signed: SignedFile) -> AsyncIterator[Path]:
+        """Yields the local path of a file that `sign_files` signed; it is kept meanwhile.
 
         Raises:
             RequestError: 403 if the signature is wrong or expired, 503 if the file cannot be read.
         """
+        assert signed.name is not None, "an archive is no file"
+        record = await self._signed(path, signed)
+        async with AsyncExitStack() as kept:
+            with _as_request_errors():
+                async with self._hiding_paths(record):
+                    here = await kept.enter_async_context(self._files.reading(record.directory, rehash=False))
+            yield here / signed.name
+
+    async def _signed(self, path: str, signed: SignedFile) -> CheckpointRecord:
+        """Returns the checkpoint. Raises RequestError 403 if the signature is wrong or expired."""
         record = await self._find(*parse_path(path))
         if record is None or not self._signer.is_valid(record, signed):
             raise RequestError("this download URL is not valid, or its checkpoint was deleted: request a new URL", 403)
         if signed.expires <= self._clock():
             raise RequestError("this download URL has expired: request a new URL", 403)
-        with _as_request_errors():
-            async with self._hiding_paths(record):
-                return await self._files.file(record.directory, signed.name)
+        return record
 
     async def _manifest(self, checkpoint: CheckpointRecord) -> Mapping[str, Any]:
         async with self._hiding_paths(checkpoint):
@@ -328,6 +387,7 @@ class Checkpoints:
         checkpoint: CheckpointRecord,
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
+        await self._publication.require_room(replace(checkpoint, size_bytes=source.size_bytes))
         if self._files.can_copy_remotely(source.directory, checkpoint.directory):
             move = partial(self._files.copy_remotely, source.directory, checkpoint.directory)
             await self._publication.publish(checkpoint, move, insert)
@@ -404,3 +464,8 @@ def _as_request_errors() -> Iterator[None]:
         yield
     except OperationError as error:
         raise RequestError(error.message, 409 if error.category == "user" else 503) from error
+
+
+def _hash(*asked: object) -> str:
+    """Hashes what a request asked for."""
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()

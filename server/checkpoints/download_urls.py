@@ -6,6 +6,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..files.directories import read_regular
 from ..store import CheckpointRecord
 
 URL_LIFETIME_SECONDS = 3600
@@ -16,11 +17,11 @@ _SECRET_BYTES = 32
 class SignedFile:
     """A file of a checkpoint, with what a download URL must carry to be served without a key.
 
-    name: relative to the checkpoint.
+    name: relative to the checkpoint; None for the archive of all files.
     expires: seconds since the epoch.
     """
 
-    name: str
+    name: str | None
     expires: int
     signature: str
 
@@ -31,9 +32,11 @@ class UrlSigner:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def signed(self, checkpoint: CheckpointRecord, file: str, expires: int) -> SignedFile:
+    def signed(self, checkpoint: CheckpointRecord, file: str | None, expires: int) -> SignedFile:
         """Signs a file of this version of the checkpoint only, since a directory is never reused."""
-        message = "\n".join((checkpoint.directory, file, str(expires)))
+        # No directory is called "archive": they are absolute paths and URLs. So neither is valid for the other.
+        what = ("archive", checkpoint.directory) if file is None else (checkpoint.directory, file)
+        message = "\n".join((*what, str(expires)))
         return SignedFile(file, expires, hmac.new(self._secret, message.encode(), "sha256").hexdigest())
 
     def is_valid(self, checkpoint: CheckpointRecord, signed: SignedFile) -> bool:
@@ -49,7 +52,7 @@ def load_secret(file: Path) -> bytes:
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as handle:
             handle.write(secrets.token_bytes(_SECRET_BYTES))
         new.rename(file)
-    secret = file.read_bytes()
+    secret = read_regular(file)
     if len(secret) != _SECRET_BYTES:
         raise ValueError(f"{file} is damaged: delete it (download URLs issued before become invalid)")
     return secret

@@ -1,8 +1,9 @@
-"""Imports uploaded PEFT adapters as checkpoints. The server never parses the matrices: workers read and convert
-them.
+"""Imports uploaded PEFT adapters as checkpoints. The server reads only the list of the matrices, in a process apart:
+workers read and convert them.
 """
 
 import asyncio
+import hashlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,12 @@ from ...schemas.codec import parse_json
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import LoraConfig
 from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.calls import AdapterFile
 from ..config.base_model_lookup import require_served
+from ..http.decoding import decode_in_process
 from ..store import CheckpointRecord, RunRecord, SessionRecord
 from ..tenants.auth import Tenant
+from .adapter_header import check_header, header_of
 from .checkpoints import Checkpoints
 from .peft_config import PeftConfig
 
@@ -24,11 +28,12 @@ _UPLOADED = "uploaded.safetensors"
 class AdapterUpload:
     """A PEFT adapter as uploaded.
 
-    weights: content of adapter_model.safetensors.
+    weights: content of adapter_model.safetensors. digest: of the whole body.
     """
 
     config: PeftConfig
     weights: memoryview
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,8 @@ def read_upload(body: bytes, config_bytes: int) -> AdapterUpload:
         raise RequestError("adapter_config.json is not a JSON object: send it as PEFT saved it")
     if len(body) == config_bytes:
         raise RequestError("the body ends with adapter_config.json: append adapter_model.safetensors")
-    return AdapterUpload(PeftConfig.read(config), memoryview(body)[config_bytes:])
+    digest = hashlib.sha256(body).hexdigest()
+    return AdapterUpload(PeftConfig.read(config), memoryview(body)[config_bytes:], digest)
 
 
 async def import_checkpoint(
@@ -73,6 +79,8 @@ async def import_checkpoint(
         RequestError: 400 if the adapter or the base model is refused, 503 if it could not be saved.
     """
     config, base_model = request.upload.config, _base_model(dispatch, request)
+    header = header_of(request.upload.weights)
+    await decode_in_process(check_header, header, None, len(header))
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
     run = RunRecord(
         run_id=f"{session.session_id}:train:0",
@@ -83,13 +91,15 @@ async def import_checkpoint(
         created_at=session.created_at,
         last_request_at=session.created_at,
         user_metadata={"imported_from": "peft"},
+        asked=request.upload.digest,
     )
 
     async def write(directory: Path) -> LoraConfig:
         source = directory / _UPLOADED
+        uploaded = AdapterFile(str(source), config.peft_version, config.parameters)
         await asyncio.to_thread(source.write_bytes, request.upload.weights)
         try:
-            return await dispatch.convert_adapter(base_model, source, lora, directory, tenant.name)
+            return await dispatch.convert_adapter(base_model, uploaded, lora, directory, tenant.name)
         finally:
             await asyncio.to_thread(partial(source.unlink, missing_ok=True))
 

@@ -2,12 +2,11 @@
 
 import logging
 import math
-import shutil
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-from ..files.directories import STAGING
+from ..files.directories import STAGING, remove_tree
 from ..files.manifest import MANIFEST, check_directory
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ NEW_RUN = ".new"
 def remove_now(*directories: Path) -> None:
     """Removes what can be removed now. The rest (a worker may still be writing) is swept at the next start."""
     for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove_tree(directory, ignore_errors=True)
 
 
 def sweep_leftovers(root: Path, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:

@@ -38,11 +38,15 @@ class PeftConfig:
 
     alpha: such that the scale is alpha / rank, also for rsLoRA.
     base_model: the name it was trained under.
+    peft_version: of the peft that saved it, None if it does not say.
+    parameters: names, or their ends, of the parameters that it adapts in addition to linear layers.
     """
 
     rank: int
     alpha: float
     base_model: str | None
+    peft_version: str | None = None
+    parameters: tuple[str, ...] = ()
 
     @staticmethod
     def read(config: Mapping[str, object]) -> "PeftConfig":
@@ -66,10 +70,16 @@ class PeftConfig:
             raise _unsupported_error("r", rank, "expected a whole number of at least 1")
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
             raise _unsupported_error("lora_alpha", alpha, "expected a finite number above 0")
-        base_model = config.get("base_model_name_or_path")
+        base_model, version = config.get("base_model_name_or_path"), config.get("peft_version")
+        if not isinstance(version, str | None):
+            raise _unsupported_error("peft_version", version, "expected the release of PEFT that saved it")
+        parameters = config.get("target_parameters") or []
+        if not isinstance(parameters, list) or not all(isinstance(each, str) for each in parameters):
+            raise _unsupported_error("target_parameters", parameters, "expected a list of names")
         # rsLoRA's scale is lora_alpha / sqrt(r).
         scaled = float(alpha) * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
-        return PeftConfig(rank, scaled, base_model if isinstance(base_model, str) else None)
+        base_model = base_model if isinstance(base_model, str) else None
+        return PeftConfig(rank, scaled, base_model, version, tuple(parameters))
 
 
 def _keeps_scale(key: str, config: Mapping[str, object]) -> bool:

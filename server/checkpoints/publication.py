@@ -11,6 +11,7 @@ from sqlalchemy.exc import IntegrityError
 
 from ...schemas.errors import OperationError
 from ..files.object_store import ObjectStoreError
+from ..files.storage_config import CheckpointStorageConfig
 from ..store import CheckpointRecord, DatabaseUnreachable, Store
 from .checkpoint_files import CheckpointFiles
 from .lost_rows import manifest_entries
@@ -20,10 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPublication:
-    """Brings the files of a checkpoint into place, inserts its row, and has its copies made."""
+    """Brings the files of a checkpoint into place, inserts its row, and has its copies made.
 
-    def __init__(self, store: Store, files: CheckpointFiles, mirror: CheckpointMirrors) -> None:
+    config: has the limits of a tenant.
+    """
+
+    def __init__(
+        self, store: Store, files: CheckpointFiles, mirror: CheckpointMirrors, config: CheckpointStorageConfig
+    ) -> None:
         self._store = store
+        self._config = config
+        self._inserting = asyncio.Lock()
         self._files = files
         self._mirror = mirror
 
@@ -41,10 +49,29 @@ class CheckpointPublication:
             insert: inserts the row.
             request_id: of the save.
         Raises:
-            OperationError: (user) the name is in use; (server) the files cannot be stored.
+            OperationError: (user) the name is in use, or the tenant would have too many; (server) the files
+                cannot be stored.
         """
         entries = await manifest_entries(self._store, checkpoint, request_id)
         await _shielded(self._publish(checkpoint, partial(move_files, entries), insert))
+
+    async def require_room(self, checkpoint: CheckpointRecord) -> None:
+        """Raises OperationError (user) if the tenant would have too many checkpoints, or bytes of them, with this one
+        instead of that of the same name."""
+        config, tenant_id, now = self._config, checkpoint.tenant_id, checkpoint.created_at
+        num, num_bytes = await self._store.checkpoints.stock_of_tenant(tenant_id, now, checkpoint)
+        num_bytes += checkpoint.size_bytes
+        if num >= config.tenant_checkpoints:
+            found, option = f"you have {num} checkpoints, and the limit is {config.tenant_checkpoints}", ""
+        elif num_bytes > config.tenant_checkpoint_bytes:
+            found = f"your checkpoints would take {num_bytes} bytes, and the limit is {config.tenant_checkpoint_bytes}"
+            option = "-bytes"
+        else:
+            return
+        raise OperationError(
+            f"{found}: delete those you no longer need (`trainhouse checkpoints list`), give them a ttl_seconds, or "
+            f"start the server with a larger --tenant-checkpoint{option or 's'}"
+        )
 
     async def insert_or_replace(self, overwrite: bool, record: CheckpointRecord) -> None:
         """Inserts the row, replacing a checkpoint of the same name if `overwrite`."""
@@ -69,7 +96,9 @@ class CheckpointPublication:
         """
         try:
             record = replace(checkpoint, size_bytes=await move_files())
-            await insert(record)
+            async with self._inserting:
+                await self.require_room(record)
+                await insert(record)
         except (ObjectStoreError, OSError) as error:
             await self._files.remove(checkpoint.directory)
             raise OperationError(
@@ -87,8 +116,10 @@ class CheckpointPublication:
 
 
 def name_in_use_error(checkpoint: CheckpointRecord) -> OperationError:
+    # Of the verbs that save, only save_weights has it.
+    overwrite = ", save with overwrite=True" if checkpoint.kind == "weights" else ""
     return OperationError(
-        f"checkpoint {checkpoint.tinker_path} exists: choose another name, delete it first, or save with overwrite=True"
+        f"checkpoint {checkpoint.tinker_path} exists: choose another name{overwrite}, or delete it first"
     )
 
 

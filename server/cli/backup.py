@@ -22,7 +22,7 @@ import typer
 from ..checkpoints.checkpoint_files import link_or_copy, moved_directories
 from ..config.knob_values import is_url
 from ..config.load import store_config_of
-from ..files.directories import STAGING
+from ..files.directories import STAGING, remove_tree
 from ..files.object_store import key_of
 from ..files.segment import complete_bytes, truncate_segment
 from ..files.segment_log import RecordPosition
@@ -95,6 +95,12 @@ class Backup:
     def run(self, say: Callable[[str], None]) -> None:
         """Makes the copy, blocking, and says what the user must know about it. Raises BackupError."""
         self._prepare()
+        try:
+            self._copy(say)
+        except sqlite3.Error as error:
+            raise BackupError(f"database {self.source / DATABASE_NAME} cannot be copied: {error}") from None
+
+    def _copy(self, say: Callable[[str], None]) -> None:
         for _ in range(_MAX_ROUNDS):
             newest, began_at = _numbers(self._live / "journal")[-1:], time.time()
             named = self._take_all()
@@ -103,7 +109,7 @@ class Backup:
                 self._report(named, say)
                 return
             for path in self.target.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove_tree(path)
         raise BackupError(
             "operations leave the journal faster than they can be copied: try again when the server is less busy"
         )
@@ -273,7 +279,7 @@ def _take_directory(source: Path, target: Path, copied: _CopiedBytes) -> None:
         return
     staging = target.with_name(f"{STAGING}{target.name}")
     for _ in range(_MAX_ROUNDS):
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         try:
             before = source.stat().st_ino
@@ -288,4 +294,4 @@ def _take_directory(source: Path, target: Path, copied: _CopiedBytes) -> None:
         if is_same:
             staging.rename(target)
             return
-    shutil.rmtree(staging)
+    remove_tree(staging)

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ...schemas.version import VERSION
+from ...workers.protocol.plugins import plugin_rows
 from .errors import FAILED, INTERRUPTED, WRONGLY_USED, CommandFailed, missing_package
 from .output import print_error
 
@@ -33,12 +34,12 @@ COMMANDS = {
     "usage": ("remote.usage", "Show the limits of an API key and their use."),
     "workers": ("remote.workers", "Show what a server's workers hold."),
     "bench": ("remote.bench", "Measure how fast a server trains and samples."),
-    "plan": ("plan", "Estimate the memory per rank of a layout."),
+    **plugin_rows("server.planning.commands", "COMMANDS"),
     "doctor": ("checkup.doctor", "Check this machine, and measure how fast it is."),
     "backup": ("backup", "Copy a server's state, while it runs or not."),
     "verify": ("verify", "Check a server's state, while it runs or not."),
 }
-"""The commands in the order of --help: the module below this package, and a summary."""
+"""The commands in the order of --help: the module relative to this package, and a summary."""
 
 
 class Commands(TyperGroup):
@@ -102,6 +103,8 @@ def _with_usage(error: typer.TyperException) -> str:
     """Returns an error in the command line, with the usage of its command if what was given does not fit that."""
     message = error.format_message().removesuffix(" (Possible options: --help)")
     context = getattr(error, "ctx", None)
+    if context is not None and message.startswith("Missing command"):
+        return f"no command is given: {context.command_path} --help lists them"
     if context is None or message.endswith(("?", ")")) or not message.startswith(_UNFITTING):
         return message
     usage = " ".join(context.get_usage().split()).replace("Usage: ", "usage: ")
@@ -110,9 +113,30 @@ def _with_usage(error: typer.TyperException) -> str:
     return f"{message.removesuffix('.')} ({usage})"
 
 
+_OF_EVERY_SERVER = {"--base-url": 2, "--api-key": 2, "--profile": 2, "--json": 1}
+"""The flags of `through_server`, which may also stand before a command: how many arguments each is."""
+
+
+def _commands_first(given: Sequence[str]) -> list[str]:
+    """Moves flags that name a server behind the command and its subcommand, which alone read them."""
+    words: list[str] = []
+    flags: list[str] = []
+    rest = list(given)
+    while rest and len(words) < 2:
+        name, has_value, _ = rest[0].partition("=")
+        if name in _OF_EVERY_SERVER:
+            end = 1 if has_value else _OF_EVERY_SERVER[name]
+            flags, rest = flags + rest[:end], rest[end:]
+        elif rest[0].startswith("-"):
+            break
+        else:
+            words.append(rest.pop(0))
+    return [*words, *flags, *rest]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status, see errors.py."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = _commands_first(sys.argv[1:] if arguments is None else arguments)
     try:
         return get_command(app).main(given, prog_name="trainhouse", standalone_mode=False) or 0
     except typer.TyperException as error:

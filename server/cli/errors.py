@@ -1,5 +1,7 @@
 """Exit statuses of `trainhouse`, which scripts can rely on (docs/cli.md), and the error that carries one."""
 
+import sys
+
 FAILED = 1
 WRONGLY_USED = 2
 TRY_LATER = 3
@@ -18,5 +20,5 @@ class CommandFailed(Exception):
 
 def missing_package(package: str, extras: str) -> CommandFailed:
     """Returns the error for a package that these extras install."""
-    hint = f"pip install 'trainhouse[{extras}]', in a checkout pip install -c deploy/constraints.txt '.[{extras}]'"
+    hint = f"pip install 'trainhouse[{extras}]', in a checkout deploy/install.sh {sys.prefix} {extras}"
     return CommandFailed(f"the package {package} is not installed: {hint}")

@@ -2,17 +2,19 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import Annotated, TypeVar
 
 import typer
+from sqlalchemy import Connection, func, select
 
 from ..config.knob_values import ConfigError
 from ..config.load import store_config_of
 from ..replication.state_lock import STATE_PATTERNS, check_database_exists, check_database_kind, keep_private
 from ..store import Store, open_store
-from ..tenants.auth import create_key, list_keys, revoke_key
+from ..store.database.schema import runs, tenants
+from ..tenants.auth import MADE_UP_PREFIX, create_key, list_keys, revoke_key
 from ..tenants.scopes import SCOPES, TENANT_SCOPES, parse_scopes
 from .knob_flags import Sources, reads_state
 from .options import AsJson, new_app
@@ -40,19 +42,32 @@ def create(
     allowed = None if scopes is None else _scopes(scopes)
     per_minute = None if requests_per_minute is None else _per_minute(requests_per_minute)
 
-    async def make(store: Store) -> tuple[str, bool]:
-        is_first = (await store.keys.count()).created == 0
-        return await create_key(store, name, allowed, per_minute), is_first
+    async def make(store: Store) -> tuple[str, Mapping[str, int] | None]:
+        left = None if (await store.keys.count()).created else await store.read(_runs_of_made_up_keys)
+        return await create_key(store, name, allowed, per_minute), left
 
-    key, is_first = with_store(sources, make, makes=True)
+    key, left = with_store(sources, make, makes=True)
     if as_json:
-        print_json({"key": key, "name": name, "is_first": is_first})
+        print_json({"key": key, "name": name, "is_first": left is not None})
         return
     print(key)
-    print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
-    if is_first:
-        where = "database" if store_config_of(*sources).database_url else "state directory"
+    config = store_config_of(*sources)
+    where = "database" if config.database_url else "state directory"
+    place = "" if config.database_url else f" of servers with --state-dir {config.state_dir.resolve()}"
+    print(f"keep this key{place}: only its hash is stored, so it cannot be shown again", file=sys.stderr)
+    if left is not None:
         print(f"it is the first key: on this {where} made-up tml- keys no longer work", file=sys.stderr)
+    if left:
+        owners = ", ".join(f"{tenant} ({num})" for tenant, num in left.items())
+        remedy = f"`trainhouse keys create {next(iter(left))}` makes a key that reaches its runs and checkpoints"
+        print(f"made-up keys have runs here, by tenant: {owners}; {remedy}", file=sys.stderr)
+
+
+def _runs_of_made_up_keys(connection: Connection) -> Mapping[str, int]:
+    """Returns the number of runs by tenant."""
+    query = select(tenants.c.name, func.count()).join(runs, runs.c.tenant_id == tenants.c.tenant_id)
+    query = query.where(tenants.c.name.startswith(MADE_UP_PREFIX)).group_by(tenants.c.name).order_by(tenants.c.name)
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 @app.command("list")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ...workers.planner.checks import cuda_devices
+from ...workers.resources.machine import cuda_devices
 from ...workers.scheduler.supervision.pool_factory import check_layouts
 from ...workers.shapes.model_shape import check_weight_files
 from ..config.knob_values import ConfigError

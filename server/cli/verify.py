@@ -33,7 +33,7 @@ from .output import print_json, spinner
 from .verification.checkpoints import check_checkpoints, check_copies
 from .verification.leftovers import check_leftovers, check_leftovers_at_url
 from .verification.problem import Problem
-from .verification.runs import check_ephemeral, check_evaluations, check_loaded, check_snapshots
+from .verification.runs import check_ephemeral, check_evaluations, check_features, check_loaded, check_snapshots
 from .verification.segments import SEGMENTED, check_results, check_segments
 from .verification.state import VerifiedState
 
@@ -41,6 +41,7 @@ _CHECKS = (
     *(check_checkpoints, check_copies, check_snapshots, check_loaded, check_segments, check_results),
     check_ephemeral,
     check_evaluations,
+    check_features,
 )
 _CHECKS_OF_STOPPED = (check_leftovers, check_leftovers_at_url)
 """Checks that a running server would confuse: it writes files before their rows."""

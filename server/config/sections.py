@@ -75,6 +75,12 @@ class NetworkSection(Section):
 
     host: str = knob("127.0.0.1", "non-loopback needs API keys", metavar="ADDRESS", common=True)
     port: int = knob(8000, "0: picks a free port and prints it", common=True, check=between(0, 65535))
+    allowed_hosts: Annotated[tuple[str, ...], TEXTS] = knob(
+        (),
+        "name that requests to a server without keys may have; repeatable",
+        metavar="HOST",
+        flag="--allowed-host",
+    )
     tls_certificate: Path | None = knob(None, "PEM file with its chain: serves https (docs/security.md)")
     tls_key: Path | None = knob(None, "PEM file of the certificate's key, without a passphrase")
     keep_alive_seconds: int = knob(75, "how long an idle connection stays open", check=POSITIVE)
@@ -154,7 +160,7 @@ class RanksSection(Section):
 class MemorySection(Section):
     """Tokens, models and caches that a worker holds at a time."""
 
-    micro_batch_tokens: int = knob(0, "per micro-batch; 0: 4096 or what fits", common=True, check=NOT_NEGATIVE)
+    micro_batch_tokens: int = knob(0, "per micro-batch; 0: 4096, more on a fast GPU", common=True, check=NOT_NEGATIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that are in memory at a time", check=POSITIVE)
     prefill_chunk_tokens: int = knob(
         0, "most prompt tokens prefilled between two decode steps; 0: 512, on a GPU 4096", check=NOT_NEGATIVE
@@ -213,7 +219,7 @@ class SamplingSection(Section):
 class SchedulerSection(Section):
     """The shares of runs, samples and rank groups in the work and the devices."""
 
-    pass_tokens: int = knob(8192, "most tokens of one pass, summed over its runs", check=POSITIVE)
+    pass_tokens: int = knob(0, "most tokens of one pass; 0: 8192, or a micro-batch on each GPU", check=NOT_NEGATIVE)
     slice_milliseconds: float = knob(50.0, "how long sampling keeps the workers while training waits", check=above(0))
     shared_devices: Literal["together", "turns"] = knob(
         "together", "turns: groups use a shared device one at a time (docs/roles.md)"
@@ -247,6 +253,9 @@ class LimitsSection(Section):
     )
     tenant_feature_bytes: Bytes = knob(16 << 30, "most bytes of a tenant's captured features", check=POSITIVE)
     tenant_evaluation_bytes: Bytes = knob(1 << 30, "most bytes of data of a tenant's evaluations", check=POSITIVE)
+    tenant_checkpoints: int = knob(10_000, "most checkpoints of a tenant", check=POSITIVE)
+    tenant_checkpoint_bytes: Bytes = knob(4 << 40, "most bytes of a tenant's checkpoints", check=POSITIVE)
+    tenant_metric_bytes: Bytes = knob(1 << 30, "most bytes of metrics that a tenant logs for its runs", check=POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -314,6 +323,9 @@ class SdkSection(Section):
     sdk_compression: Literal["none", "zstd"] = knob("none", "compression of the forward_backward bodies that SDKs send")
     sdk_sample_polling: Literal["each", "together"] = knob(
         "each", "SDKs poll for each sample, or for all of a client's together"
+    )
+    unknown_fields: Literal["refuse", "warn"] = knob(
+        "refuse", "unknown fields of requests; warn: ignores them, and says so"
     )
 
 

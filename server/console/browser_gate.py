@@ -18,10 +18,11 @@ from ...schemas.errors import RequestError
 from ..http.bodies import has_body
 from ..http.errors import HANDLED_ERRORS, handle_error
 from ..routes.services import Services
-from ..tenants.auth import presented_key
+from ..tenants.auth import address_of, presented_key
 from ..tenants.browser_sessions import BrowserSession
 from ..tenants.scopes import find_route
 from .templates import CONSOLE, SIGN_IN, error_page
+from .visitor import signed_in_visitor
 
 _COOKIE = "trainhouse_console"
 FORM_TOKEN = "X-Form-Token"
@@ -94,15 +95,14 @@ async def _refusal(request: Request) -> Response | None:
     Raises one of HANDLED_ERRORS if the database cannot be read.
     """
     path, is_change = request.url.path, request.method not in ("GET", "HEAD")
+    services: Services = request.app.state.services
     if path == SIGN_IN or path.startswith(f"{CONSOLE}/static/"):
-        return (
-            _detail("the form was sent from another site: open the console itself", 403)
-            if (is_change and not _is_same_origin(request))
-            else None
-        )
+        if not is_change or _is_same_origin(request):
+            return None
+        services.auth.unauthenticated_limits.take(address_of(request))
+        return _detail("the form was sent from another site: open the console itself", 403)
     if (inner := _api_path(path)) is not None and find_route(request.method, inner) not in _API:
         return _detail(f"there is no {request.method} {path} here: use the API with a key, see /docs", 404)
-    services: Services = request.app.state.services
     session = services.browsers.find(request.cookies.get(cookie_name(request)))
     if session is None or not await _is_valid(services, session):
         # A program may also read pages with its key, like the API.
@@ -110,7 +110,7 @@ async def _refusal(request: Request) -> Response | None:
     given = request.headers.get(FORM_TOKEN, "")
     if is_change and not hmac.compare_digest(given.encode(), session.form_token.encode()):
         return _detail(f"the request has no valid {FORM_TOKEN}: reload the page and try again", 403)
-    request.state.form_token = session.form_token
+    request.state.browser = session
     others = [one for one in request.scope["headers"] if one[0] not in (b"x-api-key", b"authorization")]
     request.scope["headers"] = [*others, (b"x-api-key", session.token.encode())]
     return None
@@ -144,7 +144,10 @@ def _is_same_origin(request: Request) -> bool:
     if site := request.headers.get("sec-fetch-site"):
         return site in ("same-origin", "none")
     origin = request.headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    try:
+        return origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    except ValueError:
+        return False
 
 
 def _to_sign_in(request: Request) -> Response:
@@ -163,6 +166,7 @@ class _Answer:
 
     def __init__(self, request: Request, send: Send) -> None:
         self._wants_page = "text/html" in request.headers.get("accept", "") and _api_path(request.url.path) is None
+        self._scope = request.scope
         self._send = send
         self._error: Message | None = None
         self._body = b""
@@ -184,7 +188,8 @@ class _Answer:
         await self._send(message)
 
     async def _send_page(self, start: Message) -> None:
-        page = error_page(start["status"], str(json.loads(self._body).get("detail"))).encode()
+        visitor = await signed_in_visitor(self._scope)
+        page = error_page(visitor, start["status"], str(json.loads(self._body).get("detail"))).encode()
         headers = MutableHeaders(raw=start["headers"])
         headers["Content-Type"], headers["Content-Length"] = "text/html; charset=utf-8", str(len(page))
         await self._send({**start, "headers": headers.raw})

@@ -17,8 +17,8 @@ from ..http.event_stream import EventStream
 from ..routes.history import own_run
 from ..routes.services import Services, ServicesDependency
 from ..runs.history import SeriesQuery
-from ..tenants.auth import TenantDependency, presented_key
-from .browser_gate import cookie_name
+from ..tenants.auth import TenantDependency
+from ..tenants.gate import confirm_key
 from .runs import MAX_COMPARED, RunIds
 from .templates import CONSOLE
 
@@ -122,11 +122,8 @@ async def _may_continue(request: Request, services: Services) -> bool:
     """False if the server stops, the browser has signed out, or the key was revoked."""
     if services.quotas.is_closed:
         return False
-    cookie = request.cookies.get(cookie_name(request))
-    if cookie is not None and services.browsers.find(cookie) is None:
-        return False
     try:
-        await services.auth.authenticate(presented_key(request))
+        await confirm_key(request)
     except RequestError:
         return False
     return True

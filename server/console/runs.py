@@ -20,6 +20,7 @@ from ..routes.services import Services, ServicesDependency
 from ..runs.history import SeriesQuery
 from ..store import OperationRecord, RunRecord, SessionRecord
 from ..tenants.auth import Tenant
+from ..text.spreadsheet import cell_text
 from .paging import PageNumber, Pages, Search
 from .templates import CONSOLE
 from .timeline import timeline_of
@@ -75,9 +76,18 @@ async def compare(
 ) -> HTMLResponse:
     """Shows the curves of several runs together."""
     run_ids = list(dict.fromkeys(one.strip() for one in run if one.strip()))
-    for run_id in run_ids:
-        await own_run(services, visitor.tenant, run_id)
-    return page(visitor, "compare.html", run_ids=run_ids, recent=await _recent(services, visitor.tenant))
+    compared = [await own_run(services, visitor.tenant, run_id) for run_id in run_ids]
+    content = {
+        "run_ids": run_ids,
+        "titles": {one.run_id: await _title(services, visitor.tenant, one.session_id) for one in compared},
+        "is_open": any(services.sessions.is_open(one.session_id) for one in compared),
+        "recent": await _recent(services, visitor.tenant),
+    }
+    return page(visitor, "compare.html", **content)
+
+
+async def _title(services: Services, tenant: Tenant, session_id: str) -> str | None:
+    return (await services.sessions.get(tenant, session_id)).display_name
 
 
 @router.get("/runs/{run_id}")
@@ -156,9 +166,7 @@ async def _csv(services: Services, run_id: str) -> AsyncIterator[str]:
     sources = {"training": services.history.training_metrics, "logged": services.history.logged_metrics}
     whole = [await read(run_id, SeriesQuery(-1, _ALL_STEPS, _CSV_STEPS, ())) for read in sources.values()]
     names = list(dict.fromkeys(name for series in whole for name in series.metrics))
-    # A spreadsheet would run a name that begins like a formula.
-    shown = [f"'{name}" if name[:1] in "=+-@\t\r" else name for name in names]
-    yield _lines([["source", "step", "time", *shown]])
+    yield _lines([["source", "step", "time", *map(cell_text, names)]])
     for source, read in sources.items():
         after: int | None = -1
         while after is not None:

@@ -9,25 +9,26 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from ...schemas.bounds import MAX_PATH
 from ...schemas.errors import RequestError
 from ..config.server_config import ServerConfig
-from ..http.bodies import receive_body
+from ..http.bodies import ReceivedBody, receive_body
 from ..routes.pages import FIRST_STEPS
 from ..routes.services import ServicesDependency
-from ..tenants.auth import address_of
+from ..tenants.auth import address_of, presented_key
 from ..tenants.browser_sessions import LIFETIME_SECONDS
 from .browser_gate import cookie_name
 from .templates import CONSOLE, SIGN_IN, render, static_files, static_version
-from .visitor import PAGES, scopes_of
+from .visitor import PAGES
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)
 
 _MAX_FORM_BYTES = 16 << 10
+_MAX_FIELDS = 8
 _YEAR_SECONDS = 365 * 86400
 
 
 @router.get("")
 async def home(request: Request, services: ServicesDependency) -> Response:
     """Leads to the first page that the key's scopes permit."""
-    scopes = await scopes_of(request, services)
+    scopes = (await services.auth.identify(presented_key(request), address_of(request))).scopes
     return RedirectResponse(next((page.path for page in PAGES if page.scope in scopes), PAGES[0].path), 303)
 
 
@@ -53,9 +54,11 @@ async def sign_in_page(
 async def sign_in(request: Request, services: ServicesDependency) -> Response:
     """Signs the browser in with an API key, and sends it to the page that it wanted."""
     received = await receive_body(request)
-    if received.too_large or len(received.body) > _MAX_FORM_BYTES:
-        raise RequestError(f"the form is larger than {_MAX_FORM_BYTES} bytes: enter only a key", status=413)
-    fields = parse_qs(received.body.decode(errors="replace"), max_num_fields=8)
+    try:
+        fields = _fields_of(received)
+    except RequestError:
+        services.auth.unauthenticated_limits.take(address_of(request))
+        raise
     key, target = (fields.get(name, [""])[0].strip() for name in ("key", "next"))
     try:
         token = await services.auth.sign_in(key, address_of(request), LIFETIME_SECONDS)
@@ -91,6 +94,16 @@ async def sign_out(request: Request, services: ServicesDependency) -> Response:
 def is_page(target: str) -> bool:
     """True for a path of the console, to which one may be sent after signing in."""
     return target.startswith(f"{CONSOLE}/") and not target.startswith(SIGN_IN) and "\\" not in target
+
+
+def _fields_of(received: ReceivedBody) -> dict[str, list[str]]:
+    """Returns the fields of a form. Raises RequestError."""
+    if received.too_large or len(received.body) > _MAX_FORM_BYTES:
+        raise RequestError(f"the form is larger than {_MAX_FORM_BYTES} bytes: enter only a key", status=413)
+    try:
+        return parse_qs(received.body.decode(errors="replace"), max_num_fields=_MAX_FIELDS)
+    except ValueError:
+        raise RequestError(f"the form has more than {_MAX_FIELDS} fields: enter only a key") from None
 
 
 async def _form(

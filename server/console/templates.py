@@ -27,8 +27,9 @@ def render(template: str, **content: object) -> str:
     return _environment().get_template(template).render(**content)
 
 
-def error_page(status: int, detail: str) -> str:
-    return render("error.html", visitor=None, status=status, phrase=HTTPStatus(status).phrase, detail=detail)
+def error_page(visitor: object, status: int, detail: str) -> str:
+    """Returns the page of an error, with the visitor's navigation; None for one who is not signed in."""
+    return render("error.html", visitor=visitor, status=status, phrase=HTTPStatus(status).phrase, detail=detail)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Bars of a timeline: when each operation of a run waited and ran."""
+"""Bars of a timeline: when each operation of a run waited for the ranks, behind others' work, and ran."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ class Timeline:
 def timeline_of(operations: Sequence[RunOperation]) -> Timeline:
     if not operations:
         return Timeline((), 0.0)
-    begin = min(map(_arrived_at, operations))
+    begin = min(map(_ready_at, operations))
     seconds = max(one.ended_at.timestamp() for one in operations) - begin
     scale = WIDTH / max(seconds, 1e-3)
-    return Timeline([_bar(one, (_arrived_at(one) - begin) * scale, scale) for one in operations], seconds)
+    return Timeline([_bar(one, (_ready_at(one) - begin) * scale, scale) for one in operations], seconds)
 
 
-def _arrived_at(operation: RunOperation) -> float:
+def _ready_at(operation: RunOperation) -> float:
     return operation.ended_at.timestamp() - operation.busy_seconds - operation.queued_seconds
 
 

@@ -5,10 +5,13 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.responses import HTMLResponse
+from starlette.types import Scope
 
-from ..routes.services import Services, ServicesDependency
-from ..tenants.auth import Tenant, TenantDependency, presented_key
-from ..tenants.scopes import OPERATOR, SCOPES, TENANT_SCOPES
+from ..http.errors import HANDLED_ERRORS
+from ..routes.services import Services
+from ..tenants.auth import AuthenticatedKey, Tenant, TenantDependency, address_of, admitted_key
+from ..tenants.browser_sessions import BrowserSession
+from ..tenants.scopes import OPERATOR
 from .templates import render
 
 
@@ -46,15 +49,27 @@ class Visitor:
         return [page for page in PAGES if page.scope in self.scopes]
 
 
-async def _current_visitor(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Visitor:
-    scopes = await scopes_of(request, services)
-    return Visitor(tenant, scopes, getattr(request.state, "form_token", ""), request.url.path)
+async def _current_visitor(request: Request, _: TenantDependency) -> Visitor:
+    return _visitor(request, admitted_key(request), getattr(request.state, "browser", None))
 
 
-async def scopes_of(request: Request, services: Services) -> tuple[str, ...]:
-    """Returns the scopes of the request's key; all on an open server."""
-    record = await services.auth.key_of(presented_key(request) or "")
-    return SCOPES if record is None else record.scopes or TENANT_SCOPES
+async def signed_in_visitor(scope: Scope) -> Visitor | None:
+    """Returns the visitor of a request that BrowserGate has let in by its cookie; None for others, and where the key
+    can no longer be read."""
+    request = Request(scope)
+    browser: BrowserSession | None = getattr(request.state, "browser", None)
+    services: Services = request.app.state.services
+    if browser is None:
+        return None
+    try:
+        key = await services.auth.identify(browser.token, address_of(request))
+    except HANDLED_ERRORS:
+        return None
+    return _visitor(request, key, browser)
+
+
+def _visitor(request: Request, key: AuthenticatedKey, browser: BrowserSession | None) -> Visitor:
+    return Visitor(key.tenant, key.scopes, browser.form_token if browser else "", request.url.path)
 
 
 VisitorDependency = Annotated[Visitor, Depends(_current_visitor)]

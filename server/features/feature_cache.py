@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ...schemas.bounds import load_json
 from ...schemas.training import FeatureLocation
-from ..files.directories import STAGING, move_into_place, staging_path
+from ..files.directories import STAGING, move_into_place, read_regular, staging_path
 from .space import FeatureSpace
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ class FeatureFiles:
         found = []
         for path in self._directory.glob(f"*{_SUFFIX}"):
             try:
-                references = [FeatureReference(**each) for each in json.loads(path.with_suffix(".json").read_text())]
+                references = [FeatureReference(**each) for each in load_json(read_regular(path.with_suffix(".json")))]
             except (OSError, ValueError, TypeError):
                 continue  # left by a capture that was never answered
             by_name = {reference.name: reference for reference in references}

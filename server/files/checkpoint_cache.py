@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import shutil
 import threading
 import time
 from collections import Counter
@@ -12,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .directories import STAGING, staging_path
+from .directories import STAGING, remove_tree, staging_path
 
 _SPARED_SECONDS = 60.0
 """Entries used this recently are not evicted, since a download may be about to open them. Open files stay readable."""
 
 
 class CheckpointCache:
-    """A size-limited cache in `root`, which nothing else may use. Every method but `hold` blocks."""
+    """A size-limited cache in `root`, which nothing else may use. Every method but `hold` and `is_held` blocks."""
 
     def __init__(self, root: Path, most_bytes: int) -> None:
         self._root = root
@@ -43,10 +42,14 @@ class CheckpointCache:
             with self._lock:
                 self._num_holders -= Counter((path,))
 
+    def is_held(self, path: Path) -> bool:
+        with self._lock:
+            return self._num_holders[path] > 0
+
     def sweep(self) -> None:
         """Removes unfinished downloads, at start."""
         for staging in self._root.glob(f"{STAGING}*"):
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_tree(staging, ignore_errors=True)
 
     def touch(self, path: Path) -> None:
         """Marks the entry as just used, and evicts others if the cache is too large."""
@@ -66,7 +69,7 @@ class CheckpointCache:
                 return False
             with contextlib.suppress(FileNotFoundError):  # another thread has just evicted it
                 path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_tree(aside, ignore_errors=True)
         return True
 
 

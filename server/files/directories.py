@@ -3,12 +3,15 @@
 `sync` makes them survive a crash of the machine; they survive a crash of the process anyway.
 """
 
+import errno
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Collection
 from pathlib import Path
+from typing import BinaryIO
 
 STAGING = ".staging-"
 
@@ -41,10 +44,26 @@ def make_directory(directory: Path, sync: bool, mode: int = 0o777) -> None:
             sync_directory(one.parent)
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file for reading. Raises OSError if it is not a regular one: opening a FIFO waits for a writer, perhaps
+    forever."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(handle, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """Returns a file's content. Raises OSError, see `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def sync_files(directory: Path) -> None:
     """Syncs the files directly in the directory, and the directory itself."""
     for path in directory.iterdir():
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             os.fsync(file.fileno())
     sync_directory(directory)
 
@@ -57,17 +76,37 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def remove_tree(path: Path, ignore_errors: bool = False) -> None:
+    """Deletes a directory and everything in it, or the file of this name. Raises OSError.
+
+    shutil.rmtree opens what it deletes, and opening a FIFO waits for a writer, perhaps forever.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+        return
+    try:
+        path.unlink()
+    except OSError:
+        if not ignore_errors:
+            raise
+
+
 def sweep_runs(root: Path, live: Collection[str]) -> None:
     """Deletes the directories of runs that are not live, and what was never finished in the others. Blocking."""
     names = {directory_name(run_id) for run_id in live}
     for directory in root.glob("*"):
         if directory.name not in names:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory, ignore_errors=True)
     for staging in root.glob(f"*/{STAGING}*"):
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging, ignore_errors=True)
 
 
 def directory_name(run_id: str) -> str:
     """Returns a name for the run's directory. Not every file system allows the colons of a run id."""
     assert re.fullmatch(r"[A-Za-z0-9_-]+(:[A-Za-z0-9_-]+)*", run_id), run_id
     return run_id.replace(":", "_")
+
+
+def files_in(directory: Path) -> list[str]:
+    """Returns all files, relative to the directory, in order."""
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .directories import sync_directory
+from ...schemas.bounds import load_json
+from .directories import open_regular, read_regular, sync_directory
 
 MANIFEST = "manifest.json"
 DAMAGED_MANIFEST = f"{MANIFEST} is damaged: it is not the JSON of a manifest"
@@ -49,7 +50,7 @@ def write_manifest(directory: Path, entries: Mapping[str, object], *, sync: bool
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / MANIFEST).read_text())
+    return load_json(read_regular(directory / MANIFEST))
 
 
 def listed_files(directory: Path) -> list[str]:
@@ -87,7 +88,7 @@ def check_size(name: str, size_bytes: int | None, listed: Mapping[str, Any]) -> 
 
 def _hash(path: Path, sync: bool) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_READ_BYTES):
             digest.update(chunk)
         if sync:

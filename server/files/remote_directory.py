@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 
+from ...schemas.bounds import load_json
 from .manifest import DAMAGED_MANIFEST, MANIFEST, check_file, check_size, read_manifest
 
 KEY_PARTS = 3
@@ -51,7 +52,7 @@ class RemoteDirectory:
 
     def manifest(self) -> dict[str, Any]:
         try:
-            manifest = json.loads(self.files.cat_file(self.file(MANIFEST)))
+            manifest = load_json(self.files.cat_file(self.file(MANIFEST)))
             names = list(manifest["files"])
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{MANIFEST} is missing") from error

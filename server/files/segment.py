@@ -3,7 +3,6 @@
 Readers ignore a torn end (an incomplete last record) and report damage.
 """
 
-import json
 import logging
 import os
 import struct
@@ -12,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from ...schemas.bounds import load_json
+from .directories import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,11 @@ def scan_segment(path: Path) -> Iterator[LogRecord | Damage]:
     """Like `read_segment`, but also yields damage. A torn end, which a crash leaves, is not yielded: its appends were
     never acknowledged.
     """
-    with path.open("rb") as file:
+    if path.exists() and not path.is_file():
+        logger.error("%s is not a file: it is skipped", path)
+        yield Damage(0, None)
+        return
+    with open_regular(path) as file:
         if (tag := tag_of(file)) is None:
             if path.stat().st_size > HEAD_BYTES:
                 logger.error("%s is not a segment of this version, or its head is damaged: it is skipped", path)
@@ -89,7 +95,9 @@ def pack_record(tag: bytes, header: bytes, body: bytes) -> Iterator[bytes]:
 
 def complete_bytes(segment: Path) -> int | None:
     """Returns the offset after the last complete record, or None if the file is not a segment."""
-    with segment.open("rb") as file:
+    if segment.exists() and not segment.is_file():
+        return None
+    with open_regular(segment) as file:
         if (tag := tag_of(file)) is None:
             file.seek(0)
             head = file.read(HEAD_BYTES)
@@ -152,7 +160,7 @@ def _header_in(damaged: bytes) -> Mapping[str, object] | None:
     """Returns the header of a record with a wrong checksum, if only the body seems to be damaged."""
     header_bytes, _, _ = _FRAME.unpack(damaged[: _FRAME.size])
     try:
-        header = json.loads(damaged[_FRAME.size : _FRAME.size + header_bytes])
+        header = load_json(damaged[_FRAME.size : _FRAME.size + header_bytes])
     except ValueError:
         return None
     return header if isinstance(header, dict) else None
@@ -167,6 +175,17 @@ def read_record(file: BinaryIO, tag: bytes) -> LogRecord | None:
     return record
 
 
+def read_header(file: BinaryIO, tag: bytes) -> Mapping[str, object]:
+    """Reads the header of the record that follows, without its body. Raises ValueError if it is damaged."""
+    at_record, frame = file.read(len(tag)), file.read(_FRAME.size)
+    if at_record != tag or len(frame) < _FRAME.size:
+        raise ValueError("no record begins there")
+    header = load_json(file.read(_FRAME.unpack(frame)[0]))
+    if not isinstance(header, dict):
+        raise ValueError("the header of the record is damaged")
+    return header
+
+
 def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> LogRecord | None:
     if file.read(len(tag)) != tag or len(frame := file.read(_FRAME.size)) < _FRAME.size:
         return None
@@ -177,4 +196,4 @@ def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> LogRecord | None:
     header, body = file.read(header_bytes), file.read(body_bytes)
     if zlib.crc32(body, zlib.crc32(header)) != checksum:
         return None
-    return LogRecord(json.loads(header), body, offset)
+    return LogRecord(load_json(header), body, offset)

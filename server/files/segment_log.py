@@ -13,15 +13,26 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedWriter
 from pathlib import Path
 
-from .directories import make_directory, sync_directory
-from .segment import HEAD_BYTES, MAGIC, MAX_BODY_BYTES, SUFFIX, TAG_BYTES, LogRecord, pack_record, read_record, tag_of
+from .directories import make_directory, open_regular, sync_directory
+from .segment import (
+    HEAD_BYTES,
+    MAGIC,
+    MAX_BODY_BYTES,
+    SUFFIX,
+    TAG_BYTES,
+    LogRecord,
+    pack_record,
+    read_header,
+    read_record,
+    tag_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +143,10 @@ class SegmentLog:
         """Raises ValueError if there is no complete record at `place`, OSError if the segment cannot be read."""
         return await asyncio.get_running_loop().run_in_executor(None, self._read, place)
 
+    async def read_header(self, place: RecordPosition) -> Mapping[str, object]:
+        """Returns a record's header without reading its body, and so unverified. Raises ValueError, OSError."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._read_header, place)
+
     def path(self, segment: int) -> Path:
         return self._directory / f"{segment:08d}{SUFFIX}"
 
@@ -154,6 +169,15 @@ class SegmentLog:
         for path in self._directory.glob(f"*{SUFFIX}"):
             if int(path.stem) != self.current and path.stat().st_mtime < oldest:
                 path.unlink()
+
+    def renew(self, segments: Collection[int]) -> None:
+        """Makes the segments as young as if their last record were new, for `delete_older_than`. Blocking."""
+        for path in map(self.path, segments):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
+                if self._sync:
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
 
     async def close(self) -> None:
         """Waits for pending writes and deletions, then closes the file."""
@@ -235,13 +259,20 @@ class SegmentLog:
         self._file = None
 
     def _read(self, place: RecordPosition) -> LogRecord:
-        with self.path(place.segment).open("rb") as file:
+        with open_regular(self.path(place.segment)) as file:
             tag = tag_of(file)
             file.seek(place.offset)
             record = None if tag is None else read_record(file, tag)
         if record is None:
             raise ValueError(f"no whole record at {place} in {self._directory}")
         return record
+
+    def _read_header(self, place: RecordPosition) -> Mapping[str, object]:
+        with self.path(place.segment).open("rb") as file:
+            if (tag := tag_of(file)) is None:
+                raise ValueError(f"{file.name} is no segment")
+            file.seek(place.offset)
+            return read_header(file, tag)
 
 
 def fence_off_writer(directory: Path) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel
@@ -20,13 +20,17 @@ from ...schemas.codec import (
     decompressed_size,
     is_protobuf,
 )
-from ...schemas.errors import RequestError
+from ...schemas.errors import RequestError, UnknownField
 from ...schemas.training import ForwardBackwardRequest
 from ..config.server_config import ServerConfig
 from .decoding import decode_in_process
+from .sdk_version import is_newer_than_tested, sdk_version
 
 LARGE_BYTES = 256 << 10
-"""Larger bodies are decoded and encoded off the event loop."""
+"""Larger results are encoded off the event loop."""
+
+QUICK_BYTES = 32 << 10
+"""Smaller bodies are decoded on the event loop: however many parts they have, it takes tens of milliseconds at most."""
 
 PROCESS_JSON_BYTES = 1 << 20
 PROCESS_PROTOBUF_BYTES = 32 << 20
@@ -48,25 +52,36 @@ JsonSchema = dict[str, object]
 
 @dataclass(frozen=True)
 class BodyLimits:
+    """Limits on the bodies of a route. warns_of_unknown: unknown fields are not refused."""
+
     received_bytes: int
     decompressed_bytes: int
+    warns_of_unknown: bool = False
 
 
 UNLIMITED = BodyLimits(1 << 62, 1 << 62)
 
+Tolerance = Literal["none", "without effect on results", "all"]
+"""The unknown fields that are ignored instead of refused."""
+
 
 @dataclass(frozen=True)
 class ReceivedBody:
-    """A body as received.
-
-    limits: those that its decompression must keep. too_large: it exceeded them, and `body` is only its beginning.
-    """
+    """A body as received."""
 
     body: bytes
     limits: BodyLimits
+    """Those that its decompression must keep."""
     content_type: str = JSON
     content_encoding: str | None = None
     too_large: bool = False
+    """True if it exceeded the limits, and `body` is only its beginning."""
+    digest: str | None = None
+    """The digest of its decoded content (see digests.py); None where it is not needed."""
+    tolerance: Tolerance = "none"
+    """The treatment of unknown fields."""
+    note_ignored: Callable[[str], None] = lambda words: None
+    """Called with a description of an unknown field that is ignored."""
 
 
 def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
@@ -77,11 +92,11 @@ def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
     Args:
         is_large: the route's bodies carry training or sampling data.
     """
-    limits = config.limits
+    limits, warns = config.limits, config.sdk.unknown_fields == "warn"
     received, decompressed = limits.max_body_bytes, min(limits.max_decompressed_bytes, limits.queued_bytes // 2)
     if is_large:
-        return BodyLimits(received, decompressed)
-    return BodyLimits(min(received, CONTROL_BODY_BYTES), min(decompressed, CONTROL_BODY_BYTES))
+        return BodyLimits(received, decompressed, warns)
+    return BodyLimits(min(received, CONTROL_BODY_BYTES), min(decompressed, CONTROL_BODY_BYTES), warns)
 
 
 def limits_of(request: Request) -> BodyLimits:
@@ -164,8 +179,29 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
     except BodyTooLarge as error:
         too_large = True
         pieces = [b"".join([*pieces, error.last_piece])[:_PREFIX_BYTES]]
-    encoding = request.headers.get("content-encoding")
-    return ReceivedBody(b"".join(pieces), limits, content_type(request), encoding, too_large)
+    return ReceivedBody(
+        b"".join(pieces),
+        limits,
+        content_type(request),
+        request.headers.get("content-encoding"),
+        too_large,
+        tolerance=tolerance_of(request),
+        note_ignored=ignored_fields(request).append,
+    )
+
+
+def ignored_fields(request: Request) -> list[str]:
+    """Returns the descriptions of the request's unknown fields that were ignored."""
+    if not hasattr(request.state, "ignored_fields"):
+        request.state.ignored_fields = []
+    return request.state.ignored_fields
+
+
+def tolerance_of(request: Request) -> Tolerance:
+    if limits_of(request).warns_of_unknown:
+        return "all"
+    # The program of an SDK that sends more than this version knows should run as long as its results are the same.
+    return "without effect on results" if is_newer_than_tested(sdk_version(request)) else "none"
 
 
 async def receive_json(request: Request, model: type[Model]) -> Model:
@@ -211,6 +247,24 @@ async def decode_body(received: ReceivedBody, decode: Callable[[bytes], Decoded]
     Raises:
         RequestError: 413 if it is too large, or the error of decompression or `decode`.
     """
+    try:
+        return await _decode_body(received, decode)
+    except UnknownField as error:
+        if received.tolerance == "none" or (received.tolerance != "all" and error.changes_results):
+            raise
+        received.note_ignored(error.message)
+        return await _decode_body(received, ignoring_unknown(decode))
+
+
+def ignoring_unknown(decode: Callable[[bytes], Decoded]) -> Callable[[bytes], Decoded]:
+    """Returns a decoder that drops unknown fields, from one that refuses them."""
+    if isinstance(decode, Decoder):
+        return Decoder(ignoring_unknown(decode.decode), decode.process_bytes)
+    option: dict[str, Any] = {"ignore_unknown": True}
+    return partial(decode, **option)
+
+
+async def _decode_body(received: ReceivedBody, decode: Callable[[bytes], Decoded]) -> Decoded:
     limits = received.limits
     if received.too_large:
         refusal = BodyTooLarge(limits.received_bytes)
@@ -218,7 +272,7 @@ async def decode_body(received: ReceivedBody, decode: Callable[[bytes], Decoded]
     process_bytes = PROCESS_JSON_BYTES
     if isinstance(decode, Decoder):
         decode, process_bytes = decode.decode, decode.process_bytes
-    if received.content_encoding is None and len(received.body) < LARGE_BYTES:
+    if received.content_encoding is None and len(received.body) < QUICK_BYTES:
         return decode(received.body)
     if await size_of(received) >= process_bytes:
         return await decode_in_process(decode, received.body, received.content_encoding, limits.decompressed_bytes)
@@ -246,12 +300,18 @@ def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
 
 
 def forward_backward_decoder(
-    content_type: str, forward_only: bool = False, evaluates: bool = False
+    content_type: str, forward_only: bool = False, evaluates: bool = False, was_accepted: bool = False
 ) -> Decoder[ForwardBackwardRequest]:
     """Returns a decoder that takes these arguments, and raises RequestError, as decode_forward_backward does."""
     apart_bytes = PROCESS_PROTOBUF_BYTES if is_protobuf(content_type) else PROCESS_JSON_BYTES
-    options: dict[str, Any] = {"content_type": content_type, "forward_only": forward_only, "evaluates": evaluates}
-    return Decoder(partial(decode_forward_backward, **options), apart_bytes)
+    decode = partial(
+        decode_forward_backward,
+        content_type=content_type,
+        forward_only=forward_only,
+        evaluates=evaluates,
+        was_accepted=was_accepted,
+    )
+    return Decoder(decode, apart_bytes)
 
 
 def json_parameter(model: type[BaseModel]) -> Any:

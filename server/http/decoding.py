@@ -1,6 +1,7 @@
 """Decodes large bodies in separate processes, because parsers of JSON and protobuf hold the GIL for seconds.
 
-Each process decodes one body, with limits on its memory and time, and runs `main`.
+Each process decodes one body, with limits on its memory and time, and runs `main`. Other work on untrusted input, which
+may crash, starts its processes here as well (`start_process`, `become_expendable`).
 """
 
 import asyncio
@@ -71,7 +72,7 @@ class _Work(NamedTuple):
 def _run_decoder_process(work: _Work) -> object:
     """Returns the decoded body or the exception."""
     try:
-        pipe, process = _start()
+        pipe, process = start_process(__name__)
     except OSError as error:
         return _no_room(f"no process can be started ({error.strerror})")
     with pipe, process:
@@ -88,12 +89,15 @@ def _run_decoder_process(work: _Work) -> object:
     return decode(frame)
 
 
-def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Returns the pipe to a new process, and the process. Raises OSError."""
+def start_process(module: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Starts a process that runs `main` of the module with the number of its pipe as argument.
+
+    It ends with the thread that starts it. Returns our end of the pipe, and the process. Raises OSError.
+    """
     with contextlib.ExitStack() as opened:
         ours, theirs = (opened.enter_context(end) for end in socket.socketpair())
         number = theirs.fileno()
-        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(number)]
+        command = [sys.executable, "-P", "-c", f"from {module} import main; main()", str(number)]
         # Parsers print when memory runs out; a client could fill our log with that.
         process = subprocess.Popen(command, pass_fds=[number], start_new_session=True, stderr=subprocess.DEVNULL)
         opened.pop_all()
@@ -112,17 +116,25 @@ def _too_much(num_bytes: int) -> RequestError:
     )
 
 
-def main() -> None:
-    """Runs in the decoder process: decodes the one body that arrives through the pipe."""
-    os.nice(_NICENESS)
-    gc.disable()
+def become_expendable(niceness: int = _NICENESS) -> None:
+    """Lets the server and its workers go first, and ends this process with the server or before it."""
+    os.nice(niceness)
     if sys.platform == "linux":
+        # Where the kernel groups processes by session, it compares this number with that of the server's session.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(str(niceness))
         # The signal is sent when the thread that started this process ends; these threads live as long as the server.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # If the machine runs out of memory, the kernel should kill this process, not the server or its workers.
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would hold a tenant's data
+
+
+def main() -> None:
+    """Runs in the decoder process: decodes the one body that arrives through the pipe."""
+    become_expendable()
+    gc.disable()
     with socket.socket(fileno=int(sys.argv[1])) as pipe:
         frame = FrameReader().receive(pipe)
         assert frame is not None, "the pipe blocks"

@@ -28,6 +28,7 @@ _OPENAI_PATHS = ("/chat/completions", "/completions", "/models")
 
 def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Returns an error response in the format of OpenAI's API or of ours, depending on the path."""
+    message = message.encode(errors="backslashreplace").decode()  # it may quote half a surrogate pair
     if request.url.path.startswith(("/v1/", *_OPENAI_PATHS)):
         return JSONResponse(ErrorBody.of(message, status).model_dump(), status, headers)
     return JSONResponse({"detail": message}, status, headers)

@@ -21,6 +21,7 @@ from ...schemas.errors import Category, RequestError
 from ...schemas.futures import Pending, RequestFailed
 from ..files.segment import MAX_BODY_BYTES, LogRecord, read_segment
 from ..files.segment_log import Guard, RecordPosition, SegmentLog
+from ..http.digests import Fingerprint
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import OperationRecord, ResultRecord, Store
 from .journal import Header
@@ -44,6 +45,8 @@ Encoding = Literal["json", "forward_backward", "sample", "user_error", "server_e
 _ERRORS = ("user_error", "server_error")
 _ENDED = "ended"
 """Key of an operation's record in the header of its result."""
+_FINGERPRINT = "fingerprint"
+"""Key of the request's fingerprint in the header of its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +90,14 @@ class Future:
     pending: says why there is no result yet. on_stored: called as soon as the store has the result's place.
     num_bytes: size of the result's body.
     ended: of a run's operation, what its history keeps.
+    fingerprint: of the request; None if an earlier version accepted it.
     """
 
     request_id: str
     tenant_id: str
     pending: Callable[[], Pending]
     on_stored: Callable[[], None]
+    fingerprint: Fingerprint | None = None
     result: Result | None = None
     num_bytes: int = 0
     place: RecordPosition | None = None
@@ -103,7 +108,11 @@ class Future:
     def header(self) -> dict[str, object]:
         """Returns what the file records of the result in addition to its body."""
         header = self._columns()
-        return header if self.ended is None else {**header, _ENDED: vars(self.ended)}
+        if self.fingerprint is not None:
+            header[_FINGERPRINT] = self.fingerprint
+        if self.ended is not None:
+            header[_ENDED] = vars(self.ended)
+        return header
 
     def record(self) -> ResultRecord:
         """Returns what the store records of a result that is in the file."""
@@ -137,11 +146,7 @@ class Futures:
         guard: Guard = lambda: None,
         on_operations: Callable[[set[str]], None] = lambda run_ids: None,
     ) -> None:
-        """Takes where results are stored.
-
-        Args:
-            on_operations: called with the runs of which ended operations were stored.
-        """
+        """on_operations: called with the runs of which ended operations were stored."""
         self._segments = SegmentLog(directory, _SEGMENT_BYTES, sync, guard)
         self._store = store
         self._on_operations = on_operations
@@ -164,7 +169,7 @@ class Futures:
         self._store_errors = RepeatedErrorLog(logger, "storing the places of results")
 
     async def open(self) -> None:
-        await self._store_results_after(await self._store.results.newest())
+        await _store_unstored(self._segments, self._store)
         await self.kept_bytes.recount(self._sizes_not_stored)
         self._writer = asyncio.create_task(self._write_behind())
 
@@ -175,7 +180,8 @@ class Futures:
         answered = await self.find_encodings(list(by_id))
         for request_id, header in by_id.items():
             if request_id not in answered:
-                self.fail(self.create(request_id, header.tenant_id), _lost(header), "server")
+                future = self.create(request_id, header.tenant_id, fingerprint=header.fingerprint)
+                self.fail(future, _lost(header), "server")
 
     async def has_result(self, request_id: str) -> bool:
         """True if the store has a result of this request; requests in progress are not considered."""
@@ -199,10 +205,20 @@ class Futures:
         tenant_id: str,
         pending: Callable[[], Pending] = Pending,
         on_stored: Callable[[], None] = lambda: None,
+        fingerprint: Fingerprint | None = None,
     ) -> Future:
         assert request_id not in self._live, f"{request_id} already exists"
-        future = self._live[request_id] = Future(request_id, tenant_id, pending, on_stored)
+        future = self._live[request_id] = Future(request_id, tenant_id, pending, on_stored, fingerprint)
         return future
+
+    async def find_fingerprint(self, request_id: str) -> Fingerprint | None:
+        """Returns the fingerprint of an accepted request; None if it has none, as its result is lost or an earlier
+        version accepted it. Raises KeyError if nothing is known of the request."""
+        if (future := self._live.get(request_id)) is not None:
+            return future.fingerprint
+        if (stored := await self._store.results.get(request_id)) is None:
+            raise KeyError(request_id)
+        return await _stored_fingerprint(self._segments, stored)
 
     def resolve(self, future: Future, result: Result, ended: OperationRecord | None = None) -> None:
         """Sets the result, unless there is one. `ended`: what the run's history keeps of the operation."""
@@ -359,18 +375,49 @@ class Futures:
             async with self._batch_stored:
                 self._batch_stored.notify_all()
 
-    async def _store_results_after(self, newest: ResultRecord | None) -> None:
-        """Adds to the store the results that an earlier process wrote to its file, but not to the store."""
-        start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
-        records = await asyncio.to_thread(lambda: list(_records_after(self._segments, start)))
-        for first in range(0, len(records), _MAX_PER_WRITE):
-            results, operations = zip(*records[first : first + _MAX_PER_WRITE], strict=True)
-            await self._store.results.put(results, [one for one in operations if one is not None])
-
     def _evict_oldest(self) -> None:
         request_id, future = self._stored.popitem(last=False)
         self._stored_bytes -= future.num_bytes + _BYTES_BESIDE_BODY
         del self._live[request_id]
+
+
+async def check_same(futures: Futures, request_id: str, number: str, again: Fingerprint, remedy: str) -> None:
+    """Checks that a request with the number of an accepted one is a retry of that.
+
+    Args:
+        number: names the number in messages.
+        remedy: of another request with the number.
+    Raises:
+        RequestError: 400 and not 409, which clients retry, if it is another request, or nothing is known of the
+            accepted one any more.
+    """
+    try:
+        known = await futures.find_fingerprint(request_id)
+    except KeyError:
+        raise RequestError(
+            f"{number} was used before, and its result is no longer kept: poll earlier, or continue with the next "
+            "number"
+        ) from None
+    if known is not None and known != again:
+        raise RequestError(f"{number} {again.words(known)}: {remedy}")
+
+
+async def _store_unstored(segments: SegmentLog, store: Store) -> None:
+    """Adds to the store the results that an earlier process wrote to its file, but not to the store."""
+    newest = await store.results.newest()
+    start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
+    records = await asyncio.to_thread(lambda: list(_records_after(segments, start)))
+    for first in range(0, len(records), _MAX_PER_WRITE):
+        results, operations = zip(*records[first : first + _MAX_PER_WRITE], strict=True)
+        await store.results.put(results, [one for one in operations if one is not None])
+
+
+async def _stored_fingerprint(segments: SegmentLog, stored: ResultRecord) -> Fingerprint | None:
+    try:
+        header = await segments.read_header(RecordPosition.parse(stored.place))
+    except (FileNotFoundError, ValueError):  # a poll says so
+        return None
+    return Fingerprint(*cast(list[str], header[_FINGERPRINT])) if _FINGERPRINT in header else None
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
@@ -396,7 +443,7 @@ def _records_after(
 def _read_result(place: RecordPosition, stored: LogRecord) -> tuple[ResultRecord, OperationRecord | None]:
     """Returns the records of a result in a segment, and of the operation that it ends."""
     columns = cast(dict[str, Any], dict(stored.header))
-    ended = columns.pop(_ENDED, None)
+    ended, _ = columns.pop(_ENDED, None), columns.pop(_FINGERPRINT, None)
     result = ResultRecord(place=str(place), size_bytes=len(stored.body), **columns)
     return result, None if ended is None else OperationRecord(**ended)
 

@@ -18,11 +18,16 @@ from ...schemas.errors import RequestError
 from ...schemas.models import ExpertFactors
 from ..files.segment import Damage, LogRecord, read_segment, scan_segment
 from ..files.segment_log import Guard, RecordPosition, RecordTooLarge, SegmentLog
+from ..http.digests import Fingerprint
 from ..logs.repeated_errors import RepeatedErrorLog
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+
+SAMPLING_RULES = 2
+"""Version of what a sampling request means. 1: its stops replace the model's end tokens, and JSON may contain any white
+space. 2: its stops are added to the end tokens, and JSON is compact."""
 
 _SEED_LIMIT = 1 << 31
 
@@ -36,6 +41,8 @@ class Header:
     checkpoint to load may be read. target_path: the checkpoint that is the target of a new draft model.
     feature_bytes: space reserved for captured features; None: there was no space, and nothing is captured.
     expert_factors: of a new adapter whose request leaves them open; None in what earlier versions journaled.
+    sampling_rules: of a sample, see SAMPLING_RULES; 1 in what earlier versions journaled.
+    digest: of the request (see http/digests.py); None in what earlier versions journaled.
     """
 
     kind: str
@@ -51,7 +58,13 @@ class Header:
     target_path: str | None = None
     feature_bytes: int | None = 0
     expert_factors: ExpertFactors | None = None
+    sampling_rules: int = 1
+    digest: str | None = None
     version: int = FORMAT_VERSION
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        return None if self.digest is None else Fingerprint(self.kind, self.digest)
 
 
 def draw_seed() -> int:

@@ -1,14 +1,14 @@
 """Recordings: sampled tokens and their log-probabilities, which losses refer to by sequence id.
 
-Samples requested with `record_stability_info` are kept for a day under their sequence ids; `fill_in` turns the
-provenance spans of a `stable_reinforce` request into its `logprobs` and `sampled_mask` inputs.
+Samples requested with `record_stability_info` are kept for a day under their sequence ids; each use restarts the day.
+`fill_in` turns the provenance spans of a `stable_reinforce` request into its `logprobs` and `sampled_mask` inputs.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class Recordings:
         self._remember(request_id, recording)
 
     async def fill_in(self, tenant_id: str, request: ForwardBackwardRequest) -> ForwardBackwardRequest:
-        """Returns the request with the `logprobs` and `sampled_mask` that its spans refer to.
+        """Returns the request with the `logprobs` and `sampled_mask` that its spans refer to, and restarts their day.
 
         Raises:
             OperationError: category "user", a span does not match its recording.
@@ -81,7 +81,15 @@ class Recordings:
                 data.append(await self._fill_in_datum(tenant_id, datum))
             except OperationError as error:
                 raise OperationError(f"data[{index}]: {error}", error.category) from None
+        await self._renew([before for before, after in zip(request.data, data, strict=True) if after is not before])
         return replace(request, data=tuple(data))
+
+    async def _renew(self, data: Sequence[Datum]) -> None:
+        """Renews the whole segments of the recordings that the data use."""
+        spans = (span for datum in data for span in datum.loss_fn_input_spans)
+        places = (self._places.get(span.sequence_id.rpartition(":")[0]) for span in spans)
+        if segments := {place.segment for place in places if place is not None}:
+            await asyncio.to_thread(self._segments.renew, segments)
 
     async def expire(self) -> None:
         segments = {place.segment for place in self._places.values()}
@@ -201,7 +209,7 @@ def _targets(datum: Datum) -> np.ndarray:
 def _missing(sequence_id: str) -> OperationError:
     return OperationError(
         f"there is no recording of sequence {sequence_id}: sample it with record_stability_info=True, with the same "
-        f"API key, no more than {KEPT_SECONDS / 3600:.0f} hours before"
+        f"API key, no more than {KEPT_SECONDS / 3600:.0f} hours before; each use in training restarts them"
     )
 
 

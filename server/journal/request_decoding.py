@@ -13,14 +13,21 @@ from ...schemas.checkpoints import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from ...schemas.codec import decode_model, decompress
+from ...schemas.codec import JsonObject, decode_model, decompress
 from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
 from ...schemas.errors import RequestError
 from ...schemas.models import CreateModelRequest
 from ...schemas.sampling import SampleRequest
 from ...schemas.schedules import DeleteEvaluationRequest, ScheduleCheckpointsRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
-from ..http.bodies import UNLIMITED, ReceivedBody, decode_body, forward_backward_decoder, json_decoder
+from ..http.bodies import (
+    UNLIMITED,
+    ReceivedBody,
+    decode_body,
+    forward_backward_decoder,
+    ignoring_unknown,
+    json_decoder,
+)
 from .journal import JournalEntry
 
 JsonRequest = (
@@ -59,19 +66,24 @@ _JSON: dict[str, type[BaseModel]] = {
 Decoded = RunRequest | LoadWeightsRequest | CreateModelRequest | SampleRequest
 
 
-def operation_decoder(kind: str, content_type: str) -> Callable[[bytes], RunRequest]:
-    """Returns the decoder of an operation that a client sends, see json_decoder and forward_backward_decoder."""
+def operation_decoder(kind: str, content_type: str, was_accepted: bool = False) -> Callable[[bytes], RunRequest]:
+    """Returns the decoder of an operation, see json_decoder and forward_backward_decoder.
+
+    was_accepted: by this version or an earlier one; it is not a new request.
+    """
     if (model := _OPERATIONS.get(kind)) is not None:
         return json_decoder(model)
-    return forward_backward_decoder(content_type, kind != "forward_backward", evaluates=kind == "create_evaluation")
+    return forward_backward_decoder(content_type, kind != "forward_backward", kind == "create_evaluation", was_accepted)
 
 
 async def decode_entry(entry: JournalEntry) -> Decoded:
     """Returns the request as it was accepted, without limits of its size: it was within those in force then.
 
+    Unknown fields are ignored, since earlier versions accepted them.
+
     Raises RequestError if this version would not accept it.
     """
-    header, decode = entry.header, _decoder(entry.header.kind, entry.header.content_type)
+    header, decode = entry.header, ignoring_unknown(_decoder(entry.header.kind, entry.header.content_type))
     received = ReceivedBody(entry.body, UNLIMITED, header.content_type, header.content_encoding)
     try:
         return await decode_body(received, decode)
@@ -87,22 +99,27 @@ def _decode_here(decode: Callable[[bytes], Decoded], received: ReceivedBody) -> 
 
 
 def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
-    return partial(_from_json, _JSON[kind]) if kind in _JSON else operation_decoder(kind, content_type)
+    return partial(_from_json, _JSON[kind]) if kind in _JSON else operation_decoder(kind, content_type, True)
 
 
-def _from_json(model: type[BaseModel], body: bytes) -> Decoded:
-    """Decodes the body, dropping `user_metadata` if necessary.
+def _from_json(model: type[BaseModel], body: bytes, ignore_unknown: bool = False) -> Decoded:
+    """Decodes the body, without `user_metadata` and with empty tokens if necessary.
 
-    Earlier versions accepted metadata of any size; rebuilding a run does not need it.
+    Earlier versions accepted metadata of any size, which rebuilding a run does not need, and chunks without tokens.
     """
-    decode = partial(decode_model, model, most_bytes=UNLIMITED.decompressed_bytes)
+    decode = partial(decode_model, model, most_bytes=UNLIMITED.decompressed_bytes, ignore_unknown=ignore_unknown)
     try:
         return decode(body)  # pyright: ignore[reportReturnType]
     except RequestError as refusal:
         try:
-            fields = json.loads(body)
-        except ValueError:
+            fields = json.loads(body, object_hook=_with_tokens)
+        except (ValueError, RecursionError):
             raise refusal from None
-        if not isinstance(fields, dict) or fields.pop("user_metadata", None) is None:
+        if not isinstance(fields, dict):
             raise
+        fields.pop("user_metadata", None)
         return decode(json.dumps(fields).encode())  # pyright: ignore[reportReturnType]
+
+
+def _with_tokens(fields: JsonObject) -> JsonObject:
+    return {"tokens": [], **fields} if fields.get("type") == "encoded_text" else fields

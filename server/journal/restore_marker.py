@@ -11,6 +11,9 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ...schemas.bounds import load_json
+from ..files.directories import read_regular
+
 logger = logging.getLogger(__name__)
 
 _NAME = "copied.json"
@@ -103,7 +106,7 @@ def _without(run_id: str, mark: _MarkerContent) -> _MarkerContent:
 def _read(directory: Path) -> _MarkerContent | None:
     path = directory / _NAME
     try:
-        return _MarkerContent(**json.loads(path.read_bytes()))
+        return _MarkerContent(**load_json(read_regular(path)))
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..files.directories import directory_name, move_into_place, staging_path, sweep_runs
+from ..files.directories import directory_name, move_into_place, remove_tree, staging_path, sweep_runs
 from ..files.manifest import MANIFEST, check_directory, listed_files, read_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class SnapshotStore:
         return True
 
     async def remove(self, directory: Path) -> None:
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        await asyncio.to_thread(remove_tree, directory, ignore_errors=True)
 
     async def remove_all(self, run_id: str) -> None:
         await self.remove(self._run_directory(run_id))
@@ -132,7 +132,7 @@ class SnapshotStore:
 
     def _seal_and_rename(self, staging: Path, snapshot: RunSnapshot) -> None:
         if (snapshot.directory / MANIFEST).exists():  # the same state, published before a crash
-            shutil.rmtree(snapshot.directory)
+            remove_tree(snapshot.directory)
         entries = {name: getattr(snapshot, name) for name in ("seq_id", "tainted_by", "held", "target")}
         write_manifest(staging, entries, sync=self._sync)
         # The first snapshot also creates the directories above it, which must be synced too.

@@ -1,14 +1,15 @@
 """Implements /v1/chat/completions: renders chats with the model's template and writes the assistant's messages."""
 
-import json
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import JsonValue
 
-from ...schemas.openai import ChatCompletionRequest, ChatMessage, OpenAiError
+from ...schemas.chats.messages import Chat, ChatError, ToolsNotSupported, template_message
+from ...schemas.openai import ChatCompletionRequest, OpenAiError
 from ...schemas.openai_responses import AnswerMessage, ChatChoice, ChatLogprobs, TokenLogprob
-from ..text.tokenizer import Chat, Tokenizer, ToolsNotSupported
+from ...workers.protocol.calls import ModelInfo
+from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, TokenScores
 from .completion_kind import CompletionKind
 from .prompts import Prompt
@@ -24,55 +25,31 @@ def check(request: ChatCompletionRequest) -> None:
 
 
 def render_prompts(request: ChatCompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
-    chat = Chat(
-        messages=[_template_message(number, message) for number, message in enumerate(request.messages)],
-        tools=request.tools if request.tools and request.tool_choice != "none" else None,
-        add_generation_prompt=request.add_generation_prompt,
-        variables=request.chat_template_kwargs,
-    )
-    try:
-        return [Prompt(tokenizer.encode_chat(chat, most_tokens))]
-    except ToolsNotSupported:
+    # Each message takes a token. Templates take seconds over as many messages as a body may have.
+    if (num_messages := len(request.messages)) > most_tokens:
         raise OpenAiError(
-            f"the chat template of {request.model} ignores tools, so the model would never see them: leave them out "
-            "and describe them in a message, or use a model that was trained to call tools",
-            param="tools",
-            code="unsupported_parameter",
-        ) from None
-
-
-def _template_message(number: int, message: ChatMessage) -> dict[str, JsonValue]:
-    """Returns the message as chat templates expect it.
-
-    Text parts are joined by line breaks. An assistant message without content gets an empty string, because many
-    templates concatenate it.
-    """
-    fields = message.model_dump()
-    if message.role == "assistant" and message.content is None:
-        fields["content"] = ""
-    if isinstance(message.content, list):
-        if wrong := next((part for part in message.content if part.type != "text"), None):
-            raise OpenAiError(
-                f"messages.{number}.content has a part of type {wrong.type!r}, which is not supported: send text",
-                param=f"messages.{number}.content",
-            )
-        fields["content"] = "\n".join(part.text for part in message.content)
-    if message.tool_calls is not None:
-        fields["tool_calls"] = [_template_call(number, call) for call in message.tool_calls]
-    return fields
-
-
-def _template_call(number: int, call: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Parses the arguments of a tool call: clients send them as a JSON string, templates expect the object."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
-        return call
+            f"the chat has {num_messages} messages, more than the model's context of {most_tokens} tokens holds: send "
+            "fewer",
+            param="messages",
+        )
     try:
-        # The order of the arguments is kept, because templates may print them.
-        return {**call, "function": {**function, "arguments": json.loads(text or "{}")}}
-    except ValueError as error:
-        place = f"messages.{number}.tool_calls"
-        raise OpenAiError(f"{place} has arguments that are not valid JSON: {error}", param=place) from None
+        chat = Chat(
+            messages=[template_message(f"messages.{number}", each) for number, each in enumerate(request.messages)],
+            tools=request.tools if request.tools and request.tool_choice != "none" else None,
+            add_generation_prompt=request.add_generation_prompt,
+            variables=request.chat_template_kwargs,
+        )
+        return [Prompt(tokenizer.encode_chat(chat, most_tokens))]
+    except ToolsNotSupported as error:
+        raise OpenAiError(f"{request.model}: {error}", param="tools", code="unsupported_parameter") from None
+    except ChatError as error:
+        raise OpenAiError(str(error), param=error.place) from None
+
+
+def ends(tokenizer: Tokenizer, model: ModelInfo) -> Sequence[int]:
+    """Returns all tokens that may end an answer: those that config.json, generation_config.json and the tokenizer name,
+    and the one that the chat template writes."""
+    return (*model.eos_token_ids, *model.config_eos_token_ids, *tokenizer.chats.end_token_ids)
 
 
 class ChatResponseWriter(ResponseWriter):
@@ -125,4 +102,4 @@ def _message(delta: ChoiceDelta) -> AnswerMessage:
     return {"role": "assistant", "content": delta.text} if delta.first else {"content": delta.text}
 
 
-CHATS = CompletionKind(ChatCompletionRequest, check, render_prompts, ChatResponseWriter)
+CHATS = CompletionKind(ChatCompletionRequest, check, render_prompts, ends, ChatResponseWriter)

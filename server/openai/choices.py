@@ -154,16 +154,18 @@ class RequestChoices:
         if not self._request.echoes:
             return Echo()
         prompt = self._prompts[job]
-        text = SampleText(self._tokenizer)
-        offsets = text.add(prompt.token_ids)
+        num_added = 0 if prompt.text is None else len(self._tokenizer.chats.first_tokens)
+        text = SampleText(self._tokenizer, shows_special=True)
+        offsets = text.add(prompt.token_ids[num_added:])
         shown = text.take(last=True)
         num_cut = prompt.num_added_spaces(shown, self._tokenizer)
-        self._num_echoed[job] = len(shown) - num_cut
+        echoed = shown[num_cut:] if prompt.text is None else prompt.text
+        self._num_echoed[job] = length = len(echoed)
         if response is None or response.prompt_logprobs is None:
-            return Echo(shown[num_cut:])
-        offsets = [max(0, offset - num_cut) for offset in offsets]
+            return Echo(echoed)
+        offsets = [*[0] * num_added, *(min(max(0, offset - num_cut), length) for offset in offsets)]
         scored = TokenScores(prompt.token_ids, offsets, response.prompt_logprobs, response.topk_prompt_logprobs)
-        return Echo(shown[num_cut:], scored)
+        return Echo(echoed, scored)
 
     def echo_choices(self, job: int, echo: Echo) -> Iterator[ChoiceDelta]:
         """Yields the echo once for each choice of the job."""

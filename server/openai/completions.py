@@ -1,10 +1,11 @@
 """Implements /v1/completions: continues prompts given as text or as token ids."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...schemas.openai import CompletionRequest, OpenAiError
 from ...schemas.openai_responses import CompletionChoice, CompletionLogprobs
+from ...workers.protocol.calls import ModelInfo
 from ..sampling.sampling_job import MAX_SAMPLES
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, TokenScores
@@ -33,6 +34,12 @@ def tokenize_prompts(request: CompletionRequest, tokenizer: Tokenizer, most_toke
         Prompt(tokenizer.encode(one, most_tokens), one) if isinstance(one, str) else Prompt(one)
         for one in request.prompts
     ]
+
+
+def ends(tokenizer: Tokenizer, model: ModelInfo) -> Sequence[int]:
+    """Returns the end tokens of the model, and the tokenizer's, with which rows of texts end in training."""
+    own = tokenizer.chats.end_token_id
+    return model.eos_token_ids if own is None else (*model.eos_token_ids, own)
 
 
 class CompletionResponseWriter(ResponseWriter):
@@ -96,4 +103,4 @@ def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None)
     }
 
 
-COMPLETIONS = CompletionKind(CompletionRequest, check, tokenize_prompts, CompletionResponseWriter)
+COMPLETIONS = CompletionKind(CompletionRequest, check, tokenize_prompts, ends, CompletionResponseWriter)

@@ -4,9 +4,10 @@ To accept another parameter of OpenAI's or vLLM's clients, add its field in `sch
 table of unsupported fields there, and add a line to `sampling_params`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
-from ...schemas.errors import OperationError
+from ...schemas.errors import OperationError, RequestError
 from ...schemas.openai import BaseCompletionRequest, ChatCompletionRequest, OpenAiError, ResponseFormat
 from ...schemas.sampling import Constraint, ModelInput, SampleRequest, SamplingParams
 from ..sampling.draft_loader import DraftNotFound, DraftNotLoaded
@@ -15,6 +16,9 @@ from .prompts import Prompt
 
 MAX_ECHOED_TOKENS = 1 << 21
 """Most echoed prompt tokens in one response, counting each token's alternatives."""
+
+MAX_REPEATED_TOKENS = 1 << 20
+"""Most tokens of logit_bias, or of stop_token_ids, times the prompts that they are for."""
 
 
 def sampling_params(request: BaseCompletionRequest) -> SamplingParams:
@@ -52,9 +56,10 @@ def sample_requests(request: BaseCompletionRequest, prompts: Sequence[Prompt], c
     Args:
         context: the model's context length in tokens.
     Raises:
-        OpenAiError: the echo would be too large.
+        OpenAiError: the echo would be too large, or the parameters of all prompts together.
     """
     _check_echo(request, prompts)
+    _check_repeated(request, len(prompts))
     params = sampling_params(request)
     scores_prompt = request.echoes and request.num_top_logprobs is not None
     num_top = request.num_top_logprobs or 0
@@ -96,27 +101,40 @@ def _check_echo(request: BaseCompletionRequest, prompts: Sequence[Prompt]) -> No
         )
 
 
+def _check_repeated(request: BaseCompletionRequest, num_prompts: int) -> None:
+    """A rank reads these tokens for each prompt: the body has them once, and many prompts would hold it for seconds."""
+    for param, tokens in (("logit_bias", request.logit_bias or ()), ("stop_token_ids", request.stop_token_ids)):
+        if num_prompts * len(tokens) > MAX_REPEATED_TOKENS:
+            raise OpenAiError(
+                f"{param} of {len(tokens)} tokens for {num_prompts} prompts makes {num_prompts * len(tokens)}; the "
+                f"maximum is {MAX_REPEATED_TOKENS}: send the prompts in several requests",
+                param=param,
+            )
+
+
 def _max_tokens(request: BaseCompletionRequest, prompt: Prompt, context: int) -> int | None:
     most = request.max_sample_tokens(context - len(prompt.token_ids))
     # Samplers draw at least one token; a request that only scores its prompt drops it.
     return None if most is None else max(1, most)
 
 
-def openai_error(request: BaseCompletionRequest, error: OperationError | DraftNotFound) -> OpenAiError:
+def openai_error(request: BaseCompletionRequest, error: OperationError | RequestError) -> OpenAiError:
     """Translates the error of a sampling job.
 
-    Sets `param` to the request field at fault: a draft error names draft_path, and what workers call a constraint is
-    response_format here.
+    Sets `param` to the request field at fault: a draft error names draft_path, what workers call a constraint is
+    response_format here, and a refused job names its field first.
     """
-    if isinstance(error, DraftNotFound):
-        return OpenAiError(error.message, error.status, "draft_path")
+    if isinstance(error, RequestError):
+        named = (word for word in re.findall(r"\w+", error.message) if word in type(request).model_fields)
+        param = "draft_path" if isinstance(error, DraftNotFound) else next(named, None)
+        return OpenAiError(error.message, error.status, param)
     status = 400 if error.category == "user" else 503
     if request.response_format.type != "text" and "constraint" in error.message:
         return OpenAiError(f"response_format: {error.message}", status, "response_format")
     return OpenAiError(error.message, status, "draft_path" if isinstance(error, DraftNotLoaded) else None)
 
 
-def merge_stops(request: BaseCompletionRequest, end_token_ids: Sequence[int]) -> Stops:
-    """Returns what ends a sample: the model's end tokens unless ignore_eos is set, and the request's own stops."""
-    ends = () if request.ignore_eos else tuple(end_token_ids)
+def merge_stops(request: BaseCompletionRequest, end_token_ids: Iterable[int]) -> Stops:
+    """Returns what ends a sample: the end tokens unless ignore_eos is set, and the request's own stops."""
+    ends = () if request.ignore_eos else tuple(dict.fromkeys(end_token_ids))
     return Stops((*ends, *request.stop_token_ids), request.stop_strings)

@@ -38,8 +38,8 @@ def check_loadable(run: RunRecord, checkpoint: CheckpointRecord, optimizer: bool
         )
     if optimizer and not checkpoint.has_optimizer:
         raise OperationError(
-            f"{checkpoint.tinker_path} has no optimizer state: load it with optimizer=false, or load a checkpoint "
-            "that save_state wrote"
+            f"{checkpoint.tinker_path} has no optimizer state: load its weights alone (load_state(path), in JSON "
+            '"optimizer": false), or load a checkpoint that save_state wrote'
         )
 
 

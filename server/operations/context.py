@@ -44,9 +44,10 @@ class OperationContext:
         await self.features.release_holds_before(run, seq_id, were_used=False)
 
     async def drop(self, run: RunRecord) -> None:
-        """Drops the run from the workers at the end of its session. Raises OperationError."""
-        # The run's last operation may have created one more sampler.
-        await self.samplers.end_session(run.session_id)
+        """Drops the run, which is over, from the workers. Raises OperationError."""
+        if not self.sessions.is_open(run.session_id):
+            # The run's last operation may have created one more sampler.
+            await self.samplers.end_session(run.session_id)
         self.infos.pop(run.run_id, None)
         await self.features.end_run(run)
         await self.evaluation_data.end_run(run)

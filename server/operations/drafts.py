@@ -77,6 +77,7 @@ class Capture(FeatureCapture):
 
     kind = "capture"
     can_skip = False
+    reports_begin = True
     request: CaptureRequest
 
     @property
@@ -104,7 +105,7 @@ class Capture(FeatureCapture):
             request = ForwardBackwardRequest(
                 run.run_id, self.seq_id, data, self.request.type, forward_only=True, features=location
             )
-            output = await context.dispatch.forward_backward(request)
+            output = await context.dispatch.forward_backward(request, self.mark_begun)
             uses, seconds = self.request.uses, self.request.ttl_seconds
             kept = await context.features.keep(run, run.request_id(self.seq_id), output, uses, seconds)
             if kept is None:
@@ -151,7 +152,7 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
                 " model_id"
             )
         if not self.has_room:
-            return await _run_without_capture(context, request)
+            return await self._run_without_capture(context, request)
         async with AsyncExitStack() as held:
             try:
                 location = replace(await _open_capture(context, run, held), captures=False)
@@ -160,9 +161,15 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
                 if error.category == "user":
                     raise
                 logger.error("run %s captures nothing for %s: %s", run.run_id, draft.run_id, error)
-                return await _run_without_capture(context, request)
-            output = await context.dispatch.forward_backward(replace(request, features=location))
+                return await self._run_without_capture(context, request)
+            output = await context.dispatch.forward_backward(replace(request, features=location), self.mark_begun)
             return await self._with_references(context, run, draft, output)
+
+    async def _run_without_capture(
+        self, context: OperationContext, request: ForwardBackwardRequest
+    ) -> ForwardBackwardOutput:
+        output = await context.dispatch.forward_backward(replace(request, capture_for=None), self.mark_begun)
+        return replace(output, feature_refs=(None,) * len(request.data))
 
     async def _with_references(
         self, context: OperationContext, run: RunRecord, draft: RunRecord, output: ForwardBackwardOutput
@@ -211,11 +218,6 @@ async def _features_of(context: OperationContext, draft: RunRecord) -> DraftFeat
         return features
     vocabulary = await context.dispatch.vocabulary(draft.run_id)
     return replace(features, vocabulary=vocabulary.astype(np.int32).tobytes())
-
-
-async def _run_without_capture(context: OperationContext, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-    output = await context.dispatch.forward_backward(replace(request, capture_for=None))
-    return replace(output, feature_refs=(None,) * len(request.data))
 
 
 async def _open_capture(context: OperationContext, run: RunRecord, held: AsyncExitStack) -> FeatureLocation:

@@ -5,7 +5,6 @@ each a forward request in protobuf; and .staging-* while they are written.
 """
 
 import asyncio
-import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
@@ -16,7 +15,7 @@ from ...schemas.codec import PROTOBUF, decode_forward_backward, encode_forward_b
 from ...schemas.errors import OperationError
 from ...schemas.models import Limit
 from ...schemas.training import Datum, ForwardBackwardRequest
-from ..files.directories import directory_name, move_into_place, staging_path, sweep_runs
+from ..files.directories import directory_name, move_into_place, read_regular, remove_tree, staging_path, sweep_runs
 from ..files.manifest import check_file, listed_files, read_manifest, write_manifest
 from ..store import RunRecord
 
@@ -64,11 +63,11 @@ class EvaluationData:
             yield await asyncio.to_thread(_read, directory, name)
 
     async def remove(self, run_id: str, seq_id: int) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._directory(run_id, seq_id), ignore_errors=True)
+        await asyncio.to_thread(remove_tree, self._directory(run_id, seq_id), ignore_errors=True)
 
     async def end_run(self, run: RunRecord) -> None:
         self._of_runs[run.tenant_id].pop(run.run_id, None)
-        await asyncio.to_thread(shutil.rmtree, self._root / directory_name(run.run_id), ignore_errors=True)
+        await asyncio.to_thread(remove_tree, self._root / directory_name(run.run_id), ignore_errors=True)
 
     def sweep(self, live: Collection[str]) -> None:
         """Deletes unfinished directories, and those of runs that are not live. Blocking; for server start."""
@@ -84,10 +83,10 @@ class EvaluationData:
             for number, data in enumerate(pieces_of(request)):
                 (staging / f"{number:04d}").write_bytes(encode_forward_backward_request(data))
             write_manifest(staging, {}, sync=self._sync)
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_tree(directory, ignore_errors=True)
             move_into_place(staging, directory, root=self._root.parent if self._sync else None)
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_tree(staging, ignore_errors=True)
 
 
 def pieces_of(request: ForwardBackwardRequest) -> list[ForwardBackwardRequest]:
@@ -99,4 +98,4 @@ def pieces_of(request: ForwardBackwardRequest) -> list[ForwardBackwardRequest]:
 
 def _read(directory: Path, name: str) -> ForwardBackwardRequest:
     check_file(directory / name, read_manifest(directory)["files"][name])
-    return decode_forward_backward((directory / name).read_bytes(), PROTOBUF, forward_only=True)
+    return decode_forward_backward(read_regular(directory / name), PROTOBUF, forward_only=True, was_accepted=True)

@@ -20,11 +20,13 @@ from ...workers.protocol.work_context import WorkContext
 from ...workers.scheduler.work import CallSize
 from ..files.segment_log import RecordPosition
 from ..http.bodies import ReceivedBody
+from ..http.digests import Fingerprint
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
 from ..store import OperationRecord, RunRecord
 from ..tenants.reservation import Reservation
 from .context import OperationContext
+from .turns import Turns
 
 REFUSED = "refused"
 """Kind of an operation that was not accepted."""
@@ -86,6 +88,7 @@ class Operation(ABC):
     clears_gradients: it clears pending gradients, so failures before it do not taint the next step.
     changes_record: it changes the run's stored record.
     taints_if_failed: the next optimizer step would be wrong without it.
+    reports_begin: it calls mark_begun itself, when the workers receive it.
     is_chained: it can be handed to the dispatch, which keeps a run's order, before the run's earlier operations ended.
     num_tokens: to be trained on or scored.
 
@@ -94,8 +97,10 @@ class Operation(ABC):
     reservation: the reservation of an operation that this process accepted.
     num_strikes: crashes of workers in earlier processes that ran it.
     failed_before: an earlier process answered it with a failure of the server.
+    ready_at: when only the ranks were left to wait for (see Turns).
     begun_at: when the workers first received it or a part of it; None before.
     size_of_call: of the last call of the workers that held a part of it; None if that is unknown.
+    digest: of the request; None if an earlier version accepted it.
     context: names the operation in log lines, and has its span.
     metrics: of its result, empty if it has none.
     step: the number of the optimizer step that it took; None if it took none.
@@ -107,14 +112,18 @@ class Operation(ABC):
     clears_gradients: ClassVar[bool] = False
     changes_record: ClassVar[bool] = False
     taints_if_failed: ClassVar[bool] = False
+    reports_begin: ClassVar[bool] = False
 
     log_entry: ReplayEntry = field(init=False)
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)
     arrived_at: float = field(init=False)
     future: Future | None = field(init=False, default=None)
     reservation: Reservation | None = field(init=False, default=None)
+    digest: str | None = field(init=False, default=None)
     num_strikes: int = field(init=False, default=0)
     failed_before: bool = field(init=False, default=False)
+    turns: Turns = field(init=False, default_factory=Turns)
+    ready_at: float = field(init=False, default=0.0)
     begun_at: float | None = field(init=False, default=None)
     size_of_call: CallSize | None = field(init=False, default=None)
     context: WorkContext = field(init=False, default_factory=WorkContext)
@@ -136,27 +145,38 @@ class Operation(ABC):
     def seq_id(self) -> int:
         return self.log_entry.seq_id
 
+    def take_turn(self, turns: Turns) -> None:
+        """Notes that the operations before it in the run have taken theirs."""
+        self.turns, self.ready_at = turns, turns.queue(self.arrived_at)
+
     def mark_begun(self, size: CallSize | None = None) -> None:
         """Notes that the workers have received it, or a part of it, in a call of this size."""
-        self.begun_at = self.begun_at or time.monotonic()
+        free_at = self.turns.begin(self.seq_id, size)
+        if self.begun_at is None:
+            self.begun_at, self.ready_at = time.monotonic(), max(self.ready_at, free_at)
         self.size_of_call = size
 
     def ended(self, run_id: str, error: str | None) -> OperationRecord:
         """Returns what the run's history keeps of the operation, which has just ended."""
-        now = time.monotonic()
-        begun_at = self.begun_at or now
+        if self.begun_at is None:
+            self.mark_begun()
+        assert self.begun_at is not None
         return OperationRecord(
             run_id,
             self.seq_id,
             self.kind,
             ended_at=time.time(),
-            queued_seconds=begun_at - self.arrived_at,
-            busy_seconds=now - begun_at,
+            queued_seconds=self.begun_at - self.ready_at,
+            busy_seconds=time.monotonic() - self.begun_at,
             num_tokens=self.num_tokens,
             step=self.step if error is None else None,
             error=error and error[:_MAX_ERROR],
             metrics={name: value for name, value in self.metrics.items() if math.isfinite(value)},
         )
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        return None if self.digest is None else Fingerprint(self.kind, self.digest)
 
     @property
     def num_bytes(self) -> int:

@@ -9,14 +9,21 @@ Layout below state_dir/loaded: RUN/SEQ_ID of the operation, RUN/SEQ_ID-target fo
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
 from ...schemas.errors import OperationError
 from ..checkpoints.checkpoint_files import link_files, link_or_copy
-from ..files.directories import directory_name, make_directory, move_into_place, staging_path, sweep_runs, sync_files
+from ..files.directories import (
+    directory_name,
+    make_directory,
+    move_into_place,
+    remove_tree,
+    staging_path,
+    sweep_runs,
+    sync_files,
+)
 from ..files.manifest import MANIFEST, check_directory, write_manifest
 
 logger = logging.getLogger(__name__)
@@ -82,7 +89,7 @@ class PinnedCheckpoints:
         await asyncio.to_thread(self._adopt, self._run_directory(run_id), _name(seq_id, "target"), directory)
 
     async def unpin_all(self, run_id: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._run_directory(run_id), ignore_errors=True)
+        await asyncio.to_thread(remove_tree, self._run_directory(run_id), ignore_errors=True)
 
     def sweep(self, live: Collection[str]) -> None:
         """Deletes unfinished directories, and those of runs that are not live. Blocking; for server start."""
@@ -99,10 +106,10 @@ class PinnedCheckpoints:
             link_or_copy(checkpoint / MANIFEST, staging / MANIFEST)
             if self._sync:
                 sync_files(staging)
-            shutil.rmtree(run_directory / name, ignore_errors=True)
+            remove_tree(run_directory / name, ignore_errors=True)
             move_into_place(staging, run_directory / name, root=run_directory if self._sync else None)
         except OSError:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_tree(staging, ignore_errors=True)
             raise
         return run_directory / name
 
@@ -120,7 +127,7 @@ class PinnedCheckpoints:
         kept = {_name(seq_id, "target") for seq_id in targets}
         for directory in run_directory.glob("[0-9]*"):
             if directory.name not in kept and not is_needed(int(directory.name.partition("-")[0])):
-                shutil.rmtree(directory, ignore_errors=True)
+                remove_tree(directory, ignore_errors=True)
 
 
 def _name(seq_id: int, part: Part) -> str:

@@ -37,6 +37,7 @@ class CreateEvaluation(Forward):
         return False
 
     def check(self, run: RunRecord) -> None:
+        super().check(run)
         request, evaluations = self.request, run.schedules.evaluations
         assert request.evaluation is not None
         if run.role == "reference":
@@ -63,7 +64,8 @@ class CreateEvaluation(Forward):
         schedules = _with_evaluations(run, {**run.schedules.evaluations, schedule.name: created})
         data.reserve(run, schedules.num_bytes)
         pieces = pieces_of(replace(self.request, seq_id=self.seq_id))
-        outputs = [without_rows(await context.dispatch.forward_backward(piece)) for piece in pieces]
+        dispatch = context.dispatch
+        outputs = [without_rows(await dispatch.forward_backward(piece, self.mark_begun)) for piece in pieces]
         with refusing_full_disk("the evaluation was"):
             await data.store(run.run_id, self.seq_id, self.request)
         await context.store.runs.set_schedules(run.run_id, schedules)

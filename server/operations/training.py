@@ -36,6 +36,7 @@ class ForwardBackward(Operation):
     kind = "forward_backward"
     changes_state = True
     taints_if_failed = True
+    reports_begin = True
     request: ForwardBackwardRequest
     drawn: Mapping[str, int] = field(default_factory=dict)
 
@@ -114,6 +115,7 @@ class OptimStep(Operation):
     kind = "optim_step"
     changes_state = True
     is_step = True
+    reports_begin = True
     request: OptimStepRequest
     runs_alone: bool = False
     skips_schedules: bool = False

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ...workers.protocol.worker_config import KeptWorkers
 from ..config.server_config import ServerConfig
+from ..files.directories import read_regular
 from .state_lock import KEPT_WORKERS_NAME, StartError
 
 
@@ -32,4 +33,4 @@ def _read_or_create(file: Path) -> str:
         aside = file.with_name(f"{file.name}.new")
         aside.write_text(secrets.token_hex(16))
         aside.replace(file)
-    return file.read_text()
+    return read_regular(file).decode()

@@ -12,14 +12,13 @@ import math
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Collection
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from ..files.directories import sync_directory
+from ..files.directories import remove_tree, sync_directory
 from ..files.segment_log import fence_off_writer
 from ..store import LeaseLost, LeaseRecord, Store
 from ..store.database.database_errors import driver_message
@@ -239,7 +238,7 @@ class Tenure:
         for name in _SEGMENT_DIRECTORIES:
             _try_to_fence_off(directory / name)
         for older in found[:-1]:  # a former holder may have created it before it noticed its loss
-            shutil.rmtree(_directory(state_dir, older), ignore_errors=True)
+            remove_tree(_directory(state_dir, older), ignore_errors=True)
         return directory
 
     def _extend(self, sent_at: float) -> None:

@@ -111,7 +111,7 @@ def check_database_kind(config: StoreConfig) -> None:
     try:
         live = live_directory(state_dir)
     except OSError as error:
-        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
+        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror or error}") from None
     if config.database_url is None and live != state_dir:
         raise StartError(
             f"state directory {state_dir} belongs to servers on PostgreSQL (it has {live.name}): give --database-url"
@@ -162,7 +162,7 @@ def locked_state_directory(state_dir: Path, sync: bool = False) -> "Iterator[Sta
             "with --state-dir"
         ) from None
     except OSError as error:
-        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
+        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror or error}") from None
     try:
         yield lock
     finally:
@@ -258,4 +258,4 @@ def _make(state_dir: Path, sync: bool) -> None:
     try:
         make_directory(state_dir, sync, mode=0o700)
     except OSError as error:
-        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
+        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror or error}") from None

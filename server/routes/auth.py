@@ -2,12 +2,11 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 
 from ...schemas.errors import RequestError
 from ...schemas.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, TokenResponse
-from ..tenants.auth import TenantDependency, presented_key
-from ..tenants.scopes import SCOPES, TENANT_SCOPES
+from ..tenants.auth import TenantDependency, admitted_key, presented_key
 from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1/auth", tags=["auth"])
@@ -22,16 +21,15 @@ async def token(services: ServicesDependency, tenant: TenantDependency, key: Key
 
 
 @router.get("/apikey/me")
-async def own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> OwnKey:
+async def own_key(request: Request, tenant: TenantDependency) -> OwnKey:
     """Describes the caller's key: its tenant, scopes and rate limit."""
-    record = await services.auth.key_of(key or "")
-    scopes = SCOPES if record is None else record.scopes or TENANT_SCOPES
+    record = admitted_key(request).key
     return OwnKey(
         key_id=0 if record is None else record.key_id,
         name=tenant.name,
         note="a key of this open server" if record is None else "",
         details=KeyDetails(org_details=KeyOrganization(name="trainhouse"), user_details=KeyUser(email=tenant.name)),
-        scopes=list(scopes),
+        scopes=list(admitted_key(request).scopes),
         requests_per_minute=None if record is None else record.requests_per_minute,
     )
 
@@ -39,7 +37,7 @@ async def own_key(services: ServicesDependency, tenant: TenantDependency, key: K
 @router.delete("/apikey/me", status_code=204)
 async def revoke_own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> None:
     """Revokes the caller's key. Answers 404 on an open server, which accepts any key and stores none."""
-    record = await services.auth.key_of(key or "")
+    record = await services.auth.key_of(key)
     if record is None:
         raise RequestError("this server did not create the key, so it cannot revoke it", status=404)
     await services.auth.revoke(record)

@@ -3,15 +3,20 @@
 import math
 import secrets
 import time
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
+from email.utils import formatdate
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header, Query, Request
-from fastapi.responses import FileResponse
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ...schemas.bounds import MAX_ID, MAX_PATH, MAX_TEXT
 from ...schemas.checkpoints import (
+    ArchiveUrl,
     CopyWeightsRequest,
     CopyWeightsResponse,
     ExternalWeightsUrls,
@@ -23,6 +28,7 @@ from ...schemas.checkpoints import (
 )
 from ...schemas.models import lora_of
 from ...schemas.training import Natural
+from ..checkpoints.archive import Archive
 from ..checkpoints.download_urls import SignedFile
 from ..checkpoints.importing import ImportRequest, import_checkpoint, read_upload
 from ..http.bodies import Decoder, json_body, json_parameter
@@ -42,6 +48,7 @@ _IMPORT_BODY: dict[str, object] = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+_TAR = "application/x-tar"
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
@@ -103,9 +110,73 @@ async def external_weights_urls(
         for one in signed
     }
     return ExternalWeightsUrls(
-        urls={name: str(url) for name, url in urls.items()},
+        urls={str(name): str(url) for name, url in urls.items()},
         expires=datetime.fromtimestamp(min(one.expires for one in signed), UTC),
     )
+
+
+@router.get(f"{_ONE}/archive", response_model=ArchiveUrl, responses={302: {"description": "The URL, as Location."}})
+async def checkpoint_archive(
+    checkpoint: ReadableDependency, request: Request, services: ServicesDependency
+) -> Response | ArchiveUrl:
+    """Redirects to a signed URL of a tar archive with the checkpoint's files, or returns it if JSON is accepted.
+
+    SDKs up to 0.35 download checkpoints so. Adapters have the form that PEFT loads.
+    """
+    signed = services.checkpoints.sign_archive(checkpoint)
+    place = {"run_id": checkpoint.run_id, "kind": checkpoint.kind, "name": checkpoint.name}
+    url = request.url_for("download_archive", **place).include_query_params(
+        expires=signed.expires, signature=signed.signature
+    )
+    accepted = ",".join(request.headers.getlist("accept"))  # SDKs to 0.25 send JSON, too, and follow only a redirect
+    if "application/json" in accepted and "application/gzip" not in accepted:
+        return ArchiveUrl(url=str(url), expires=datetime.fromtimestamp(signed.expires, UTC))
+    headers = {"Location": str(url), "Expires": formatdate(signed.expires, usegmt=True)}
+    return Response(status_code=302, headers=headers)
+
+
+@router.api_route("/archives/{run_id}/{kind}/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+async def download_archive(
+    run_id: RunIdPath,
+    kind: KindPath,
+    name: NamePath,
+    request: Request,
+    services: ServicesDependency,
+    expires: Annotated[Natural, Query()],
+    signature: Annotated[str, Query(max_length=MAX_TEXT)],
+) -> Response:
+    signed = SignedFile(None, expires, signature)
+    async with AsyncExitStack() as kept:
+        reading = services.checkpoints.signed_archive(checkpoint_path(run_id, kind, name), signed)
+        archive = await kept.enter_async_context(reading)
+        headers = {"Content-Length": str(archive.num_bytes), "Content-Disposition": "attachment"}
+        if request.method == "HEAD":
+            return Response(headers=headers, media_type=_TAR)
+        return _ArchiveResponse(archive, headers, kept.pop_all())
+
+
+class _KeepingFiles(Response):
+    """Keeps what it sends until the end, also if the client disconnects."""
+
+    kept: AsyncExitStack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.kept:
+            await super().__call__(scope, receive, send)
+
+
+class _ArchiveResponse(_KeepingFiles, StreamingResponse):
+    """Streams an archive in a thread."""
+
+    def __init__(self, archive: Archive, headers: dict[str, str], kept: AsyncExitStack) -> None:
+        super().__init__(archive.pieces(), headers=headers, media_type=_TAR)
+        self.kept = kept
+
+
+class _CheckpointFileResponse(_KeepingFiles, FileResponse):
+    def __init__(self, file: Path, kept: AsyncExitStack) -> None:
+        super().__init__(file)
+        self.kept = kept
 
 
 @router.api_route("/downloads/{run_id}/{kind}/{name}/{file:path}", methods=["GET", "HEAD"], include_in_schema=False)
@@ -118,8 +189,10 @@ async def download_file(
     expires: Annotated[Natural, Query()],
     signature: Annotated[str, Query(max_length=MAX_TEXT)],
 ) -> FileResponse:
-    path = checkpoint_path(run_id, kind, name)
-    return FileResponse(await services.checkpoints.signed_file(path, SignedFile(file, expires, signature)))
+    signed = SignedFile(file, expires, signature)
+    kept = AsyncExitStack()
+    path = await kept.enter_async_context(services.checkpoints.signed_file(checkpoint_path(run_id, kind, name), signed))
+    return _CheckpointFileResponse(path, kept)
 
 
 @router.post(

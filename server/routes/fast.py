@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.errors import HANDLED_ERRORS, handle_error
-from ..tenants.auth import Tenant
+from ..tenants.auth import Tenant, admitted_key
 from .services import Services
 
 Endpoint = Callable[[Request, Services, Tenant], Awaitable[Response]]
@@ -36,14 +36,14 @@ class FastRoutes:
         self._endpoints = endpoints
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        endpoint = self._endpoints.get(scope["path"]) if is_post else None
+        is_plain_post = scope["type"] == "http" and scope["method"] == "POST" and not scope["query_string"]
+        endpoint = self._endpoints.get(scope["path"]) if is_plain_post else None
         if endpoint is None:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive, send)
         try:
-            response = await endpoint(request, request.app.state.services, request.state.tenant)
+            response = await endpoint(request, request.app.state.services, admitted_key(request).tenant)
         except HANDLED_ERRORS as error:
             response = await handle_error(request, error)
         await response(scope, receive, send)

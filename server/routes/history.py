@@ -64,8 +64,7 @@ async def log_run_metrics(
 ) -> LogMetricsResponse:
     """Adds metrics of your own to steps of your run. A metric that a step has is replaced; sending an entry twice
     changes nothing."""
-    await own_run(services, tenant, run_id)
-    await services.history.log(run_id, request.entries)
+    await services.history.log(await own_run(services, tenant, run_id), request.entries)
     return LogMetricsResponse()
 
 

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import FileResponse
 from huggingface_hub import try_to_load_from_cache
 
-from ...schemas.adapters.model_files import is_loopback
 from ...schemas.errors import RequestError
 from ...schemas.models import (
     GetInfoRequest,
@@ -24,10 +23,11 @@ from ...schemas.models import (
 )
 from ...workers.protocol.worker_config import ServedModel
 from ..http.bodies import json_body, json_parameter
-from ..tenants.auth import OperatorDependency, TenantDependency, address_of
+from ..tenants.auth import OperatorDependency, TenantDependency
+from ..tenants.head_check import is_local_request
 from ..text.hub_names import tokenizer_id
 from .examples import MODEL_ID, FilePath, ModelPath
-from .services import Services, ServicesDependency
+from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1", tags=["models"])
 
@@ -54,8 +54,7 @@ async def get_server_capabilities(
     A server that listens on a loopback address also names the directory of each model and the SHA-256 of its
     config.json, to clients on its machine: not if a proxy has forwarded the request.
     """
-    is_local = is_loopback(address_of(request)) and not any("forwarded" in name for name in request.headers)
-    files = services.model_files if is_local else {}
+    files = services.model_files if is_local_request(request) else {}
     return ServerCapabilities(
         supported_models=[
             SupportedModel(
@@ -79,10 +78,12 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
     kept_bytes = services.futures.kept_bytes.of(tenant.id)
     num_runs, num_sessions = services.runs.num_live(tenant.id), services.sessions.num_open(tenant.id)
     limits = services.quotas.limits(tenant, num_runs, num_sessions, kept_bytes)
-    evaluation_bytes = services.evaluation_data.limit(tenant.id)
-    limits = limits.model_copy(
-        update={**services.features.space.limits(tenant.id), "evaluation_bytes": evaluation_bytes}
-    )
+    stored = {
+        "evaluation_bytes": services.evaluation_data.limit(tenant.id),
+        "metric_bytes": await services.history.logged_bytes.limit(tenant.id),
+        **await services.checkpoints.limits(tenant.id),
+    }
+    limits = limits.model_copy(update={**services.features.space.limits(tenant.id), **stored})
     return limits if is_operator else limits.without_other_tenants()
 
 
@@ -98,6 +99,7 @@ async def get_workers(services: ServicesDependency, tenant: TenantDependency) ->
     "/get_info", response_model_exclude_none=True, openapi_extra=json_body(GetInfoRequest, {"model_id": MODEL_ID})
 )
 async def get_info(
+    http_request: Request,
     request: Annotated[GetInfoRequest, json_parameter(GetInfoRequest)],
     services: ServicesDependency,
     tenant: TenantDependency,
@@ -110,12 +112,12 @@ async def get_info(
     """
     run = await services.runs.get(tenant, request.model_id)
     base, info = services.dispatch.models[run.record.base_model], await run.info()
+    is_local = services.config.is_loopback and is_local_request(http_request)
+    (served,) = (model for model in services.config.models.base_models if model.name == base.name)
     lora = lora_of(run.record.training)
     return GetInfoResponse(
         model_id=request.model_id,
-        model_data=ModelData(
-            arch=base.architecture, model_name=base.name, tokenizer_id=_tokenizer_id(services, base.name)
-        ),
+        model_data=ModelData(arch=base.architecture, model_name=base.name, tokenizer_id=tokenizer_id(served, is_local)),
         is_lora=lora is not None,
         lora_rank=lora.rank if lora else 0,
         model_name=base.name,
@@ -149,9 +151,9 @@ def tokenizer(request: Request, model: ServedDependency) -> TokenizerFiles:
     """Returns the URLs of a base model's tokenizer files, which transformers or tokenizers can load."""
     files = [file for file in TOKENIZER_FILES if _local_file(model, file)]
     if not any(file.startswith("tokenizer") for file in files):
+        source = f" (source {model.source})" if is_local_request(request) else ""
         raise RequestError(
-            f"the server has no tokenizer for {model.name} (source {model.source}): get it from the model's source",
-            status=404,
+            f"the server has no tokenizer for {model.name}{source}: get it from the model's source", status=404
         )
     urls = {file: request.url_for("tokenizer_file", name=model.name, file=file) for file in files}
     return TokenizerFiles(files={file: str(url) for file, url in urls.items()})
@@ -175,8 +177,3 @@ def _local_file(model: ServedModel, file: str) -> Path | None:
         return None
     cached = try_to_load_from_cache(model.source, file)
     return Path(cached) if isinstance(cached, str) else None
-
-
-def _tokenizer_id(services: Services, name: str) -> str:
-    (model,) = (model for model in services.config.models.base_models if model.name == name)
-    return tokenizer_id(model, services.config.is_loopback)

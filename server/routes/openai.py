@@ -39,6 +39,7 @@ from ..sampling.sampler import Sampler
 from ..sampling.sampling_job import SamplingJob, Stops
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant, TenantDependency
+from ..tenants.gate import confirm_key
 from ..tenants.quotas import UNORDERED
 from ..tenants.reservation import Reservation
 from ..text.tokenizer import Tokenizer
@@ -65,20 +66,20 @@ async def list_models(services: ServicesDependency, tenant: TenantDependency) ->
 
     Any other checkpoint's path and the id of a live sampling session are accepted, too.
     """
-    base = [_base_model(name) for name in services.dispatch.models]
-    saved = [_checkpoint(record, tenant) for record in await _saved_for_sampling(services, tenant)]
+    base = [_base_model(services, name) for name in services.dispatch.models]
+    saved = [_checkpoint(services, record, tenant) for record in await _saved_for_sampling(services, tenant)]
     return ModelList(data=[*base, *saved])
 
 
 async def _saved_for_sampling(services: Services, tenant: Tenant) -> list[CheckpointRecord]:
-    """Returns the tenant's newest sampler checkpoints, at most _MAX_LISTED."""
-    saved, offset = [], 0
+    """Returns the tenant's newest sampler checkpoints of base models that are served, at most _MAX_LISTED."""
+    saved, offset, served = [], 0, services.dispatch.models
     now = services.checkpoints.now()
     while len(saved) < _MAX_LISTED:
         records, _ = await services.store.checkpoints.list_of_tenant(tenant.id, now, offset, _MAX_LISTED)
         if not records:
             break
-        saved += [record for record in records if record.kind == "sampler_weights"]
+        saved += [one for one in records if one.kind == "sampler_weights" and one.base_model in served]
         offset += len(records)
     return saved[:_MAX_LISTED]
 
@@ -87,14 +88,14 @@ async def _saved_for_sampling(services: Services, tenant: Tenant) -> list[Checkp
 async def retrieve_model(name: ModelPath, services: ServicesDependency, tenant: TenantDependency) -> Model:
     """Describes a value for `model`; 404 if it cannot be sampled."""
     if name in services.dispatch.models:
-        return _base_model(name)
+        return _base_model(services, name)
     try:
         if name.startswith("tinker://"):
             record = await services.checkpoints.resolve(tenant, name)
             require_served(services.dispatch, record.base_model)
-            return _checkpoint(record, tenant)
+            return _checkpoint(services, record, tenant)
         sampler = await services.samplers.find_by_name(tenant, name)
-        return Model(id=name, created=int(sampler.record.created_at), owned_by=tenant.name)
+        return _model(services, name, sampler.record.created_at, tenant.name, sampler.record.base_model)
     except RequestError as error:
         raise _no_model(services, name, error) from None
 
@@ -136,6 +137,7 @@ async def _complete(
         check_alternatives(completion, services.config.limits.max_logprobs)
         try:
             prepared = await _prepare(services, tenant, kind, completion, reservation.num_bytes)
+            await confirm_key(request)
             _admit(services, tenant, stack, reservation, prepared, len(received.raw.body))
             batch = SampleBatch(
                 services.sampling, prepared.jobs, reservation, completion.stream and not completion.wants_prompt_only
@@ -173,17 +175,23 @@ async def _prepare(
     sampler = await _sampler(services, tenant, completion.model)
     model = services.dispatch.models[sampler.record.base_model]
     tokenizer = await services.tokenizers.get(model.name)
-    stops = merge_stops(completion, model.eos_token_ids)
 
     def prepare() -> _PreparedRequest:
+        # A tokenizer may have more tokens than the model.
+        stops = merge_stops(completion, (one for one in kind.ends(tokenizer, model) if one < model.vocab_size))
         prompts = kind.prompts(completion, tokenizer, model.max_context_length)
         requests = sample_requests(completion, prompts, model.max_context_length)
-        jobs = [services.sampling.job_for_sample_now(sampler, one, stops) for one in requests]
+        try:
+            jobs = [services.sampling.job_for_sample_now(sampler, one, stops) for one in requests]
+        except RequestError as error:
+            raise openai_error(completion, error) from None
         sizes = [job.num_bytes for job in jobs]
         return _PreparedRequest(tokenizer, stops, prompts, jobs, sizes)
 
+    # A chat template is a program of the model's repository. It also says how answers end.
+    is_chat = isinstance(completion, ChatCompletionRequest)
     large = num_bytes > _LARGE_REQUEST_BYTES or completion.num_prompts > _MANY_PROMPTS
-    return await services.tokenizers.run_in_thread(prepare) if large else prepare()
+    return await services.tokenizers.run_in_thread(tenant.id, prepare) if is_chat or large else prepare()
 
 
 def _admit(
@@ -327,13 +335,25 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _base_model(name: str) -> Model:
-    return Model(id=name, created=0, owned_by="trainhouse")
+def _base_model(services: Services, name: str) -> Model:
+    return _model(services, name, services.started_at, "trainhouse", None)
 
 
-def _checkpoint(record: CheckpointRecord, tenant: Tenant) -> Model:
+def _checkpoint(services: Services, record: CheckpointRecord, tenant: Tenant) -> Model:
     owner = tenant.name if record.tenant_id == tenant.id else "another tenant"
-    return Model(id=record.tinker_path, created=int(record.created_at), owned_by=owner)
+    return _model(services, record.tinker_path, record.created_at, owner, record.base_model)
+
+
+def _model(services: Services, name: str, created_at: float, owner: str, parent: str | None) -> Model:
+    base = services.dispatch.models.get(parent or name)
+    return Model(
+        id=name,
+        created=int(created_at),
+        owned_by=owner,
+        root=name,
+        parent=parent,
+        max_model_len=base and base.max_context_length,
+    )
 
 
 def _no_model(services: Services, name: str, error: RequestError) -> OpenAiError:

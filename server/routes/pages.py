@@ -1,5 +1,6 @@
 """Routes for browsers and Prometheus: the way to the console, Swagger UI without any CDN, and metrics."""
 
+import json
 from importlib.resources import files
 from pathlib import Path
 
@@ -71,6 +72,15 @@ async def home(request: Request) -> Response:
         return RedirectResponse("/console", 303, headers={"Vary": "Accept"})
     places = {"docs": "/docs", "openapi": "/openapi.json", "health": "/api/v1/healthz", "ready": "/api/v1/readyz"}
     return JSONResponse({"name": "trainhouse", "version": VERSION, **places}, headers={"Vary": "Accept"})
+
+
+@router.api_route("/openapi.json", methods=["GET", "HEAD"])
+async def openapi(request: Request) -> Response:
+    """Returns the OpenAPI document, which is encoded once: the route needs no key."""
+    state = request.app.state
+    if not hasattr(state, "openapi"):
+        state.openapi = json.dumps(request.app.openapi()).encode()
+    return Response(state.openapi, media_type="application/json")
 
 
 @router.get("/docs")

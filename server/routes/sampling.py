@@ -85,6 +85,6 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     counts the proposed and the accepted ones.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        received = await receive_unordered(request, reservation, json_decoder(SampleRequest))
+        received = await receive_unordered(request, reservation, json_decoder(SampleRequest), is_numbered=True)
         submitted = await services.sampling.submit(tenant, received.content, received.raw, reservation)
     return await submit_response(request, services, tenant, submitted)

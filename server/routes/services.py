@@ -1,7 +1,8 @@
 """Holds the parts of a server that routes call, at `app.state.services`."""
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -33,7 +34,10 @@ from ..text.tokenizer import Tokenizers
 
 @dataclass(frozen=True)
 class Services:
-    """The parts. model_files: of the base models by name, if only this machine can reach the server."""
+    """The parts.
+
+    model_files: of the base models by name, if only this machine can reach the server. started_at: seconds since 1970.
+    """
 
     config: ServerConfig
     dispatch: WorkerDispatch
@@ -58,6 +62,7 @@ class Services:
     tokenizers: Tokenizers
     tenure: Tenure | None
     model_files: Mapping[str, ModelFiles]
+    started_at: float = field(default_factory=time.time)
 
 
 def found_files(config: ServerConfig) -> dict[str, ModelFiles]:

@@ -18,11 +18,14 @@ from ...schemas.models import (
     TelemetryResponse,
 )
 from ..http.bodies import json_body, json_parameter
+from ..http.sdk_version import NEWEST_TESTED, is_newer_than_tested, parse_version
 from ..tenants.auth import OperatorDependency, TenantDependency
 from .examples import IDEMPOTENCY_KEY, SESSION_ID, SessionIdPath
 from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
+
+_MAX_VERSION = 20
 
 
 @router.get("/healthz")
@@ -71,17 +74,37 @@ async def client_dynamic_config(tenant: TenantDependency) -> ClientDynamicConfig
 
 @router.post(
     "/create_session",
+    response_model_exclude_none=True,
     openapi_extra=json_body(CreateSessionRequest, {"sdk_version": "curl", "display_name": "first steps"}),
 )
 async def create_session(
     request: Annotated[CreateSessionRequest, json_parameter(CreateSessionRequest)],
     services: ServicesDependency,
     tenant: TenantDependency,
+    http_request: Request,
     idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> CreateSessionResponse:
-    """Creates a session, which owns models and samplers. It ends by `finish` or after some minutes of silence."""
+    """Creates a session, which owns models and samplers. It ends by `finish` or after some minutes of silence.
+
+    The SDK logs `info_message`, the address of the session in the console, and `warning_message`, which an SDK newer
+    than those that this version was tested with gets.
+    """
     record = await services.sessions.create(tenant, request, idempotency_key)
-    return CreateSessionResponse(session_id=record.session_id)
+    page = http_request.url_for("show_session", session_id=record.session_id)
+    return CreateSessionResponse(
+        session_id=record.session_id, info_message=f"console: {page}", warning_message=_warning(request.sdk_version)
+    )
+
+
+def _warning(sdk: str) -> str | None:
+    if not is_newer_than_tested(parse_version(sdk)):
+        return None
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return (
+        f"this server was tested with SDKs up to {newest}, and this is {sdk[:_MAX_VERSION]}: it refuses fields that it "
+        "does not know in data, losses, optimizers and sampling, and ignores others; upgrade the server, or pin "
+        f"tinker=={newest}.*"
+    )
 
 
 @router.post("/session_heartbeat", openapi_extra=json_body(HeartbeatRequest, {"session_id": SESSION_ID}))

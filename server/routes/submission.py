@@ -5,7 +5,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request, Response
@@ -18,6 +18,7 @@ from ...schemas.codec import (
     PROTOBUF,
     decode_forward_backward_output,
     decode_sample_response,
+    dense_target_bytes,
     encode_forward_backward_output_json,
     encode_sample_response_json,
     forward_backward_output_json_pieces,
@@ -38,6 +39,7 @@ from ..http.bodies import (
     receive_body,
     size_of,
 )
+from ..http.digests import digesting
 from ..journal.futures import Result
 from ..journal.request_decoding import RunRequest, operation_decoder
 from ..operations.drafts import FeatureCapture
@@ -45,6 +47,7 @@ from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
 from ..runs.run import Run
 from ..tenants.auth import Tenant
+from ..tenants.gate import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
 from ..tenants.reservation import Reservation
 from .services import Services
@@ -75,14 +78,31 @@ class ReceivedRequest(Generic[Decoded]):
 
 
 async def receive_unordered(
-    request: Request, reservation: Reservation, decode: Callable[[bytes], Decoded]
+    request: Request, reservation: Reservation, decode: Callable[[bytes], Decoded], is_numbered: bool = False
 ) -> ReceivedRequest[Decoded]:
-    """Receives a request that has no order but holds a reservation until it is answered. Raises RequestError."""
+    """Receives a request that has no order but holds a reservation until it is answered.
+
+    Args:
+        is_numbered: it has a number, by which a retry is recognized.
+    Raises:
+        RequestError: the request is refused or throttled.
+    """
     if not reservation.try_claim(num_bytes := _num_bytes(request)):
         reservation.claim(num_bytes, UNORDERED)
     raw = await receive_body(request)
     reservation.grow(await size_of(raw), UNORDERED)
-    return ReceivedRequest(raw, await decode_body(raw, decode))
+    return await _decoded(request, raw, decode, is_numbered)
+
+
+async def _decoded(
+    request: Request, raw: ReceivedBody, decode: Callable[[bytes], Decoded], is_numbered: bool
+) -> ReceivedRequest[Decoded]:
+    if is_numbered:
+        content, digest = await decode_body(raw, digesting(decode))
+    else:
+        content, digest = await decode_body(raw, decode), None
+    await confirm_key(request)
+    return ReceivedRequest(replace(raw, digest=digest), content)
 
 
 async def receive_operation(
@@ -111,8 +131,9 @@ async def receive_operation(
     try:
         if (num_bytes := await size_of(raw)) > reservation.num_bytes:
             reservation.grow(num_bytes, await _queue_position(services, tenant, raw.body, raw.content_type))
-        return ReceivedRequest(raw, await decode_body(raw, decode))
+        return await _decoded(request, raw, decode, is_numbered=True)
     except RequestError as error:
+        await confirm_key(request)
         await _count_as_refused(services, tenant, kind, raw, error)
         raise
 
@@ -125,6 +146,7 @@ async def submit_request(request: Request, services: Services, tenant: Tenant, k
         operation = operation_of(received.content)
         if isinstance(operation, FeatureCapture):
             await _reserve_features(services, tenant, received, operation, reservation)
+            await confirm_key(request)
         submitted = await submit_operation(services, tenant, received, operation, reservation)
     return await submit_response(request, services, tenant, submitted)
 
@@ -273,10 +295,14 @@ async def result_response(
 
 async def _result_response(services: Services, result: Result, as_it_is: bool, sending: Reservation) -> Response:
     body, media_type = result.body, PROTOBUF if as_it_is and not result.is_json else JSON
-    if len(body) < LARGE_BYTES:
+    is_ready = result.is_json or as_it_is
+    num_bytes = len(body)
+    if not is_ready and result.encoding == "sample":
+        num_bytes = max(num_bytes, dense_target_bytes(body))
+    if num_bytes < LARGE_BYTES:
         sending.release()
-        return Response(body, media_type=media_type) if result.is_json or as_it_is else _as_json(result)
-    if result.is_json or as_it_is:
+        return Response(body, media_type=media_type) if is_ready else _as_json(result)
+    if is_ready:
         return _LargeResponse(_slices(body), media_type, sending, {"Content-Length": str(len(body))})
     async with services.futures.large_result_lock:
         pieces = await asyncio.to_thread(_json_pieces, result)

@@ -18,7 +18,7 @@ from ...schemas.drafts import (
     SetTargetRequest,
 )
 from ...schemas.futures import SubmitResponse
-from ...schemas.models import CreateModelRequest
+from ...schemas.models import CreateModelRequest, UnloadModelRequest
 from ...schemas.schedules import DeleteEvaluationRequest, ScheduleCheckpointsRequest
 from ...schemas.training import MAX_INTEGER, OptimStepRequest
 from ..http.bodies import (
@@ -226,6 +226,22 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
     return await submit_response(request, services, tenant, response)
 
 
+@router.post("/unload_model", openapi_extra=json_body(UnloadModelRequest, {"model_id": MODEL_ID}))
+async def unload_model(
+    request: Annotated[UnloadModelRequest, json_parameter(UnloadModelRequest)],
+    http_request: Request,
+    services: ServicesDependency,
+    tenant: TenantDependency,
+) -> Response:
+    """Ends a live model and frees its memory. Its checkpoints stay, and so do the samplers and models of its session.
+
+    Operations that have not begun fail. SDKs up to 0.25 can send this.
+    """
+    request_id = await services.runs.unload(tenant, request.model_id)
+    submitted = SubmitResponse(request_id=request_id, model_id=request.model_id)
+    return await submit_response(http_request, services, tenant, submitted)
+
+
 @router.post("/set_target", openapi_extra=json_body(SetTargetRequest, {"model_id": DRAFT_ID, "path": CHECKPOINT}))
 async def set_target(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """Makes a draft predict this checkpoint of a policy from now on; `path` null selects the bare base model.
@@ -314,4 +330,4 @@ def _without_secret(received: ReceivedRequest[LoadWeightsRequest]) -> ReceivedRe
         return received
     shown = received.content.model_copy(update={"weights_access_token": None})
     body = shown.model_dump_json(exclude_none=True).encode()
-    return ReceivedRequest(ReceivedBody(body, received.raw.limits), shown)
+    return ReceivedRequest(ReceivedBody(body, received.raw.limits, digest=received.raw.digest), shown)

@@ -72,7 +72,7 @@ class Execution:
                 # The last attempt is without what follows the step, which may be what kills the workers.
                 operation.skips_schedules = strikes.num == MAX_STRIKES - 1
             if self._state.unusable is not None:
-                raise OperationError(self._state.unusable, "server")
+                raise OperationError(self._state.unusable, "user" if self._state.has_ended else "server")
             if self._state.is_lost:
                 await self._rebuilder.ensure_rebuilt(operation.seq_id)
                 continue
@@ -92,7 +92,7 @@ class Execution:
 
     async def _perform_once(self, operation: Operation, window: OperationWindow) -> Result:
         state, context = self._state, self._services.context
-        if not operation.is_chained:
+        if not operation.reports_begin:
             operation.mark_begun()
         try:
             result = await operation.perform(context, state.record)

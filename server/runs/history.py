@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from ...schemas.batches import merge_metrics
 from ...schemas.errors import RequestError
 from ...schemas.history import LoggedMetrics, MetricSeries
+from ..config.sections import LimitsSection
 from ..operations.operation import WEIGHT
-from ..store import LoggedMetricsRecord, OperationRecord, Store
+from ..store import LoggedMetricsRecord, OperationRecord, RunRecord, Store
+from .logged_bytes import LoggedBytes
 
 _BLOCK = 1000
 """Steps that are read at a time."""
@@ -47,8 +49,11 @@ class SeriesQuery:
 class RunHistory:
     """Stores, reads and shortens the history of runs; `tidy_up` deletes what is older than `ttl_seconds`."""
 
-    def __init__(self, store: Store, ttl_seconds: float) -> None:
+    def __init__(
+        self, store: Store, ttl_seconds: float, tenant_metric_bytes: int = LimitsSection.tenant_metric_bytes
+    ) -> None:
         self._store = store
+        self.logged_bytes = LoggedBytes(store, tenant_metric_bytes)
         self._ttl_seconds = ttl_seconds
         self._shortened: dict[str, int] = {}  # by run id: the seq_id up to which only steps are kept
         self._watches: dict[str, set[asyncio.Event]] = {}  # by run id
@@ -73,18 +78,30 @@ class RunHistory:
             for changed in self._watches.get(run_id, ()):
                 changed.set()
 
-    async def log(self, run_id: str, entries: Iterable[LoggedMetrics]) -> None:
-        """Adds the client's metrics. Raises RequestError 413 if the run would have too many."""
+    async def log(self, run: RunRecord, entries: Iterable[LoggedMetrics]) -> None:
+        """Adds the client's metrics. Raises RequestError 413 if the run or its tenant would have too many."""
         by_step: dict[int, dict[str, float]] = {}
         for entry in entries:
             by_step.setdefault(entry.step, {}).update(entry.metrics)
-        if not await self._store.logged_metrics.merge(run_id, time.time(), by_step, _MAX_LOGGED_BYTES):
-            raise RequestError(
-                f"the metrics logged for {run_id} would take more than {_MAX_LOGGED_BYTES} bytes: log fewer metrics, or"
-                " log them less often",
-                413,
-            )
-        self.has_grown((run_id,))
+        async with self.logged_bytes.turn(run.tenant_id) as by_run:
+            of_run, of_tenant = by_run.get(run.run_id, 0), sum(by_run.values())
+            room = min(_MAX_LOGGED_BYTES - of_run, self.logged_bytes.most_bytes - of_tenant)
+            growth = await self._store.logged_metrics.merge(run.run_id, time.time(), by_step, room)
+            if growth is None:
+                raise RequestError(self._no_room(run.run_id, of_run, of_tenant), 413)
+            by_run[run.run_id] = by_run.get(run.run_id, 0) + growth  # old metrics may have been taken off meanwhile
+        self.has_grown((run.run_id,))
+
+    def _no_room(self, run_id: str, of_run: int, of_tenant: int) -> str:
+        most, most_of_tenant = _MAX_LOGGED_BYTES, self.logged_bytes.most_bytes
+        if most - of_run <= most_of_tenant - of_tenant:
+            remedy = "log fewer metrics, or log them less often"
+            return f"the metrics logged for {run_id} would take more than {most} bytes: {remedy}"
+        return (
+            f"the metrics logged for your runs take {of_tenant} bytes, and with these they would take more than the "
+            f"limit of {most_of_tenant}: log fewer metrics, or start the server with a larger --tenant-metric-bytes or "
+            "a smaller --history-ttl-seconds, after which they are deleted"
+        )
 
     async def training_metrics(self, run_id: str, query: SeriesQuery) -> MetricSeries:
         """Returns the metrics of optimizer steps, each with those of the passes since the one before."""
@@ -108,7 +125,8 @@ class RunHistory:
         """Deletes what is too old, and shortens the history of these runs."""
         oldest = time.time() - self._ttl_seconds
         await self._store.operations.delete(oldest)
-        await self._store.logged_metrics.delete(oldest)
+        async with self.logged_bytes.deleting():
+            self.logged_bytes.subtract(await self._store.logged_metrics.delete(oldest))
         for run_id in run_ids:
             await self._shorten(run_id)
 

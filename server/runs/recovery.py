@@ -30,7 +30,7 @@ _OUTCOMES: Mapping[Encoding, Outcome] = {"user_error": Outcome.FAILED, "server_e
 class EarlierOperation:
     """An operation that an earlier process accepted or refused.
 
-    place: of its journal entry. outcome: None if it has no result. feature_bytes: see Header.
+    place: of its journal entry. outcome: None if it has no result. feature_bytes, digest: see Header.
     """
 
     kind: str
@@ -38,6 +38,7 @@ class EarlierOperation:
     refused: RefusedOperation | None = None
     outcome: Outcome | None = None
     feature_bytes: int | None = 0
+    digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,9 @@ class RunRecovery:
             recovered.refusals[seq_id] = earlier.refused.reason
             recovered.window.refused(seq_id, earlier.refused)
         elif outcome is None:
-            await self._services.futures.fail_lost([self._state.header(earlier.kind, seq_id)])
+            await self._services.futures.fail_lost(
+                [replace(self._state.header(earlier.kind, seq_id), digest=earlier.digest)]
+            )
         elif earlier.kind == OptimStep.kind or (earlier.kind in CLEARING_KINDS and outcome is Outcome.DONE):
             recovered.window = OperationWindow()
         elif earlier.kind in TAINTING_KINDS and outcome is not Outcome.DONE:
@@ -230,4 +233,5 @@ def _earlier(one: EntryLocation, answer: Encoding | None) -> EarlierOperation:
         refused = RefusedOperation(header.kind, header.refused, taints=header.kind in (*TAINTING_KINDS, MISSING))
         return EarlierOperation(header.kind, one.place, refused, Outcome.FAILED)
     outcome = None if answer is None else _OUTCOMES.get(answer, Outcome.DONE)
-    return EarlierOperation(header.kind, one.place, outcome=outcome, feature_bytes=header.feature_bytes)
+    feature_bytes, digest = header.feature_bytes, header.digest
+    return EarlierOperation(header.kind, one.place, outcome=outcome, feature_bytes=feature_bytes, digest=digest)

@@ -20,7 +20,8 @@ from ...schemas.schedules import NO_SCHEDULES
 from ...workers.protocol.calls import RunInfo, WorkerLost
 from ...workers.protocol.work_context import WorkContext, enter_work, name_run
 from ..http.bodies import ReceivedBody
-from ..journal.futures import Future
+from ..http.digests import Fingerprint
+from ..journal.futures import Future, check_same
 from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, Operation, Outcome, RefusedOperation
 from ..operations.training import OptimStep
@@ -39,6 +40,10 @@ from .snapshots import Boundary, RunSnapshots
 logger = logging.getLogger(__name__)
 
 _MAX_LOADABLE = 5
+_IF_USED = (
+    "is another process training this run? Nothing was done: train a run in one process, which numbers its operations "
+    "1, 2, 3 and so on"
+)
 _IF_RESTORED = (
     ", nor did any other operation since the server started. If the server was restored from an older copy of its "
     "state, steps are missing: create a new run from a checkpoint"
@@ -93,20 +98,21 @@ class Run:
     ) -> Submitted:
         """Returns as soon as the operation is journaled.
 
-        A seq_id that arrived before gets the same response again, even if the body differs now.
+        A retry, with a seq_id that arrived before, gets the same response again.
 
         Args:
             seq_id: 0 requests the next free one, except for CreateRun, whose own it is.
         Raises:
-            RequestError: 400 if the seq_id was refused before, or is too far ahead; 503 if the journal cannot be
-                written.
+            RequestError: 400 if the seq_id was refused before, was used for another operation, or is too far ahead;
+                503 if the journal cannot be written.
         """
         self.last_request_at = time.time()
         name_run(self.record.run_id)
         queue, is_next_after_restart = self._queue, False
         if seq_id == 0 and not isinstance(operation, CreateRun):
             seq_id = queue.free_seq_id
-        if not queue.arrived_before(seq_id):
+        is_repeated = queue.arrived_before(seq_id)
+        if not is_repeated:
             if self._state.unusable is not None and seq_id >= 0:
                 raise RequestError(self._state.unusable, 410)
             queue.check_acceptable(seq_id)
@@ -118,7 +124,13 @@ class Run:
             self._awaits_first_operation = False
             self._services.restore_marker.mark_continued(self.record.run_id)
         queue.check_not_refused(seq_id)
+        if is_repeated and received.digest is not None and not isinstance(operation, CreateRun):
+            await self._check_same(seq_id, Fingerprint(operation.kind, received.digest))
         return Submitted(self.record.request_id(seq_id), seq_id)
+
+    async def _check_same(self, seq_id: int, again: Fingerprint) -> None:
+        number = f"seq_id {seq_id} of {self.record.run_id}"
+        await check_same(self._services.futures, self.record.request_id(seq_id), number, again, _IF_USED)
 
     async def refuse(self, seq_id: int, refused: RefusedOperation) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Does nothing if it arrived before."""
@@ -203,7 +215,7 @@ class Run:
 
         Queued operations fail. Those in progress are cancelled, but for the first, which may be running.
         """
-        self._state.unusable = reason
+        self._state.unusable, self._state.has_ended = reason, True
         self._rebuilder.cancel()
         self._refuse_missing(self._queue.all_missing, reason)
         self._one_ended.set()
@@ -266,8 +278,9 @@ class Run:
         if operation.reservation is not None:
             header = replace(header, feature_bytes=operation.reservation.feature_bytes)
         if received is not None:
-            body, encoding = received.body, received.content_encoding
+            body, encoding, operation.digest = received.body, received.content_encoding, received.digest
             header = replace(header, content_type=received.content_type, content_encoding=encoding)
+            header = replace(header, digest=received.digest)
         operation.queue(seq_id, self._services.journal.append(operation.header(header), body))
         operation.context = self._context_of(operation)
         self._queue.waiting[seq_id] = operation
@@ -297,7 +310,7 @@ class Run:
         journaled.set_result(earlier.place)
         operation.queue(seq_id, journaled)
         operation.context = self._context_of(operation)
-        operation.num_strikes = unfinished.num_strikes
+        operation.num_strikes, operation.digest = unfinished.num_strikes, earlier.digest
         operation.failed_before = earlier.outcome is Outcome.SERVER_FAILED
         if earlier.outcome is None:
             operation.future = self._new_future(operation)
@@ -316,7 +329,8 @@ class Run:
         entry = operation.log_entry
         pending, answered = partial(self._pending, entry.seq_id), partial(self._state.log.mark_result_stored, entry)
         record = self.record
-        return self._services.futures.create(record.request_id(entry.seq_id), record.tenant_id, pending, answered)
+        request_id = record.request_id(entry.seq_id)
+        return self._services.futures.create(request_id, record.tenant_id, pending, answered, operation.fingerprint)
 
     def _start_work(self) -> None:
         """Starts executing if the next operation has arrived; call it after every change of the queue."""
@@ -361,6 +375,7 @@ class Run:
         """
         entry, state, window = operation.log_entry, self._state, self._state.window
         self._services.quotas.mark_unstalled(self.record.tenant_id, self.record.run_id)
+        operation.take_turn(state.turns)
         entry.num_bytes = operation.num_bytes
         state.log.add(entry)
         self._queue.begin(operation)
@@ -399,6 +414,7 @@ class Run:
         if operation is None:
             return
         del self._tasks[seq_id]
+        self._state.turns.end(seq_id)
         if self._state.unusable is not None and operation.future is not None:
             self._services.futures.fail(operation.future, self._state.unusable, "user")
         operation.release()

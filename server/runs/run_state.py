@@ -9,6 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ..journal.journal import Header
 from ..operations.loading import CreateRun
 from ..operations.operation import RefusedOperation
+from ..operations.turns import Turns
 from ..store import RunRecord
 from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, outage_message
 from .replay_log import ReplayLog
@@ -34,21 +35,25 @@ class OperationWindow:
 class RunState:
     """The state of a live run.
 
+    turns: of its operations.
     created: how the run was created, None before that.
     is_loaded: true if the workers have the run.
     window: of the operations that begin next.
     num_steps: optimizer steps taken, as the optimizer counts them; None if that is not known before the next one.
     unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.
+    has_ended: true if the client, or its absence, ended the run.
     outage: why operations wait for the database, None if they do not.
     """
 
     record: RunRecord
     log: ReplayLog
+    turns: Turns = field(default_factory=Turns)
     created: CreateRun | None = None
     is_loaded: bool = False
     window: OperationWindow = field(default_factory=OperationWindow)
     num_steps: int | None = None
     unusable: str | None = None
+    has_ended: bool = False
     outage: str | None = None
 
     @property

@@ -6,8 +6,9 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from ...schemas.checkpoints import LoadWeightsRequest
 from ...schemas.codec import decode_model
@@ -21,6 +22,7 @@ from ...schemas.models import (
     OptimizerConfig,
     Role,
     TrainingConfig,
+    UnloadModelResponse,
 )
 from ...schemas.schedules import CHECKPOINTS_KEY, NO_SCHEDULES, CheckpointSchedule, RunSchedules
 from ...workers.dispatch import WorkerDispatch
@@ -28,10 +30,12 @@ from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import base_model_of, require_served
 from ..files.segment_log import RecordPosition
 from ..http.bodies import ReceivedBody
+from ..http.digests import Fingerprint, content_of
 from ..journal.journal import EntryLocation, draw_seed
 from ..journal.request_decoding import decode_entry
 from ..operations.compatibility import check_role, check_target
 from ..operations.loading import CreateRun, CreateRunFromCheckpoint
+from ..operations.operation import json_result
 from ..store import CheckpointRecord, RunRecord, Store, string_metadata
 from ..tenants.auth import Tenant
 from ..tenants.reservation import Reservation
@@ -42,6 +46,12 @@ from .run_services import RunServices
 logger = logging.getLogger(__name__)
 
 _HELD_SECONDS = 600.0
+_UNLOAD = ":unload"
+"""Ends the id of the request that unloads a run."""
+_IF_USED = (
+    "is another process creating models in this session? Nothing was created: create a session in each process, or "
+    "give a new model the next number"
+)
 _LORA_SEED, _FULL_SEED, _DRAFT_SEED = "lora_seed", "full_seed", "draft_seed"
 """Names of the seeds that are drawn if a request has none."""
 _SEEDS = {LoraConfig: _LORA_SEED, FullConfig: _FULL_SEED, DraftConfig: _DRAFT_SEED}
@@ -83,6 +93,8 @@ class Runs:
             begun = [run_id for run_id in of_runs if run_id.startswith(f"{session_id}:train:")]
             records |= dict.fromkeys(begun)
             records |= {record.run_id: record for record in await self._store.runs.list_of_session(session_id)}
+        for request_id in await self._services.futures.find_encodings([_unload_id(run_id) for run_id in records]):
+            del records[request_id.removesuffix(_UNLOAD)]
         self._services.restore_marker.begin(records.keys())
         held: set[RecordPosition] = set()
         for run_id, record in records.items():
@@ -175,9 +187,43 @@ class Runs:
         for run in ended:
             reason = f"session {session_id} of run {run.record.run_id} has ended: create a new one"
             # Not awaited: an operation in progress may take long.
-            ending = asyncio.create_task(run.end(reason))
-            self._ending[ending] = run
-            ending.add_done_callback(self._ending.pop)
+            self._end_later(run, run.end(reason))
+
+    async def unload(self, tenant: Tenant, run_id: str) -> str:
+        """Ends a live run before its session ends, and returns the id of the request whose result says so.
+
+        Returns when the run is gone. The result is stored first: a restart resumes no run that has it. Samplers of the
+        run stay.
+
+        Raises:
+            RequestError: 404 if the tenant has no such run, 410 if it ended otherwise.
+        """
+        futures, request_id = self._services.futures, _unload_id(run_id)
+        ending = next((task for task, run in self._ending.items() if _is_of(run, tenant, run_id)), None)
+        if _is_of(run := self._runs.get(run_id), tenant, run_id):
+            del self._runs[run_id]
+            ending = self._end_later(run, self._unload(run, request_id))
+        if ending is not None:
+            await asyncio.shield(ending)
+        try:
+            await futures.require(request_id, tenant.id)
+        except RequestError:
+            await self.get(tenant, run_id)  # raises what holds of a run that is not live
+            raise
+        return request_id
+
+    async def _unload(self, run: Run, request_id: str) -> None:
+        futures, record = self._services.futures, run.record
+        future = futures.create(request_id, record.tenant_id)
+        futures.resolve(future, json_result(UnloadModelResponse(model_id=record.run_id)))
+        await future.done.wait()
+        await run.end(f"run {record.run_id} was unloaded: create a new one from a checkpoint")
+
+    def _end_later(self, run: Run, end: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        ending = asyncio.create_task(end)
+        self._ending[ending] = run
+        ending.add_done_callback(self._ending.pop)
+        return ending
 
     async def sweep(self) -> None:
         """Deletes snapshots, pinned checkpoints and features of runs that no longer exist; for server start."""
@@ -215,10 +261,11 @@ class Runs:
 
     async def save_request_times(self) -> Iterable[str]:
         """Stores when runs were last used, for listings of runs; returns those that were used since the last call."""
-        saved_at, self._saved_at = self._saved_at, time.time()
-        times = {run_id: run.last_request_at for run_id, run in self._runs.items() if run.last_request_at >= saved_at}
+        now, runs = time.time(), self._runs.items()
+        times = {run_id: run.last_request_at for run_id, run in runs if run.last_request_at >= self._saved_at}
         if times:
             await self._store.runs.touch(times)
+        self._saved_at = now  # not before they are stored, which may fail
         return times
 
     async def close(self) -> None:
@@ -336,20 +383,32 @@ class Runs:
 
 def _check_same(known: RunRecord, requested: RunRecord) -> None:
     """Raises RequestError if the same model_seq_id was used for a different request."""
-    if known.asked in (None, requested.asked):
+    if known.asked is None or requested.asked is None:
         return
-    number = known.run_id.rpartition(":")[2]
-    # Not 409, since clients retry that.
-    raise RequestError(
-        f"model_seq_id {number} of session {known.session_id} is taken by {known.run_id}, which was created by a"
-        " different request: give a new model the next number, or resend the original request"
-    )
+    was, asked = _fingerprint(known.asked), _fingerprint(requested.asked)
+    if was.digest != asked.digest:
+        number = known.run_id.rpartition(":")[2]
+        # Not 409, since clients retry that.
+        raise RequestError(f"model_seq_id {number} of session {known.session_id} {asked.words(was)}: {_IF_USED}")
+
+
+def _fingerprint(asked: str) -> Fingerprint:
+    kind, _, digest = asked.rpartition(":")
+    return Fingerprint(kind or "different request", digest)  # earlier versions stored no kind
+
+
+def _is_of(run: Run | None, tenant: Tenant, run_id: str) -> TypeGuard[Run]:
+    return run is not None and run.record.run_id == run_id and run.record.tenant_id == tenant.id
+
+
+def _unload_id(run_id: str) -> str:
+    return f"{run_id}{_UNLOAD}"
 
 
 def _not_live(run_id: str) -> RequestError:
     return RequestError(
-        f"run {run_id} is not live: its session has ended, or it could not be resumed; create a new model from "
-        "its last checkpoint (create_training_client_from_state)",
+        f"run {run_id} is not live: it was unloaded, its session has ended, or it could not be resumed; create a new "
+        "model from its last checkpoint (create_training_client_from_state)",
         410,
     )
 
@@ -458,9 +517,6 @@ def _schedules_in(metadata: Mapping[str, str]) -> RunSchedules:
 
 
 def _hash(request: CreateModelRequest | LoadWeightsRequest) -> str:
-    """Hashes the fields of the request that are not defaults, so that fields added by later versions do not
-    change it.
-    """
-    said = request.model_dump(exclude_defaults=True, exclude={"weights_access_token"})
-    as_json = json.dumps({"kind": request.type, **said}, sort_keys=True)
-    return hashlib.sha256(as_json.encode()).hexdigest()
+    """Returns the request's kind and a hash of its content."""
+    as_json = json.dumps({"kind": request.type, **content_of(request)}, sort_keys=True)
+    return f"{request.type}:{hashlib.sha256(as_json.encode()).hexdigest()}"

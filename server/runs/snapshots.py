@@ -69,7 +69,10 @@ class RunSnapshots:
         if len(self._kept) >= _NUM_KEPT or (self._kept and not has_beginning):
             self._first_held = self._kept[-1].seq_id + 1
         elif not has_beginning:
-            raise ValueError(f"{self._run_id} has no snapshot, and its first operations are not in the journal")
+            raise ValueError(
+                f"{self._run_id} has no snapshot, and its first operations are not in the journal: it was unloaded, or "
+                "they are lost"
+            )
         needed = {seq_id for seq_id in journaled if seq_id >= self._first_held}
         await self._services.pinned_checkpoints.retain(self._run_id, needed, self._targets)
         return self._first_held

@@ -165,7 +165,8 @@ class DraftLoader:
     async def _load(self, held: _LoadedDraft) -> None:
         """Loads the draft; concurrent callers wait for the first one's load. Retries when the worker crashes."""
         strikes = Strikes(f"the load of draft {held.checkpoint.tinker_path}")
-        while not self._has(held.checkpoint.base_model, held.checkpoint):
+        # While it is being dropped, the workers still have it.
+        while held.changing.locked() or not self._has(held.checkpoint.base_model, held.checkpoint):
             try:
                 # Shielded: the request may be cancelled, but the worker reads the files to the end.
                 await asyncio.shield(self._begin(self._load_now, held))

@@ -1,16 +1,17 @@
 """Stores the adapters of ephemeral samplers on disk, so that workers can reload them after a crash.
 
 Layout of state_dir/ephemeral: ADAPTER/NUMBER, where the highest number is current, and .staging-* next to the adapters
-during a write. The previous number is kept until the next write, because a worker may still be reading it.
+during a write. The previous number is kept until the next write, because a worker may still be reading it. Earlier
+versions wrote no manifest.
 """
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from ..files.directories import STAGING, directory_name, make_directory, move_into_place, staging_path, sync_files
+from ..files.directories import STAGING, directory_name, make_directory, move_into_place, remove_tree, staging_path
+from ..files.manifest import MANIFEST, ManifestMismatch, check_directory, write_manifest
 
 
 class EphemeralWeights:
@@ -30,6 +31,18 @@ class EphemeralWeights:
         numbers = _numbers(of_adapter)
         return of_adapter / str(numbers[-1]) if numbers else of_adapter
 
+    async def find(self, adapter_id: str) -> Path:
+        """Returns the directory of the adapter's newest weights. Raises ManifestMismatch if they are damaged."""
+        while True:
+            directory = self.directory(adapter_id)
+            try:
+                await asyncio.to_thread(check_weights, directory)
+            except ManifestMismatch:
+                if self.directory(adapter_id) == directory:  # else it was replaced, and may have been deleted
+                    raise
+            else:
+                return directory
+
     def has(self, adapter_id: str | None) -> bool:
         """True if the weights of this adapter are on disk."""
         return adapter_id is not None and bool(_numbers(self._adapter_directory(adapter_id)))
@@ -43,10 +56,10 @@ class EphemeralWeights:
             yield staging
             await asyncio.to_thread(self._publish, staging, self._adapter_directory(adapter_id))
         finally:
-            await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
+            await asyncio.to_thread(remove_tree, staging, ignore_errors=True)
 
     async def remove(self, adapter_id: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._adapter_directory(adapter_id), ignore_errors=True)
+        await asyncio.to_thread(remove_tree, self._adapter_directory(adapter_id), ignore_errors=True)
 
     async def remove_all_but(self, wanted: Collection[str | None]) -> None:
         """Deletes everything but the wanted adapters, staging directories included. Called at server start."""
@@ -68,19 +81,24 @@ class EphemeralWeights:
 
     def _publish(self, staging: Path, of_adapter: Path) -> None:
         """Publishes the staged weights with one rename, so that readers find weights at every moment."""
-        if self._sync:
-            sync_files(staging)
+        write_manifest(staging, {}, sync=self._sync)
         of_adapter.mkdir(exist_ok=True)
         earlier = _numbers(of_adapter)
         place = of_adapter / str(earlier[-1] + 1 if earlier else 0)
         move_into_place(staging, place, root=self._root if self._sync else None)
         for number in earlier[:-1]:
-            shutil.rmtree(of_adapter / str(number), ignore_errors=True)
+            remove_tree(of_adapter / str(number), ignore_errors=True)
 
     def _sweep(self, names: Collection[str]) -> None:
         for directory in self._root.glob("*"):
             if directory.name not in names:
-                shutil.rmtree(directory, ignore_errors=True)
+                remove_tree(directory, ignore_errors=True)
+
+
+def check_weights(directory: Path) -> None:
+    """Raises ManifestMismatch if the weights are gone, or do not match their manifest, if they have one."""
+    if (directory / MANIFEST).exists() or not any(directory.glob("*")):
+        check_directory(directory)
 
 
 def _numbers(of_adapter: Path) -> list[int]:

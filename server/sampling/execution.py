@@ -11,7 +11,9 @@ from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
 from ...workers.protocol.work_context import enter_work
+from ...workers.sampler.requests.structured_output import is_costly
 from ..telemetry.telemetry import Telemetry
+from .constraint_checks import ConstraintChecks
 from .draft_loader import DraftLoader
 from .sampling_job import SamplingJob
 from .weight_loader import WeightLoader
@@ -25,11 +27,17 @@ class SamplingExecution:
     """Runs jobs in the workers."""
 
     def __init__(
-        self, dispatch: WorkerDispatch, loader: WeightLoader, drafts: DraftLoader, telemetry: Telemetry
+        self,
+        dispatch: WorkerDispatch,
+        loader: WeightLoader,
+        drafts: DraftLoader,
+        constraints: ConstraintChecks,
+        telemetry: Telemetry,
     ) -> None:
         self._dispatch = dispatch
         self._loader = loader
         self._drafts = drafts
+        self._constraints = constraints
         self._telemetry = telemetry
 
     async def sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
@@ -41,7 +49,11 @@ class SamplingExecution:
         progress = _ProgressForwarder(on_progress)
         work = job.for_worker(streams=on_progress is not None)
         sampled, failure, began_at = None, None, time.monotonic()
+        constraint = work.params.constraint
         try:
+            if constraint is not None:
+                seconds = await self._constraints.check(record.base_model, record.tenant_id, constraint)
+                work = replace(work, compile_seconds=seconds)
             while True:
                 job.strikes.check()
                 try:
@@ -52,6 +64,10 @@ class SamplingExecution:
                         raise
                     job.was_begun = True
                     await job.strikes.add(lost)
+                except OperationError as error:
+                    if constraint is not None and is_costly(error.message):
+                        self._constraints.failed(record.base_model, record.tenant_id, constraint, error.message)
+                    raise
         except Exception as error:
             failure = error
             raise
@@ -61,6 +77,9 @@ class SamplingExecution:
             self._telemetry.sample_ended(
                 context, record.base_model, job.request_id, num_prompt, sampled, seconds, failure
             )
+
+    def close(self) -> None:
+        self._constraints.close()
 
     async def _attempt(self, job: SamplingJob, work: SampleJob, progress: "_ProgressForwarder") -> SampleResponse:
         sampler = job.sampler

@@ -297,8 +297,9 @@ def _check_same(known: SamplerRecord, request: CreateSamplingSessionRequest) -> 
         return
     # 400 and not 409, because clients retry after a 409.
     raise RequestError(
-        f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} is the number of a"
-        f" sampler {_what_of(known)}: give a new sampler the next number, or repeat the first request unchanged"
+        f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} was a sampler"
+        f" {_what_of(known)}, this is another sampler: is another process sampling in this session? Nothing was"
+        " created: create a session in each process, or give a new sampler the next number"
     )
 
 

@@ -1,14 +1,15 @@
 """Validates a sampling request against its model and translates it into the worker's SampleJob."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from ...schemas.codec import CsrLayout, csr_layout_from_json, tensor_from_json
 from ...schemas.errors import RequestError
-from ...schemas.sampling import ALTERNATIVES, SampleRequest
+from ...schemas.sampling import ALTERNATIVES, Constraint, SampleRequest
 from ...workers.protocol.calls import ModelInfo, SampleJob
-from ..journal.journal import draw_seed
+from ..journal.journal import Header, draw_seed
 from ..journal.strikes import Strikes
 from ..store import CheckpointRecord
 from .sampler import Sampler
@@ -74,6 +75,16 @@ class SamplingJob:
         if request.target_prompt_logprobs is not None:
             self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)
 
+    @classmethod
+    def resumed(cls, request: SampleRequest, header: Header, sampler: Sampler, model: ModelInfo) -> Self:
+        """Returns the job of a journaled request, by the rules of the version that accepted it. Raises RequestError."""
+        stops = None
+        if header.sampling_rules == 1:
+            request, stops = _with_any_white_space(request), _first_stops(request, model)
+        job = cls(request, header.request_id, sampler, model, stops, header.drawn.get("seed"))
+        job.was_begun = True
+        return job
+
     @property
     def drawn_seed(self) -> int | None:
         """The seed drawn for the request, to be journaled; None if the request has its own."""
@@ -124,34 +135,53 @@ class SamplingJob:
 
 
 def _stops(request: SampleRequest, model: ModelInfo) -> Stops:
-    match request.sampling_params.stop:
-        case None:
-            return Stops(model.eos_token_ids)
-        case str() as string:
-            return Stops((), (string,))
-        case several:
-            strings = tuple(one for one in several if isinstance(one, str))
-            return Stops(tuple(one for one in several if isinstance(one, int)), strings)
+    """Returns the model's end tokens and the request's own stops; no stops at all for an empty list."""
+    if request.sampling_params.stop == []:
+        return Stops(())
+    own = _own_stops(request)
+    return Stops((*model.eos_token_ids, *own.token_ids), own.strings)
+
+
+def _own_stops(request: SampleRequest) -> Stops:
+    stop = request.sampling_params.stop
+    several = [stop] if isinstance(stop, str) else stop or []
+    token_ids = tuple(one for one in several if isinstance(one, int))
+    return Stops(token_ids, tuple(one for one in several if isinstance(one, str)))
+
+
+def _first_stops(request: SampleRequest, model: ModelInfo) -> Stops:
+    """Returns the stops by sampling rules 1."""
+    return Stops(model.eos_token_ids) if request.sampling_params.stop is None else _own_stops(request)
+
+
+def _with_any_white_space(request: SampleRequest) -> SampleRequest:
+    """Returns the request with the JSON of sampling rules 1."""
+    params = request.sampling_params
+    if params.constraint is None or (schema := params.constraint.json_schema) is None:
+        return request
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        return request
+    schema = schema | {"x-guidance": {"whitespace_flexible": True} | own}
+    params = params.model_copy(update={"constraint": Constraint(json_schema=schema)})
+    return request.model_copy(update={"sampling_params": params})
 
 
 def _prompt(request: SampleRequest, model: ModelInfo) -> np.ndarray:
     """Returns the prompt's token ids, int32 [T], T >= 1. Raises RequestError."""
-    for index, chunk in enumerate(request.prompt.chunks):
-        if chunk.type != "encoded_text":
-            raise RequestError(
-                f"prompt chunk {index} is of type {chunk.type!r}, which is not supported: send encoded_text chunks only"
-            )
-    tokens = request.prompt.to_ints()
-    if not tokens:
+    # Before anything that reads each of them: this runs on the event loop, and a body has room for millions.
+    num_tokens = sum(len(chunk.tokens) for chunk in request.prompt.chunks)
+    if not num_tokens:
         raise RequestError("the prompt is empty: send at least one token")
+    if num_tokens >= model.max_context_length:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, but prompt and sample together must fit into the context of "
+            f"{model.name}, {model.max_context_length} tokens: shorten the prompt"
+        )
+    tokens = request.prompt.to_ints()
     if wrong := next((token for token in tokens if not 0 <= token < model.vocab_size), None):
         raise RequestError(
             f"prompt token {wrong} is not in the vocabulary of {model.name}: token ids are 0 to {model.vocab_size - 1}"
-        )
-    if len(tokens) >= model.max_context_length:
-        raise RequestError(
-            f"the prompt has {len(tokens)} tokens, but prompt and sample together must fit into the context of "
-            f"{model.name}, {model.max_context_length} tokens: shorten the prompt"
         )
     return np.asarray(tokens, np.int32)
 

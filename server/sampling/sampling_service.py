@@ -19,9 +19,10 @@ from ...workers.protocol.work_context import name_run
 from ..config.base_model_lookup import require_served
 from ..files.segment_log import RecordPosition
 from ..http.bodies import LARGE_BYTES, ReceivedBody
+from ..http.digests import Fingerprint
 from ..journal.completion_log import Completions
-from ..journal.futures import Future, Futures, Result, ResultSummary
-from ..journal.journal import EntryLocation, Header, Journal
+from ..journal.futures import Future, Futures, Result, ResultSummary, check_same
+from ..journal.journal import SAMPLING_RULES, EntryLocation, Header, Journal
 from ..journal.recordings import Recordings
 from ..journal.request_decoding import decode_entry
 from ..journal.strikes import STRIKE, Strikes
@@ -37,6 +38,11 @@ from .samplers import Samplers
 from .sampling_job import SamplingJob, Stops, check_alternatives
 
 logger = logging.getLogger(__name__)
+
+_IF_USED = (
+    "is another process sampling with this session's numbers? Nothing was sampled: create a sampling client in each "
+    "process, or leave out seq_id"
+)
 
 
 @dataclass(frozen=True)
@@ -113,14 +119,15 @@ class SamplingService:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._execution.close()
 
     async def submit(
         self, tenant: Tenant, request: SampleRequest, received: ReceivedBody, reservation: Reservation
     ) -> SubmitResponse:
-        """Accepts a sampling request. Idempotent per sampler and seq_id.
+        """Accepts a sampling request. A retry, with the seq_id of an accepted one, gets the same response again.
 
         Raises:
-            RequestError: the request is wrong, over a limit, or cannot be journaled.
+            RequestError: the request is wrong, over a limit, or cannot be journaled; its seq_id was used for another.
         """
         sampler = await self._samplers.find_requested(tenant, request)
         name_run(sampler.record.sampler_id)
@@ -132,13 +139,18 @@ class SamplingService:
         # awaited, so that no concurrent request is assigned the same.
         is_named = sampler.first_seq_id and request.seq_id is not None
         answered_before = is_named and await self._futures.has_result(request_id)
-        if seq_id not in sampler.accepted and not answered_before:
+        is_repeated = seq_id in sampler.accepted or answered_before
+        if not is_repeated:
             job = self._job(sampler, request, request_id)
             self._admit(job, received, reservation)
             accepting = self._accept(sampler, seq_id, job, received, reservation)
             sampler.accepted[seq_id] = asyncio.create_task(accepting)
         if (accepting := sampler.accepted.get(seq_id)) is not None:
             await asyncio.shield(accepting)
+        if is_repeated and received.digest is not None:
+            number = f"seq_id {seq_id} of sampler {sampler.record.sampler_id}"
+            again = Fingerprint("sample", received.digest)
+            await check_same(self._futures, request_id, number, again, _IF_USED)
         return SubmitResponse(
             request_id=request_id,
             sample_sequence_ids=[f"{request_id}:{number}" for number in range(request.num_samples)],
@@ -211,8 +223,8 @@ class SamplingService:
         model = require_served(self._dispatch, sampler.record.base_model)
         request = await decode_entry(await self._journal.read(one.place))
         assert isinstance(request, SampleRequest)
-        job = SamplingJob(request, header.request_id, sampler, model, seed=header.drawn.get("seed"))
-        job.was_begun, job.draft = True, await self._draft_if_available(job)
+        job = SamplingJob.resumed(request, header, sampler, model)
+        job.draft = await self._draft_if_available(job)
         sampler.accepted[header.seq_id] = None
         self._begin(job, _JournaledRequest(header, [one.place, *strikes]), None)
 
@@ -234,8 +246,10 @@ class SamplingService:
             seq_id=seq_id,
             request_id=job.request_id,
             drawn={} if job.drawn_seed is None else {"seed": job.drawn_seed},
+            sampling_rules=SAMPLING_RULES,
             content_type=received.content_type,
             content_encoding=received.content_encoding,
+            digest=received.digest,
         )
         try:
             job.draft = await self._drafts.draft_for(sampler, job.request)
@@ -255,9 +269,9 @@ class SamplingService:
         """Starts the job and creates its future. reservation: None if an earlier process accepted the request."""
         record = job.sampler.record
         job.strikes = Strikes("this request", partial(self._record_strike, journaled), len(journaled.places) - 1)
-        future = self._futures.create(
-            job.request_id, record.tenant_id, partial(self._pending, job.sampler), partial(self._release, journaled)
-        )
+        pending, answered = partial(self._pending, job.sampler), partial(self._release, journaled)
+        fingerprint = journaled.header.fingerprint
+        future = self._futures.create(job.request_id, record.tenant_id, pending, answered, fingerprint)
         performing = asyncio.create_task(self._run_and_complete(job, future, reservation))
         self._tasks.add(performing)
         performing.add_done_callback(self._tasks.discard)

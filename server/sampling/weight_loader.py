@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Protocol
 
+from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
+from ..files.manifest import ManifestMismatch
 from ..journal.strikes import Strikes
 from ..store.database.database_errors import OUTAGE_ERRORS, OUTAGE_RETRY_SECONDS, outage_message
 from ..tenants.auth import Tenant
@@ -87,7 +90,7 @@ class WeightLoader:
         if record.run_id is not None and await self._live.share(record.run_id, sampler.adapter_id):
             return
         if record.model_path is None:
-            directory = self._weights.directory(sampler.adapter_id)
+            directory = await self._find(sampler)
             with hiding_directory_as(f"sampler {record.sampler_id}", directory):
                 await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
             return
@@ -95,3 +98,15 @@ class WeightLoader:
         async with self._checkpoints.reading(checkpoint) as directory:
             with hiding_directory_as(checkpoint.tinker_path, directory):
                 await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
+
+    async def _find(self, sampler: Sampler) -> Path:
+        assert sampler.adapter_id is not None
+        try:
+            return await self._weights.find(sampler.adapter_id)
+        except ManifestMismatch as damage:
+            logger.error("the weights of sampler %s: %s", sampler.record.sampler_id, damage)
+            raise OperationError(
+                f"the weights of sampler {sampler.record.sampler_id} are damaged ({damage.reason}): "
+                "save_weights_for_sampler again, or sample a named checkpoint",
+                "server",
+            ) from None

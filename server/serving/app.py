@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
@@ -21,6 +21,7 @@ from ..console.browser_gate import BrowserGate
 from ..features.feature_store import FeatureStore
 from ..files.segment_log import Guard
 from ..http.errors import ERROR_HANDLERS, internal_error
+from ..http.query import check_query
 from ..journal.completion_log import Completions
 from ..journal.futures import Futures
 from ..journal.journal import Journal
@@ -38,6 +39,7 @@ from ..routes.services import Services, found_files
 from ..runs.history import RunHistory
 from ..runs.run_services import RunServices
 from ..runs.runs import Runs
+from ..sampling.constraint_checks import ConstraintChecks
 from ..sampling.draft_loader import DraftLoader
 from ..sampling.ephemeral_weights import EphemeralWeights
 from ..sampling.execution import SamplingExecution
@@ -50,6 +52,7 @@ from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
 from ..tenants.browser_sessions import BrowserSessions
 from ..tenants.gate import Gate
+from ..tenants.head_check import HeadCheck
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
 from ..text.tokenizer import Tokenizers
@@ -115,14 +118,15 @@ def create_app(
         version=VERSION,
         description=_DESCRIPTION,
         lifespan=lifespan,
+        openapi_url=None,  # our own route encodes the document once
         docs_url=None,  # our own page loads nothing from a CDN
         redoc_url=None,
         # It would not see requests that bypass FastAPI, but cost every request a lookup of listeners.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, history, auth, openai, pages):
-        app.include_router(routes.router)
-    for router in CONSOLE_ROUTERS:
+    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, history, auth):
+        app.include_router(routes.router, dependencies=[Depends(check_query)])
+    for router in (openai.router, pages.router, *CONSOLE_ROUTERS):
         app.include_router(router)
     for kind, handler in ERROR_HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -131,6 +135,7 @@ def create_app(
     app.add_middleware(FastRoutes, endpoints=busy)
     app.add_middleware(Gate, config=config)
     app.add_middleware(BrowserGate)
+    app.add_middleware(HeadCheck, allowed_hosts=config.network.allowed_hosts)
     return app
 
 
@@ -150,7 +155,7 @@ def _services(
     checkpoints = Checkpoints(store, auth, config.store.state_dir, config=config.storage_config())
     sync = config.store.durability == "power"
     journal_config = config.journal
-    history_of_runs = RunHistory(store, journal_config.history_ttl_seconds)
+    history_of_runs = RunHistory(store, journal_config.history_ttl_seconds, config.limits.tenant_metric_bytes)
     futures = Futures(
         directory / "results",
         store,
@@ -206,7 +211,9 @@ def _services(
     ):
         telemetry.metrics.add_gauge(f"trainhouse_{name}", words, read)
     loader = WeightLoader(dispatch, checkpoints, sampler_weights.files, live=runs)
-    execution = SamplingExecution(dispatch, loader, drafts, telemetry)
+    tokenizers = Tokenizers(config.models.base_models)
+    constraints = ConstraintChecks(tokenizers, dispatch.models)
+    execution = SamplingExecution(dispatch, loader, drafts, constraints, telemetry)
     sampling = SamplingService(
         dispatch, samplers, execution, drafts, sessions, futures, journal, recordings, completions, quotas
     )
@@ -231,7 +238,7 @@ def _services(
         recordings=recordings,
         quotas=quotas,
         telemetry=telemetry,
-        tokenizers=Tokenizers(config.models.base_models),
+        tokenizers=tokenizers,
         tenure=None if live is None else live.tenure,
         model_files=found_files(config),
     )
@@ -299,9 +306,11 @@ async def _tidy_up(services: Services) -> None:
     services.quotas.forget_idle()
     config = services.config
     most_ended = _ENDED_SESSIONS * config.limits.tenant_sessions
-    await services.sessions.delete_ended(
-        config.sessions.session_ttl_seconds, most_ended, services.runs.ending_session_ids
-    )
+    async with services.history.logged_bytes.deleting():
+        deleted = await services.sessions.delete_ended(
+            config.sessions.session_ttl_seconds, most_ended, services.runs.ending_session_ids
+        )
+        services.history.logged_bytes.forget_sessions(deleted)
 
 
 async def _run_periodically(name: str, chores: Callable[[], Awaitable[object]]) -> None:

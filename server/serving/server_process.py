@@ -28,9 +28,9 @@ from starlette.types import ASGIApp
 
 from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
-from ...workers.planner.checks import cuda_devices
 from ...workers.protocol.aliases import merge_identical_models
-from ...workers.protocol.worker_config import KeptWorkers
+from ...workers.protocol.plugins import plugin_rows
+from ...workers.protocol.worker_config import DispatchConfig, KeptWorkers
 from ..config.knob_values import is_url
 from ..config.server_config import ServerConfig
 from ..files.segment_log import Guard
@@ -52,7 +52,6 @@ from ..telemetry.open_tracing import opened_tracing
 from ..tenants.auth import require_keys
 from ..text.hub_names import warn_unresolved
 from .app import LiveState, create_app
-from .auto_layout import with_layouts, with_sampler_layout
 from .base_models import download_models
 from .connections import HttpConnection, LimitedApp, disconnect_stalled_clients
 from .service_manager import notify, watchdog
@@ -439,18 +438,22 @@ def _opened_store(config: ServerConfig) -> Store:
         raise StartError(str(error)) from None
 
 
+def _refuse_auto(config: ServerConfig, settings: DispatchConfig, say: Callable[[str], None]) -> DispatchConfig:
+    flag = "--parallel" if config.ranks.parallel is None else "--sampler-parallel"
+    raise ValueError(
+        f"{flag} auto needs the planner, and this installation is without its folders, workers/planner and "
+        f"server/planning: name a layout, such as {flag} tp=2"
+    )
+
+
 @contextlib.asynccontextmanager
 async def _loaded_workers(config: ServerConfig, kept: KeptWorkers | None) -> AsyncIterator[WorkerDispatch]:
     """Yields a dispatch to loaded workers; at the end, stops them, except kept workers. Raises StartError."""
     try:
         settings = replace(merge_identical_models(config.dispatch_config()), kept=kept)
-        if config.sampling.sampler_parallel is None:
-            number = cuda_devices() if config.ranks.pool == "local" else None
-            settings = with_sampler_layout(
-                settings, config.ranks.device_memory_bytes, config.ranks.device_link, number, say
-            )
-        if config.ranks.parallel is None:
-            settings = with_layouts(settings, config.ranks.device_memory_bytes, config.ranks.device_link, say)
+        if config.ranks.parallel is None or config.sampling.sampler_parallel is None:
+            with_layouts = plugin_rows("server.planning.rows", "LAYOUT_CHOICES").get("auto", _refuse_auto)
+            settings = with_layouts(config, settings, say)
         dispatch = WorkerDispatch(settings)
         await dispatch.start(say)
     except (ValueError, OSError, OperationError) as error:

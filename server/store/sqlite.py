@@ -1,5 +1,6 @@
 """Stores everything in one SQLite file in WAL mode."""
 
+import sqlite3
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, create_engine, event
@@ -19,6 +20,11 @@ DAMAGE_REMEDY = (
 )
 """The advice in messages about a damaged database."""
 
+_UNUSABLE_REMEDY = (
+    "it and what is named like it with -wal and -shm, if they exist, must be files that this user may write; see also "
+    "that the disk has room"
+)
+
 
 class SqliteStore(Store):
     """Keeps the store in one file. Other processes may open it at the same time (`trainhouse keys` while a server
@@ -31,7 +37,7 @@ class SqliteStore(Store):
         Args:
             sync: whether each commit waits for the disk.
         Raises:
-            ValueError: a newer trainhouse wrote the file, or it is damaged.
+            ValueError: a newer trainhouse wrote the file, or it is damaged or cannot be used.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         engine = _engine(path, sync)
@@ -42,9 +48,12 @@ class SqliteStore(Store):
                 create_or_migrate(connection, f"{path}", "--state-dir")
         except DatabaseError as error:
             engine.dispose()
-            if not any(words in str(error.orig) for words in _OF_DAMAGE):
+            if any(words in str(error.orig) for words in _OF_DAMAGE):
+                raise _damage(path, str(error.orig)) from None
+            # Else a statement is wrong, and the fault ours.
+            if getattr(error.orig, "sqlite_errorcode", sqlite3.SQLITE_ERROR) == sqlite3.SQLITE_ERROR:
                 raise
-            raise _damage(path, str(error.orig)) from None
+            raise ValueError(f"database {path} cannot be used ({error.orig}): {_UNUSABLE_REMEDY}") from None
         except BaseException:
             engine.dispose()
             raise

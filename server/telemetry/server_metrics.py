@@ -56,7 +56,7 @@ class ServerMetrics(Collector):
             *("route", "status"),
         )
         self._queued = self._seconds(
-            "operation_queued", "Time from an operation's arrival until the workers began it", "kind"
+            "operation_queued", "Time that an operation waited for the ranks while others had them", "kind"
         )
         self._busy = self._seconds(
             "operation_busy", "Time from when the workers began an operation until it ended", "kind", "outcome"

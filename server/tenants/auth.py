@@ -4,7 +4,9 @@ Only hashes of keys are stored. Whether a tenant may see a session, run or check
 up.
 """
 
+import asyncio
 import hmac
+import math
 import secrets
 import shlex
 import time
@@ -21,13 +23,18 @@ from ..config.sections import LimitsSection
 from ..config.server_config import ServerConfig
 from ..store import ApiKeyRecord, KeyCounts, Store, TenantRecord
 from .rate_limits import UNCOUNTED, RateLimits, UnauthenticatedLimits
-from .scopes import OPERATOR, TENANT_SCOPES, check_scopes
+from .scopes import OPERATOR, SCOPES, TENANT_SCOPES, check_scopes
 from .tokens import Tokens
 
 T = TypeVar("T")
 
 KEY_PREFIX = "tml-"
+MADE_UP_PREFIX = "local-"
+"""The prefix of tenants of made-up keys, on a server without keys."""
 CACHE_SECONDS = 1.0
+"""Greatest age of the counts of keys when a request is admitted."""
+CONFIRM_SECONDS = 0.05
+"""Greatest age of the counts of keys at a second check, while a request is served."""
 _MAX_CACHED = 10_000
 
 
@@ -38,11 +45,16 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class _AuthenticatedKey:
-    """Pairs a tenant with its key; the key is None if an open server accepted a made-up one."""
+class AuthenticatedKey:
+    """A tenant and its key; the key is None if an open server accepted a made-up one."""
 
     tenant: Tenant
+    key_hash: str
     key: ApiKeyRecord | None
+
+    @property
+    def scopes(self) -> tuple[str, ...]:
+        return SCOPES if self.key is None else self.key.scopes or TENANT_SCOPES
 
 
 class Auth:
@@ -63,44 +75,58 @@ class Auth:
         unauthenticated_per_minute: int = LimitsSection.unauthenticated_per_minute,
     ) -> None:
         self._store = store
-        self._loopback = loopback
+        self.is_loopback = loopback
         self._clock = clock
         self._tokens = Tokens()
         self._rates = RateLimits(clock)
         self.unauthenticated_limits = UnauthenticatedLimits(unauthenticated_per_minute, clock)
         # Valid until the store's counts of keys change. Then both are replaced, so that a look-up that began earlier
         # writes to dicts that are no longer read. Refused keys are separate, so that they cannot evict valid ones.
-        self._valid_keys: dict[str, _AuthenticatedKey] = {}
+        self._valid_keys: dict[str, AuthenticatedKey] = {}
         self._invalid_keys: dict[str, None] = {}
         # Keys that have been valid before: they are looked up even while their address is over its limit.
         self._once_valid: dict[str, None] = {}
         self._counts: KeyCounts | None = None
-        self._counted_until = 0.0
+        self._counted_at = -math.inf  # when the query began
+        self._counting: asyncio.Task[None] | None = None  # one query serves all requests that wait for it
 
-    async def admit(self, request: Request, route: str) -> Tenant:
-        """Returns the tenant that sends the request.
+    async def admit(self, request: Request, route: str) -> AuthenticatedKey:
+        """Returns the key of the request.
 
         Raises:
             RequestError: 401 without a valid key, 429 if the address has sent too many such requests, 403 if the key
                 lacks the scope, 429 if the key exceeds its rate.
         """
-        key, address = presented_key(request), address_of(request)
+        known = await self.identify(presented_key(request), address_of(request))
+        if known.key is not None:
+            if known.key.requests_per_minute is not None and route not in UNCOUNTED:
+                self._rates.take(known.key.key_id, known.key.requests_per_minute)
+            check_scopes(known.scopes, route)
+        return known
+
+    async def identify(self, key: str | None, address: str) -> AuthenticatedKey:
+        """Returns the key that the address sends, without a look at scopes. Raises RequestError 401 and 429 as `admit`
+        does."""
         known = await self._look_up(key, address) if key else None
         if known is None:
             self.unauthenticated_limits.take(address)
             raise self._refusal(key)
-        if known.key is not None:
-            if known.key.requests_per_minute is not None and route not in UNCOUNTED:
-                self._rates.take(known.key.key_id, known.key.requests_per_minute)
-            check_scopes(known.key.scopes or TENANT_SCOPES, route)
-        return known.tenant
+        return known
+
+    async def confirm(self, admitted: AuthenticatedKey) -> None:
+        """Raises RequestError 401 if the key has been revoked, or the server is no longer open, since it was
+        admitted."""
+        await self._refresh_counts(CONFIRM_SECONDS)
+        if await self._find(admitted.key_hash, admitted.key is None) is None:
+            raise self._refusal(KEY_PREFIX)
 
     async def authenticate(self, key: str | None) -> Tenant:
         """Returns the key's tenant. Raises RequestError 401."""
-        known = await self._look_up(key) if key else None
-        if known is None:
-            raise self._refusal(key)
-        return known.tenant
+        return (await self._require(key)).tenant
+
+    async def key_of(self, key: str | None) -> ApiKeyRecord | None:
+        """Returns the record of a key; None for made-up keys of an open server. Raises RequestError 401."""
+        return (await self._require(key)).key
 
     async def token_for(self, key: str) -> str:
         """Returns a token that replaces the key for an hour. Raises RequestError 401."""
@@ -130,12 +156,16 @@ class Auth:
         if not key:
             return await self.is_open()
         known = await self._look_up(key, address)
-        return known is not None and (known.key is None or OPERATOR in (known.key.scopes or ()))
+        if known is None:
+            self.unauthenticated_limits.take(address)
+            return False
+        return OPERATOR in known.scopes
 
-    async def key_of(self, key: str) -> ApiKeyRecord | None:
-        """Returns the record of a valid key; None for made-up keys of an open server."""
-        known = await self._look_up(key)
-        return None if known is None else known.key
+    async def _require(self, key: str | None) -> AuthenticatedKey:
+        known = await self._look_up(key) if key else None
+        if known is None:
+            raise self._refusal(key)
+        return known
 
     async def revoke(self, key: ApiKeyRecord) -> None:
         await revoke_key(self._store, key.key_id)
@@ -151,7 +181,7 @@ class Auth:
                 "work): use a key made by `trainhouse keys create NAME`"
             )
         else:
-            may_be_made_up = self._loopback and self._counts is not None and self._counts.created == 0
+            may_be_made_up = self.is_loopback and self._counts is not None and self._counts.created == 0
             made_up = f"send any that does, such as {KEY_PREFIX}me, as no key was made here yet, or "
             text = (
                 f"the API key does not start with {KEY_PREFIX}, and is not a valid token: "
@@ -159,15 +189,16 @@ class Auth:
             )
         return RequestError(text, status=401)
 
-    async def _look_up(self, key: str, address: str | None = None) -> _AuthenticatedKey | None:
+    async def _look_up(self, key: str, address: str | None = None) -> AuthenticatedKey | None:
         """Returns the key's tenant, or None if the key is not valid.
 
         Raises RequestError 429, without a query to the store, if the address has sent too many invalid keys.
         """
-        if self._clock() >= self._counted_until:
-            await self._refresh_counts()
+        await self._refresh_counts(CACHE_SECONDS)
         stood_for = self._tokens.key_hash_of(key)
-        key_hash = stood_for or hash_key(key)
+        return await self._find(stood_for or hash_key(key), bool(stood_for) or key.startswith(KEY_PREFIX), address)
+
+    async def _find(self, key_hash: str, may_be_new: bool, address: str | None = None) -> AuthenticatedKey | None:
         in_force, refused = self._valid_keys, self._invalid_keys
         if key_hash in in_force:
             return in_force[key_hash]
@@ -175,7 +206,7 @@ class Auth:
             return None
         if address is not None and key_hash not in self._once_valid:
             self.unauthenticated_limits.check(address)
-        known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
+        known = await self._ask_store(key_hash, may_be_new)
         if known is not None:
             _cache(in_force, key_hash, known)
             _cache(self._once_valid, key_hash, None)
@@ -187,35 +218,41 @@ class Auth:
     def _clear_caches(self) -> None:
         self._valid_keys, self._invalid_keys = {}, {}
 
-    async def _refresh_counts(self) -> None:
-        """Clears the caches if a key was created or revoked; one query serves all keys, which may be many."""
-        # Set before the query, so that concurrent requests do not query the store, too.
-        before, self._counted_until = self._counted_until, self._clock() + CACHE_SECONDS
-        try:
-            counts = await self._store.keys.count()
-        except BaseException:
-            self._counted_until = before
-            raise
+    async def _refresh_counts(self, max_age: float) -> None:
+        """Waits for counts of keys that are no more than `max_age` seconds older than this call."""
+        oldest = self._clock() - max_age
+        while self._counted_at <= oldest:
+            if self._counting is None or self._counting.done():
+                self._counting = asyncio.create_task(self._count())
+            await asyncio.shield(self._counting)
+
+    async def _count(self) -> None:
+        """Counts the keys, and clears the caches if one was created or revoked."""
+        began_at = self._clock()
+        counts = await self._store.keys.count()
         if counts != self._counts:
             self._clear_caches()
-            self._counts = counts
+        self._counts, self._counted_at = counts, began_at
 
-    async def _ask_store(self, key_hash: str, may_be_new: bool) -> _AuthenticatedKey | None:
+    async def _ask_store(self, key_hash: str, may_be_new: bool) -> AuthenticatedKey | None:
         record = await self._store.keys.find(key_hash)
         if record is not None and hmac.compare_digest(record.key_hash, key_hash) and record.revoked_at is None:
             tenant = await self._store.tenants.get(record.tenant_id)
             assert tenant is not None
-            return _AuthenticatedKey(Tenant(tenant.tenant_id, tenant.name), record)
+            return AuthenticatedKey(Tenant(tenant.tenant_id, tenant.name), key_hash, record)
         if record is None and may_be_new and await self.is_open():
-            return _AuthenticatedKey(await self._own_tenant(key_hash), None)
+            return AuthenticatedKey(await self._own_tenant(key_hash), key_hash, None)
         return None
 
     async def is_open(self) -> bool:
         """True if made-up keys are accepted."""
-        return self._loopback and (await self._store.keys.count()).created == 0
+        if not self.is_loopback or (self._counts is not None and self._counts.created):
+            return False  # for ever
+        return (await self._store.keys.count()).created == 0
 
     async def _own_tenant(self, key_hash: str) -> Tenant:
-        tenant = Tenant(f"local-{key_hash[:16]}", f"local-{key_hash[:16]}")
+        name = f"{MADE_UP_PREFIX}{key_hash[:16]}"
+        tenant = Tenant(name, name)
         await self._store.tenants.ensure(TenantRecord(tenant.id, tenant.name, time.time()))
         return tenant
 
@@ -233,10 +270,15 @@ _ApiKey = Annotated[str | None, Security(APIKeyHeader(name="X-API-Key", auto_err
 
 async def current_tenant(request: Request, _: _ApiKey) -> Tenant:
     """Returns the tenant of the request, as the gate found it."""
-    return request.state.tenant
+    return admitted_key(request).tenant
 
 
 TenantDependency = Annotated[Tenant, Depends(current_tenant)]
+
+
+def admitted_key(request: Request) -> AuthenticatedKey:
+    """Returns the key of the request, as the gate found it."""
+    return request.state.key
 
 
 async def is_operator(request: Request) -> bool:

@@ -24,10 +24,12 @@ MAX_STREAMS = 30
 class BrowserSession:
     """A signed-in browser.
 
+    name: hash of its secret.
     token: stands for its API key, and is valid as long as the session.
     form_token: what the browser sends with every request that changes something, to show that a page of ours made it.
     """
 
+    name: str
     tenant_id: str
     token: str
     form_token: str
@@ -48,9 +50,9 @@ class BrowserSessions:
         for names, most in ((of_tenant, MAX_PER_TENANT), (self._sessions, MAX_SESSIONS)):
             if len(names) >= most:
                 del self._sessions[next(iter(names))]
-        secret = secrets.token_urlsafe(32)
-        expires_at = self._clock() + LIFETIME_SECONDS
-        self._sessions[_name(secret)] = BrowserSession(tenant_id, token, secrets.token_urlsafe(32), expires_at)
+        secret, form_token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        name, expires_at = _name(secret), self._clock() + LIFETIME_SECONDS
+        self._sessions[name] = BrowserSession(name, tenant_id, token, form_token, expires_at)
         return secret
 
     def find(self, secret: str | None) -> BrowserSession | None:
@@ -59,6 +61,10 @@ class BrowserSessions:
             self.end(secret)
             return None
         return session
+
+    def is_signed_in(self, session: BrowserSession) -> bool:
+        """False if the session has ended since it was found."""
+        return session.name in self._sessions
 
     def end(self, secret: str | None) -> None:
         """Ends a session; does nothing if there is none."""

@@ -49,6 +49,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/save_weights_external": ("train",),
     "POST /api/v1/load_checkpoint": ("train",),
     "POST /api/v1/load_weights": ("train",),
+    "POST /api/v1/unload_model": ("train",),
     "POST /api/v1/set_target": ("train",),
     "POST /api/v1/build_vocab_map": ("train",),
     "POST /api/v1/capture": ("train",),
@@ -85,6 +86,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /api/v1/sessions": ("read",),
     "GET /api/v1/sessions/{session_id}": ("read",),
     "GET /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls": ("read",),
+    "GET /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/archive": ("read",),
     "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}": ("admin",),
     "POST /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
     "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
@@ -145,9 +147,11 @@ def check_scopes(scopes: Iterable[str], route: str) -> None:
     """Raises RequestError 403 if none of the scopes gives access to the route."""
     needed = ROUTE_SCOPES[route]
     if not set(needed).intersection(scopes):
+        listed = ", ".join(scopes)
         raise RequestError(
-            f"this key has the scope {', '.join(scopes)}, and {route} needs {' or '.join(needed)}: use a key with "
-            f"that scope, made by `trainhouse keys create NAME --scopes {','.join((*scopes, needed[0]))}`",
+            f"this key has the scope{'s' if ',' in listed else ''} {listed}, and {route} needs {' or '.join(needed)}: "
+            "use a key with that scope, made by `trainhouse keys create NAME --scopes "
+            f"{','.join((*scopes, needed[0]))}`",
             status=403,
         )
 

@@ -2,6 +2,7 @@
 released."""
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -9,7 +10,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import cast
 
+from pydantic import JsonValue
 from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.bounds import MAX_METADATA_BYTES, MAX_TEXT
@@ -17,6 +20,7 @@ from ...schemas.errors import RequestError
 from ...schemas.models import CreateSessionRequest, FinishSessionRequest
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import SessionEnd, SessionRecord, Store, string_metadata
+from ..store.database.schema import replace_unstorable
 from .auth import Tenant
 
 logger = logging.getLogger(__name__)
@@ -96,7 +100,7 @@ class Sessions:
     async def create(self, tenant: Tenant, request: CreateSessionRequest, idempotency_key: str | None) -> SessionRecord:
         """Creates a session, or returns the one that the tenant created with the same idempotency key.
 
-        Raises RequestError 429 if the tenant has too many.
+        Raises RequestError: 429 if the tenant has too many, 400 if the key was used for another request.
         """
         now = time.time()
         new = SessionRecord(
@@ -112,13 +116,16 @@ class Sessions:
             idempotency_key=idempotency_key or None,
         )
         if (known := await self._store.sessions.find(new)) is not None:
+            _check_same(known, new)
             return known
         self._check_room(tenant.id, self._num_open[tenant.id])
         # Counted before it is inserted, since others may be created meanwhile.
         self._num_open[tenant.id] += 1
         try:
             record = await self._store.sessions.insert(new)
-            if record is new:
+            if record is not new:
+                _check_same(record, new)
+            else:
                 self._open[new.session_id] = _OpenSession(new, self._clock())
             return record
         finally:
@@ -189,8 +196,10 @@ class Sessions:
             if known.heard_at < silent_since and not known.num_held:
                 await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
 
-    async def delete_ended(self, ttl_seconds: float, most: int, spared: Collection[str]) -> None:
+    async def delete_ended(self, ttl_seconds: float, most: int, spared: Collection[str]) -> list[str]:
         """Deletes sessions that ended at least `ttl_seconds` ago and saved nothing, with their runs and samplers.
+
+        Returns their ids.
 
         Args:
             most: of a tenant with more ended sessions than this, the oldest are deleted early.
@@ -201,6 +210,7 @@ class Sessions:
         forgotten = [session_id for session_id in old if session_id not in spared]
         for first in range(0, len(forgotten), _FORGOTTEN_AT_ONCE):
             await self._store.sessions.delete(forgotten[first : first + _FORGOTTEN_AT_ONCE])
+        return forgotten
 
     async def _end(self, session_id: str, end: SessionEnd, detail: str | None) -> None:
         first = await self._store.sessions.end(session_id, time.time(), end, detail)
@@ -231,6 +241,25 @@ class Sessions:
         """Stores the last heartbeats, which listings show; expiry does not read them from the store."""
         now, shift = self._clock(), time.time() - self._clock()
         heard = {one: known.heard_at + shift for one, known in self._open.items() if known.heard_at >= self._saved_at}
-        self._saved_at = now
         if heard:
             await self._store.sessions.touch(heard)
+        self._saved_at = now  # not before they are stored, which may fail
+
+
+_REQUESTED = ("tags", "user_metadata", "sdk_version", "display_name", "project_id")
+
+
+def _check_same(known: SessionRecord, new: SessionRecord) -> None:
+    """Raises RequestError if the idempotency key of a request was used for another one."""
+    requested = cast(JsonValue, [getattr(new, name) for name in _REQUESTED])
+    stored = cast(JsonValue, [getattr(known, name) for name in _REQUESTED])
+    made_otherwise = (known.end_detail or "").startswith("made by ") and known.finished_at == known.created_at
+    if made_otherwise or _as_stored(stored) != _as_stored(requested):
+        raise RequestError(
+            f"X-Idempotency-Key {new.idempotency_key} was used to create session {known.session_id} by a different "
+            "request: use a new key for each request"
+        )
+
+
+def _as_stored(value: JsonValue) -> str:
+    return json.dumps(replace_unstorable(value), sort_keys=True)

@@ -4,11 +4,11 @@ Training clients of the SDK get the `tokenizer_id` from the server. Sampling cli
 they pass to transformers: a hub id, or a directory on the client's machine.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ...schemas.bounds import load_json
 from ...workers.protocol.worker_config import ServedModel
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)
@@ -17,7 +17,7 @@ _WITH_OWN_TOKENIZERS = ("TML/", "thinkingmachines/")
 _ORIGINS = (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path"))
 
 
-def tokenizer_id(model: ServedModel, is_loopback: bool) -> str:
+def tokenizer_id(model: ServedModel, is_local: bool) -> str:
     """Returns what the SDK's training clients pass to transformers.
 
     A directory is only reported to clients on this machine. Others get the served name if it is a hub id, else the hub
@@ -26,9 +26,9 @@ def tokenizer_id(model: ServedModel, is_loopback: bool) -> str:
     if not Path(model.source).is_dir():
         return model.source
     directory = str(Path(model.source).absolute())
-    if is_loopback and ":" not in directory:  # the SDK truncates the id at a colon
+    if is_local and ":" not in directory:  # the SDK truncates the id at a colon
         return directory
-    return model.name if _is_found(model.name, is_loopback) else _origin(model) or model.name
+    return model.name if _is_found(model.name, is_local) else _origin(model) or model.name
 
 
 def warn_unresolved(models: Sequence[ServedModel], is_loopback: bool) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _origin(model: ServedModel) -> str | None:
     """Returns the hub id that the files in the model's directory name as their origin."""
     for file, key in _ORIGINS:
         try:
-            named = json.loads(Path(model.source, file).read_text()).get(key)
+            named = load_json(Path(model.source, file).read_text()).get(key)
         except (OSError, ValueError, AttributeError):
             continue
         if isinstance(named, str) and _HUB_ID.fullmatch(named):

@@ -15,6 +15,7 @@ class SampleText:
     string and everything after it is left out; a possible beginning of one is held back until the tokens decide.
 
     min_tokens: a stop string that is complete after fewer tokens does not count.
+    shows_special: special tokens give text, too.
     found_stop: a stop string has been found.
     """
 
@@ -24,12 +25,15 @@ class SampleText:
         stop_strings: Sequence[StopString] = (),
         end_token_ids: Collection[int] = (),
         min_tokens: int = 0,
+        *,
+        shows_special: bool = False,
     ) -> None:
         self.found_stop = False
         self._tokenizer = tokenizer
         self._searches = [StopSearch(stop) for stop in stop_strings]
         self._end_token_ids = end_token_ids
         self._min_tokens = min_tokens
+        self._shows_special = shows_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_tokens = 0
         self._held = ""  # searched but not taken
@@ -43,7 +47,8 @@ class SampleText:
         """Returns, for each token, the number of characters of text before it."""
         offsets = []
         for token in tokens:
-            is_text = token not in self._end_token_ids and not self._tokenizer.is_special(token)
+            is_hidden = not self._shows_special and self._tokenizer.is_special(token)
+            is_text = token not in self._end_token_ids and not is_hidden
             spelled = self._tokenizer.token_bytes(token) if is_text else b""
             if not is_text or not _continues_character(spelled):
                 self._end_character()

@@ -15,14 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import tokenizers
-from jinja2 import TemplateError
-from pydantic import JsonValue
 
+from ...schemas.chats.messages import Chat
+from ...schemas.chats.template import ChatTemplates
+from ...schemas.chats.tokenizer import ChatTokenizer
 from ...schemas.errors import OperationError, RequestError
 from ...workers.protocol.worker_config import ServedModel
-from .chat_template import ChatTemplate, Message
 
 _NUM_THREADS = 2
 _READ_SECONDS = 120.0
@@ -36,82 +37,72 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """A tokenizer's files as transformers reads them.
-
-    backend: JSON of the tokenizers library.
-    special_tokens: name, such as bos_token -> its text.
-    chat_templates: name -> Jinja source; empty for a model without a chat template.
-    """
+    """A tokenizer's files as transformers reads them."""
 
     backend: str
+    """JSON of the tokenizers library."""
     special_tokens: dict[str, str]
+    """Name, such as bos_token -> its text."""
     chat_templates: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A chat to be rendered as a prompt.
-
-    variables: further variables for the template.
-    """
-
-    messages: Sequence[Message]
-    tools: Sequence[JsonValue] | None = None
-    add_generation_prompt: bool = True
-    variables: Mapping[str, JsonValue] | None = None
-
-
-class ToolsNotSupported(Exception):
-    """The chat has tools, but the model's chat template does not use them."""
+    """Name -> Jinja source; empty for a model without a chat template."""
 
 
 class Tokenizer:
-    """The tokenizer of one base model.
+    """The tokenizer of one base model."""
 
-    num_prefix_spaces: spaces that the tokenizer prepends to a text, and removes when it decodes tokens as a whole text.
-    """
+    chats: ChatTokenizer
+    """Writes and tokenizes chats and rows of datasets."""
+    num_prefix_spaces: int
+    """Spaces that the tokenizer prepends to a text, and removes when it decodes tokens as a whole text."""
 
     def __init__(self, facts: TokenizerFacts) -> None:
         self._backend = tokenizers.Tokenizer.from_str(facts.backend)
-        self._templates = {
-            name: ChatTemplate(source, facts.special_tokens) for name, source in facts.chat_templates.items()
-        }
         decoders = _decoder_types(facts.backend)
         self._spells_bytes = "ByteLevel" in decoders
         self._falls_back_to_bytes = "ByteFallback" in decoders
         self._marks_spaces = not self._spells_bytes and bool(decoders & {"Metaspace", "Replace"})
         added = self._backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        end_token = facts.special_tokens.get("eos_token")
+        self.chats = ChatTokenizer(
+            encode=self._encode,
+            encode_whole=lambda text: self._backend.encode(text).ids,
+            added_tokens={token.content: token_id for token_id, token in added.items()},
+            end_token_id=None if end_token is None else self._backend.token_to_id(end_token),
+            templates=ChatTemplates(facts.chat_templates, facts.special_tokens),
+        )
         self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
         self._bytes: dict[int, bytes] = {}
         self._names: dict[int, str] = {}
         self.num_prefix_spaces = self._count_marks()
 
     def encode(self, text: str, most_tokens: int) -> list[int]:
-        """Encodes a text, with the tokens that begin every text of the model, such as BOS.
+        """Encodes a text, with the tokens that begin every text of the model, such as BOS, and without end token.
 
         Args:
             most_tokens: size of the context. A text that is returned may exceed it.
         Raises:
             RequestError: the text is so long that it must exceed the context; it is not encoded then.
         """
-        return self._encode(text, most_tokens, add_special_tokens=True)
+        self._check_length(len(text), most_tokens)
+        return self.chats.encode_text(text)
 
     def encode_chat(self, chat: Chat, most_tokens: int) -> list[int]:
         """Encodes a chat like `AutoTokenizer.apply_chat_template`.
 
         Raises:
-            RequestError: there is no chat template, it refuses the chat, or the text is too long (see `encode`).
-            ToolsNotSupported: the template would ignore the tools.
+            RequestError: the text is too long (see `encode`), already by the contents of the messages.
+            ChatError: see ChatTemplates.render.
         """
-        template = self._template(chat)
-        try:
-            if chat.tools is not None and not template.reads_tools:
-                raise ToolsNotSupported
-            text = template.render(chat.messages, chat.tools, chat.add_generation_prompt, chat.variables or {})
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise RequestError(f"the model's chat template does not accept these messages: {error}") from None
-        return self._encode(text, most_tokens, add_special_tokens=False)
+        # Before the template runs, which takes seconds over texts as long as a body may be.
+        self._check_length(sum(len(str(message.get("content"))) for message in chat.messages), most_tokens)
+        text = self.chats.templates.render(chat)
+        self._check_length(len(text), most_tokens)
+        return self._encode(text)
+
+    def backend(self) -> str:
+        """Returns JSON of the tokenizers library."""
+        return self._backend.to_str()
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
@@ -134,27 +125,22 @@ class Tokenizer:
                 self._names[token_id] = name
         return name
 
-    def _encode(self, text: str, most_tokens: int, add_special_tokens: bool) -> list[int]:
+    def _check_length(self, num_characters: int, most_tokens: int) -> None:
         most_characters = most_tokens * self._longest_token
-        if len(text) > most_characters:
+        if num_characters > most_characters:
             raise RequestError(
-                f"the prompt has {len(text)} characters, but the model's context of {most_tokens} tokens holds at "
+                f"the prompt has {num_characters} characters, but the model's context of {most_tokens} tokens holds at "
                 f"most {most_characters}: shorten it"
             )
+
+    def _encode(self, text: str) -> list[int]:
         # `encode` would hold the GIL, and so block the event loop; encode_batch releases it.
-        return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._backend.encode_batch([text], add_special_tokens=False)[0].ids
 
     def _count_marks(self) -> int:
         tokens = self._backend.encode("a", add_special_tokens=False).ids
         spelled = b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
         return len(spelled) - len(self._backend.decode(tokens)) if spelled.startswith(" ") else 0
-
-    def _template(self, chat: Chat) -> ChatTemplate:
-        names = ("tool_use", "default") if chat.tools is not None else ("default",)
-        found = next((self._templates[name] for name in names if name in self._templates), None)
-        if found is None:
-            raise RequestError("the model has no chat template: send a prompt to /v1/completions")
-        return found
 
     def _read_bytes(self, token_id: int) -> bytes:
         piece = self._backend.id_to_token(token_id)
@@ -180,6 +166,7 @@ class Tokenizers:
         self._refused_at: dict[str, float] = {}
         # A separate pool, since long texts would block other work in threads.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "tokenizer")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, base_model: str) -> Tokenizer:
         """Returns the tokenizer of a base model, reading it if needed. Errors are remembered for a minute, since
@@ -194,9 +181,14 @@ class Tokenizers:
             self._reading[base_model] = asyncio.create_task(self._read(base_model))
         return await asyncio.shield(self._reading[base_model])
 
-    async def run_in_thread(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` on a long text in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def run_in_thread(self, tenant_id: str, work: Callable[[], Result]) -> Result:
+        """Runs `work` on a long text in a thread. Each tenant has one thread at a time: else its long texts, which take
+        up to ten seconds each, would keep both from all others."""
+        turn = self._turns.setdefault(tenant_id, asyncio.Lock())
+        await turn.acquire()
+        working = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        working.add_done_callback(lambda _: turn.release())
+        return await asyncio.shield(working)  # a thread cannot be cancelled
 
     def _may_have_changed(self, base_model: str) -> bool:
         refused_at = self._refused_at.get(base_model)

@@ -1,4 +1,5 @@
-"""`trainhouse serve` that is killed, or whose worker is, inside what follows an optimizer step: at an armed point.
+"""`trainhouse serve` that is killed, or whose worker is, inside what follows an optimizer step, or while a model is
+unloaded: at an armed point.
 
 A test arms a point by a file with two words: where, and who dies. The file is gone when the process dies. Run with
 python -m.
@@ -18,6 +19,7 @@ from trainhouse.server.__main__ import main
 from trainhouse.server.checkpoints.checkpoint_files import CheckpointFiles
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
 from trainhouse.server.config.server_config import ServerConfig
+from trainhouse.server.runs.run import Run
 from trainhouse.server.store import CheckpointRecord
 from trainhouse.workers.dispatch import DispatchConfig
 from trainhouse.workers.parallel.mesh import Mesh
@@ -67,6 +69,12 @@ async def delete(self: Checkpoints, record: CheckpointRecord, original=Checkpoin
     pass_point("deletion")
 
 
+async def end(self: Run, reason: str, original=Run.end) -> None:
+    pass_point("before-end")
+    await original(self, reason)
+    pass_point("end")
+
+
 def dispatch_config(config: ServerConfig, original=ServerConfig.dispatch_config) -> DispatchConfig:
     return replace(original(config), worker=f"{KILLED_IN_HOOKS}:{KilledWorker.__name__}")
 
@@ -77,5 +85,6 @@ if __name__ == "__main__":
         mock.patch.object(ServerConfig, "dispatch_config", dispatch_config),
         mock.patch.object(CheckpointFiles, "publish", publish),
         mock.patch.object(Checkpoints, "delete", delete),
+        mock.patch.object(Run, "end", end),
     ):
         sys.exit(main())

@@ -7,6 +7,7 @@ import pytest
 import trainhouse
 from trainhouse import AdamParams, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 
+from ..drawn import assert_same_sample
 from ..live import DEPLOYMENTS
 from .crashing import Crashing
 from .training_script import MODEL, batch
@@ -56,6 +57,5 @@ def test_live_sampler_has_the_current_weights_after_a_crash(
         crashing.strike("worker")
         again = sampler.sample(PROMPT, 2, SamplingParams(max_tokens=8, seed=5)).result(240)
         for one, other in zip(drawn.sequences, again.sequences, strict=True):
-            np.testing.assert_array_equal(one.tokens, other.tokens)
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+            assert_same_sample(one, other)
         np.testing.assert_allclose(scored(sampler), moved, atol=1e-4)

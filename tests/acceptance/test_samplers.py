@@ -7,6 +7,7 @@ import pytest
 import tinker
 from tinker import types
 
+from ..drawn import as_drawn
 from ..live import DEPLOYMENTS, EACH_LAYOUT, LiveServer, live_server, save_byte_tokenizer
 from ..official import official_service
 from ..tiny import tiny_model
@@ -20,6 +21,7 @@ pytestmark = [
 
 MODEL = "tiny/qwen3"
 PROMPT = [7, 8, 9, 10]
+END = 2
 
 
 # Layouts of training and of the samplers.
@@ -99,7 +101,7 @@ def test_seeds_repeat_for_named_weights_and_the_base(
     ):
         tokens = [
             [
-                tuple(one.tokens)
+                as_drawn(one)
                 for one in sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params).result(60).sequences
             ]
             for _ in range(2)
@@ -107,6 +109,29 @@ def test_seeds_repeat_for_named_weights_and_the_base(
         assert tokens[0] == tokens[1] and tokens[0][0] != tokens[0][1]
         drawn.append(tokens[0])
     assert drawn[0] != drawn[1]
+
+
+def test_stops_are_added_to_the_end_tokens_and_only_an_empty_list_removes_them(service: tinker.ServiceClient) -> None:
+    """The hosted service does so: renderers of tinker-cookbook for base models give one string, and expect answers that
+    end with the end token."""
+    sampler = service.create_sampling_client(base_model=MODEL).result(60)
+
+    def drawn(stop: list[str] | str | list[int] | None) -> list[types.SampledSequence]:
+        params = types.SamplingParams(max_tokens=150, seed=3, stop=stop)
+        return list(sampler.sample(types.ModelInput.from_ints(PROMPT), 32, params).result(120).sequences)
+
+    endless = [as_drawn(one) for one in drawn([])]
+    assert all(len(tokens) == 150 for tokens in endless)
+    num_ended = sum(END in tokens for tokens in endless)
+    assert num_ended > 4
+    unlikely = ["\n\nUser:", "\n\nAssistant:"]
+    cases = {None: [END], unlikely[0]: [END], tuple(unlikely): [END], (77,): [END, 77]}
+    for stop, ends in cases.items():
+        for sequence, tokens in zip(drawn(list(stop) if isinstance(stop, tuple) else stop), endless, strict=True):
+            last = min((tokens.index(end) for end in ends if end in tokens), default=len(tokens))
+            assert as_drawn(sequence) == tokens[: last + 1]
+            if list(sequence.tokens) == tokens[: last + 1]:
+                assert sequence.stop_reason == ("stop" if last < len(tokens) else "length")
 
 
 def test_sampling_and_training_run_at_the_same_time(training: tinker.TrainingClient) -> None:

@@ -19,6 +19,7 @@ from .families import families
 from .full_in_vllm import full_in_vllm
 from .harness import SHAPE, Section, Setup
 from .memory import memory, soak
+from .neighbours import neighbours
 from .observability import observability
 from .overlap import overlap, roles_apart
 from .parallel import layout_decoding, layout_memory, layout_steps
@@ -38,6 +39,7 @@ DEFAULT: dict[str, Callable[[Setup], Section]] = {
     "durability": durability,
     "families": families,
     "observability": observability,
+    "neighbours": neighbours,
 }
 ON_REQUEST: dict[str, Callable[[Setup], Section]] = {
     "vllm": against_vllm,

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 from trainhouse import AdamParams, Datum, SamplingClient, SamplingParams, ServiceClient, TrainingClient
-from trainhouse.examples.sft import PIRATE, answered, batch, chat_prompt, datum, schedule, train_step
+from trainhouse.examples.draft import answered, chat_prompt
+from trainhouse.examples.sft import PIRATE, batch, schedule, train_step
 from trainhouse.examples.sft import rows as questions
 from trainhouse.schemas import training
 from trainhouse.schemas.models import Algorithm, DraftConfig
@@ -433,7 +434,7 @@ def _prompts(client: TrainingClient, split: str) -> Rows:
 
 def _train_policy(policy: TrainingClient) -> str:
     """Returns the path of its checkpoint."""
-    data = [datum(policy.get_tokenizer(), row) for row in questions(PIRATE, "train")]
+    data = [Datum.from_row(row, policy.get_tokenizer()) for row in questions(PIRATE, "train")]
     for step in range(POLICY_STEPS):
         train_step(policy, batch(data, step, 8), 1e-3 * schedule(step, 4, POLICY_STEPS))
     return _saved(policy)

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient
+from trainhouse import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from trainhouse.client.data import as_tokens
 
 from ..live import CHATML, LiveServer, save_byte_tokenizer
 
@@ -123,6 +124,44 @@ def test_rows_of_the_usual_datasets_are_read(row: dict[str, Any], trained: str, 
     assert trained_on(Datum.from_row(row, tokenizer), tokenizer) == trained
 
 
+@pytest.mark.parametrize("train_on", ["Last", "lst", "asistant", "", None])
+def test_an_unknown_choice_of_what_is_trained_on_is_refused(train_on: Any, tokenizer: Any) -> None:
+    words = f"train_on is {train_on!r}: it should be one of 'assistant', 'last', 'all'"
+    with pytest.raises(ValueError, match=words):
+        Datum.from_chat(CHAT, tokenizer, train_on)
+    for row in ({"messages": CHAT}, {"text": "a text"}):
+        with pytest.raises(ValueError, match=words):
+            Datum.from_row(row, tokenizer, train_on=train_on)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"question": None, "answer": "x"}, "question is None: fill it in"),
+        ({"prompt": "a", "completion": None}, "completion is None: fill it in"),
+        ({"messages": None}, "messages is None: fill it in"),
+        ({"prompt": "a", "completion": 4}, "completion is 4: expected a text or a list of messages"),
+        ({"prompt": 4, "completion": "a"}, "prompt is 4: expected a text or a list of messages"),
+    ],
+)
+def test_a_wrong_value_of_a_known_column_is_named(row: dict[str, Any], words: str, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        Datum.from_row(row, tokenizer)
+
+
+def test_a_row_that_is_no_dict_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(TypeError, match="the row is of type list: pass a dict of columns"):
+        Datum.from_row(CHAT, tokenizer)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_a_tokenizer_returns_by_default_is_refused_with_a_remedy(tokenizer: Any) -> None:
+    for given in (tokenizer("hi"), tokenizer.apply_chat_template(CHAT, return_dict=True)):
+        for make in (lambda given: Datum(given, {}), ModelInput.from_ints, as_tokens):
+            with pytest.raises(ValueError, match=r'tokens is a dict of input_ids.*: pass its \["input_ids"\], or call'):
+                make(given)
+        assert as_tokens(given["input_ids"]) == list(given["input_ids"])
+
+
 def test_other_rows_are_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="the row has the columns label: expected messages; conversations; prompt and"):
         Datum.from_row({"label": 1}, tokenizer)
@@ -152,6 +191,16 @@ def test_usual_slips_are_type_errors_that_name_the_remedy(shared_server: LiveSer
     with ServiceClient(shared_server.url, "tml-chats") as service:
         with pytest.raises(TypeError, match=r"has no argument lora_rank: write rank="):
             service.create_lora_training_client("tiny/chat", lora_rank=4)  # pyright: ignore[reportCallIssue]
+        with pytest.raises(TypeError) as refused:
+            service.create_lora_training_client("tiny/chat", lora_alpha=4)  # pyright: ignore[reportCallIssue]
+        words = "create_lora_training_client has no argument lora_alpha: write none, alpha is 32 at every rank"
+        assert str(refused.value) == words
+        with pytest.raises(
+            TypeError, match=r"create_full_training_client\(\) got an unexpected keyword argument 'depth'"
+        ):
+            service.create_full_training_client("tiny/chat", depth=4)  # pyright: ignore[reportCallIssue]
+        with pytest.raises(TypeError, match=r"create_lora_training_client_async has no argument r: write rank="):
+            service.create_lora_training_client_async("tiny/chat", r=4)  # pyright: ignore[reportCallIssue]
         client = service.create_lora_training_client("tiny/chat", rank=1)
         with pytest.raises(TypeError, match=r"no argument lr: write adam_params=AdamParams\(learning_rate=\.\.\.\)"):
             client.optim_step(lr=1e-3)  # pyright: ignore[reportCallIssue]

@@ -37,6 +37,9 @@ def test_a_datum_takes_lists_arrays_and_tensors(make) -> None:
         ([1], {"target_tokens": [1.7]}, "target_tokens has 1.7: token ids are integers"),
         ([1], {"weights": "abc"}, "weights has 'abc', which is not a number"),
         ([1], {"weights": [1.0, None]}, "weights has 'None', which is not a number"),
+        ([1], {"weights": None}, "weights is None: pass a list"),
+        (None, {}, "tokens is None: pass a list"),
+        ({"ids": [1]}, {}, "tokens is a dict of ids: pass a list"),
     ],
 )
 def test_values_that_are_no_numbers_or_tokens_are_refused(tokens, inputs, words: str) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import trainhouse
 from trainhouse import AdamParams, Datum, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from trainhouse.client.rest import PEFT_FILES
 
+from ..drawn import Drawn, as_drawn
 from ..live import LiveServer
 from ..server.hub import hub_server
 
@@ -72,8 +74,8 @@ def test_get_limits_reports_limits_and_usage(service: ServiceClient, client: Tra
 def test_an_inflight_sampler_follows_its_run(client: TrainingClient) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.0)
 
-    def drawn(sampler: SamplingClient) -> list[int]:
-        return sampler.sample([5, 6, 7], 1, params).result(60).sequences[0].tokens.tolist()
+    def drawn(sampler: SamplingClient) -> Drawn:
+        return as_drawn(sampler.sample([5, 6, 7], 1, params).result(60).sequences[0])
 
     still = client.save_weights_and_get_sampling_client()
     moving = client.save_weights_and_get_sampling_client(kind="inflight")
@@ -311,6 +313,10 @@ def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, cl
         client.forward_backward([], "cross_entropy")
     with pytest.raises(ValueError, match="model_path"):
         service.create_sampling_client()
+    with pytest.raises(ValueError, match="api_key is empty: give a key"):
+        ServiceClient(api_key="")
+    with pytest.raises(trainhouse.BadRequestError, match="a served model is named as base_model"):
+        service.create_sampling_client(model_path=MODEL)
     with pytest.raises(ValueError, match="learning_rate"):
         client.optim_step(AdamParams(learning_rate=-1))
     with pytest.raises(TypeError, match=r"data is one Datum: give a list of them, \[datum\]"):
@@ -320,6 +326,32 @@ def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, cl
     with pytest.raises(TypeError, match=r"data\[0\] is of type dict"):
         client.forward_backward_custom([{"a": 1}], lambda data, logprobs: (0.0, []))  # pyright: ignore[reportArgumentType]
     train(client, batch(), 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda client: client.log({"a": "x"}), r"metrics\['a'\] is 'x': it should be a number"),
+        (lambda client: client.log({"a": [1, 2]}), r"metrics\['a'\] is \[1, 2\]: it should be a number"),
+        (lambda client: client.log(5), "metrics is 5: give a dict"),
+        (lambda client: client.forward_backward(batch(), "cross_entropy", 0.5), "loss_fn_config is 0.5: give a dict"),
+        (lambda client: client.forward_backward(batch(), "ppo", {"beta": None}), "beta is None: it should be a number"),
+        (lambda client: client.forward_backward(batch(), len), "loss_fn is <built-in .*forward_backward_custom"),
+        (
+            lambda client: client.forward_backward(batch(), "cross_entropy", loss_weight="a"),
+            "loss_weight is 'a': it sh",
+        ),
+        (lambda client: client.forward_backward(batch(), "cross_entropy", capture_for="d"), "capture_for is 'd': give"),
+        (lambda client: client.forward_backward(iter(batch()), "cross_entropy"), "data is of type list_iterator: give"),
+        (lambda client: client.create_evaluation("h", 10, 10), "data is of type int: give a list"),
+        (lambda client: client.create_evaluation(batch(), "h", 10), "name is .*: give a text"),
+        (lambda client: client.create_evaluation("h", 1.5, batch()), "every is 1.5: give a number of steps"),
+        (lambda client: client.optim_step(AdamParams(), "average"), "gradient_scale is 'average': it should be a num"),
+    ],
+)
+def test_a_wrong_argument_is_named(call: Callable[[Any], object], words: str, client: TrainingClient) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        call(client)
 
 
 @pytest.mark.slow

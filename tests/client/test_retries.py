@@ -173,7 +173,35 @@ def test_https_to_a_plain_http_server_is_reported(shared_server: LiveServer) -> 
         "--base-url",
     ]
     done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 3 and "SSL" in done.stderr and "not permitted" not in done.stderr, done.stderr
+    assert done.returncode == 3 and f"speaks no TLS: write {shared_server.url}" in done.stderr, done.stderr
+
+
+def test_an_answer_of_another_server_is_reported() -> None:
+    with (
+        serving_a_page() as url,
+        ServiceClient(url, retry_seconds=1) as service,
+        pytest.raises(trainhouse.APIConnectionError, match=rf"answered b'<html>.*is {url} a trainhouse server"),
+    ):
+        service.get_server_capabilities()
+
+
+@contextmanager
+def serving_a_page() -> Iterator[str]:
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
 
 
 def test_closing_the_client_fails_pending_requests(shared_server: LiveServer) -> None:

@@ -1,13 +1,16 @@
 """Our client refuses invalid request values with readable errors."""
 
+import json
 from collections.abc import Callable
 
 import pytest
+import trainhouse
 from pydantic import ValidationError
-from trainhouse.client.validation import readable_validation_errors
+from trainhouse.schemas.codec import decode_model
 from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest
+from trainhouse.schemas.errors import RequestError, readable_validation_errors
 from trainhouse.schemas.models import LoraConfig, NewDraft
-from trainhouse.schemas.sampling import SamplingParams
+from trainhouse.schemas.sampling import SampleRequest, SamplingParams
 from trainhouse.schemas.training import AdamParams, OptimStepRequest, Wire
 
 CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
@@ -51,7 +54,7 @@ CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
         ),
         (
             lambda: OptimStepRequest.model_validate({"model_id": "a", "gradient_scale": "means"}),
-            "gradient_scale is 'means': it should be",
+            "gradient_scale is 'means': it should be a number or \"mean\"",
         ),
         (lambda: LoraConfig(rank=0), "rank is 0: it should be greater than or equal to 1"),
         (
@@ -72,6 +75,29 @@ def test_an_error_names_the_value_and_what_is_expected(make: Callable[[], Wire],
     assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
 
 
+STOP = "it should be a string or up to 64 strings, of at most 1000 characters each, or token ids"
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        (5, f"stop is 5: {STOP}"),
+        (["a"] * 65, f"stop is ['a', 'a', 'a', 'a', 'a', 'a', ...]: {STOP}"),
+        (["a", 5], f"stop is ['a', 5]: {STOP}; element 1 is 5"),
+        ([5, "a"], f"stop is [5, 'a']: {STOP}; element 1 is 'a'"),
+        ([None], f"stop is [None]: {STOP}; element 0 is None"),
+    ],
+)
+def test_a_field_of_several_types_is_refused_in_one_sentence(stop: object, words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        SamplingParams(stop=stop)  # pyright: ignore[reportArgumentType]
+    assert str(refused.value) == words
+    with pytest.raises(RequestError) as answered:
+        decode_model(SampleRequest, json.dumps({"prompt": {"chunks": []}, "sampling_params": {"stop": stop}}).encode())
+    assert answered.value.message.startswith("bad request: sampling_params.stop is ")
+    assert answered.value.message.endswith(words.split(": ", 1)[1]) and "valid" not in answered.value.message
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "meant"),
     [
@@ -88,10 +114,31 @@ def test_an_error_names_the_value_and_what_is_expected(make: Callable[[], Wire],
 def test_an_unknown_field_gets_a_suggestion(
     kind: type[AdamParams] | type[SamplingParams], name: str, meant: str
 ) -> None:
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValueError) as refused:
         kind(**{name: 1})
     assert f"{kind.__name__} has no {name}: {meant}" in str(refused.value)
     assert "http" not in str(refused.value), "the message has no link"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: AdamParams(learning_rate=-1.0), "learning_rate is -1.0: it should be greater than or equal to 0"),
+        (lambda: SamplingParams(max_tokens=0), "max_tokens is 0: it should be greater than or equal to 1"),
+        (lambda: trainhouse.CheckpointSchedule(every=0), "every is 0: it should be greater"),
+        (lambda: trainhouse.CheckpointSchedule(every=10, keep_best=2), "keep_best needs a metric"),
+        (lambda: trainhouse.ModelInput(chunks=3), "chunks is 3: it should be a valid"),  # pyright: ignore
+    ],
+)
+def test_what_users_construct_is_refused_in_one_line(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        make()
+    assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
+
+
+def test_fields_without_a_name_are_refused_with_one() -> None:
+    with pytest.raises(TypeError, match=r"takes its fields by name: write AdamParams\(learning_rate=\.\.\.\)"):
+        AdamParams(1e-4)  # pyright: ignore[reportCallIssue]
 
 
 def test_every_suggestion_names_an_existing_field() -> None:

@@ -68,7 +68,7 @@ def colors(browser: Browser, canvas: str = ".chart canvas") -> set[str]:
 
 
 def test_runs_are_overlaid_smoothed_and_drawn_in_log_scale(browser: Browser, trained: TrainedRun) -> None:
-    with train(browser.url) as other:
+    with train(browser.url, learning_rate=1e-3) as other:  # its losses differ, so that no line hides the other
         browser.open("/console/runs")
         for run in (trained, other):
             browser.one(f"input[value='{run.run_id}']").click()

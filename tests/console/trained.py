@@ -18,6 +18,7 @@ METRIC = '"><script>document.title="broken"</script>'
 class TrainedRun:
     service: trainhouse.ServiceClient
     client: TrainingClient
+    learning_rate: float
     num_steps: int = 0
 
     @property
@@ -29,16 +30,16 @@ class TrainedRun:
         datum = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)})
         for _ in range(num_steps):
             self.client.forward_backward([datum], "cross_entropy").result()
-            self.client.optim_step(AdamParams(learning_rate=1e-2)).result()
+            self.client.optim_step(AdamParams(learning_rate=self.learning_rate)).result()
             self.num_steps += 1
             self.client.log({"reward": self.num_steps / 10, "kl": 0.5**self.num_steps, METRIC: 1.0}).result()
 
 
 @contextmanager
-def train(url: str, key: str = KEY) -> Iterator[TrainedRun]:
+def train(url: str, key: str = KEY, learning_rate: float = 1e-2) -> Iterator[TrainedRun]:
     """Yields a run with steps, a failed operation and checkpoints."""
     with trainhouse.ServiceClient(url, key, user_metadata={"purpose": NAME}) as service:
         client = service.create_lora_training_client("tiny/chat", rank=4, user_metadata={"note": NAME, "seed": "1"})
-        run = TrainedRun(service, client)
+        run = TrainedRun(service, client, learning_rate)
         run.step(8)
         yield run

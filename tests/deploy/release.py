@@ -33,7 +33,8 @@ class Environment:
         one = cls(directory)
         wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
         locks = [f"--constraint={ROOT / 'deploy' / name}" for name in ("constraints.txt", "requirements.lock")]
-        one.python("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *locks, wanted)
+        index = _run(ROOT / "deploy" / "torch-index.sh").split()
+        one.python("-m", "pip", "install", "--quiet", "--disable-pip-version-check", *index, *locks, wanted)
         one.python("-m", "pip", "check")
         return one
 

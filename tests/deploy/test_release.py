@@ -22,9 +22,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packing = ["tar", "--create", "--null", "--files-from=-"]
     packed = subprocess.run(packing, cwd=ROOT, input=tracked, capture_output=True, check=True).stdout
     subprocess.run(["tar", "--extract"], cwd=checkout, input=packed, check=True)
+    before = set(checkout.rglob("*"))
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", dist, checkout], check=True, capture_output=True
     )
+    left = {path.relative_to(checkout) for path in set(checkout.rglob("*")) - before if "__pycache__" not in path.parts}
+    assert not left, "the next wheel of this checkout would contain what was deleted since"
     return wheel_in(dist)
 
 

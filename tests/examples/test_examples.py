@@ -1,5 +1,6 @@
 """Runs each example, as its first lines say, against a live server."""
 
+import json
 import os
 import re
 import subprocess
@@ -53,23 +54,57 @@ def short_text(tmp_path: Path) -> Path:
     return path
 
 
+def sft_command(server: LiveServer, data: Path) -> list[object]:
+    return [sys.executable, "examples/sft.py", "--base-url", server.url, "--model", MODEL, "--data", data]
+
+
 @pytest.mark.slow
 def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server: LiveServer, short_text: Path) -> None:
-    command = [sys.executable, "examples/sft.py", "--base-url", shared_server.url, "--model", MODEL]
-    command += ["--data", str(short_text)]
+    command = sft_command(shared_server, short_text)
     options = ["--steps", 6, "--warmup", 2, "--eval-every", 3, "--batch-size", 4, "--learning-rate", 1e-2]
     output = run(*command, *options)
     held_out = values(r"held-out loss ([\d.]+)", output)
-    assert held_out[-1] < held_out[0]
+    assert len(held_out) == 3 and held_out[-1] < held_out[0]
     rates = values(r"learning rate ([\d.e+-]+)", output)
     assert rates[0] == pytest.approx(5e-3) and max(rates) == rates[1] == pytest.approx(1e-2) and rates[-1] < 2e-3
-    checkpoint = re.search(r"saved (tinker://\S+/step-3)", output)
+    checkpoint = re.search(r"saved (tinker://\S+/step-000003)", output)
     assert checkpoint
     resumed = run(*command, *options, "--resume", checkpoint[1])
     assert values(r"held-out loss ([\d.]+)", resumed)[0] == held_out[1]
     losses = values(r"learning rate .* loss ([\d.]+)", output)
     assert values(r"learning rate .* loss ([\d.]+)", resumed) == losses[3:]
     assert values(r"held-out loss ([\d.]+)", resumed) == held_out[1:]
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
+
+
+@pytest.mark.parametrize(
+    ("data", "counts"),
+    [
+        ([CHAT], "1 rows to train on, 0 held out"),
+        ([CHAT] * 3, "2 rows to train on, 1 held out"),
+        ([{"prompt": "one ", "completion": "1"}] * 20, "18 rows to train on, 2 held out"),
+        ([{"question": "one", "answer": "1", "split": "train"}], "1 rows to train on, 0 held out"),
+    ],
+)
+def test_sft_trains_on_any_rows(
+    shared_server: LiveServer, tmp_path: Path, data: list[dict[str, Any]], counts: str
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, data)) + "\n\n")
+    output = run(*sft_command(shared_server, path), "--steps", 3, "--eval-every", 2)
+    assert counts in output and len(values(r"learning rate .* loss ([\d.]+)", output)) == 3
+    assert re.findall(r"saved \S+/(step-\d+)", output) == ["step-000002", "step-000003"]
+    assert ("held-out loss" in output) == (", 0 held out" not in output)
+
+
+def test_sft_refuses_what_it_cannot_resume_or_train_on(shared_server: LiveServer, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps(CHAT | {"split": "held_out"}))
+    for more, words in (((), "has no rows to train on"), (("--resume", "tinker://a/weights/best"), "is not a check")):
+        done = run_command(*sft_command(shared_server, path), *more)
+        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
 
 
 DRAFTS: dict[str, list[object]] = {

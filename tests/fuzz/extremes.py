@@ -13,6 +13,8 @@ import zstandard
 from trainhouse.schemas.codec import encode_forward_backward_request
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 
+from .full_examples import ADAPTER_CONFIG, adapter, full_examples
+
 NUMBERS = (
     *("0", "-0", "-0.0", "-1", "1", "0.5", "1e400", "-1e400", "1e-400", "1e308", "NaN", "Infinity", "-Infinity"),
     *(str(2**31), str(2**32), str(2**53 + 1), str(2**63 - 1), str(2**63), str(-(2**63) - 1), str(2**64)),
@@ -89,6 +91,12 @@ HEADERS = (
     "Content-Length-",
     "Host-",
     "X-Forwarded-For",
+    "Authorization",
+    "Cookie",
+    "Last-Event-ID",
+    "Origin",
+    "Range",
+    "Traceparent",
 )
 HEADER_VALUES = (
     *(
@@ -125,12 +133,16 @@ class Extremes:
 
     def __init__(self, document: dict[str, Any], things: Mapping[str, object], seed: int) -> None:
         self._random = random.Random(seed)
-        self._things = things
+        self._things = {**things, "config_bytes": len(ADAPTER_CONFIG)}
         paths: dict[str, dict[str, Any]] = document["paths"]
         self._routes = [(method, path, one) for path, methods in paths.items() for method, one in methods.items()]
+        self._full = [
+            (method, path, {"requestBody": {"content": {"application/json": {"example": body}}}})
+            for method, path, body in full_examples()
+        ]
 
     def next(self) -> Input:
-        method, path, operation = self._random.choice(self._routes)
+        method, path, operation = self._random.choice(self._full if self._is_rare(3) else self._routes)
         headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         body = b""
         content = operation.get("requestBody", {}).get("content", {})
@@ -167,6 +179,8 @@ class Extremes:
         return quote(path + ("?" + "&".join(query) if query else ""), safe="%/:?&=+.,~-_*'()!$;@")
 
     def _body(self, path: str, content: dict[str, Any]) -> bytes:
+        if path.endswith("/import_weights"):
+            return ADAPTER_CONFIG + self._adapter()
         example = content.get("application/json", {}).get("example", {})
         body = self._json(example)
         match self._random.randrange(12):
@@ -196,6 +210,15 @@ class Extremes:
         for index, piece in enumerate(pieces):
             text = text.replace(f'"@{index}@"', piece)
         return text.encode("utf-8", "surrogatepass")
+
+    def _adapter(self) -> bytes:
+        """Returns an adapter with an unexpected header, or with damage."""
+        whole = adapter()
+        num_bytes = int.from_bytes(whole[:8], "little")
+        if self._is_rare(3):
+            return self._damaged(whole)
+        header = self._json(json.loads(whole[8 : 8 + num_bytes]))
+        return len(header).to_bytes(8, "little") + header + whole[8 + num_bytes :]
 
     def _named(self, value: object) -> object:
         if isinstance(value, list):

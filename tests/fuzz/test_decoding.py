@@ -101,7 +101,7 @@ def hostile_requests(draw: st.DrawFn) -> bytes:
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = tokens
         for name, tensor in tensors.items():
-            datum.loss_fn_inputs[name].CopyFrom(tensor)
+            datum.loss_fn_inputs.add(key=name, value=tensor)
     return message.SerializeToString()
 
 

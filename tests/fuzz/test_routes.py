@@ -7,8 +7,10 @@ import http.client
 import itertools
 import logging
 import random
+import re
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
+from ..live import save_byte_tokenizer
 from ..server.real import ALICE, MODEL, server_config
 from .effort import MANY, effort
 from .extremes import Extremes, Input
@@ -34,6 +37,10 @@ _AT_ONCE = 8
 _SECONDS = 20
 _DATUM = {"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8]}}
 _SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}"
+    "{% endfor %}{{ tools | tojson if tools }}"
+)
 _ENDS_THINGS = ("finish", "{name}", "publish", "ttl", "load_weights", "load_checkpoint")
 """Path endings of the routes that end or change things that other requests need."""
 
@@ -81,8 +88,12 @@ class Client:
 
 @pytest.fixture(scope="module")
 def client(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    limits = {"long_poll_seconds": 0.5, "max_context_length": 64, "max_lora_rank": 4}
-    config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("state"), **limits)
+    model = tmp_path_factory.mktemp("bytes") / "model"
+    shutil.copytree(tiny_models["qwen3"], model)
+    save_byte_tokenizer(model)
+    (model / "chat_template.jinja").write_text(_TEMPLATE)
+    limits = {"long_poll_seconds": 0.5, "max_context_length": 64, "max_lora_rank": 4, "seq_gap_seconds": 1}
+    config = server_config(model, tmp_path_factory.mktemp("state"), **limits)
     with served(config) as server:
         client = Client(server)
         yield client
@@ -145,11 +156,23 @@ def test_no_extreme_request_is_answered_with_a_server_error(
             statuses[answer.status] += 1
             if not 200 <= answer.status < 500:
                 failures.append(f"{answer.status} {answer.sent}: {answer.text[:300]}")
+        failures += _failed_by_server(client, itertools.chain.from_iterable(answers))
     assert not failures, f"seed {seed}\n" + "\n".join(failures[:50])
     assert not errors, f"seed {seed}: {errors[0].getMessage()}"
     assert client.http.get(f"{client.server.url}/api/v1/healthz", timeout=_SECONDS).status_code == 200
     _assert_server_works(client)
     print(f"{num_inputs} extremes: {dict(statuses)}")
+
+
+def _failed_by_server(client: Client, answers: Iterable["Answer"]) -> Iterator[str]:
+    """Waits for the results of what was accepted."""
+    for answer in answers:
+        if not (found := re.match('{"request_id":"([^"]+)"', answer.text)):
+            continue
+        while (result := client.post("retrieve_future", {"request_id": found[1]})).status_code == 408:
+            pass
+        if result.json().get("category") == "server":
+            yield f"{result.text} {answer.sent}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from tinker import types as sdk
 from tinker.proto import request_conv, response_conv
 from tinker.proto import tinker_public_pb2 as public_pb
@@ -20,14 +22,17 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest as SdkRequest
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 from trainhouse.schemas import codec
+from trainhouse.schemas import trainhouse_wire_pb2 as wire
+from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from trainhouse.schemas.errors import RequestError
-from trainhouse.schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
+from trainhouse.schemas.sampling import GuessCounts, SampledSequence, SampleRequest, SampleResponse, TopkLogprobs
 from trainhouse.schemas.training import (
     Datum,
     DraftFeatures,
     FeatureLocation,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
+    OptimStepRequest,
     ProvenanceSpan,
 )
 
@@ -920,3 +925,44 @@ def test_json_in_pieces_is_the_same_text_as_a_whole() -> None:
     outputs = ForwardBackwardOutput(tuple({"logprobs": scores[:num]} for num in (0, 1, 30_000)), {"loss:sum": np.inf})
     joined = b"".join(codec.forward_backward_output_json_pieces(outputs)).decode()
     assert joined == json.dumps(codec.encode_forward_backward_output_json(outputs), separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    ("message", "wrong", "words"),
+    [
+        (CaptureRequest, {"data": [{"model_input": [5, [6]]}]}, "data.0.model_input.1 is [6]: it should be a valid"),
+        (
+            CaptureRequest,
+            {"data": [{"model_input": {"chunks": [{"tokens": 3}]}}]},
+            "chunks.0.tokens is 3: it should",
+        ),
+        (OptimStepRequest, {"gradient_scale": "x"}, "gradient_scale is 'x': it should be a number"),
+        (BuildVocabMapRequest, {"counts": {"a": 1}}, "counts.a is 'a': it should be a valid integer"),
+        (SampleRequest, {"prompt": {"chunks": []}, "sampling_params": {"stop": [5, "a"]}}, "element 1 is 'a'"),
+    ],
+)
+def test_errors_name_fields_without_the_alternatives_of_their_types(
+    message: type[BaseModel], wrong: dict, words: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        codec.decode_model(message, json.dumps({"model_id": "m"} | wrong).encode())
+    assert words in refused.value.message and not re.search(r"\w\[|constrained|ModelInput|\.float", str(refused.value))
+
+
+def test_of_inputs_with_the_same_name_the_last_counts_as_in_a_map() -> None:
+    message = wire.ForwardBackwardRequest(model_id="m")
+    names = ["aa", "bb", "ab", "ab"]  # each name four times, as in data of the same inputs
+    for pair in names:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.int32(7).tobytes()
+        for number, name in enumerate(pair):
+            values = np.float32([number]).tobytes()
+            datum.loss_fn_inputs.add(key=name, value=wire.Tensor(dense=values, dtype=wire.DTYPE_FLOAT32))
+    decoded = codec.decode_forward_backward(message.SerializeToString(), codec.PROTOBUF)
+    assert [dict(datum.loss_fn_inputs) for datum in decoded.data] == [
+        {"a": 1.0},
+        {"b": 1.0},
+        *[{"a": 0.0, "b": 1.0}] * 2,
+    ]
+    as_maps = public_pb.ForwardBackwardRequest.FromString(message.SerializeToString())
+    assert [sorted(datum.loss_fn_inputs) for datum in as_maps.data] == [["a"], ["b"], ["a", "b"], ["a", "b"]]

@@ -1,5 +1,6 @@
 """Runs the real application over a real store and real files, with a clock that the test sets and without workers."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ async def running_api(
         telemetry=Telemetry(dispatch, 60.0),
         futures=Futures(state_dir / "results", store, 3600.0),
         model_files=found_files(config),
+        started_at=time.time(),
     )
     app = create_app(config, dispatch)
     app.state.services = services

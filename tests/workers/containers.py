@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-from ..tiny import tiny_config
+from ..tiny import scale_queries, tiny_config
 
 _QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
 _QWEN |= {"patch_size": 4, "num_position_embeddings": 16}
@@ -38,6 +38,7 @@ CONTAINERS: dict[str, tuple[str, dict[str, Any]]] = {
 # By type of others: kind of the part for text.
 TEXT_KINDS = {
     "exaone4_5": "exaone4",
+    "gemma4_unified": "gemma4_large",
     **dict.fromkeys(("glm46v", "glm4v", "glmga"), "glm4"),
     "glm4v_moe": "glm4_moe",
     "hyperclovax_vision_v2": "hyperclovax",
@@ -83,12 +84,15 @@ def tiny_whole(model_type: str, directory: Path, **overrides: object) -> Any:
     if model_type == "internvl":
         others["vision_config"] |= {"image_size": [16, 16], "patch_size": [4, 4]}
     text = tiny_config(TEXT_KINDS.get(model_type) or SCALED_APART[model_type][0], **overrides).to_dict()
-    if model_type in _AXES:
+    if model_type in _AXES or model_type == "gemma4_unified":
         text["model_type"] = defaults.get_text_config().model_type
+    if model_type in _AXES:
         text["rope_parameters"].setdefault("mrope_section", list(_AXES[model_type]))
     config: Any = CONFIG_MAPPING[model_type](**{"text_config": text, **others})
     torch.manual_seed(0)
     whole: Any = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
+    if model_type == "gemma4_unified":
+        scale_queries(whole)
     whole.save_pretrained(directory)
     return whole
 

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -156,3 +156,10 @@ class RecordingWorker:
 
     def memory(self) -> dict[str, int]:
         return {"slices": self._num_slices, "sampling": sum(map(len, self._slices_left.values()))}
+
+
+class RecordingGpuWorker(RecordingWorker):
+    """Says that it computes micro-batches of 12,000 tokens on a GPU."""
+
+    def info(self) -> ModelInfo:
+        return replace(super().info(), device="cuda:0", micro_batch_tokens=12000)

@@ -209,6 +209,22 @@ def call_of(output: ForwardBackwardOutput) -> float:
     return output.metrics["call:last"]
 
 
+@pytest.mark.parametrize(("worker", "num_parts"), [("RecordingWorker", 2), ("RecordingGpuWorker", 1)])
+def test_a_pass_gives_each_gpu_a_micro_batch_by_default(worker: str, num_parts: int) -> None:
+    async def check() -> None:
+        model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu")
+        dispatch = WorkerDispatch(DispatchConfig((model,), worker=RECORDING.replace("RecordingWorker", worker)))
+        await dispatch.start(lambda _: None)
+        try:
+            await dispatch.create_run("tiny", spec("a"), "a")
+            output = await dispatch.forward_backward(operation("a", lengths=[100] * 119))
+            assert output.metrics["parts:sum"] == num_parts
+        finally:
+            await dispatch.close()
+
+    run(check())
+
+
 def test_operations_ready_together_share_a_pass() -> None:
     async def check() -> None:
         async with recording("a", "b", "c") as dispatch:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..protocol.calls import Failure
 
 
@@ -13,6 +15,7 @@ class PartialResult:
     failure: why the operation contributes nothing; None if all of it succeeded.
     loss, metrics: sums over positions.
     ratios, denominator: see LossOutput and Loss.denominator; for drafts, the ratios include acceptance lengths.
+    expert_counts: the tokens of each expert, integers [experts] for each sparse layer; empty if they are not counted.
     flops: the operations that the model needs for them, 0 if they are not counted.
     achieved, possible: operations of everything that ran together with them, and those that the devices could have done
     in that time; 0 if not measured.
@@ -23,6 +26,7 @@ class PartialResult:
     metrics: dict[str, float] = field(default_factory=dict)
     ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_tokens: int = 0
+    expert_counts: tuple[np.ndarray, ...] = ()
     denominator: float = 0.0
     flops: float = 0.0
     achieved: float = 0.0
@@ -34,6 +38,7 @@ class PartialResult:
         self.loss += other.loss
         self.num_tokens += other.num_tokens
         self.denominator += other.denominator
+        self.expert_counts = sum_counts((self.expert_counts, other.expert_counts))
         self.flops += other.flops
         self.achieved += other.achieved
         self.possible += other.possible
@@ -65,4 +70,31 @@ class PartialResult:
             found["model_flops:sum"] = self.flops
         if self.possible:
             found["mfu:mean"] = self.achieved / self.possible
-        return found
+        return found | _expert_balance(self.expert_counts)
+
+
+def sum_counts(counts: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """Adds up counts of experts by layer, of which some may be empty, to int64."""
+    given = [of_layers for of_layers in counts if of_layers]
+    return tuple(np.stack(of_layer).sum(0, dtype=np.int64) for of_layer in zip(*given, strict=True))
+
+
+def narrowed(counts: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """Returns the counts in the smallest integer dtype that holds them."""
+    return tuple(of_layer.astype(np.min_scalar_type(of_layer.max())) for of_layer in counts)
+
+
+def _expert_balance(counts: tuple[np.ndarray, ...]) -> dict[str, float]:
+    """Returns the metrics of balance between experts, with the names and formulas of Tinker's SDK
+    (tinker.types.ForwardBackwardOutput)."""
+    if not counts:
+        return {}
+    loads = [of_layer * len(of_layer) / of_layer.sum() for of_layer in counts]  # 1 is an expert's even share
+    most = [load.max() - 1 for load in loads]
+    return {
+        "e_frac_with_tokens:mean": float(np.mean([(load > 0).mean() for load in loads])),
+        "e_frac_oversubscribed:mean": float(np.mean([(load > 1).mean() for load in loads])),
+        "e_max_violation:mean": float(np.mean(most)),
+        "e_max_violation:max": float(np.max(most)),
+        "e_min_violation:mean": float(np.mean([load.min() - 1 for load in loads])),
+    }

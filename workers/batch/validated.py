@@ -77,7 +77,8 @@ def validate_request(
         if request.loss_fn in LOSSES | VALUE_LOSSES | DRAFT_LOSSES:
             takes = _listed(losses)
             raise OperationError(f"loss_fn {request.loss_fn!r} is for another kind of model: this one takes {takes}")
-        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: use one of {_listed(losses)}")
+        hint = _SYNONYMS.get(request.loss_fn.lower(), "")
+        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: use one of {_listed(losses)}{hint}")
     if not share.num_data:
         raise OperationError("the batch is empty: send at least one datum")
     loss = losses[request.loss_fn]
@@ -107,7 +108,7 @@ def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
     config: dict[str, Any] = dict(loss.config) | {key: words[0] for key, words in loss.choices.items()}
     for key, value in request.loss_fn_config.items():
         if key not in config:
-            raise OperationError(f"{request.loss_fn} has no config key {key!r}: {_allowed(config)}")
+            raise OperationError(f"{request.loss_fn} has no config key {key!r}: {_allowed(config, key)}")
         if key in loss.choices:
             if value not in loss.choices[key]:
                 raise OperationError(
@@ -126,7 +127,10 @@ def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
 def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:
     required = _required(loss)
     if missing := [name for name in required if name not in datum.loss_fn_inputs]:
-        raise OperationError(f"datum {index}: {loss_name} needs the input {_listed(missing)}: it reads {_inputs(loss)}")
+        other = _listed([name for name in datum.loss_fn_inputs if name not in (*required, *loss.optional)])
+        given = f", and not {other}" if other else ""
+        reads = f"{_inputs(loss)}{given}"
+        raise OperationError(f"datum {index}: {loss_name} needs the input {_listed(missing)}: it reads {reads}")
     known = {*required, *loss.optional, *([TARGETS] if loss.scores == "losses" else [])}
     if unknown := [name for name in datum.loss_fn_inputs if name not in known]:
         raise OperationError(f"datum {index}: {loss_name} has no input {_listed(unknown)}: it reads {_inputs(loss)}")
@@ -269,8 +273,22 @@ def _inputs(loss: Loss) -> str:
     return f"{required} and optionally {optional}" if optional else required
 
 
-def _allowed(config: Mapping[str, float]) -> str:
-    return f"allowed: {_listed(config)}" if config else "it takes none"
+def _allowed(config: Mapping[str, Any], key: str) -> str:
+    if not config:
+        return "it takes none"
+    is_epsilon = "clip_low_threshold" in config and ("clip" in key or "eps" in key)
+    hint = "; they bound the ratio itself, so an epsilon of 0.2 is written 0.8 and 1.2" if is_epsilon else ""
+    return f"allowed: {_listed(config)}{hint}"
+
+
+_OF_GROUPS = "; it is importance_sampling, or ppo, with the advantages of groups (docs/guides/rl.md)"
+_SYNONYMS = {
+    "grpo": _OF_GROUPS,
+    "reinforce": _OF_GROUPS,
+    "sft": "; it is cross_entropy",
+    "nll": "; it is cross_entropy",
+}
+"""Names that other libraries have for losses, with the name here."""
 
 
 def _listed(names: Mapping[str, object] | Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...schemas.bounds import load_json
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig, TrainingConfig, training_of
 from ..programs.policy import POLICY
@@ -37,7 +38,7 @@ class CheckpointDescription:
         """Reads the directory's description. Raises OperationError if it is missing, damaged or of an unknown
         format."""
         try:
-            content = json.loads((directory / _NAME).read_text())
+            content = load_json((directory / _NAME).read_text())
         except FileNotFoundError:
             raise OperationError(f"its directory is not a checkpoint: it has no {_NAME}") from None
         except ValueError as error:

@@ -16,6 +16,8 @@ from ..lora.target import parts_of_layers
 from .description import CheckpointDescription, few, write_json
 from .tensor_files import Place
 
+LAYOUT_VERSION = "0.19.1"
+"""The first release of peft that lays out the matrices of experts as we write them for it."""
 _KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
@@ -143,6 +145,7 @@ def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
     targets = _PeftTargets.of(adapter)
     return {
         "peft_type": "LORA",
+        "peft_version": LAYOUT_VERSION,
         "task_type": adapter.program.peft_task,
         "base_model_name_or_path": base_name,
         "inference_mode": True,

@@ -7,7 +7,8 @@ group, the other layers of the group get the matrices of a new adapter: a random
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,8 +20,10 @@ from ...schemas.models import LoraConfig
 from ..lora import Adapter, LoraLayers
 from ..lora.adapter import layout_of, pair_of
 from ..lora.target import GATE_UP, Target, parts_of_layers
+from ..protocol.calls import AdapterFile
 from ..shapes.parts import RoutedExperts
 from . import TrainedState, save
+from .peft_format import LAYOUT_VERSION
 from .trained_state import FlatTensors
 
 _PREFIX = "base_model.model."
@@ -28,14 +31,20 @@ _OTHER_SIDE = str.maketrans("AB", "BA")
 _OF_EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(base_layer\.)?lora_(?P<side>[AB])\.weight")
 """The names under which peft saves the matrices of all experts of a layer together; those of the parameter that it
 wrapped first are below base_layer."""
+_VERSION = re.compile(
+    r"(?P<major>\d{1,4})\.(?P<minor>\d{1,4})(\.(?P<patch>\d{1,4}))?(\.post\d+)?"
+    r"(?P<unreleased>\.?(a|b|rc|dev)\d+)?([@+].*)?"
+)
+"""peft_version in adapter_config.json, of an installation from source such as 0.18.2.dev0@COMMIT."""
 _STACKED = re.compile(r"(?P<path>.+\.experts)\.(?P<kind>w[123])\.lora_[AB]\.weight")
 """The names of tensors [experts, ...] in files of the Tinker protocol; a matrix that experts share is [1, ...]."""
 _TINKER_HEAD = f"{_PREFIX}model.unembed_tokens."
 
 
-def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: Path, base_name: str) -> LoraConfig:
-    """Writes the adapter of `source`, an adapter_model.safetensors, into an existing empty directory, without optimizer
-    state.
+def import_adapter(
+    layers: LoraLayers, lora: LoraConfig, source: AdapterFile, target: Path, base_name: str
+) -> LoraConfig:
+    """Writes the adapter of `source` into an existing empty directory, without optimizer state.
 
     Args:
         lora: the adapter's rank and alpha.
@@ -46,7 +55,9 @@ def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: P
     """
     layers.check_rank(lora)
     *of_trunk, head = [each.unsharded() for each in layers.all_targets]
-    tensors = {name.replace(_TINKER_HEAD, f"{_PREFIX}{head.name}."): each for name, each in _read(source).items()}
+    tensors = {
+        name.replace(_TINKER_HEAD, f"{_PREFIX}{head.name}."): each for name, each in _read(Path(source.path)).items()
+    }
     if shares_factors := _shares_factors(tensors):
         every = [*(each.with_shared_factor() for each in of_trunk), head]
     else:
@@ -54,7 +65,7 @@ def import_adapter(layers: LoraLayers, lora: LoraConfig, source: Path, target: P
         tensors = _unstacked(tensors, of_trunk)
     lora = lora.model_copy(update={"expert_factors": "shared" if shares_factors else "each"})
     tensors = _unfused(tensors, of_trunk, lora.rank)
-    found = _by_expert(tensors, every, lora.rank, layers.stacked_experts)
+    found = _by_expert(tensors, every, lora.rank, layers.declared_experts, source)
     wanted = layers.with_groups_of(lora, _adapted(found, every, lora.rank))
     adapter = layers.build(wanted)
     state = TrainedState(
@@ -121,12 +132,16 @@ def _unfused(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) 
 
 
 def _by_expert(
-    tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int, stacked: RoutedExperts | None
+    tensors: Mapping[str, Tensor],
+    every: Sequence[Target],
+    rank: int,
+    declared: RoutedExperts | None,
+    source: AdapterFile,
 ) -> dict[str, Tensor]:
     """Returns the tensors with those of experts split into one per expert, under our names.
 
     Args:
-        stacked: the experts if the model's files have those of a layer in one tensor.
+        declared: the experts as transformers' modules have them, None if it is not known.
     """
     experts: dict[str, dict[str, Target]] = {}
     for target in every:
@@ -134,6 +149,7 @@ def _by_expert(
             path, _, kind = target.name.rpartition(".")
             experts.setdefault(_PREFIX + path, {})[kind] = target
     found: dict[str, Tensor] = {}
+    pairs: list[_PairOfExperts] = []
     for name, tensor in tensors.items():
         matched = _OF_EXPERTS.fullmatch(name)
         if matched is None or matched["path"] not in experts:
@@ -141,42 +157,136 @@ def _by_expert(
         elif (other := tensors.get(name.translate(_OTHER_SIDE))) is None:
             raise _incomplete(name)
         elif matched["side"] == "A":
-            kinds = experts[matched["path"]]
-            pair = (tensor, other) if stacked is None else _gates_first(tensor, other, stacked, kinds)
-            found |= _of_each(name, matched["path"], *pair, kinds, rank)
+            path, alternates = matched["path"], declared is not None and declared.alternates
+            linears = _candidates(name, path, tensors, experts[path], source.parameters)
+            pairs.append(_PairOfExperts(name, path, tensor, other, rank, linears, alternates))
+    swaps_in_out = _swaps_in_out(pairs, declared, source.peft_version)
+    for pair in pairs:
+        found |= pair.of_each(swaps_in_out)
     return found
 
 
-def _gates_first(a: Tensor, b: Tensor, experts: RoutedExperts, kinds: Mapping[str, Target]) -> tuple[Tensor, Tensor]:
-    """Returns A [experts * rank, in] and B [out, rank * experts], whose rows are those of gates first."""
-    if experts.is_misread and len(a) % experts.num == 0 == b.shape[1] % experts.num:
-        of_a, of_b = a.unflatten(0, (experts.num, -1)), b.unflatten(1, (-1, experts.num))
-        a, b = of_b.permute(2, 1, 0).flatten(0, 1), of_a.permute(2, 1, 0).flatten(1)
-    is_mixed = experts.alternates and len(b) == 2 * kinds["gate_proj"].out_features
-    return a, b.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if is_mixed else b
+def _candidates(
+    name: str, path: str, tensors: Mapping[str, Tensor], kinds: Mapping[str, Target], parameters: Collection[str]
+) -> list[list[Target]]:
+    """Returns the linear layers, gate and up or down, that a pair may adapt by its name; both if it may be either.
 
-
-def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Target], rank: int) -> dict[str, Tensor]:
-    """Splits the matrices of all experts of a layer, of down or of gate and up.
-
-    peft stores A as [experts * rank, in] and B as [out, rank * experts]; gate and up have one rank or one each.
+    Shapes alone do not: up in one layout has those of down in the other where there are no gates.
     """
-    before, down = [kinds[kind] for kind in GATE_UP if kind in kinds], kinds["down_proj"]
-    num = down.num_experts or 1
-    for targets in (before, [down]):
-        out = sum(sizes := [target.out_features for target in targets])
-        num_rows, fits = len(a) // num, a.shape[1] == targets[0].in_features and len(b) == out
-        if fits and num_rows in (rank, rank * len(targets)) and b.shape[1] == len(a) == num_rows * num:
-            of_each = zip(a.view(num, num_rows, -1), b.view(out, num_rows, num).permute(2, 0, 1), strict=True)
-            return {
-                f"{path}.{number}.{target.saved_kind}.lora_{side}.weight": matrix
-                for number, pair in enumerate(of_each)
-                for target, own in zip(targets, _parts(name, *pair, sizes, rank), strict=True)
-                for side, matrix in zip("AB", own, strict=True)
-            }
-    raise OperationError(
-        f"{name} has shape {list(a.shape)} and its lora_B {list(b.shape)}, which do not fit rank {rank} and the {num}"
-        " experts of this base model: check the adapter's base model and rank"
+    before, down = [kinds[kind] for kind in GATE_UP if kind in kinds], [kinds["down_proj"]]
+    if name != f"{path}.lora_A.weight":
+        return [before]
+    if f"{path}.base_layer.lora_A.weight" in tensors:
+        return [down]
+    adapts_before, adapts_down = (
+        any(f"{path}.{kind}".endswith(f".{each}") for kind in kinds_of_stack for each in parameters)
+        for kinds_of_stack in (("gate_up_proj", "up_proj"), ("down_proj",))
+    )
+    if adapts_before != adapts_down:
+        return [before] if adapts_before else [down]
+    if len(before) == 1 and before[0].in_features == before[0].out_features:
+        raise OperationError(
+            f"{name} fits up_proj and down_proj of experts: name the one in target_parameters of adapter_config.json"
+        )
+    return [before, down]
+
+
+@dataclass(frozen=True, eq=False)
+class _PairOfExperts:
+    """The matrices by which peft adapts a parameter of all experts of a layer.
+
+    a, b: A [experts * rank, in] and B [out, rank * experts]; gate and up have one rank or one each.
+    linears: what it may adapt. alternates: whether rows of gate and up take turns.
+    """
+
+    name: str
+    path: str
+    a: Tensor
+    b: Tensor
+    rank: int
+    linears: Sequence[Sequence[Target]]
+    alternates: bool
+
+    def adapted(self, swaps_in_out: bool) -> Sequence[Target] | None:
+        """Returns the linear layers of these shapes, None if none has them.
+
+        Args:
+            swaps_in_out: whether A maps outputs, and B inputs.
+        """
+        if self.a.dim() != 2 or self.b.dim() != 2:
+            return None
+        sizes = len(self.b), self.a.shape[1]
+        of_out, of_in = sizes[::-1] if swaps_in_out else sizes
+        for targets in self.linears:
+            num = targets[0].num_experts or 1
+            fits = (of_in, of_out) == (targets[0].in_features, sum(target.out_features for target in targets))
+            has_rank = len(self.a) in (num * self.rank, num * self.rank * len(targets))
+            if fits and has_rank and self.b.shape[1] == len(self.a):
+                return targets
+        return None
+
+    def of_each(self, swaps_in_out: bool) -> dict[str, Tensor]:
+        """Returns the pairs of each expert's linear layers, by the names in our files."""
+        targets = self.adapted(swaps_in_out)
+        assert targets is not None, "checked before"
+        num, a, b = targets[0].num_experts or 1, self.a, self.b
+        of_a, of_b = a.unflatten(0, (num, -1)), b.unflatten(1, (-1, num)).permute(2, 0, 1)
+        if swaps_in_out:
+            of_a, of_b = of_b.transpose(1, 2), of_a.transpose(1, 2)
+        if self.alternates and len(targets) == 2:
+            of_b = of_b.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        sizes = [target.out_features for target in targets]
+        return {
+            f"{self.path}.{number}.{target.saved_kind}.lora_{side}.weight": matrix
+            for number, pair in enumerate(zip(of_a, of_b, strict=True))
+            for target, own in zip(targets, _parts(self.name, *pair, sizes, self.rank), strict=True)
+            for side, matrix in zip("AB", own, strict=True)
+        }
+
+
+def _swaps_in_out(pairs: Sequence[_PairOfExperts], experts: RoutedExperts | None, version: str | None) -> bool:
+    """True if A of the pairs maps outputs, and B inputs: by their shapes, or where all fit both by peft's version.
+
+    Raises:
+        OperationError: the shapes fit neither, or both and the version does not decide.
+    """
+    fitting = [each for each in (False, True) if all(pair.adapted(each) is not None for pair in pairs)]
+    if len(fitting) == 1 or not pairs:
+        return bool(pairs) and fitting[0]
+    if not fitting:
+        raise _unfitting(next((p for p in pairs if p.adapted(False) is None and p.adapted(True) is None), pairs[0]))
+    if (by_version := _swaps_in_out_by(version, experts)) is None:
+        raise OperationError(
+            f"the shapes of {pairs[0].name} and its lora_B fit the layout of PEFT before 0.19.1 and the one since, and"
+            f" adapter_config.json says {f'peft_version {version!r}' if version else 'no peft_version'}: set it to the"
+            f' release that saved the adapter ("{LAYOUT_VERSION}" for an export of trainhouse)'
+        )
+    return by_version
+
+
+def _swaps_in_out_by(version: str | None, experts: RoutedExperts | None) -> bool | None:
+    """Returns whether this version of peft takes the outputs of experts for inputs, None if it is unknown.
+
+    Of each expert's matrix, releases before 0.19.0 take the first dimension for the inputs; 0.19.0 the second if its
+    class says `is_transposed`, later ones if it does not.
+    """
+    matched = _VERSION.fullmatch(version or "")
+    if matched is None:
+        return None
+    release = tuple(int(each or 0) for each in matched.group("major", "minor", "patch"))
+    if matched["unreleased"] and (0, 18, 0) <= release <= (0, 19, 1):
+        return None
+    is_transposed = experts is not None and experts.is_transposed
+    is_marked = experts is not None and experts.is_transposed and experts.marks_transposed
+    takes_second = release >= (0, 19, 0) and is_marked == (release == (0, 19, 0))
+    return takes_second == is_transposed
+
+
+def _unfitting(pair: _PairOfExperts) -> OperationError:
+    num = pair.linears[0][0].num_experts
+    return OperationError(
+        f"{pair.name} has shape {list(pair.a.shape)} and its lora_B {list(pair.b.shape)}, which do not fit rank"
+        f" {pair.rank} and the {num} experts of this base model: check the adapter's base model and rank"
     )
 
 

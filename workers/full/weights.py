@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig
 from ..models.model import BaseModel
-from ..planner.flops import OwnFlops
+from ..shapes.layouts.flops import OwnFlops
 from ..state.flat_params import FlatLayout
 from ..state.moments import MomentFormat
 from ..state.program import Program

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...schemas.models import LoraConfig
 from ..models.model import BaseModel
-from ..planner.flops import OwnFlops
 from ..programs.policy import POLICY
+from ..shapes.layouts.flops import OwnFlops
 from ..shapes.model_shape import ModelShape
 from ..state.flat_params import FlatLayout, Matrix
 from ..state.program import Program

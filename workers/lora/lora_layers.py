@@ -55,9 +55,9 @@ class LoraLayers:
         return Adapter(lora, targets, self._base, self._unembed_target.name, program, self.unadapted_layers(targets))
 
     @property
-    def stacked_experts(self) -> RoutedExperts | None:
-        """See BaseModel.stacked_experts."""
-        return self._base.stacked_experts
+    def declared_experts(self) -> RoutedExperts | None:
+        """See BaseModel.declared_experts."""
+        return self._base.declared_experts
 
     def check_rank(self, lora: LoraConfig) -> None:
         """Raises OperationError if the rank exceeds max_lora_rank."""

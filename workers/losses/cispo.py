@@ -11,7 +11,7 @@ from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clip_problem, i
 def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
     counted = mask_uncounted(logprobs, inputs)
     ratio = counted.log_ratio.detach().exp()
-    losses = -clip(ratio, inputs) * counted.policy_logprobs * counted.advantages
+    losses = -(clip(ratio, inputs) * counted.advantages) * counted.policy_logprobs
     return LossOutput(losses, {"kl": counted.kl(), "clip_fraction": is_clipped(ratio, inputs)})
 
 

@@ -21,7 +21,7 @@ def dflash(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
     """Computes the loss. num_anchors and seed are read earlier, when the blocks are sampled."""
     weights = inputs["weights"] * scores.exists
     counts = weights != 0
-    cross_entropy = torch.where(counts, scores.cross_entropy, 0.0)
+    cross_entropy = scores.where(counts).cross_entropy
     if config["objective"] == "dpace":
         decay, denominator = _confidence(cross_entropy.detach(), counts, config["alpha"]), weights[:, 0].sum()
     else:

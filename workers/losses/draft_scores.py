@@ -28,6 +28,12 @@ class DraftScores:
     greedy: Tensor
     sampled: Tensor
 
+    def where(self, is_counted: Tensor) -> "DraftScores":
+        """Returns the scores with a cross_entropy and an acceptance of 0 at uncounted draft tokens, [m, depth], so that
+        no NaN is multiplied by 0."""
+        cross_entropy, acceptance = (torch.where(is_counted, x, 0.0) for x in (self.cross_entropy, self.acceptance))
+        return replace(self, cross_entropy=cross_entropy, acceptance=acceptance)
+
     def leaves(self) -> tuple["DraftScores", list[Tensor]]:
         """Returns a copy of the scores, and the two tensors in it by which losses have gradients."""
         cross_entropy, acceptance = (each.detach().requires_grad_() for each in (self.cross_entropy, self.acceptance))

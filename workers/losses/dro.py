@@ -10,7 +10,8 @@ from .ratio import RATIO_INPUTS, mask_uncounted
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
     counted = mask_uncounted(logprobs, inputs)
-    penalty = 0.5 * config["beta"] * counted.log_ratio.square()
+    # In this order a beta of 0 gives 0, however large the square.
+    penalty = 0.5 * config["beta"] * counted.log_ratio * counted.log_ratio
     return LossOutput(penalty - counted.policy_logprobs * counted.advantages, {"kl": counted.kl()})
 
 

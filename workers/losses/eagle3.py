@@ -27,7 +27,7 @@ def eagle3(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
     counted = inputs["weights"] * scores.covered
     depth = counted.shape[1]
     decay = torch.as_tensor([config["decay"] ** k for k in range(depth)], dtype=counted.dtype, device=counted.device)
-    losses = torch.where(counted != 0, counted * decay * _token_losses(scores, config), 0.0)
+    losses = counted * decay * _token_losses(scores.where(counted != 0), config)
     return LossOutput(losses, ratios=draft_token_metrics(scores, inputs["weights"]), denominator=counted[:, 0].sum())
 
 

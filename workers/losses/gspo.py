@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from .loss import Config, Loss, LossOutput
-from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clip_problem, is_clipped, mask_uncounted
+from .ratio import RATIO_INPUTS, clip_config, clip_inputs, clip_problem, clipped_losses, is_clipped, mask_uncounted
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
     counted = mask_uncounted(logprobs, inputs)
     in_ratio = inputs["sequence_ratio_mask"] != 0
-    log_ratio = torch.where(in_ratio, logprobs.detach() - inputs["logprobs"], 0.0)
-    sequence_ratio = (log_ratio.sum() / in_ratio.sum().clamp(min=1)).exp()
-    ratio = sequence_ratio * (counted.policy_logprobs - counted.policy_logprobs.detach()).exp()
-    objective = torch.minimum(ratio * counted.advantages, clip(ratio, inputs) * counted.advantages)
-    return LossOutput(-objective, {"kl": counted.kl(), "clip_fraction": is_clipped(ratio, inputs)})
+    # Summed in float64: terms of both signs may exceed float32 while their mean does not.
+    log_ratio = torch.where(in_ratio, logprobs.detach().double() - inputs["logprobs"], 0.0)
+    mean = log_ratio.sum() / in_ratio.sum().clamp(min=1)
+    ratio = mean.float().exp().expand_as(logprobs)
+    losses = clipped_losses(ratio, counted.policy_logprobs - counted.policy_logprobs.detach(), inputs)
+    return LossOutput(losses, {"kl": counted.kl(), "clip_fraction": is_clipped(ratio, inputs)})
 
 
 GSPO = Loss(

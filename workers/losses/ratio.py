@@ -42,6 +42,19 @@ def mask_uncounted(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> CountedLog
     )
 
 
+def clipped_losses(ratio: Tensor, log_ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Returns -min(r A, clip(r) A) with r = `ratio` exp(`log_ratio`).
+
+    Where the minimum is a bound or A = 0, nothing is computed from the ratio: it may be infinite, and 0 x inf is NaN.
+    """
+    advantages, whole = inputs["advantages"], ratio * log_ratio.detach().exp()
+    bound = torch.where(advantages > 0, inputs["clip_high_threshold"], inputs["clip_low_threshold"])
+    is_bound = torch.where(advantages > 0, whole > bound, (advantages < 0) & (whole < bound))
+    is_unused = is_bound | (advantages == 0)
+    used = torch.where(is_unused, 0.0, ratio) * torch.where(is_unused, 0.0, log_ratio).exp()
+    return -torch.where(is_bound, bound, used) * advantages
+
+
 def clip(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.clamp(ratio, inputs["clip_low_threshold"], inputs["clip_high_threshold"])
 

@@ -22,7 +22,7 @@ def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Con
     log_ratio = torch.where(inputs["sampled_mask"] != 0, counted.log_ratio, 0.0)
     ratio = log_ratio.detach().exp()
     losses = -ratio.clamp(max=_RATIO_CAP) * counted.policy_logprobs * counted.advantages
-    losses = losses + 0.5 * config["kl_coeff"] * log_ratio.square()
+    losses = losses + 0.5 * config["kl_coeff"] * log_ratio * log_ratio
     return LossOutput(losses, {"kl": -log_ratio.detach(), "clip_fraction": ratio > _RATIO_CAP})
 
 

@@ -14,8 +14,10 @@ from .loss import Arrays, Config, Loss, LossOutput
 
 
 def value_mse(values: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
-    weights, returns, old = inputs["weights"], inputs["returns"], inputs["old_values"]
-    values = torch.where(weights != 0, values, 0.0)
+    weights = inputs["weights"]
+    values, returns, old = (
+        torch.where(weights != 0, each, 0.0) for each in (values, inputs["returns"], inputs["old_values"])
+    )
     error, clip = (values - returns).square(), config["clip"]
     # Absent old values are NaN, and comparisons with NaN are false.
     is_far = (values - old).abs() > clip

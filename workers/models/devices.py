@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from ..planner.footprint import runs_on_cpu
 from ..protocol.worker_config import WorkerConfig
+from ..resources.machine import runs_on_cpu
 
 # Device files of NVIDIA's driver, also on a Jetson and under Windows, and of AMD's, which torch calls CUDA too.
 _DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")

@@ -17,6 +17,7 @@ from ..ops.attention import AttendingPacking, Packing
 from ..ops.fused import RotaryTable, query_scales
 from ..ops.shared_keys import SharingRow
 from ..parallel.collectives import ResidualStream
+from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.sharded_embedding import ShardedEmbedding
 from ..shapes.families import FIXED_ROTATIONS
@@ -123,6 +124,7 @@ class FusedTrunk:
         own: slice | None = None,
         are_alike: bool = True,
         captured: dict[int, Tensor] | None = None,
+        expert_counts: ExpertCounts | None = None,
     ) -> Tensor:
         """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
 
@@ -132,8 +134,9 @@ class FusedTrunk:
             are_alike: whether expert-parallel ranks all run the same tokens.
             captured: filled with the outputs of the layers whose numbers are its keys; EMBEDDING stands for the
                 embedding's.
+            expert_counts: see ResidualStream.
         """
-        stream = ResidualStream(self._team, own is not None, are_alike)
+        stream = ResidualStream(self._team, own is not None, are_alike, expert_counts)
         hidden, update = self._embedded(tokens, own), None
         made = self._token_inputs
         of_layers = None if made is None else made.of_layers(tokens, own, hidden, stream)

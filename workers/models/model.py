@@ -33,15 +33,16 @@ from ..ops.frozen.quantized import QuantizedWeight, check_installed, replace_par
 from ..ops.frozen.released import ReleasedWeight
 from ..ops.kernels import load_kernels_for
 from ..ops.linear import FrozenProduct, soft_capped, to_product_layout
+from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh, Team
 from ..parallel.sequence import ShardedPacking
 from ..parallel.sharded_embedding import ShardedEmbedding
 from ..parallel.token_shard import TokenShard
-from ..planner.checks import activations_refusal, check_quantization
-from ..planner.footprint import gigabytes
 from ..protocol.worker_config import WorkerConfig, ZeroStage
+from ..resources.machine import gigabytes
 from ..resources.memory import available_bytes
 from ..resources.threads import ThreadCount
+from ..shapes.layouts.checks import activations_refusal, check_quantization
 from ..shapes.model_shape import (
     ModelShape,
     check_weight_files,
@@ -49,7 +50,6 @@ from ..shapes.model_shape import (
     longest_context,
     read_architecture,
     refusal_of,
-    rope_of,
 )
 from ..shapes.other_models import SAME_TYPES, left_out_of, logit_cap_of, logit_scale_of, text_settings
 from ..shapes.parts import RoutedExperts, Weight
@@ -279,10 +279,15 @@ class BaseModel:
         original = _renamed(name, [each.reverse_transform() for each in reversed(renamings)])
         return original if _renamed(original, renamings) == name else name
 
+    @property
+    def declared_experts(self) -> RoutedExperts | None:
+        """The experts as their family declares them; None if there are none, or the type has no family."""
+        return self.shape.experts if isinstance(self.shape, ModelShape) else None
+
     @cached_property
     def stacked_experts(self) -> RoutedExperts | None:
         """The experts whose matrices are in one tensor in files, and so for peft; None if each has its own."""
-        experts = self.shape.experts if isinstance(self.shape, ModelShape) else None
+        experts = self.declared_experts
         if experts is not None and self._text_part is not None and self._text_part.has_transposed_experts:
             return replace(experts, is_transposed=True)
         return experts if experts is not None and self._expert_linears() is None else None
@@ -294,7 +299,7 @@ class BaseModel:
             return self.shape.max_positions
         config = self.config.get_text_config()
         longest = getattr(config, "max_position_embeddings", None)
-        return longest_context(longest, rope_of(config.to_dict()))
+        return longest_context(longest, self.shape.rope)
 
     @property
     def num_layers(self) -> int:
@@ -305,11 +310,13 @@ class BaseModel:
         """The ids in generation_config.json, or if it has none, in config.json."""
         generation = self.model.generation_config
         ids = generation.eos_token_id if generation is not None else None
-        if ids is None:
-            ids = getattr(self.config, "eos_token_id", None)
-        if ids is None:
-            return ()
-        return tuple(ids) if isinstance(ids, list) else (ids,)
+        return _ids(getattr(self.config, "eos_token_id", None) if ids is None else ids)
+
+    @property
+    def config_eos_token_ids(self) -> tuple[int, ...]:
+        """The ids in config.json, or if it has none, in its part about text."""
+        configs = (self.config, self.config.get_text_config())
+        return next(filter(None, (_ids(getattr(config, "eos_token_id", None)) for config in configs)), ())
 
     @property
     def runs_own_layers(self) -> bool:
@@ -532,15 +539,22 @@ class BaseModel:
         return embedding(tokens)
 
     def shared_hidden_states(
-        self, micro_batch: MicroBatch, share: TokenShard, captured: dict[int, Tensor] | None = None
+        self,
+        micro_batch: MicroBatch,
+        share: TokenShard,
+        expert_counts: ExpertCounts | None = None,
+        captured: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Returns the hidden states of `share.hidden`, [tokens, hidden]. `captured`: see FusedTrunk.hidden_states."""
+        """Returns the hidden states of `share.hidden`, [tokens, hidden].
+
+        For `expert_counts` and `captured` see FusedTrunk.hidden_states.
+        """
         team, packing = self._mesh.along("sp"), micro_batch.packing
         # Also for tensor parallelism alone: the share pads the row, and the packing must cover the padding.
         shared = packing if share.is_all else ShardedPacking.of(packing, share, team, self.sequence_split)
         tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
         own = share.own_of_tokens
-        return self.hidden_states(tokens, positions, shared, own, are_alike=False, captured=captured)
+        return self.hidden_states(tokens, positions, shared, own, False, captured, expert_counts)
 
     def hidden_states(
         self,
@@ -550,13 +564,14 @@ class BaseModel:
         own: slice | None = None,
         are_alike: bool = True,
         captured: dict[int, Tensor] | None = None,
+        expert_counts: ExpertCounts | None = None,
     ) -> Tensor:
         """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
 
-        For `own`, `are_alike` and `captured` see FusedTrunk.hidden_states.
+        For the other arguments see FusedTrunk.hidden_states.
         """
         if self._fused is not None:
-            hidden = self._fused.hidden_states(tokens, positions, packing, own, are_alike, captured)
+            hidden = self._fused.hidden_states(tokens, positions, packing, own, are_alike, captured, expert_counts)
         else:
             hidden = self._by_transformers(tokens, positions, packing, captured)
         return self._logit_scaled(hidden)
@@ -604,6 +619,10 @@ class BaseModel:
                     )
                 held.callback(hook.remove)
             yield
+
+
+def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
 def _renamed(name: str, renamings: Sequence[Any]) -> str:

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from ..planner.footprint import gigabytes
+from ...schemas.bounds import load_json
 from ..protocol.cache_directory import cache_directory
 from ..protocol.worker_config import DownloadOrigin, WorkerConfig
+from ..resources.machine import gigabytes
 from .hub import content_hash, fetch_rest, has_hash, is_hub_url, open_options, plain_error
 
 logger = logging.getLogger(__name__)
@@ -231,7 +232,7 @@ def read_config(url: str) -> Mapping[str, object]:
     if not url.endswith(".json"):
         url = f"{url.rstrip('/')}/{_CONFIG}"
     try:
-        config = json.loads(_with_retries(url, lambda files, path: files.cat_file(path)))
+        config = load_json(_with_retries(url, lambda files, path: files.cat_file(path)))
     except ValueError as error:
         if isinstance(error, ModelUnavailableError):
             raise

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, modeling_utils
 from ..shapes.packed_weights import GroupedWeight, PackedWeight, TensorHeader, packed_weights, unpacked_names
 from ..shapes.quantization import MLX, Quantization
 from ..shapes.sparse_weights import sparse_weights
-from .packed import GroupedTensor, ScaledTensor, SparseTensor, StoredTensor, TableTensor, unstacked
+from .packed import GroupedTensor, ScaledTensor, SparseTensor, StoredTensor, TableTensor, split_projections, unstacked
 
 
 @contextmanager
@@ -31,7 +31,10 @@ def dequantizing(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[None]
     load = hooked.convert_and_load_state_dict_in_model
 
     def load_dequantized(model: Any, state_dict: Mapping[str, StoredTensor], **options: Any) -> Any:
-        return load(model=model, state_dict=dequantized_tensors(state_dict, quantization, dtype), **options)
+        tensors = dequantized_tensors(state_dict, quantization, dtype)
+        if config.model_type == "sarvam_moe":
+            tensors = split_projections(tensors, config)
+        return load(model=model, state_dict=tensors, **options)
 
     hooked.convert_and_load_state_dict_in_model = load_dequantized
     try:

@@ -1,7 +1,8 @@
 """Recognizes tokenizers that are programs in a model's repository. Imports no torch."""
 
-import json
 from pathlib import Path
+
+from ...schemas.bounds import load_json
 
 
 def refuse_tokenizer_program(source: str) -> None:
@@ -12,7 +13,7 @@ def refuse_tokenizer_program(source: str) -> None:
     directory = Path(source)
     if (directory / "tokenizer.json").exists() or not (file := directory / "tokenizer_config.json").exists():
         return
-    if program := (json.loads(file.read_text()).get("auto_map") or {}).get("AutoTokenizer"):
+    if program := (load_json(file.read_text()).get("auto_map") or {}).get("AutoTokenizer"):
         name = program if isinstance(program, str) else next((each for each in program if each), "unknown")
         raise ValueError(
             f"its tokenizer is a program ({name}), which is not run here: put a tokenizer.json of the tokenizers"

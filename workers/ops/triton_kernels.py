@@ -6,6 +6,7 @@ imported here: import this module through `load_triton_kernels`.
 """
 # pyright: reportMissingImports=false
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from .attention_kind import AttentionKind
 from .kernels import with_rows
+
+# Triton 3.9 warns if this is not set, and 3.10 will not fuse multiplications with additions by default.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # A program of attention reads this many bytes of keys at a time: three such tiles of keys and of values fit into the
 # shared memory of any GPU. Fewer programs than _MIN_PROGRAMS leave a GPU idle, so long sequences are divided among

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .expert_counts import ExpertCounts
 from .mesh import Team
 
 
@@ -59,11 +60,13 @@ class ResidualStream:
     sharded: whether each rank has only its tokens of the stream, and gathers them for the linear layers; otherwise each
     has all tokens.
     ep_ranks_share_tokens: whether the ranks of an expert-parallel team have the same tokens.
+    expert_counts: where sparse layers count the tokens of each expert; None if nothing reads that.
     """
 
     team: Team
     sharded: bool
     ep_ranks_share_tokens: bool
+    expert_counts: ExpertCounts | None = None
 
     def enter(self, x: Tensor, is_replicated: bool) -> Tensor:
         """Moves x from the stream into a part of a layer, which needs all tokens.

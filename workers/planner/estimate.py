@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import prod
 
 from ..protocol.parallel_spec import ParallelSpec
+from ..shapes.layouts.parameters import ParameterGroup, parameters
 from ..shapes.model_shape import ModelShape
 from .activations import Activations, activations
-from .parameters import ParameterGroup, adapter_size, full_size, output_head, parameters
-from .trainable_memory import TrainableBytes, bytes_per_number
+from .trainable_memory import TrainableBytes, adapter_size, bytes_per_number, full_size
 from .workload import Workload
 
 _FLOAT32 = 4
@@ -41,13 +41,18 @@ class MemoryEstimate:
     step: int
 
     @property
-    def work(self) -> int:
-        """Returns the peak of temporary memory."""
+    def in_pass(self) -> int:
+        """Returns the peak of temporary memory while a pass runs."""
         of_pass = self.activations
         in_layers = of_pass.working + self.dequantized + self.gathered + self.prefetched + self.gathered_gradients
         # The head runs while the last layer is kept for its backward pass, with the buffer for the next layer.
         in_head = of_pass.head + self.gathered + self.prefetched + self.gathered_head
-        return max(of_pass.kept + max(in_layers, in_head), self.sampling, self.saving, self.step)
+        return of_pass.kept + max(in_layers, in_head)
+
+    @property
+    def work(self) -> int:
+        """Returns the peak of temporary memory."""
+        return max(self.in_pass, self.sampling, self.saving, self.step)
 
     @property
     def total(self) -> int:
@@ -135,3 +140,9 @@ def _assembled(parameters: ParameterGroup) -> int:
 def _whole(parameters: ParameterGroup) -> int:
     """Returns the numbers of gathered parameters, 0 if they are not gathered."""
     return parameters.count * prod(parameters.own_shape) if parameters.fsdp > 1 else 0
+
+
+def output_head(table: Sequence[ParameterGroup]) -> ParameterGroup:
+    """Returns the output head, which may be the embedding."""
+    by_pattern = {each.pattern: each for each in table}
+    return by_pattern.get("lm_head.weight") or table[0]

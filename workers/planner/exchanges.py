@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ..protocol.parallel_spec import AXES, ParallelSpec
-from ..protocol.worker_config import DispatchConfig
+from ..protocol.worker_config import LEAST_PASS_TOKENS
+from ..shapes.layouts.flops import ModelFlops, OwnFlops
+from ..shapes.layouts.parameters import ParameterGroup, parameters
 from ..shapes.model_shape import ModelShape
 from ..shapes.parts import Exchange, Layer, Share
 from .activations import share_of
-from .flops import rank_flops
-from .parameters import ParameterGroup, output_head, parameters
+from .estimate import output_head
 from .speeds import Speeds
 from .workload import Workload
 
@@ -78,6 +79,32 @@ def sampling_cost(shape: ModelShape, spec: ParallelSpec, load: Workload, speeds:
     )
 
 
+def rank_flops(shape: ModelShape, spec: ParallelSpec, load: Workload) -> float:
+    """Returns the operations of a rank for each of its tokens in a pass over sequences of the longest length.
+
+    Counts adapters of all linear layers, the layers that the backward pass computes again, and what each of the ranks
+    along tp computes for the same tokens.
+    """
+    import numpy as np  # imported late: the command line starts without it
+
+    lengths, along_tp = np.array([load.longest]), ParallelSpec(tp=spec.tp, replicated=spec.replicated)
+    counts = ModelFlops(shape, along_tp)
+    own = OwnFlops(_adapter_flops(shape, along_tp, load.effective_lora_rank), trains_base=load.training == "full")
+    of_pass = counts.of_pass(lengths, own, num_trained=load.longest)
+    again = 0.0 if load.activations == "keep" else counts.trunk(lengths) + load.longest * own.trunk
+    return (of_pass + again) / load.longest
+
+
+def _adapter_flops(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> float:
+    """Returns the operations of the adapters' products in a forward pass, for each token."""
+    features = sum(number * _adapter_features(layer, spec) for layer, number in Counter(shape.layers).items())
+    return 2.0 * lora_rank * features
+
+
+def _adapter_features(layer: Layer, spec: ParallelSpec) -> int:
+    return sum(sum(pair) for part in layer.parts for pair in part.of_token.adapter_pairs(spec))
+
+
 def exchange_seconds(spec: ParallelSpec, exchanged: Iterable[Exchange], speeds: Speeds) -> float:
     """Returns the time that a rank takes for these exchanges, one after the other."""
     total = 0.0
@@ -89,8 +116,9 @@ def exchange_seconds(spec: ParallelSpec, exchanged: Iterable[Exchange], speeds: 
 
 
 def _pass_tokens(spec: ParallelSpec, load: Workload) -> int:
-    """Returns the tokens of a micro-batch of each data share together, at most those of a pass."""
-    return min(load.micro_batch_tokens * spec.num_data_shares, DispatchConfig.pass_tokens)
+    """Returns the tokens of a micro-batch of each data share together, on CPUs at most those of a pass."""
+    tokens = load.micro_batch_tokens * spec.num_data_shares
+    return min(tokens, LEAST_PASS_TOKENS) if load.on_cpu else tokens
 
 
 def _in_pass(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Iterator[Exchange]:

@@ -5,12 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ..protocol.parallel_spec import ParallelSpec
+from ..resources.machine import gigabytes
 from ..shapes.model_shape import ModelShape
 from .activations import Activations, forward_activations
 from .estimate import MemoryEstimate, estimate
-from .footprint import gigabytes
-from .parameters import adapter_size, full_size, value_head_size
-from .trainable_memory import TrainableBytes, bytes_per_number
+from .trainable_memory import TrainableBytes, adapter_size, bytes_per_number, full_size, value_head_size
 from .workload import Workload
 
 Phase = Literal["sampling", "reference scores", "critic pass", "policy pass", "step"]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..protocol.parallel_spec import ParallelSpec
-from .checks import valid_tp
+from ..shapes.layouts.checks import valid_tp
 from .groups_plan import CPU, GroupsPlan, PlannedGroup
 from .layout_search import largest_that_fits, loads_with_fewer_activations
 from .speeds import DEVICES_PER_NODE

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..protocol.parallel_spec import ParallelSpec
+from ..shapes.layouts.parameters import num_parameters, parameters
 from ..shapes.model_shape import ModelShape
 from .estimate import num_learned
 from .group_memory import PHASES, GroupMemory, Phase, RankBytes, group_memory, reserved_memory
 from .layout_search import usable_bytes
-from .parameters import num_parameters, parameters
 from .workload import Workload
 
 CPU = "cpu"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from ..resources.machine import gigabytes
 from .exchanges import SAMPLE_TOKENS, SAMPLES, TokenCost
-from .footprint import gigabytes
 from .layout_search import Candidate, PlannedLayout
 from .speeds import Speeds
 

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..protocol.parallel_spec import ParallelSpec
-from ..protocol.worker_config import DEFAULT_MICRO_BATCH_TOKENS
+from ..resources.machine import gigabytes
+from ..shapes.layouts.checks import divisors, valid_ep, valid_tp
 from ..shapes.model_shape import ModelShape
-from .activations import activations
-from .checks import divisors, valid_ep, valid_tp
 from .estimate import MemoryEstimate, estimate
 from .exchanges import TokenCost, sampling_cost, training_cost
-from .footprint import gigabytes
 from .group_memory import group_memory
 from .speeds import DEVICES_PER_NODE, NVLINK, Speeds
 from .workload import Workload
@@ -26,10 +24,6 @@ MAX_RANKS = 1024
 
 # The token counts of micro-batches that are tried are multiples of this.
 _STEP = 256
-
-# The memory that a loaded model leaves free is split in thirds: one for passes, two for caches, adapters and longer
-# sequences.
-_SHARES = 3
 
 
 @dataclass(frozen=True)
@@ -77,18 +71,6 @@ class SamplerLayout:
     def num_bytes(self) -> int:
         """Returns the bytes of each rank."""
         return self.candidates[0].num_bytes
-
-
-def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Workload, free_bytes: int) -> int:
-    """Returns the default of --micro-batch-tokens: the usual number, or as many as fit a third of what a rank has free
-    after its model is loaded, but at least 256."""
-
-    def fits(number: int) -> bool:
-        tokens = _STEP * number
-        of_pass = activations(shape, spec, replace(load, longest=tokens, micro_batch_tokens=tokens))
-        return of_pass.total <= free_bytes // _SHARES
-
-    return _STEP * max(1, largest_that_fits(DEFAULT_MICRO_BATCH_TOKENS // _STEP, fits))
 
 
 def usable_bytes(device_bytes: int) -> int:

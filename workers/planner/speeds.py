@@ -7,12 +7,9 @@ link.
 
 import re
 import subprocess
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from ..protocol.cache_directory import cache_directory
+from ..resources.machine import measured_rate
 
 # Ranks of a node are neighbours. Devices of different nodes exchange over the network.
 DEVICES_PER_NODE = 8
@@ -112,37 +109,18 @@ def _of_link(link: str, on_cpu: bool) -> Speeds:
 def _with_rate_of(name: str, speeds: Speeds) -> Speeds | None:
     """Returns the speeds with the rate of products of such a device, None if it is not known."""
     if (measured := measured_rate(name)) is not None:
-        return replace(speeds, flops_per_second=_OF_PRODUCT * measured, rate_source=f"measured on {name}")
+        return replace(speeds, flops_per_second=rate_in_passes(measured), rate_source=f"measured on {name}")
     words = [each for each in DEVICE_FLOPS if re.search(rf"\b{each}\b", name)]
     if not words:
         return None
     most = DEVICE_FLOPS[max(words, key=len)]
-    return replace(speeds, flops_per_second=_OF_PRODUCT * _OF_SHEET * most, rate_source=f"{name}'s data sheet")
+    rate = rate_in_passes(_OF_SHEET * most)
+    return replace(speeds, flops_per_second=rate, rate_source=f"{name}'s data sheet")
 
 
-def keep_rate(name: str, rate: float) -> None:
-    """Keeps the measured operations per second of a large product in 16 bits on a device of this name, for later plans;
-    does nothing if the user's cache cannot be written."""
-    file = _file_of(name)
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Under another name first, because other ranks may write it at the same time.
-        with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-            (made := Path(scratch) / file.name).write_text(f"{rate:.6g}\n")
-            made.replace(file)
-
-
-def measured_rate(name: str) -> float | None:
-    """Returns the rate that a worker of this user has kept, None if there is none."""
-    try:
-        rate = float(_file_of(name).read_text())
-    except (OSError, ValueError):
-        return None
-    return rate if 0 < rate < float("inf") else None
-
-
-def _file_of(name: str) -> Path:
-    return cache_directory() / "product-rates" / re.sub(r"[^A-Za-z0-9]+", "-", name)
+def rate_in_passes(rate: float) -> float:
+    """Returns the operations per second in passes of a GPU that reaches this rate in large products."""
+    return _OF_PRODUCT * rate
 
 
 def device_name() -> str | None:

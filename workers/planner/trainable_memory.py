@@ -1,8 +1,19 @@
-"""Counts a rank's bytes for what is trained, in the vectors of workers/state/trainable.py. Imports no torch."""
+"""Counts what is trained on a rank, in the vectors of workers/state/trainable.py: numbers, and bytes of each.
 
+Imports no torch.
+"""
+
+from collections import Counter
 from dataclasses import dataclass
 
+from ..protocol.parallel_spec import ParallelSpec
+from ..shapes.layouts.parameters import parameters
+from ..shapes.model_shape import ModelShape
+from ..shapes.parts import Layer
 from .workload import Workload
+
+# In flat vectors each matrix starts at a multiple of this many numbers.
+_ALIGNMENT = 16
 
 _FLOAT32 = 4
 
@@ -46,3 +57,28 @@ def bytes_per_number(load: Workload) -> TrainableBytes:
         optimizer=2 * (_EIGHT_BIT if load.training == "full" and load.optimizer_states == "8bit" else _FLOAT32),
         copies=cast + stacked,
     )
+
+
+def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
+    """Returns the size of one flat vector of an adapter: this rank's parts of its matrices."""
+    return sum(number * _adapter_size(layer, spec, lora_rank) for layer, number in Counter(shape.layers).items())
+
+
+def _adapter_size(layer: Layer, spec: ParallelSpec, lora_rank: int) -> int:
+    pairs = (pair for part in layer.parts for pair in part.adapter_pairs(spec))
+    return sum(aligned(lora_rank * features) for pair in pairs for features in pair)
+
+
+def full_size(shape: ModelShape, spec: ParallelSpec) -> int:
+    """Returns the size of one flat vector of a fully fine-tuned model: what a rank keeps of each parameter."""
+    return sum(each.count * aligned(each.kept // each.count) for each in parameters(shape, spec))
+
+
+def value_head_size(shape: ModelShape) -> int:
+    """Returns the size of a critic's head, its weight and its bias, in a flat vector."""
+    return aligned(shape.hidden) + aligned(1)
+
+
+def aligned(size: int) -> int:
+    """Returns the numbers that a matrix of this size takes in a flat vector."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

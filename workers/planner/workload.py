@@ -1,20 +1,18 @@
 """The workload of a rank, as far as it determines memory. Imports no torch."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
-from ..protocol.worker_config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MICRO_BATCH_TOKENS, WorkerConfig
-
-Training = Literal["lora", "full"]
-
-BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
+from ..protocol.worker_config import DEFAULT_KV_CACHE_BYTES, DEFAULT_MICRO_BATCH_TOKENS, Training, WorkerConfig
+from ..shapes.layouts.parameters import BYTES_PER_NUMBER
 
 
 @dataclass(frozen=True)
 class Workload:
     """Describes what a rank does with the base model. Fields that are also knobs of the worker have the knob's name.
 
-    dtype: of the base model. longest: tokens of the longest sequence, which runs alone if it exceeds a micro-batch.
+    dtype: of the base model. on_cpu: whether its ranks are on CPUs.
+    longest: tokens of the longest sequence, which runs alone if it exceeds a micro-batch.
     training: what the slots hold, "lora" = adapters, "full" = fully fine-tuned models.
     lora_rank: of all adapters, which are assumed to adapt all linear layers. adapter_slots: adapters in use at a time.
     samples: whether the rank also samples.
@@ -22,6 +20,7 @@ class Workload:
 
     longest: int
     dtype: str = "bfloat16"
+    on_cpu: bool = False
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
     head_chunk_tokens: int = WorkerConfig.head_chunk_tokens
     lora_rank: int = 32  # the SDK's default
@@ -37,18 +36,21 @@ class Workload:
     training: Training = "lora"
 
     @staticmethod
-    def of(config: WorkerConfig, longest: int, dtype: str, samples: bool) -> "Workload":
-        """Returns the load of a worker, with adapters of the usual rank.
-
-        Without --adapter-slots it has one slot: a worker adds slots as runs arrive, up to what its device holds.
-        """
+    def of(config: WorkerConfig, longest: int, dtype: str, samples: bool, on_cpu: bool = False) -> "Workload":
+        """Returns the load of a worker; `as_served`."""
         shared = {each.name for each in fields(Workload)} & {each.name for each in fields(WorkerConfig)} - {"dtype"}
         knobs: dict[str, Any] = {name: getattr(config, name) for name in shared}
         knobs["kv_cache_bytes"] = config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
         knobs["micro_batch_tokens"] = config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
-        if config.adapter_slots == WorkerConfig.adapter_slots:
-            knobs["adapter_slots"] = Workload.adapter_slots
-        return Workload(longest=longest, dtype=dtype, samples=samples, **knobs)
+        return Workload(longest=longest, dtype=dtype, on_cpu=on_cpu, samples=samples, **knobs).as_served
+
+    @property
+    def as_served(self) -> "Workload":
+        """Returns the load as a worker knows it: with adapters of the usual rank, and one slot without --adapter-slots,
+        because a worker adds slots as runs arrive, up to what its device holds."""
+        has_default = self.adapter_slots == WorkerConfig.adapter_slots
+        slots = Workload.adapter_slots if has_default else self.adapter_slots
+        return replace(self, lora_rank=Workload.lora_rank, adapter_slots=slots)
 
     @property
     def tokens(self) -> int:

@@ -14,13 +14,16 @@ from ...schemas.errors import Category, OperationError
 from ...schemas.models import ExpertFactors, LoraConfig, TrainingConfig
 from ...schemas.sampling import SamplingParams, TopkLogprobs
 from ...schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
+from .worker_config import DEFAULT_MICRO_BATCH_TOKENS
 
 
 @dataclass(frozen=True)
 class ModelInfo:
     """Describes a loaded base model.
 
-    eos_token_ids: tokens that end a sample if the request gives no stop.
+    eos_token_ids: tokens that end a sample, unless the request wants no stops at all.
+    config_eos_token_ids: the end tokens of config.json, which are others if generation_config.json names its own.
+    micro_batch_tokens: most tokens of one micro-batch.
     """
 
     name: str
@@ -31,6 +34,21 @@ class ModelInfo:
     max_context_length: int
     num_parameters: int
     eos_token_ids: tuple[int, ...]
+    micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
+    config_eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter_model.safetensors of peft, and what its adapter_config.json says of the layout of experts.
+
+    peft_version: of the peft that saved it, None if it does not say.
+    parameters: `target_parameters`.
+    """
+
+    path: str
+    peft_version: str | None = None
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,6 +249,7 @@ class SampleJob:
     tenant_id: the tenant; prompt_cache_hit_tokens never reveals what other tenants have sent.
     draft_id: a draft model (see Worker.load_draft) that proposes num_draft_tokens at a time; None means its default
         number.
+    compile_seconds: processor time that its constraint took to compile when it was tried.
     """
 
     job_id: str
@@ -251,6 +270,7 @@ class SampleJob:
     draft_id: str | None = None
     num_draft_tokens: int | None = None
     seed_is_drawn: bool = False
+    compile_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

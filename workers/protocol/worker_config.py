@@ -14,14 +14,24 @@ from .parallel_spec import SINGLE, ParallelSpec
 ZeroStage = Literal["3", "2"]
 Quantization = Literal["none", "nf4", "released"]
 OptimizerStateDtype = Literal["float32", "8bit"]
+Training = Literal["lora", "full"]
+TRAININGS: tuple[Training, ...] = ("lora", "full")
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 """Used when the config gives no size and the device gives no limit."""
 
 DEFAULT_MICRO_BATCH_TOKENS = 4096
-"""Tokens of a micro-batch; larger ones are no faster."""
+"""Tokens of a micro-batch; larger ones are no faster on a CPU."""
+
+LEAST_PASS_TOKENS = 8192
+"""Tokens of a pass where nothing sets more."""
 
 DEFAULT_PREFILL_CHUNK_TOKENS, GPU_PREFILL_CHUNK_TOKENS = 512, 4096
+
+
+def default_pass_tokens(micro_batch_tokens: int, spec: ParallelSpec, on_cpu: bool) -> int:
+    """Returns the tokens of a pass that gives each data share of GPUs a whole micro-batch."""
+    return LEAST_PASS_TOKENS if on_cpu else max(LEAST_PASS_TOKENS, micro_batch_tokens * spec.num_data_shares)
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,8 @@ class WorkerConfig:
         the release packed as it did. Both dequantize them for each product.
     threads: intra-operation CPU threads; 0 means cores / ranks.
     micro_batch_tokens: most tokens of one micro-batch (a single longer sequence runs alone); 0 means
-        DEFAULT_MICRO_BATCH_TOKENS, or fewer if memory does not suffice (see workers/planner/layout_search.py).
+        DEFAULT_MICRO_BATCH_TOKENS, more on a fast GPU, or fewer if memory does not suffice (see
+        workers/planner/micro_batches.py).
     prefill_chunk_tokens: most prompt tokens that are run between two decode steps; 0 means 512, or 4096 on CUDA.
     head_chunk_tokens: rows of logits that exist at a time.
     kv_cache_bytes: budget of the KV cache; None means, on CUDA, a third of what the loaded model leaves free, and 1 GiB
@@ -209,7 +220,7 @@ class DispatchConfig:
     ray_address: None starts a small cluster here.
     ray_gpus_per_rank: for ranks on CUDA; less than 1 if several base models share a GPU.
     slice_milliseconds: about how long a sampling slice occupies the ranks.
-    pass_tokens: most tokens of one pass; sequences longer than half of it may exceed it.
+    pass_tokens: most tokens of one pass; sequences longer than half of it may exceed it. 0 means `default_pass_tokens`.
     role_groups: roles with groups of their own; all other roles, and everything that is sampled, use the model's group.
     shared_devices: how groups share a device: "together" uses it all at once; "turns" uses it one group at a time, with
         the other groups offloaded.
@@ -226,7 +237,7 @@ class DispatchConfig:
     ray_cpus_per_rank: float = 1.0
     ray_gpus_per_rank: float = 1.0
     slice_milliseconds: float = 50.0
-    pass_tokens: int = 8192
+    pass_tokens: int = 0
     role_groups: tuple[RoleGroup, ...] = ()
     shared_devices: Literal["together", "turns"] = "together"
     idle_device_seconds: float | None = None

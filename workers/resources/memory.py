@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from ...schemas.errors import OperationError
-from ..planner import footprint
+from . import machine
 from .allocator import free_bytes, trim
 
 _SIZES = Path("/proc/self/statm")
@@ -49,7 +49,7 @@ def available_bytes(device: torch.device) -> int | None:
     """Returns how much memory the device still has, or None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return footprint.available_bytes()
+    return machine.available_bytes()
 
 
 @contextmanager

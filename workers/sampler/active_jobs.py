@@ -18,8 +18,8 @@ class ActiveJobs:
     finished: results of the jobs that ended in this slice, by id; cancelled ones get none.
     """
 
-    def __init__(self, scheduler: SequenceScheduler, limits: ModelLimits, text: LazyTokenizer) -> None:
-        self._scheduler, self._limits, self._text = scheduler, limits, text
+    def __init__(self, scheduler: SequenceScheduler, limits: ModelLimits, text: LazyTokenizer, is_leader: bool) -> None:
+        self._scheduler, self._limits, self._text, self._is_leader = scheduler, limits, text, is_leader
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self.finished: dict[str, SampleResponse | Failure] = {}
@@ -45,7 +45,7 @@ class ActiveJobs:
         assert spec.job_id not in self._jobs, f"job {spec.job_id} joined twice"
         try:
             check_spec(spec, self._limits)
-            job = Job(spec, self._num_joined, self._limits, self._text)
+            job = Job(spec, self._num_joined, self._limits, self._text, self._is_leader)
             self._scheduler.check(job.sequences[0])
         except OperationError as error:
             self.finished[spec.job_id] = Failure.of(error)
@@ -86,6 +86,10 @@ class ActiveJobs:
             self.fail(
                 job_id, f"the model's output is not finite: check that the weights of {job.weights_name} are finite"
             )
+            return
+        if reason is EndReason.CONSTRAINT_FAILED:
+            matcher = sequence.matcher
+            self.fail(job_id, (matcher and matcher.failure) or "the first rank could not apply the constraint")
             return
         sequence.stop_reason = "stop" if reason is EndReason.STOP else "length"
         self._scheduler.end(sequence)

@@ -70,10 +70,10 @@ class NativeSampler:
         self._speculation = SpeculativeDecoder(base, models, head, self._ranks, shared.draft_caches)
         slots = SequenceSlots(shared.cache, self._speculation, shared.weight_versions)
         self._scheduler = SequenceScheduler(slots, self._speculation, config, base)
-        self._jobs = ActiveJobs(self._scheduler, limits, shared.text)
+        self._jobs = ActiveJobs(self._scheduler, limits, shared.text, self._ranks.is_leader)
         self._models = SliceModels(models, config, self._jobs, self._scheduler, self._speculation, self._ranks)
         self._runner = ModelRunner(base, models, head, self._ranks, shared.cache)
-        self._recorder = TokenRecorder(self._scheduler, self._jobs)
+        self._recorder = TokenRecorder(self._scheduler, self._jobs, self._ranks)
         self._flops = shared.flops
         self._verifier = DraftVerifier(
             self._scheduler, self._speculation, self._runner, self._recorder, self._ranks, self._flops

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..models.model import BaseModel
-from ..planner.flops import ModelFlops, OwnFlops
 from ..registry.model_registry import ModelRegistry
+from ..shapes.layouts.flops import ModelFlops, OwnFlops
 from ..shapes.model_shape import ModelShape
 from .decoding.batch import AdapterSpan, Batch, PrefillChunk
 from .requests.sequence_table import SequenceTable

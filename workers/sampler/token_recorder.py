@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.errors import OperationError
 from .active_jobs import ActiveJobs
+from .decoding.rank_sync import RankSync
 from .decoding.sampling_batch import SampledBatch
 from .logits.token_choice import logprobs_of
 from .requests.jobs import NOWHERE, SequenceState
@@ -33,8 +33,8 @@ class AcceptedTokens:
 class TokenRecorder:
     """Writes tokens to the scheduler's table. Sequences that end with them leave it."""
 
-    def __init__(self, scheduler: SequenceScheduler, jobs: ActiveJobs) -> None:
-        self._scheduler, self._jobs = scheduler, jobs
+    def __init__(self, scheduler: SequenceScheduler, jobs: ActiveJobs, ranks: RankSync) -> None:
+        self._scheduler, self._jobs, self._ranks = scheduler, jobs, ranks
 
     def append(self, sampled: SampledBatch) -> None:
         """Appends one token to each sequence of the batch."""
@@ -73,16 +73,14 @@ class TokenRecorder:
             top = top_logprobs(torch.log_softmax(logits[with_top], dim=-1), most)
             for number, ids, values in zip(with_top, top.token_ids, top.logprobs, strict=True):
                 sequences[number].append_top(ids, values)
+        count = self._scheduler.table.count
         for number in watched:
-            if ends[number] != EndReason.NOT_FINITE and self._stops_after(sequences[number], int(tokens[number])):
-                ends[number] = EndReason.STOP
-
-    def _stops_after(self, sequence: SequenceState, token: int) -> bool:
-        try:
-            return sequence.stops_after(token, self._scheduler.table.count[sequence.line])
-        except OperationError as error:
-            self._jobs.fail(sequence.job.spec.job_id, error.message, error.category)
-            return False
+            sequence = sequences[number]
+            if ends[number] != EndReason.NOT_FINITE and sequence.stops_after(int(tokens[number]), count[sequence.line]):
+                has_failed = sequence.matcher is not None and sequence.matcher.failure is not None
+                ends[number] = EndReason.CONSTRAINT_FAILED if has_failed else EndReason.STOP
+        if any(sequences[number].job.is_constrained for number in watched):
+            ends[:] = self._ranks.from_leader(torch.from_numpy(ends)).numpy()
 
     def _end_all(self, sequences: Sequence[SequenceState], ends: np.ndarray) -> None:
         ended = {sequences[number]: EndReason(ends[number]) for number in np.flatnonzero(ends).tolist()}

@@ -5,7 +5,7 @@ jobs of all cohorts and each slice runs one cohort, so no job waits for another 
 the one whose turn it is occupies the ranks' KV cache, so a suspect that kills the worker implicates no other.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -17,6 +17,9 @@ from .work import SamplingWork
 # Slices of the first turn of a cohort apart. Each next turn is twice as long, because a job that gave up its cache must
 # be recomputed when its turn begins.
 _FIRST_TURN = 32
+
+_COMPILE_SECONDS, _COMPILE_SECONDS_OF_TENANT = 0.2, 0.1
+"""The time in which a slice may compile constraints of joining jobs; the first one may take longer."""
 
 
 @dataclass(eq=False)
@@ -45,12 +48,32 @@ class Cohort:
         return bool(self.joining or self.running or self.cancelled)
 
     def slice(self, milliseconds: float) -> SamplingSlice:
-        """Returns the next slice; joining jobs count as running from here on."""
-        joining, cancelled = self.joining, self.cancelled
+        """Returns the next slice; the jobs that join in it count as running from here on."""
+        joining, cancelled = self._take_joining(), self.cancelled
         self.running |= joining
-        self.joining, self.cancelled = {}, []
+        self.cancelled = []
         jobs = tuple(waiting.job for waiting in joining.values())
         return SamplingSlice(jobs, tuple(cancelled), milliseconds, self.number)
+
+    def _take_joining(self) -> dict[str, SamplingWork]:
+        """Takes the joining jobs but those whose constraints would hold the ranks too long: they join later."""
+        taken: dict[str, SamplingWork] = {}
+        compiled: set[str] = set()
+        of_tenants: defaultdict[str, float] = defaultdict(float)
+        total = 0.0
+        for job_id, work in self.joining.items():
+            job, constraint = work.job, work.job.params.constraint
+            if constraint is not None and constraint.digest not in compiled:
+                seconds = job.compile_seconds
+                is_over_share = of_tenants[job.tenant_id] + seconds > _COMPILE_SECONDS_OF_TENANT
+                if compiled and (is_over_share or total + seconds > _COMPILE_SECONDS):
+                    continue
+                compiled.add(constraint.digest)
+                of_tenants[job.tenant_id] += seconds
+                total += seconds
+            taken[job_id] = work
+        self.joining = {job_id: work for job_id, work in self.joining.items() if job_id not in taken}
+        return taken
 
     def remove(self, job_id: str) -> SamplingWork | None:
         """Removes the job; the next slice lets the ranks drop it if they hold it."""

@@ -21,7 +21,7 @@ class PassLimits:
     """The limits of one pass.
 
     max_tokens, max_runs: the most of one pass. Sequences are not cut: one longer than half of `max_tokens` may exceed
-    it.
+    it. max_tokens is 0 until the ranks have loaded if they decide it.
     tenant_weights: as in DispatchConfig.
     """
 

@@ -41,6 +41,11 @@ class GroupWork:
         self.cohorts = Cohorts(self.suspect_jobs)
         self.snapshots = PendingSnapshots()
 
+    def set_pass_tokens(self, number: int) -> None:
+        """Sets the most tokens of a pass, before there is any work."""
+        self.limits = replace(self.limits, max_tokens=number)
+        self._clear()
+
     def holds(self, key: str) -> bool:
         """True if the current worker has the run, adapter or draft, as far as is known."""
         return key in self._live

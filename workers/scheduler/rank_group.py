@@ -17,7 +17,7 @@ from ...schemas.sampling import SampleResponse
 from ..pools.base import Pool, WorkerDied
 from ..protocol.calls import Failure, ModelInfo, SampleJob
 from ..protocol.work_context import current_work
-from ..protocol.worker_config import WorkerConfig
+from ..protocol.worker_config import WorkerConfig, default_pass_tokens
 from .fair_queue import PassLimits
 from .group_work import GroupWork
 from .quarantine import Suspects
@@ -57,6 +57,7 @@ class RankGroup:
             suspect_jobs: shared by groups that may receive each other's sampling jobs; None means private.
         """
         self.name = name or config.model.name
+        self._spec = config.parallel
         self._wake = asyncio.Event()
         device = (device_scheduler or DeviceScheduler()).lease(self.name, self._wake.set, idle_seconds)
         takes_turns = device_scheduler is not None
@@ -100,6 +101,9 @@ class RankGroup:
             ValueError: it does not load; the message says why.
         """
         await self.supervisor.start(on_progress)
+        if not self.work.limits.max_tokens:
+            on_cpu = self.info.device == "cpu"
+            self.work.set_pass_tokens(default_pass_tokens(self.info.micro_batch_tokens, self._spec, on_cpu))
         self._loop = asyncio.create_task(self._run_loop())
         self._loop.add_done_callback(self._loop_ended)
 
@@ -225,10 +229,10 @@ class RankGroup:
         supervisor, scheduler = self.supervisor, self._scheduler
         while True:
             call = self._call = scheduler.next_call(await self._wait_for_work())
-            began_at, started = time.time(), time.monotonic()
+            began_at, started, size = time.time(), time.monotonic(), call.size
             for work in call.works:
                 if isinstance(work, WorkItem) and work.on_begin is not None:
-                    work.on_begin(call.size)
+                    work.on_begin(size)
             answer = await supervisor.answer(call.send(supervisor.ranks, supervisor.timeouts))
             seconds = time.monotonic() - started
             call.record(supervisor.timeouts, seconds)

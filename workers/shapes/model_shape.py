@@ -3,16 +3,16 @@
 Imports neither torch nor transformers, so that an impossible layout is refused before anything is loaded.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import gcd
+from math import gcd, isfinite
 from pathlib import Path
 
 from ...schemas.adapters.model_files import hub_cache, model_directory
 from ...schemas.adapters.tensor_file import TensorFile
+from ...schemas.bounds import load_json
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import ServedModel
 from .cache_size import CacheSize
@@ -36,17 +36,42 @@ from .sequence_split import SequenceSplit
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.
 _NO_SCALING = "default"
 
+# By model_type: names that only its config in transformers reads. Of text all axes of multimodal rotations have the
+# same positions.
+_OF_QWEN2_VL = {"mrope": _NO_SCALING}
+_KINDS_OF_TYPES: Mapping[str, Mapping[str, str]] = {
+    "phi3": {"su": "longrope", "yarn": "longrope"},
+    "qwen2_5_vl": _OF_QWEN2_VL,
+    "qwen2_5_vl_text": _OF_QWEN2_VL,
+    "qwen2_vl": _OF_QWEN2_VL,
+    "qwen2_vl_text": _OF_QWEN2_VL,
+    "sarvam_mla": {"deepseek_yarn": "yarn"},
+}
+
+# By the kind of RoPE scaling: what transformers does not compute rotations without.
+_LISTS_OF_ROPE = ("short_factor", "long_factor")
+_NEEDS_OF_ROPE: Mapping[str, tuple[str, ...]] = {
+    _NO_SCALING: (),
+    "dynamic": ("factor",),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": _LISTS_OF_ROPE,
+    "proportional": (),
+    "yarn": ("factor",),
+}
+
 
 @dataclass(frozen=True)
 class Rope:
     """The computation of rotations from positions.
 
-    factor, original_positions: None if the kind has none.
+    factor, original_positions: None if the kind has none. extends: whether the factor extends max_position_embeddings.
     """
 
     kind: str = _NO_SCALING
     factor: float | None = None
     original_positions: int | None = None
+    extends: bool = True
 
     def __str__(self) -> str:
         if self.kind == _NO_SCALING:
@@ -216,7 +241,7 @@ def read_architecture(served: ServedModel) -> str | None:
 def _read_config(served: ServedModel) -> dict[str, object]:
     file = _config_file(served)
     try:
-        config = json.loads(file.read_text())
+        config = load_json(file.read_text())
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -300,26 +325,25 @@ def describe_model(name: str, config: Mapping[str, object]) -> ModelDescription:
 
 
 def longest_context(max_positions: int | None, rope: Rope) -> int | None:
-    """Returns the longest context in tokens.
+    """Returns the longest context in tokens, as vLLM counts it.
 
-    yarn supports `factor` times the original length, which a config need not repeat.
+    yarn supports `factor` times the original length, which is max_position_embeddings if the config names no other;
+    linear and dynamic, `factor` times max_position_embeddings. With llama3 and longrope that is the whole.
     """
-    if rope.kind == "yarn" and rope.factor and rope.original_positions:
-        return max(max_positions or 0, int(rope.factor * rope.original_positions))
-    return max_positions
+    original = rope.original_positions or max_positions if rope.kind == "yarn" else max_positions
+    if original is None or not rope.factor or not rope.extends:
+        return max_positions
+    return max(max_positions or 0, int(rope.factor * original))
 
 
 def rope_of(config: Mapping[str, object]) -> Rope:
     """Returns the RoPE scaling of full-attention layers. Accepts the field names of earlier versions of transformers,
     too."""
-    given = config.get("rope_parameters") or config.get("rope_scaling")
-    if isinstance(given, dict):
-        given = given.get("full_attention", given)
+    of_all = config.get("rope_parameters") or config.get("rope_scaling")
+    given = of_all.get("full_attention", of_all) if isinstance(of_all, dict) else of_all
     if not isinstance(given, dict):
         return Rope()
-    kind = str(given.get("rope_type", given.get("type", _NO_SCALING)))
-    # Of text all axes of multimodal rotations have the same positions.
-    kind = {"su": "longrope", "mrope": _NO_SCALING}.get(kind, kind)
+    kind = _kind_of_rope(given, config)
     if kind == "dynamic" and given.get("alpha") and type_of(config).startswith("hunyuan_v1"):
         kind = "ntk_alpha"
     if kind == _NO_SCALING:
@@ -328,9 +352,46 @@ def rope_of(config: Mapping[str, object]) -> Rope:
     factor = given.get("factor")
     return Rope(
         kind,
-        float(factor) if isinstance(factor, int | float) else None,
+        float(factor) if isinstance(factor, int | float) and isfinite(factor) else None,
         int(original) if isinstance(original, int | float) else None,
+        _extends(kind, text_type_of(config), is_of_all_layers=given is of_all),
     )
+
+
+def _kind_of_rope(given: Mapping[str, object], config: Mapping[str, object]) -> str:
+    """Returns the kind that transformers takes this scaling for in a model of this config."""
+    kind = str(given.get("rope_type", given.get("type", _NO_SCALING)))
+    return _KINDS_OF_TYPES.get(type_of(config), {}).get(kind, kind)
+
+
+def _refusal_of_rope(config: Mapping[str, object]) -> str | None:
+    """Returns why the rotations cannot be computed, those of some layers included; None if they can."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    of_layers = [each for each in given.values() if isinstance(each, dict)] if isinstance(given, dict) else []
+    for each in of_layers or ([given] if isinstance(given, dict) else []):
+        kind = _kind_of_rope(each, config)
+        if kind not in _NEEDS_OF_ROPE:
+            return f"models with RoPE scaling {kind} are not supported, only {', '.join(_NEEDS_OF_ROPE)}"
+        for key in _NEEDS_OF_ROPE[kind]:
+            value = each.get(key)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_ratio = kind == "yarn" and value is None and key in each  # the factor is then that of the lengths
+            if not (is_number or is_ratio or (key in _LISTS_OF_ROPE and isinstance(value, list))):
+                found = "no" if value is None else f"{value!r} as"
+                return f"its config.json has {found} {key} of the RoPE scaling {kind}: take the one of the release"
+    return None
+
+
+def _extends(kind: str, model_type: str, *, is_of_all_layers: bool) -> bool:
+    """True if the factor of the scaling extends max_position_embeddings."""
+    match kind:
+        case "linear" | "proportional":
+            return not model_type.startswith("gemma3")  # its max_position_embeddings is the whole
+        case "dynamic":
+            # Only these are made to rotate all lengths alike (long_rotations.py).
+            return is_of_all_layers and model_type in FAMILIES
+        case _:
+            return kind == "yarn"
 
 
 def type_of(config: Mapping[str, object]) -> str:
@@ -356,6 +417,8 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     setting = unsupported_setting(model_type, every)
     if setting is not None:
         return f"models with {setting} are not supported"
+    if (reason := _refusal_of_rope(every)) is not None:
+        return reason
     if family is None and (reason := _unknown_layers(every)) is not None:
         return reason
     if family is not None:

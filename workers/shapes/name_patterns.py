@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-_LONGEST, _MOST_NESTED, _MOST = 1000, 20, 100_000
+_LONGEST, _MOST_NESTED, _MOST, _MOST_WILDCARDS = 1000, 20, 100_000, 1000
 _WILDCARDS, _SPECIAL = "*?[", "|)*+?{"
 _CLASSES = {
     "d": str.isdigit,
@@ -43,6 +43,12 @@ class NamePatterns:
         expressions = tuple(_Parser(each).step() for each in patterns if each.startswith("re:"))
         plain = [each for each in patterns if not each.startswith("re:")]
         wildcards = tuple(each for each in plain if any(sign in each for sign in _WILDCARDS))
+        # Each of them is compared with each name of a layer.
+        if len(wildcards) + len(expressions) > _MOST_WILDCARDS or any(len(each) > _LONGEST for each in wildcards):
+            raise ValueError(
+                f"quantization_config has {len(wildcards)} wildcards and {len(expressions)} regular expressions of"
+                f" names: expected at most {_MOST_WILDCARDS}, of {_LONGEST} characters"
+            )
         return NamePatterns(frozenset(plain).difference(wildcards), wildcards, expressions)
 
     def match(self, name: str) -> bool:

@@ -23,6 +23,7 @@ TEXT_PARTS: Mapping[str, str] = {
     "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_text",
     "glm46v": "glm4",
     "glm4v": "glm4",
     "glm4v_moe": "glm4_moe",
@@ -97,6 +98,8 @@ TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})
 # Settings that the part for text has without saying so.
 _TEXT_SETTINGS: Mapping[str, Mapping[str, object]] = {
     **{whole: {"attention_bias": True} for whole in ("glm46v", "glm4v", "glmga")},
+    # It has neither experts nor inputs of layers for each token.
+    "gemma4_unified": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
     "glm4v_moe": {"use_qk_norm": False},
     "qwen3_vl_moe": {"norm_topk_prob": True},
 }
@@ -132,6 +135,7 @@ _QWEN2_VL: Mapping[str, object] = {
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "exaone4": {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "num_attention_heads": 32},
     "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
+    "gemma4_unified": {"max_position_embeddings": 262144, "sliding_window": 1024},
     "llama": _LLAMA,
     "mistral": {**_LLAMA, "intermediate_size": 14336},
     "qwen2": _QWEN,

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ...schemas.models import TrainingConfig
 from ..parallel.mesh import Mesh
-from ..planner.flops import OwnFlops
+from ..shapes.layouts.flops import OwnFlops
 from .flat_params import FlatLayout
 from .gradients import Gradients
 from .moments import MOMENTS, MomentFormat

@@ -7,7 +7,7 @@ import torch
 
 from ...schemas.errors import Category, OperationError
 from ..batch.validated import ValidatedBatch
-from ..planner.footprint import gigabytes
+from ..resources.machine import gigabytes
 from ..resources.memory import available_bytes, is_out_of_memory
 
 

@@ -17,7 +17,7 @@ from ..batch.partial_result import PartialResult
 from ..batch.validated import ValidatedBatch
 from ..drafts.algorithms.algorithm import DraftPass
 from ..drafts.draft_model import DraftModel
-from ..drafts.sequences.captured_features import CapturedFeatures, address_of
+from ..drafts.sequences.captured_features import CapturedFeatures, Checksums, address_of
 from ..drafts.sequences.features import DraftInputs
 from ..drafts.sequences.target_distribution import TargetDistribution
 from ..drafts.training.acceptance import Survivals, SurvivalTable, acceptance_lengths
@@ -42,9 +42,9 @@ from ..models.model import BaseModel
 from ..ops.linear import soft_cap_derivatives
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard
-from ..planner.flops import ModelFlops
 from ..protocol.calls import Failure
 from ..registry.model_registry import ModelRegistry
+from ..shapes.layouts.flops import ModelFlops
 from ..shapes.logit_budget import LogitBudget
 from ..shapes.model_shape import ModelShape
 from ..state.trainable import Trainable
@@ -100,6 +100,7 @@ class DraftPassRunner:
             shard_of: returns this rank's shard of a micro-batch's tokens.
         """
         self._base, self._models, self._mesh, self._head, self._shard_of = base, models, mesh, head, shard_of
+        self._checksums = Checksums()
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
@@ -129,7 +130,7 @@ class DraftPassRunner:
             features = None if referred is None else CapturedFeatures.find(Path(location.directory), referred)
             if features is not None:
                 features.check(kind, address, datum_index)
-                if features.is_complete(kind, len(datum.tokens)):
+                if features.is_complete(kind, len(datum.tokens)) and self._checksums.match(features):
                     stored[example] = features
         return stored
 

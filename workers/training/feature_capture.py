@@ -29,9 +29,10 @@ from ..drafts.version import version_of_parts
 from ..heads import LogprobHead
 from ..lora import Segment
 from ..models.model import BaseModel
+from ..parallel.expert_counts import ExpertCounts
 from ..parallel.token_shard import TokenShard
-from ..planner.footprint import gigabytes
 from ..registry.model_registry import ModelRegistry
+from ..resources.machine import gigabytes
 from ..shapes.logit_budget import LogitBudget
 from ..state.trainable import Trainable
 from .rank_operation import RankOperation
@@ -178,12 +179,12 @@ class _PolicyCapture:
     kinds: Sequence[FeatureKind | None]
     num_lanes: int
 
-    def hidden_states(self, micro_batch: MicroBatch, share: TokenShard) -> Tensor:
+    def hidden_states(self, micro_batch: MicroBatch, share: TokenShard, expert_counts: ExpertCounts | None) -> Tensor:
         """Returns the hidden states of the base model, and stores those of the layers that operations capture."""
         kinds = [self.kinds[segment.operation] for segment in micro_batch.segments]
         layers = sorted({layer for kind in kinds if kind is not None for layer in kind.layers})
         captured = dict.fromkeys(layers, torch.empty(0))
-        hidden = self.base.shared_hidden_states(micro_batch, share, captured or None)
+        hidden = self.base.shared_hidden_states(micro_batch, share, expert_counts, captured or None)
         of_layers = {layer: _gather_on_first(each, share) for layer, each in captured.items()}
         needs_last = any(kind is not None and kind.form is not None for kind in kinds)
         last = _gather_on_first(hidden, share) if needs_last else None

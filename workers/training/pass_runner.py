@@ -21,7 +21,6 @@ from ..heads import LogprobHead
 from ..losses import CAPTURES
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
-from ..planner.flops import ModelFlops
 from ..protocol.calls import Failure, OperationPart, PartAnswer
 from ..protocol.log_lines import log_remote_failure
 from ..protocol.worker_config import WorkerConfig
@@ -29,6 +28,7 @@ from ..registry.model_registry import ModelRegistry
 from ..resources.device_speed import DeviceSpeed
 from ..resources.lanes import Lanes
 from ..resources.memory import bounded_memory
+from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
 from ..state.trainable import Trainable
 from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
@@ -88,13 +88,16 @@ class PassRunner:
         config: WorkerConfig,
         mesh: Mesh | None = None,
         speed: DeviceSpeed | None = None,
+        exclusive_tokens: int | None = None,
     ) -> None:
-        """Creates the runner; `mesh` None means a single rank, `speed` None that passes are not timed."""
+        """Creates the runner; `mesh` None means a single rank, `speed` None that passes are not timed.
+
+        exclusive_tokens: of a micro-batch of a model that replaces the base's weights; None for those of the config.
+        """
         self._base, self._speed = base, speed
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
         self._mesh = mesh = mesh or Mesh()
-        self._models = models
-        self._limits = limits
+        self._models, self._limits = models, limits
         self._lanes = Lanes(base.device)
         self._max_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self.scoring = ScoringPassRunner(base, models.lora, mesh, config.head_chunk_tokens)
@@ -102,6 +105,7 @@ class PassRunner:
         self._capturing = CapturingPassRunner(base, models, self.scoring, head)
         self._draft_passes = DraftPassRunner(base, models, mesh, head, self.scoring.shard_of)
         self._token_budget = config.micro_batch_tokens
+        self._exclusive_budget = exclusive_tokens or config.micro_batch_tokens
         self._max_runs = config.adapter_slots
         self._unfinished: dict[int, RankOperation] = {}
 
@@ -187,17 +191,24 @@ class PassRunner:
         of them run the same number of micro-batches, without the failed operations.
         """
         with ExitStack() as held:
-            usable = sorted((each for each in operations if not each.computed), key=self._sort_key)
+            usable = _in_order((each for each in operations if not each.computed), self._models)
             models = self._load_models(usable, held)
             usable = _without_diverged([each for each in usable if not each.computed], models)
-            lanes = pack([each.batch for each in usable], self._token_budget, self._base.device)
+            token_budget = self._budget_of(operations)
+            lanes = pack([each.batch for each in usable], token_budget, self._base.device)
             num_micro_batches = sum(lane.num_micro_batches for lane in lanes)
             failures = [each.failure for each in operations]
             plans = self._mesh.all_gather_object(RankPlan(failures, num_micro_batches, strategy.plan(usable)))
             for operation, *of_ranks in zip(operations, *(each.failures for each in plans), strict=True):
                 if found := [failure for failure in of_ranks if failure is not None]:
                     operation.abandon(found[0])
-            self._compute([each for each in usable if not each.computed], models, strategy, self._token_budget, plans)
+            self._compute([each for each in usable if not each.computed], models, strategy, token_budget, plans)
+
+    def _budget_of(self, operations: Sequence[RankOperation]) -> int:
+        """Returns the most tokens of a micro-batch of these operations, which can share one."""
+        run_id = operations[0].run_id
+        replaces_base = self._models.is_exclusive(run_id) and not self._models.is_draft(run_id)
+        return self._exclusive_budget if replaces_base else self._token_budget
 
     def _load_models(self, operations: list[RankOperation], held: ExitStack) -> dict[str, Trainable]:
         """Moves the models to the device and returns them by run. Gives up operations whose model cannot be moved."""
@@ -213,8 +224,8 @@ class PassRunner:
     def _run_or_split(self, operations: list[RankOperation], strategy: PassStrategy) -> None:
         """Runs the operations together. After an error that any of them may have caused, runs each alone; after running
         out of memory, in smaller micro-batches."""
-        together = sorted((each for each in operations if not each.computed), key=self._sort_key)
-        attempts = [(together, self._token_budget)] if together else []
+        together = _in_order((each for each in operations if not each.computed), self._models)
+        attempts = [(together, self._budget_of(together))] if together else []
         while attempts:
             tried, token_budget = attempts.pop()
             failure = self._attempt(tried, strategy, token_budget)
@@ -286,17 +297,12 @@ class PassRunner:
                 operation.add_earlier_gradient(models[operation.run_id])
             operation.computed = True
 
-    def _sort_key(self, operation: RankOperation) -> tuple[Any, ...]:
-        """Returns the sort key of an operation: neighbours in a micro-batch share matrix products if their models are
-        alike, and loss computations if their losses agree."""
-        batch, (layers, rank) = operation.batch, self._models.get(operation.run_id).batching_key
-        return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
-
     def _give_up(self, operation: RankOperation, failure: BatchFailure, token_budget: int | None = None) -> None:
         """Ends the part with the error; `token_budget` is the size of the micro-batches that were too large."""
         message = failure.message
         if failure.out_of_memory and token_budget is not None:
-            message = out_of_memory_message(operation.batch, self._token_budget, token_budget, self._base.device)
+            budget = self._budget_of([operation])
+            message = out_of_memory_message(operation.batch, budget, token_budget, self._base.device)
         if failure.traceback:
             log_remote_failure(logger, f"an operation of run {operation.run_id} failed", failure.traceback)
         operation.abandon(Failure(message, failure.category))
@@ -329,6 +335,17 @@ def _record(results: Sequence[PartialResult], speed: DeviceSpeed, seconds: float
         speed.record("training", achieved, seconds)
         for result in results:
             result.achieved, result.possible = achieved, seconds * speed.peak
+
+
+def _in_order(operations: Iterable[RankOperation], models: ModelRegistry) -> list[RankOperation]:
+    """Sorts operations: neighbours in a micro-batch share matrix products if their models are alike, and loss
+    computations if their losses agree."""
+
+    def key(operation: RankOperation) -> tuple[Any, ...]:
+        batch, (layers, rank) = operation.batch, models.get(operation.run_id).batching_key
+        return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
+
+    return sorted(operations, key=key)
 
 
 def _without_diverged(operations: list[RankOperation], models: Mapping[str, Trainable]) -> list[RankOperation]:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ...schemas.training import DraftFeatures, ForwardBackwardOutput
 from ..batch.micro_batch import MicroBatchSegment, split_by_example
-from ..batch.partial_result import PartialResult
+from ..batch.partial_result import PartialResult, narrowed, sum_counts
 from ..batch.validated import ValidatedBatch
 from ..drafts.sequences.captured_features import CapturedFeatures
-from ..planner.flops import ModelFlops, OwnFlops
 from ..protocol.calls import Failure, OperationPart, PartAnswer, RankOutput
+from ..shapes.layouts.flops import ModelFlops, OwnFlops
 from ..state.trainable import Trainable
 from .scoring import ScoredTokens
 
@@ -60,6 +60,7 @@ class RankOperation:
         self.failure: Failure | None = None
         # By the first example of each segment: lanes finish in any order, and float sums must not depend on it.
         self._segments: dict[int, PartialResult] = {}
+        self._expert_counts: dict[int, tuple[np.ndarray, ...]] = {}
 
     @property
     def capture_directory(self) -> Path | None:
@@ -87,6 +88,10 @@ class RankOperation:
         )
         for example, scores in split_by_example(segment, scored.scores, self.batch):
             self.scores[self.batch.datum_indices[example]] = scores
+
+    def add_expert_counts(self, segment: MicroBatchSegment, of_layers: tuple[np.ndarray, ...]) -> None:
+        """Adds the tokens of each expert, for those of the segment's tokens that this rank has run."""
+        self._expert_counts[segment.examples[0]] = of_layers
 
     def record_features(self, example: int, features: CapturedFeatures) -> None:
         """Records that the example's features are stored, on the rank that reports their address."""
@@ -121,9 +126,12 @@ class RankOperation:
         """Returns what this rank contributes to the part.
 
         Args:
-            counts: false if another rank has run the same data and reports the sums.
+            counts: false if another rank has run the same data and reports the sums, except those of experts: ranks
+                along sp each route some of the tokens.
         """
         result = PartialResult(self.failure)
+        if self.failure is None:
+            result.expert_counts = narrowed(sum_counts(self._expert_counts.values()))
         if counts and self.failure is None:
             result.num_tokens, result.denominator = self.batch.num_tokens, self.batch.denominator
             result.flops = self.flops

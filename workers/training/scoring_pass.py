@@ -12,6 +12,7 @@ from ..heads import HEADS
 from ..lora import Adapter, LoraLayers, Segment
 from ..lora.segment import clip_segments
 from ..models.model import BaseModel
+from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
 from ..state.trainable import Trainable
@@ -21,7 +22,7 @@ from .scoring import Heads, ScoredTokens, score, score_with_gradient
 RunMicroBatch = Callable[[MicroBatch], None]
 
 # Returns the hidden states of `share.hidden`, see BaseModel.shared_hidden_states.
-HiddenStates = Callable[[MicroBatch, TokenShard], Tensor]
+HiddenStates = Callable[[MicroBatch, TokenShard, ExpertCounts | None], Tensor]
 
 
 class ScoringPassRunner:
@@ -55,6 +56,8 @@ class ScoringPassRunner:
             _expert_adapters(operations, models) if self._mesh.along("ep").size > 1 else [],
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
+            # Ranks along tp route the same tokens.
+            bool(self._base.experts) and self._mesh.along("tp").index == 0,
         )
         return joint.forward if operations[0].forward_only else joint.forward_backward
 
@@ -78,6 +81,7 @@ class _JointPass:
     """Runs the micro-batches that operations share.
 
     models: of each operation. expert_adapters: see _expert_adapters.
+    counts_experts: whether this rank counts the tokens of each expert.
     """
 
     adapters: LoraLayers
@@ -87,30 +91,33 @@ class _JointPass:
     expert_adapters: list[Adapter]
     hidden_states: HiddenStates
     shard_of: Callable[[MicroBatch], TokenShard]
+    counts_experts: bool
 
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
         segments = _segments(micro_batch, self.models, share)
+        expert_counts = self._new_expert_counts(micro_batch, share)
         with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
-            hidden = self.hidden_states(micro_batch, share)
+            hidden = self.hidden_states(micro_batch, share, expert_counts)
         with self._heads_in_use():
             if micro_batch.objectives:
                 scored = clip_segments(segments, share.scored)
                 found = score(self.heads, share.select_scored(hidden), scored, micro_batch.objectives, share)
-                self._add_scores(micro_batch, found)
+                self._add_scores(micro_batch, found, expert_counts)
 
     def forward_backward(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
         segments = _segments(micro_batch, self.models, share)
+        expert_counts = self._new_expert_counts(micro_batch, share)
         with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
-            hidden = self.hidden_states(micro_batch, share)
+            hidden = self.hidden_states(micro_batch, share, expert_counts)
             own, scored = share.select_scored(hidden.detach()), clip_segments(segments, share.scored)
             own_gradient = torch.empty_like(own)
             with self._heads_in_use():
                 if micro_batch.objectives:
                     found = score_with_gradient(self.heads, own, scored, micro_batch.objectives, own_gradient, share)
-                    self._add_scores(micro_batch, found)
+                    self._add_scores(micro_batch, found, expert_counts)
                 else:
                     own_gradient.zero_()
             gradient = share.joined_to_hidden(own_gradient)
@@ -129,11 +136,21 @@ class _JointPass:
                 held.enter_context(self.heads[scores].gathered())
             yield
 
-    def _add_scores(self, micro_batch: MicroBatch, found: list[ScoredTokens]) -> None:
+    def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard) -> ExpertCounts | None:
+        if not self.counts_experts or not micro_batch.segments:
+            return None
+        return ExpertCounts(share, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
+
+    def _add_scores(
+        self, micro_batch: MicroBatch, found: list[ScoredTokens], expert_counts: ExpertCounts | None
+    ) -> None:
         for objective, scored in zip(micro_batch.objectives, found, strict=True):
             for segment in micro_batch.segments_of(objective):
                 tokens = slice(segment.start - objective.start, segment.stop - objective.start)
                 self.operations[segment.operation].add_scores(segment, scored.part(tokens))
+        if expert_counts is not None:
+            for segment, of_layers in zip(micro_batch.segments, expert_counts.by_segment(), strict=True):
+                self.operations[segment.operation].add_expert_counts(segment, of_layers)
 
 
 def _expert_adapters(operations: Sequence[RankOperation], models: Sequence[Trainable]) -> list[Adapter]:

@@ -1,6 +1,7 @@
 """Loads a rank's base model, and sizes what shares the device with it."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +13,17 @@ from ..batch.validated import ModelLimits
 from ..lora import LoraLayers
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
-from ..planner.footprint import gigabytes
-from ..planner.layout_search import micro_batch_tokens
-from ..planner.workload import Workload
+from ..protocol.plugins import plugin_rows
 from ..protocol.worker_config import (
     DEFAULT_KV_CACHE_BYTES,
     DEFAULT_MICRO_BATCH_TOKENS,
     DEFAULT_PREFILL_CHUNK_TOKENS,
     GPU_PREFILL_CHUNK_TOKENS,
+    TRAININGS,
+    Training,
     WorkerConfig,
 )
+from ..resources.machine import gigabytes
 from ..resources.memory import available_bytes
 from ..shapes.model_shape import ModelShape, read_model
 
@@ -73,23 +75,31 @@ def sized_for_device(config: WorkerConfig, base: BaseModel, lora: LoraLayers, me
     )
 
 
-def fitting_micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> int:
-    """Returns the configured size or one that fits the rank with the least free memory; the same on all ranks."""
-    shape = read_model(config.model)
-    free = [each for each in mesh.all_gather_object(available_bytes(base.device)) if each is not None]
-    if config.micro_batch_tokens or not free or not isinstance(shape, ModelShape):
-        return config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS
+def default_micro_batch_tokens(
+    config: WorkerConfig, base: BaseModel, mesh: Mesh, rate: float
+) -> Mapping[Training, int]:
+    """Returns the configured size, or the planner's default for the rank with the least free memory and the slowest
+    device, by what is trained; the same on all ranks.
+
+    Args:
+        rate: operations per second of large products on this rank's device.
+    """
+    shape, on_cpu = read_model(config.model), base.device.type == "cpu"
+    found = mesh.all_gather_object((available_bytes(base.device), rate))
+    free = [each for each, _ in found if each is not None]
+    tokens_that_fit = plugin_rows("workers.planner.rows", "MICRO_BATCH_RULES").get("default")
+    if config.micro_batch_tokens or not free or tokens_that_fit is None or not isinstance(shape, ModelShape):
+        return dict.fromkeys(TRAININGS, config.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS)
     # Ranks on the CPU share one memory.
-    share = min(free) // (config.parallel.num_ranks if base.device.type == "cpu" and config.is_local else 1)
-    load = Workload.of(
-        config, DEFAULT_MICRO_BATCH_TOKENS, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True
-    )
-    tokens = micro_batch_tokens(shape, base.spec, load, share)
-    if tokens < DEFAULT_MICRO_BATCH_TOKENS and config.rank == 0:
+    share = min(free) // (config.parallel.num_ranks if on_cpu and config.is_local else 1)
+    dtype = str(base.dtype).removeprefix("torch.")
+    loaded = replace(config, parallel=base.spec, device=base.device.type, dtype=dtype)
+    tokens: Mapping[Training, int] = tokens_that_fit(loaded, shape, share, min(each for _, each in found))
+    if tokens["lora"] < DEFAULT_MICRO_BATCH_TOKENS and config.rank == 0:
         logger.warning(
             "%s: micro-batches have at most %d tokens instead of %d: no more fit into a third of the %s that a rank has"
             " free (--micro-batch-tokens, --activations recompute)",
-            *(config.model.name, tokens, DEFAULT_MICRO_BATCH_TOKENS, gigabytes(share)),
+            *(config.model.name, tokens["lora"], DEFAULT_MICRO_BATCH_TOKENS, gigabytes(share)),
         )
     return tokens
 

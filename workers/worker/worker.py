@@ -25,8 +25,8 @@ from ..models.packing_checks import check_ranks
 from ..models.twin import check_twin, needs_twin
 from ..ops.linear import product_rate
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
-from ..planner.speeds import keep_rate
 from ..protocol.calls import (
+    AdapterFile,
     AdapterWeights,
     Failure,
     ModelInfo,
@@ -45,12 +45,13 @@ from ..registry.model_registry import KINDS, ModelRegistry
 from ..registry.programs import program_of
 from ..resources.allocator import tune_allocator
 from ..resources.device_speed import DeviceSpeed
+from ..resources.machine import keep_rate
 from ..sampler.multi_model import MultiModelSampler
 from ..state.residency import Residency
 from ..state.vectors import FORWARD_VECTORS
 from ..training.pass_runner import PassRunner
 from .agreement import RankAgreement
-from .loading import fitting_micro_batch_tokens, limits_of, load_base, sized_for_device
+from .loading import default_micro_batch_tokens, limits_of, load_base, sized_for_device
 from .rank_memory import RankMemory
 from .rank_models import RankModels
 from .run_loader import RunLoader
@@ -119,20 +120,22 @@ class Worker:
         self._base = load_base(config, mesh)
         self._limits = limits_of(self._base, config)
         lora = LoraLayers(self._base, config.max_lora_rank)
-        config = replace(config, micro_batch_tokens=fitting_micro_batch_tokens(config, self._base, mesh))
+        rate = product_rate(self._base.device, self._base.dtype, torch.get_num_threads())
+        tokens = default_micro_batch_tokens(config, self._base, mesh, rate)
+        config = replace(config, micro_batch_tokens=tokens["lora"])
         config = sized_for_device(config, self._base, lora, mesh)
+        self._micro_batch_tokens = config.micro_batch_tokens
         slots = dict.fromkeys(KINDS, config.full_slots) | {Adapter.kind: config.adapter_slots}
         residency = Residency(self._base.device, slots, config.host_adapter_bytes, config.page_directory)
         groups = DraftGroups.of(mesh, self._base.config, config.draft_parallel)
         self._models = ModelRegistry(
             self._base, lora, residency, config.max_full_models, config.optimizer_states, groups
         )
-        rate = product_rate(self._base.device, self._base.dtype, torch.get_num_threads())
         if self._base.device.type == "cuda" and self._base.dtype != torch.float32:
             keep_rate(torch.cuda.get_device_name(self._base.device), rate)
         self._speed = DeviceSpeed(sum(mesh.all_gather_object(rate)))
         self._num_teams = len(mesh.spec.rank_groups(("ep", "tp")))
-        self._passes = PassRunner(self._base, self._models, self._limits, config, mesh, self._speed)
+        self._passes = PassRunner(self._base, self._models, self._limits, config, mesh, self._speed, tokens["full"])
         if mesh.has_forward_collectives:
             check_ranks(self._base.source, self._base.model, self._passes.scoring.bare_hidden_states)
         if mesh.rank == 0 and needs_twin(self._base.shape, self._base.dtype, mesh.has_forward_collectives):
@@ -156,6 +159,8 @@ class Worker:
             max_context_length=self._limits.max_context_length,
             num_parameters=self._base.num_parameters,
             eos_token_ids=self._base.eos_token_ids,
+            micro_batch_tokens=self._micro_batch_tokens,
+            config_eos_token_ids=self._base.config_eos_token_ids,
         )
 
     def create_run(self, spec: RunSpec) -> RunInfo:
@@ -302,9 +307,9 @@ class Worker:
         self._rank_models.put(adapter_id, partial(import_weights, self._models, exported), is_copy=True)
 
     def convert_adapter(
-        self, source: str, lora: LoraConfig, directory: str, base_name: str | None = None
+        self, source: AdapterFile, lora: LoraConfig, directory: str, base_name: str | None = None
     ) -> LoraConfig:
-        """Converts peft's adapter_model.safetensors into a checkpoint in an existing empty directory; returns what it
+        """Converts an adapter of peft into a checkpoint in an existing empty directory; returns what it
         adapts.
 
         Args:
@@ -314,7 +319,7 @@ class Worker:
         wanted: list[LoraConfig] = []
 
         def write() -> None:
-            wanted.append(import_adapter(self._models.lora, lora, Path(source), Path(directory), base_name))
+            wanted.append(import_adapter(self._models.lora, lora, source, Path(directory), base_name))
 
         self._agreement.on_first(write)
         return wanted[0] if wanted else lora

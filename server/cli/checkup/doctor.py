@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ....workers.planner.checks import cuda_devices
+from ....workers.resources.machine import cuda_devices
 from ...config.load import store_config_of
 from ...config.server_config import KNOBS
 from ..errors import FAILED

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ....schemas.history import MetricSeries, RunMetrics
+from ...text.spreadsheet import cell_text
 from ..options import new_app
 from ..output import print_table, size
 from .server import Server, through_server
@@ -33,11 +34,11 @@ def list_runs(
     with server.client() as service:
         found = service.create_rest_client().list_training_runs(limit, offset, search).result()
     rows = [
-        (run.training_run_id, run.base_model, run.model_role, run.lora_rank, run.last_request_time,
-         "corrupted" if run.corrupted else "")
+        (run.training_run_id, run.display_name or "", run.base_model, run.model_role, run.lora_rank,
+         run.last_request_time, "corrupted" if run.corrupted else "")
         for run in found.training_runs
     ]  # fmt: skip
-    server.print(found, lambda: print_table(("RUN", "BASE MODEL", "ROLE", "RANK", "LAST USED", ""), rows))
+    server.print(found, lambda: print_table(("RUN", "NAME", "BASE MODEL", "ROLE", "RANK", "LAST USED", ""), rows))
 
 
 @app.command()
@@ -82,7 +83,7 @@ def _csv_lines(found: RunMetrics) -> list[str]:
     lines = ["series,step,time,metric,value"]
     for series, of_series in (("training", found.training), ("logged", found.logged)):
         for name, values in of_series.metrics.items():
-            quoted = json.dumps(name).replace('\\"', '""')
+            quoted = json.dumps(cell_text(name)).replace('\\"', '""')
             lines += [
                 f"{series},{step},{time!r},{quoted},{value!r}"
                 for step, time, value in zip(of_series.steps, of_series.times, values, strict=True)
@@ -106,7 +107,7 @@ def _number(value: float | None) -> str | None:
 @app.command()
 @through_server
 def operations(server: Server, run: Run, limit: Limit = 20) -> None:
-    """List the last operations of a run: how long each waited and ran, and why it failed."""
+    """List the last operations of a run: how long each waited for others and ran, and why it failed."""
     with server.client() as service:
         found = service.create_rest_client().list_operations(run, limit=limit).result()
     rows = [

@@ -18,7 +18,8 @@ def list_sessions(server: Server, limit: Limit = 20, offset: Offset = 0) -> None
     """List your sessions, the newest first."""
     with server.client() as service:
         found = service.create_rest_client().list_sessions(limit, offset).result()
-    server.print(found, lambda: print_table(("SESSION",), [(session,) for session in found.sessions]))
+    rows = [(session, found.names.get(session, "")) for session in found.sessions]
+    server.print(found, lambda: print_table(("SESSION", "NAME"), rows))
 
 
 @app.command()
@@ -29,5 +30,6 @@ def show(server: Server, session: Annotated[str, typer.Argument(metavar="SESSION
         found = service.create_rest_client().get_session(session).result()
     rows = [("run", run) for run in found.training_run_ids] + [("sampler", each) for each in found.sampler_ids]
     named = [("name", found.display_name)] if found.display_name else []
+    tags = [("tag", tag) for tag in found.tags or ()]
     of_user = [(name, value) for name, value in (found.user_metadata or {}).items()]
-    server.print(found, lambda: print_table(("", ""), [*named, *of_user, *rows]))
+    server.print(found, lambda: print_table(("", ""), [*named, *tags, *of_user, *rows]))

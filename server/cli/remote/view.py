@@ -16,6 +16,7 @@ from ....client.chats import TrainOn
 from ....client.data import Datum
 from ....client.tokenizer import load_directory
 from ....schemas import training
+from ....schemas.bounds import load_json
 from ....schemas.errors import RequestError
 from ...text.viewed_datum import ViewedDatum, data_of, view_datum
 from ..options import new_app
@@ -48,6 +49,8 @@ def view(
         data = itertools.islice(_data(source, loaded, train_on), skip, skip + first)
         text_of = _numbers if loaded is None else lambda token: loaded.decode([token])
         viewed = [view_datum(datum, text_of) for datum in data]
+    if not viewed:
+        raise ValueError(f"{source} has no datum, chat or row{f' behind the first {skip}' if skip else ''}")
     if server.as_json:
         print_json({"data": [one.as_json() for one in viewed]})
         return
@@ -77,9 +80,10 @@ def _tokenizer(server: Server, model: str | None, place: str | None) -> Iterator
 def _data(source: str, tokenizer: Any, train_on: TrainOn) -> Iterator[training.Datum]:
     for place, text in _texts(source):
         try:
-            value = json.loads(text)
+            value = load_json(text)
         except ValueError as error:
-            raise ValueError(f"{place} is not JSON: {error}") from None
+            forms = "view takes JSON, or a file of it with an object on each line"
+            raise ValueError(f"{place} is not JSON: {error}; {forms}") from None
         for one in value if isinstance(value, list) else [value]:
             if not isinstance(one, dict):
                 raise ValueError(f"{place} is {str(one)[:40]!r}: expected a datum, a chat or a row, as an object")

@@ -1,10 +1,11 @@
 """The problems that verify reports, and their repairs."""
 
 import asyncio
-import shutil
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from ...files.directories import remove_tree
 
 UNTIL_ITS_END = "this is reported until its session ends"
 
@@ -40,5 +41,5 @@ class Problem:
 
 
 async def remove(path: Path) -> str:
-    await asyncio.to_thread(shutil.rmtree, path)
+    await asyncio.to_thread(remove_tree, path)
     return "removed"

@@ -1,13 +1,15 @@
-"""Checks the snapshots, loaded checkpoints and evaluations of live runs, and the weights of live samplers."""
+"""Checks the snapshots, loaded checkpoints and evaluations of live runs, the weights of live samplers, and captured
+features."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+from ....schemas.adapters.tensor_file import TensorFile
 from ...files.directories import directory_name
 from ...files.manifest import ManifestMismatch, check_directory, read_manifest
 from ...journal.journal import read_journal
-from ...sampling.ephemeral_weights import EphemeralWeights
+from ...sampling.ephemeral_weights import EphemeralWeights, check_weights
 from .problem import UNTIL_ITS_END, Problem, Repair, remove
 from .state import VerifiedState
 
@@ -76,8 +78,30 @@ def _runs_from_their_beginning(journal: Path) -> set[str]:
 
 async def check_ephemeral(state: VerifiedState) -> AsyncIterator[Problem]:
     weights = EphemeralWeights(state.live_dir / "ephemeral")
+    remedy = f"they cannot be restored: save its run's weights for a new sampler; {UNTIL_ITS_END}"
     for adapter_id in await state.live_adapters():
+        directory = weights.directory(adapter_id)
         if not weights.has(adapter_id):
-            remedy = f"they cannot be restored: save its run's weights for a new sampler; {UNTIL_ITS_END}"
-            lost = str(weights.directory(adapter_id))
-            yield Problem(lost, "the weights of a sampler are lost: its requests are answered 410", remedy)
+            meaning = "the weights of a sampler are lost: its requests are answered 410"
+            yield Problem(str(directory), meaning, remedy)
+            continue
+        try:
+            await asyncio.to_thread(check_weights, directory)
+        except ManifestMismatch as error:
+            yield Problem(str(directory), f"the weights of a sampler are damaged: {error.reason}", remedy)
+
+
+async def check_features(state: VerifiedState) -> AsyncIterator[Problem]:
+    for path in sorted((state.live_dir / "features").glob("*/*.safetensors")):
+        if not await asyncio.to_thread(_is_whole, path):
+            remedy = "do nothing, or capture them again"
+            yield Problem(str(path), "captured features are damaged: the draft's target runs instead of them", remedy)
+
+
+def _is_whole(features: Path) -> bool:
+    try:
+        return TensorFile(features).is_whole()
+    except FileNotFoundError:  # the server has deleted it meanwhile
+        return True
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return False

@@ -3,7 +3,7 @@
 import { formToken, notify } from "./console.js";
 
 const form = document.getElementById("data");
-const { text, file, model } = form.elements;
+const { text, file, model, train_on: trainOn } = form.elements;
 const status = document.getElementById("status");
 const shown = document.getElementById("shown");
 
@@ -15,7 +15,8 @@ form.addEventListener("submit", async (event) => {
   event.preventDefault();
   status.textContent = "reading";
   try {
-    const answer = await fetch(`${form.getAttribute("action")}?model=${encodeURIComponent(model.value)}`, {
+    const query = new URLSearchParams({ model: model.value, train_on: trainOn.value });
+    const answer = await fetch(`${form.getAttribute("action")}?${query}`, {
       method: "POST",
       headers: { "Content-Type": "application/json", "X-Form-Token": formToken },
       body: text.value,

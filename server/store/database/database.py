@@ -4,11 +4,12 @@ import asyncio
 import dataclasses
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, Table, delete, func, insert, select, update
+from sqlalchemy import Column, Connection, Engine, Table, delete, func, insert, select, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.sql import ColumnElement, Select
 
@@ -16,11 +17,15 @@ from .database_errors import LeaseLost
 from .records import LeaseRecord
 from .rows import Record, record_of, row_values
 from .schema import leases
+from .tenant_queue import TenantQueue
 
 T = TypeVar("T")
 
 NUM_READERS = 4
 _MAX_PER_COMMIT = 256
+_SEARCH_PAUSE = 3.0
+"""Searches pause for this many times as long as the last one took, since they need a whole core."""
+_MAX_PAUSE_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +37,7 @@ class PageInfo:
 
     offset: int
     limit: int
-    total_count: int
+    total_count: int = 0
 
 
 class Database:
@@ -46,6 +51,8 @@ class Database:
     def __init__(self, writing: Engine, reading: Engine) -> None:
         self.required_lease: LeaseRecord | None = None
         self._writing, self._reading = writing, reading
+        self._search_again_at = 0.0
+        self._searches, self._search = TenantQueue("search", "send one after another"), asyncio.Lock()
         self._writes: queue.SimpleQueue[PendingWrite | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write_until_closed, name="store-writer", daemon=True)
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="store-reader")
@@ -109,6 +116,34 @@ class Database:
             return records, PageInfo(offset, limit, connection.execute(count).scalar_one())
 
         return await self.read(statements)
+
+    async def search_page(
+        self, record_type: type[Record], found: Select, key: Column[str], page: PageInfo, tenant_id: str
+    ) -> tuple[tuple[Record, ...], PageInfo]:
+        """Like `select_page`, for a query that reads all rows of a tenant. One search runs at a time, of any tenant, so
+        the other readers stay free; each tenant has at most one search waiting for that.
+
+        Args:
+            found: a query with an order.
+            key: of the records.
+        """
+
+        def statements(connection: Connection) -> tuple[tuple[Record, ...], PageInfo]:
+            keys = connection.execute(found.with_only_columns(key)).scalars().all()
+            shown = keys[page.offset : page.offset + page.limit]
+            rows = connection.execute(select(key.table).where(key.in_(shown)))
+            records = {getattr(row, key.name): record_of(record_type, row) for row in rows}
+            found_now = tuple(records[one] for one in shown if one in records)  # one may have been deleted since
+            return found_now, PageInfo(page.offset, page.limit, len(keys))
+
+        async with self._searches.turn(tenant_id), self._search:
+            await asyncio.sleep(self._search_again_at - time.monotonic())
+            began_at = time.monotonic()
+            try:
+                return await self.read(statements)
+            finally:
+                now = time.monotonic()
+                self._search_again_at = now + min(_SEARCH_PAUSE * (now - began_at), _MAX_PAUSE_SECONDS)
 
     def _read_now(self, statements: Callable[[Connection], T]) -> T:
         with self._reading.connect() as connection:

@@ -241,7 +241,8 @@ class ResultRecord:
 class OperationRecord:
     """An operation of a run that has ended. Key: (run_id, seq_id).
 
-    queued_seconds: from its arrival to the first pass, or call of the workers, that it was part of.
+    queued_seconds: that it waited for the ranks while others had them: from when it had arrived and the operations
+        before it in its run had ended, to the first pass or step that it was part of.
     busy_seconds: from then to its end.
     num_tokens: to be trained on or scored.
     step: the optimizer step that it took; None for other operations and failed steps.

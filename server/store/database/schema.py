@@ -235,3 +235,8 @@ leases = Table(
     Column("epoch", BigInteger, nullable=False),
     Column("expires_at", Float, nullable=False),
 )
+
+
+def unexpired(now: float) -> ColumnElement[bool]:
+    """True for checkpoints that have not expired at this time."""
+    return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > now)

@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Mapping
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, not_, select, update
 from sqlalchemy.sql import ColumnElement
 
 from ..database.database import Database, PageInfo
 from ..database.records import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord
 from ..database.rows import record_of, row_values
-from ..database.schema import checkpoints, runs, sessions
+from ..database.schema import checkpoints, runs, sessions, unexpired
 from .session_table import same_request
 
 
@@ -63,6 +63,18 @@ class CheckpointTable:
         order = (checkpoints.c.created_at.desc(), *checkpoints.primary_key)
         return await self._database.select_page(CheckpointRecord, query.order_by(*order), offset, limit)
 
+    async def stock_of_tenant(
+        self, tenant_id: str, unexpired_at: float, without: CheckpointRecord | None = None
+    ) -> tuple[int, int]:
+        """Returns the number of the tenant's unexpired checkpoints, without that of the same name as `without`, and
+        their bytes."""
+        of_tenant = (checkpoints.c.tenant_id == tenant_id) & unexpired(unexpired_at)
+        if without is not None:
+            of_tenant &= not_(_same_name(without.run_id, without.kind, without.name))
+        query = select(func.count(), func.coalesce(func.sum(checkpoints.c.size_bytes), 0)).where(of_tenant)
+        num, num_bytes = await self._database.read(lambda connection: connection.execute(query).one())
+        return num, int(num_bytes)  # PostgreSQL's sum is a Decimal
+
     async def list_expired(self, now: float) -> tuple[CheckpointRecord, ...]:
         query = select(checkpoints).where(checkpoints.c.expires_at <= now)
         return await self._database.select_all(CheckpointRecord, query)
@@ -90,10 +102,6 @@ class CheckpointTable:
     async def delete(self, checkpoint: CheckpointRecord) -> None:
         """Deletes this version of the checkpoint, but not one that was saved under the same name since."""
         await self._database.delete(checkpoints, _same_version(checkpoint))
-
-
-def unexpired(now: float) -> ColumnElement[bool]:
-    return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > now)
 
 
 def _same_name(run_id: str, kind: str, name: str) -> ColumnElement[bool]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from sqlalchemy import Connection, delete, func, insert, not_, select
+from sqlalchemy import Connection, delete, func, insert, select
 
 from ..database.database import Database
 from ..database.records import LoggedMetricsRecord
@@ -19,29 +19,33 @@ class LoggedMetricsTable:
         self._database = database
 
     async def merge(
-        self, run_id: str, logged_at: float, by_step: Mapping[int, Mapping[str, float]], max_bytes: int
-    ) -> bool:
+        self, run_id: str, logged_at: float, by_step: Mapping[int, Mapping[str, float]], max_growth: int
+    ) -> int | None:
         """Adds metrics to those of the steps; a metric that a step has is replaced.
 
-        False if the run would have more than `max_bytes` of them: then nothing is stored.
+        Returns the bytes by which the run's metrics have grown; None, with nothing stored, if these are more than
+        `max_growth`.
         """
-        of_run = logged_metrics.c.run_id == run_id
-        named = of_run & logged_metrics.c.step.in_(by_step)
-        others = select(func.coalesce(func.sum(logged_metrics.c.num_bytes), 0)).where(of_run, not_(named))
+        named = (logged_metrics.c.run_id == run_id) & logged_metrics.c.step.in_(by_step)
 
-        def statements(connection: Connection) -> bool:
-            stored = {row.step: row.metrics for row in connection.execute(select(logged_metrics).where(named))}
+        def statements(connection: Connection) -> int | None:
+            stored = {row.step: row for row in connection.execute(select(logged_metrics).where(named))}
             merged = [
-                _record(run_id, step, logged_at, {**stored.get(step, {}), **metrics})
+                _record(run_id, step, logged_at, {**(stored[step].metrics if step in stored else {}), **metrics})
                 for step, metrics in by_step.items()
             ]
-            if connection.execute(others).scalar_one() + sum(one.num_bytes for one in merged) > max_bytes:
-                return False
+            growth = sum(one.num_bytes for one in merged) - sum(row.num_bytes for row in stored.values())
+            if growth > max_growth:
+                return None
             connection.execute(delete(logged_metrics).where(named))
             connection.execute(insert(logged_metrics), [row_values(one) for one in merged])
-            return True
+            return growth
 
         return await self._database.write(statements)
+
+    async def num_bytes(self, run_id: str) -> int:
+        query = select(func.coalesce(func.sum(logged_metrics.c.num_bytes), 0)).where(logged_metrics.c.run_id == run_id)
+        return int(await self._database.read(lambda connection: connection.execute(query).scalar_one()))
 
     async def list_of_run(self, run_id: str, after: int, limit: int) -> tuple[LoggedMetricsRecord, ...]:
         """Returns the metrics of the steps after `after`, in the order of steps."""
@@ -52,8 +56,18 @@ class LoggedMetricsTable:
         query = select(func.count()).where(logged_metrics.c.run_id == run_id, logged_metrics.c.step > after)
         return await self._database.read(lambda connection: connection.execute(query).scalar_one())
 
-    async def delete(self, logged_before: float) -> None:
-        await self._database.delete(logged_metrics, logged_metrics.c.logged_at < logged_before)
+    async def delete(self, logged_before: float) -> dict[str, int]:
+        """Deletes what was logged before; returns the deleted bytes of each run."""
+        old = logged_metrics.c.logged_at < logged_before
+        sums = select(logged_metrics.c.run_id, func.sum(logged_metrics.c.num_bytes)).where(old)
+
+        def statements(connection: Connection) -> dict[str, int]:
+            rows = connection.execute(sums.group_by(logged_metrics.c.run_id))
+            deleted = {row[0]: int(row[1]) for row in rows}
+            connection.execute(delete(logged_metrics).where(old))
+            return deleted
+
+        return await self._database.write(statements)
 
 
 def _record(run_id: str, step: int, logged_at: float, metrics: dict[str, float]) -> LoggedMetricsRecord:

@@ -8,8 +8,7 @@ from sqlalchemy.sql import ColumnElement
 from ....schemas.schedules import RunSchedules
 from ..database.database import Database, PageInfo
 from ..database.records import RunRecord
-from ..database.schema import checkpoints, contains, runs, sessions
-from .checkpoint_table import unexpired
+from ..database.schema import checkpoints, contains, runs, sessions, unexpired
 
 
 class RunTable:
@@ -33,6 +32,10 @@ class RunTable:
         """Returns the run ids of all tenants, ended ones included."""
         query = select(runs.c.run_id)
         return await self._database.read(lambda connection: frozenset(connection.execute(query).scalars()))
+
+    async def list_ids_of_tenant(self, tenant_id: str) -> tuple[str, ...]:
+        query = select(runs.c.run_id).where(runs.c.tenant_id == tenant_id)
+        return await self._database.read(lambda connection: tuple(connection.execute(query).scalars()))
 
     async def list_of_session(self, session_id: str) -> tuple[RunRecord, ...]:
         """Returns the session's runs in the order of creation."""
@@ -70,6 +73,8 @@ class RunTable:
             matches = or_(*(contains(text, search) for text in texts))
             query = query.where(matches, runs.c.tenant_id == tenant_id)
         query = query.order_by(runs.c.last_request_at.desc(), runs.c.run_id)
+        if search:
+            return await self._database.search_page(RunRecord, query, runs.c.run_id, PageInfo(offset, limit), tenant_id)
         return await self._database.select_page(RunRecord, query, offset, limit)
 
     async def touch(self, requests: Mapping[str, float]) -> None:

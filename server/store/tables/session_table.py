@@ -1,6 +1,6 @@
 """Queries on sessions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sqlalchemy import Connection, String, cast, delete, func, insert, or_, select, update
 from sqlalchemy.sql import ColumnElement
@@ -8,7 +8,7 @@ from sqlalchemy.sql import ColumnElement
 from ..database.database import Database, PageInfo
 from ..database.records import SessionEnd, SessionRecord
 from ..database.rows import record_of, row_values
-from ..database.schema import checkpoints, contains, logged_metrics, operations, runs, samplers, sessions
+from ..database.schema import checkpoints, contains, logged_metrics, operations, runs, samplers, sessions, unexpired
 
 
 class SessionTable:
@@ -38,11 +38,27 @@ class SessionTable:
         """Returns the sessions of all tenants that have not ended."""
         return await self._database.select_all(SessionRecord, select(sessions).where(sessions.c.finished_at.is_(None)))
 
-    async def list_of_tenant(self, tenant_id: str, offset: int, limit: int) -> tuple[SessionRecord, ...]:
-        """Returns the tenant's sessions, newest first."""
+    async def list_of_tenant(
+        self, tenant_id: str, offset: int, limit: int, public_at: float | None = None
+    ) -> tuple[SessionRecord, ...]:
+        """Returns the tenant's sessions, newest first.
+
+        Args:
+            public_at: include other tenants' sessions of runs that have a public checkpoint unexpired at this time.
+        """
+        visible: ColumnElement[bool] = sessions.c.tenant_id == tenant_id
+        if public_at is not None:
+            public = select(runs.c.session_id).join(checkpoints, checkpoints.c.run_id == runs.c.run_id)
+            visible = or_(visible, sessions.c.session_id.in_(public.where(checkpoints.c.public, unexpired(public_at))))
         order = (sessions.c.created_at.desc(), sessions.c.session_id)
-        newest = select(sessions).where(sessions.c.tenant_id == tenant_id).order_by(*order)
+        newest = select(sessions).where(visible).order_by(*order)
         return await self._database.select_all(SessionRecord, newest.offset(offset).limit(limit))
+
+    async def names(self, session_ids: Collection[str]) -> dict[str, str]:
+        """Returns the names of those of these sessions that have one."""
+        named = select(sessions).where(sessions.c.session_id.in_(session_ids), sessions.c.display_name.is_not(None))
+        found = await self._database.select_all(SessionRecord, named)
+        return {one.session_id: one.display_name for one in found if one.display_name}
 
     async def page_of_tenant(
         self, tenant_id: str, offset: int, limit: int, search: str, is_open: bool | None
@@ -50,16 +66,21 @@ class SessionTable:
         """Returns the tenant's sessions, newest first.
 
         Args:
-            search: a text in their id, name, project or metadata, in any case; "" for all.
+            search: a text in their id, name, project, tags or metadata, in any case; "" for all.
             is_open: only open ones, only ended ones, or None for both.
         """
         query = select(sessions).where(sessions.c.tenant_id == tenant_id)
         if search:
-            texts = (sessions.c.session_id, sessions.c.display_name, sessions.c.project_id, sessions.c.user_metadata)
+            columns = sessions.c
+            texts = (columns.session_id, columns.display_name, columns.project_id, columns.user_metadata, columns.tags)
             query = query.where(or_(*(contains(text, search) for text in texts)))
         if is_open is not None:
             query = query.where(sessions.c.finished_at.is_(None) == is_open)
         query = query.order_by(sessions.c.created_at.desc(), sessions.c.session_id)
+        if search:
+            return await self._database.search_page(
+                SessionRecord, query, sessions.c.session_id, PageInfo(offset, limit), tenant_id
+            )
         return await self._database.select_page(SessionRecord, query, offset, limit)
 
     async def touch(self, heartbeats: Mapping[str, float]) -> None:

@@ -69,7 +69,7 @@ def tenants() -> None:
 
 
 async def _do(runs: list[tinker.TrainingClient], works: list[dict]) -> list[Times]:
-    functions = {"train": train, "ragged": ragged, "stream": stream, "forwards": forwards}
+    functions = {"train": train, "steps": steps, "ragged": ragged, "stream": stream, "forwards": forwards}
     return await asyncio.gather(
         *(functions[work.pop("work")](run, **work) for run, work in zip(runs, works, strict=True))
     )
@@ -78,6 +78,14 @@ async def _do(runs: list[tinker.TrainingClient], works: list[dict]) -> list[Time
 async def train(run: tinker.TrainingClient, lengths: list[int], steps: int, in_flight: int) -> Times:
     data, times = _data(lengths), []
     await _pipelined((_step(run, data, times) for _ in range(steps)), in_flight)
+    return times
+
+
+async def steps(run: tinker.TrainingClient, lengths: list[int], seconds: float) -> Times:
+    """One step at a time; each is timed to the end of its optim_step."""
+    data, times = _data(lengths), []
+    for _ in _until(seconds):
+        await _timed(_step(run, data, []), times)
     return times
 
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import Message, Receive, Scope, Send
 from tinker import types
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.server.files.manifest import check_directory
@@ -540,6 +541,17 @@ async def copy(api: Api, key: str, **body: object) -> httpx.Response:
     return await (await api.client(key)).post("/api/v1/copy_weights", json=body, headers=headers)
 
 
+async def test_an_idempotency_key_belongs_to_one_request(api: Api) -> None:
+    run = await api.run(ALICE)
+    sources = [(await api.save(run, name)).tinker_path for name in ("a", "b")]
+    body = {"source_path": sources[0], "ttl_seconds": 3600, "destination_project_id": "p"}
+    answers = [await copy(api, ALICE, **body) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    for other in ({"source_path": sources[1]}, {"ttl_seconds": 3601}, {"destination_project_id": None}):
+        refused = await copy(api, ALICE, **(body | other))
+        assert refused.status_code == 400 and "by a different request" in refused.json()["detail"]
+
+
 async def test_a_copy_belongs_to_its_tenant_and_outlives_its_source(api: Api) -> None:
     run = await api.run(ALICE)
     source = await api.save(run, content=b"shared", user_metadata={"k": "v"})
@@ -588,3 +600,40 @@ async def test_a_checkpoint_replaced_while_it_is_read_is_answered_409(api: Api) 
     assert refused.value.status == 409
     copied = await client.post("/api/v1/copy_weights", json={"source_path": old.tinker_path})
     assert copied.status_code == 200
+
+
+async def test_files_stay_while_they_are_read_and_are_removed_then(api: Api) -> None:
+    """A checkpoint deleted in the middle of a copy, a load or a download does not fail it."""
+    record = await api.save(await api.run(), content=b"whole")
+    checkpoints = api.services.checkpoints
+    async with checkpoints.reading(record):
+        async with checkpoints.reading(record) as files:
+            await checkpoints.delete(record)
+            assert (files / "adapter_model.safetensors").read_bytes() == b"whole"
+            with pytest.raises(OperationError, match="was deleted or replaced while it was read"):
+                async with checkpoints.reading(record):
+                    pass
+        assert exists(record)
+    assert not exists(record)
+
+
+@pytest.mark.parametrize("kind", ["file", "archive"])
+async def test_a_checkpoint_deleted_before_its_download_begins_is_sent_whole(api: Api, kind: str) -> None:
+    client, run = await api.client(), await api.run()
+    record = await api.save(run, content=b"whole")
+    asked = {"file": "/external_weights_urls", "archive": "/archive"}[kind]
+    signed = (await client.get(url(run, "weights/a", asked), headers={"Accept": "application/json"})).json()
+    address = signed["urls"]["adapter_model.safetensors"] if kind == "file" else signed["url"]
+
+    async def deleting(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_later(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await api.services.checkpoints.delete(record)
+            await send(message)
+
+        await api.app(scope, receive, send_later)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=deleting), base_url="http://test") as browser:
+        answer = await browser.get(address)
+    assert answer.status_code == 200 and b"whole" in answer.content
+    assert not exists(record)

@@ -1,6 +1,8 @@
 """Imported adapters: listed, trained and sampled like other checkpoints of their tenant, or refused without a trace."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save
+from trainhouse.schemas.errors import RequestError
+from trainhouse.server.checkpoints.adapter_header import check_header
 
 from ..real import ALICE, BOB, MODEL, Server, batch, sample, sample_body
 
@@ -24,6 +28,15 @@ def weights(width: int = 64) -> bytes:
         path.format(layer, side): shape for layer in (0, 1) for side, shape in (("A", (4, width)), ("B", (64, 4)))
     }
     return save({name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()})
+
+
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def with_header(entries: Mapping[str, Any]) -> bytes:
+    """Returns a safetensors file without numbers."""
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header
 
 
 async def upload(
@@ -89,6 +102,9 @@ async def test_an_import_is_private_and_idempotent_by_key(server: Server) -> Non
     key = {"X-Idempotency-Key": "once"}
     paths = [(await upload(server, headers=key)).json()["tinker_path"] for _ in range(2)]
     assert paths[0] == paths[1] != (await upload(server)).json()["tinker_path"]
+    for other in ({"name": "other"}, {"ttl_seconds": 3600}):
+        refused = await upload(server, headers=key, **other)
+        assert refused.status_code == 400 and f"was used to make {paths[0]}" in refused.json()["detail"]
     await server.post("weights_info", {"tinker_path": paths[0]}, BOB, status=404)
     assert (await upload(server, key=BOB, headers=key)).json()["tinker_path"] != paths[0]
 
@@ -113,6 +129,11 @@ async def test_the_base_model_defaults_to_that_of_the_adapter(server: Server) ->
         ({"config": CONFIG | {"r": 17}}, "rank 17 exceeds max_lora_rank 16"),
         ({"content": weights(65)}, "has shape [4, 65], and this base model needs [4, 64] at rank 4"),
         ({"content": b"\x80\x04pickle"}, "adapter_model.safetensors cannot be read"),
+        ({"content": b"\xff" * 64}, "its header has 18446744073709551615 bytes"),
+        ({"content": with_header({"a" * 1000: EMPTY})}, "has 1000 characters, and at most 512"),
+        ({"content": with_header({"a": EMPTY | {"shape": [1] * 9}})}, "a has no shape of at most 8 dimensions"),
+        ({"content": (1 << 16).to_bytes(8, "little") + b"[" * (1 << 16)}, "its header is not JSON: recursion limit"),
+        ({"content": with_header({"\ud800": 1})}, "its header is not JSON: unexpected end of hex escape"),
         ({"content": b""}, "the body ends with adapter_config.json"),
         ({"config_bytes": 9}, "the first 9 bytes of the body (config_bytes) are not valid JSON"),
         ({"base_model": "other"}, "base model other is not served here"),
@@ -126,6 +147,20 @@ async def test_invalid_adapters_are_refused_and_leave_nothing(
     refused = await upload(server, **given)
     assert refused.status_code == 400 and reason in refused.json()["detail"], refused.text
     assert checkpoint_files(server) == before
+
+
+def test_a_million_tensors_are_refused() -> None:
+    """Larger than the bodies that the server of these tests takes."""
+    with pytest.raises(RequestError, match="it has 131073 tensors, and at most 131072 are read"):
+        check_header(json.dumps({f"t{i}": EMPTY for i in range((1 << 17) + 1)}).encode())
+    check_header(json.dumps({f"t{i}": EMPTY for i in range(1 << 17)}).encode())
+
+
+def test_the_process_that_reads_a_header_imports_no_server() -> None:
+    """The imports of a web server would take it a second of CPU."""
+    code = f"import sys; from {check_header.__module__} import check_header; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-P", "-c", code], check=True, capture_output=True, text=True).stdout
+    assert not {"fastapi", "sqlalchemy", "httpx"}.intersection(loaded.split())
 
 
 def checkpoint_files(server: Server) -> set[Path]:

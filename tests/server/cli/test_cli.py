@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pty
+import re
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ import httpx
 import psutil
 import pytest
 from packaging.requirements import Requirement
+from trainhouse import ServiceClient
 from trainhouse.schemas.version import VERSION
 from trainhouse.server.cli.commands import main
 from trainhouse.server.cli.output import spinner
@@ -311,6 +313,30 @@ def waiting_poll(server: LiveServer) -> Future[httpx.Response]:
     model_id = http.post("/retrieve_future", json={"request_id": created}).json()["model_id"]
     early = http.post("/optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}}).json()["request_id"]
     return ThreadPoolExecutor(1).submit(http.post, "/retrieve_future", json={"request_id": early})
+
+
+@pytest.mark.slow
+def test_the_first_key_says_how_to_reach_the_runs_of_made_up_keys(
+    capsys: pytest.CaptureFixture[str], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    place = f"--state-dir={tmp_path}"
+    with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path) as server:
+        with ServiceClient(server.url, "tml-made-up") as service:
+            made = service.create_lora_training_client("tiny/qwen3", rank=1).model_id
+        assert main(["keys", "create", "alice", place]) == 0
+        said = capsys.readouterr().err
+        assert f"of servers with --state-dir {tmp_path}:" in said
+        remedy = re.search(r"local-(\w+) \(1\); `trainhouse (keys create local-\1)` makes a key that reaches", said)
+        assert remedy, said
+        assert main([*remedy[2].split(), place]) == 0
+        with ServiceClient(server.url, capsys.readouterr().out.strip()) as service:
+            listed = service.create_rest_client().list_training_runs().result().training_runs
+        assert [run.training_run_id for run in listed] == [made]
+
+
+def test_no_command_is_answered_with_where_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys).strip() == "trainhouse: error: no command is given: trainhouse --help lists them"
+    assert "no command is given: trainhouse keys --help lists them" in refusal(capsys, "keys")
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Commands that work through a running server: what they print, their exit statuses, and where they find the server."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -33,7 +35,7 @@ def run(shared_server: LiveServer) -> Iterator[str]:
     """A run with some steps, metrics of its own and two checkpoints."""
     tokens = list(range(3, 30))
     datum = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * 26})
-    with ServiceClient(shared_server.url, KEY) as service:
+    with ServiceClient(shared_server.url, KEY, project_id="letters", display_name="first try") as service:
         client = service.create_lora_training_client(MODEL, rank=2)
         for step in range(NUM_STEPS):
             client.forward_backward([datum], "cross_entropy")
@@ -78,6 +80,30 @@ def test_runs_are_listed_and_shown(capsys: pytest.CaptureFixture[str], run: str)
     assert [each["kind"] for each in operations] == ["save_weights_for_sampler", "save_weights"]
     assert session in found(capsys, "sessions", "list")["sessions"]
     assert run in said(capsys, "sessions", "show", session)
+
+
+def test_names_of_sessions_are_listed(capsys: pytest.CaptureFixture[str], at_server: None, run: str) -> None:
+    assert re.search(rf"{run} +first try +{MODEL}", said(capsys, "runs", "list"))
+    assert re.search(rf"{run.partition(':')[0]} +first try", said(capsys, "sessions", "list"))
+    assert "first try" in said(capsys, "runs", "show", run)
+    url = f"{os.environ['TRAINHOUSE_BASE_URL']}/api/v1/training_runs"
+    for project_id, found in (("letters", [run]), ("others", [])):
+        listed = httpx.get(url, params={"project_id": project_id}, headers={"X-API-Key": KEY}).json()["training_runs"]
+        assert [one["training_run_id"] for one in listed] == found
+
+
+@pytest.mark.parametrize("form", ["{flags} runs list", "runs {flags} list", "runs list {flags}"])
+def test_flags_that_name_a_server_stand_anywhere(
+    capsys: pytest.CaptureFixture[str], shared_server: LiveServer, run: str, form: str
+) -> None:
+    flags = f"--base-url {shared_server.url} --api-key={KEY} --json"
+    assert json.loads(said(capsys, *form.format(flags=flags).split()))["training_runs"][0]["training_run_id"] == run
+
+
+def test_commands_without_a_server_take_no_flags_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--base-url", "http://127.0.0.1:9", "keys", "list"]) == 2
+    assert "No such option: --base-url" in capsys.readouterr().err
+    assert main(["--base-url"]) == 2 and main(["--json"]) == 2
 
 
 @pytest.mark.usefixtures("at_server")

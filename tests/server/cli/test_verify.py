@@ -9,8 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
+import numpy as np
 import pytest
+from trainhouse.schemas.adapters.tensor_file import CHECKSUMS, FileTensor, checksums_as_text, write_tensors
 from trainhouse.server.cli.commands import main
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.replication.state_lock import StartError, locked_state_directory
@@ -78,6 +81,14 @@ def test_the_state_of_a_stopped_server_is_whole(stopped_state: Path, verify: Cal
     assert (found.status, len(found.lines)) == (0, 1), found.lines
     assert found.lines[0].startswith("1 checkpoint, 0 copies, ") and found.lines[0].endswith(": all is whole")
     assert "0 snapshots" not in found.lines[0] and "0 results" not in found.lines[0]
+
+
+def test_undamaged_features_are_whole(stopped_state: Path, tmp_path: Path, verify: Callable[..., Verified]) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(stopped_state, state)
+    content = np.ones((3, 4), np.float32)
+    store_features(state, content, content)
+    assert verify(state).status == 0
 
 
 def cut_checkpoint(state: Path) -> Path:
@@ -189,6 +200,25 @@ def lose_ephemeral(state: Path) -> Path:
     return directory
 
 
+def change_ephemeral(state: Path) -> Path:
+    file = only(state, "ephemeral/*/*/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    return file.parent
+
+
+def store_features(state: Path, content: np.ndarray, of: np.ndarray) -> Path:
+    """Stores features with the checksum of other ones, as a worker does."""
+    path = state / "features" / "tenant" / "a.safetensors"
+    path.parent.mkdir(parents=True)
+    checksums = checksums_as_text({"captured": crc32(of.data)})
+    write_tensors(path, {"captured": FileTensor.of(content)}, {CHECKSUMS: checksums})
+    return path
+
+
+def damage_features(state: Path) -> Path:
+    return store_features(state, np.ones((3, 4), np.float32), np.zeros((3, 4), np.float32))
+
+
 def _problems(number: int) -> str:
     return "1 problem" if number == 1 else f"{number} problems"
 
@@ -222,6 +252,8 @@ def _problems(number: int) -> str:
         (leave_snapshot, "left over: files of a run that has ended", "removed"),
         (leave_loaded, "left over: files of a run that has ended", "removed"),
         (leave_ephemeral, "left over: the weights of a sampler", "removed"),
+        (damage_features, "captured features are damaged: the draft's target runs instead", None),
+        (change_ephemeral, r"the weights of a sampler are damaged: .* \(its hash differs\).*; they cannot be", None),
         (lose_ephemeral, "the weights of a sampler are lost: its requests are answered 410; they cannot be", None),
     ],
 )

@@ -66,10 +66,17 @@ def test_a_datum_and_a_whole_request_are_shown(
         ("[1]", "the datum is '1': expected a datum, a chat or a row"),
         ('{"messages": []}', "a chat or a row needs a tokenizer: name a served model with --model"),
         ('{"model_input": ["a"]}', "data[0]"),
+        ("EMPTY", "rows.csv has no datum, chat or row"),
+        ("CSV", "rows.csv, line 1 is not JSON: Expecting value: line 1 column 1 (char 0); view takes JSON, or a file"),
         ("/no/such.jsonl", "/no/such.jsonl: No such file or directory"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+def test_what_cannot_be_shown_is_refused(
+    capsys: pytest.CaptureFixture[str], text: str, message: str, tmp_path: Path
+) -> None:
+    if (content := {"EMPTY": "\n", "CSV": "question,answer\n"}.get(text)) is not None:
+        (file := tmp_path / "rows.csv").write_text(content)
+        text = str(file)
     assert main(["view", text]) == 1
     assert message in capsys.readouterr().err
 

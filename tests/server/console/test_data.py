@@ -5,6 +5,7 @@ import re
 
 import httpx
 import pytest
+from trainhouse import Datum, ServiceClient
 
 from ...live import LiveServer
 from .test_pages import EVIL, unsafe_markup
@@ -18,12 +19,14 @@ DATUM = {
         "logprobs": [-0.5] * 7,
     },
 }
+CHAT = {"messages": [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "Gone"}]}
 HEADERS = {"X-API-Key": "tml-console-data"}
 
 
-def show(server: LiveServer, text: str | bytes, model: str = "tiny/chat") -> httpx.Response:
+def show(server: LiveServer, text: str | bytes, model: str = "tiny/chat", **query: str) -> httpx.Response:
     # The first request reads the tokenizer, which takes seconds.
-    return httpx.post(f"{server.url}/console/data", params={"model": model}, content=text, headers=HEADERS, timeout=60)
+    query["model"] = model
+    return httpx.post(f"{server.url}/console/data", params=query, content=text, headers=HEADERS, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +57,39 @@ def test_data_come_as_lines_as_a_list_or_as_a_request(shared_server: LiveServer,
     assert show(shared_server, text).raise_for_status().text.count("<section") == number
 
 
+def test_chats_and_rows_are_shown_as_the_client_makes_them(shared_server: LiveServer) -> None:
+    """The template writes <s>, the content and a line break, and no end token."""
+    rows = [CHAT, {"question": "Go", "answer": "Gone"}, {"prompt": "Go", "completion": "!"}]
+    page = show(shared_server, "\n".join(map(json.dumps, rows))).raise_for_status().text
+    assert page.count("<section") == 3 and "sum of weights 6" in page and "sum of weights 2" in page
+    with ServiceClient(shared_server.url, HEADERS["X-API-Key"]) as service:
+        tokenizer = service.create_sampling_client("tiny/chat").get_tokenizer()
+    for train_on in ("assistant", "last", "all"):
+        datum = Datum.from_row(CHAT, tokenizer, train_on)
+        assert show(shared_server, json.dumps(CHAT), train_on=train_on).text == show(shared_server, as_json(datum)).text
+
+
+def as_json(datum: Datum) -> str:
+    inputs = {name: values.tolist() for name, values in datum.loss_fn_inputs.items()}
+    return json.dumps({"model_input": datum.tokens.tolist(), "loss_fn_inputs": inputs})
+
+
 @pytest.mark.parametrize(
     ("text", "status", "words"),
     [
         ("{oops}", 400, "line 1 is not JSON"),
         ("[" * 100_000, 400, "the text is not JSON"),
         ("3", 400, "the text is '3': expected a datum"),
-        ('{"messages": []}', 400, "line 1 is no datum, since it has no model_input. A chat or a row"),
+        ('{"messages": []}', 400, "line 1: messages is empty"),
+        ('{"messages": 5}', 400, "line 1: messages is 5: expected a list of messages"),
+        (json.dumps(CHAT | {"context": "unread"}), 400, "the column context may be a part of the prompt"),
+        (json.dumps({"messages": CHAT["messages"] * 600}), 413, "too long for a page"),
+        (json.dumps({"messages": [[[]]] * 9}), 400, "message 0 is of type list"),
+        (json.dumps(CHAT)[:-1] + ', "tools": ' + "[" * 150 + "]" * 150 + "}", 400, "ignores tools"),
         (b"\xff", 400, "is not JSON"),
+        ('{"prompt": "a\\ud800", "completion": "b"}', 400, "line 1 is not JSON: unexpected end of hex escape"),
+        ('{"completion": "b", "a\\ud800": "a"}', 400, "line 1 is not JSON: unexpected end of hex escape"),
+        (json.dumps({**CHAT, "tools": '["\\ud800"]'}), 400, "tools is not JSON: unexpected end of hex escape"),
         (json.dumps({"model_input": EVIL}), 400, "model_input"),
         (json.dumps({"model_input": [5] * 30_000, "loss_fn_inputs": {}}), 413, "a page shows at most 20000"),
         (" " * (2 << 20), 413, "1048576 bytes"),

@@ -64,6 +64,41 @@ async def test_nothing_of_a_client_becomes_markup_or_script(server: Server) -> N
             assert page.headers["x-content-type-options"] == "nosniff" and page.headers["cache-control"] == "no-store"
 
 
+async def test_an_overlay_follows_only_open_runs_and_none_loads_no_charts(server: Server) -> None:
+    run = await evil_run(server)
+    async with signed_in(server.app, ALICE) as client:
+        assert "charts.js" not in (await client.get("/console/compare")).text
+        overlay = f"/console/compare?run={run.model_id}"
+        page = (await client.get(overlay)).text
+        assert 'data-connected="live"' in page and "charts.js" in page
+        await server.post(f"sessions/{run.session_id}/finish", {"reason": {"type": "success"}}, status=204)
+        assert 'data-connected="complete"' in (await client.get(overlay)).text
+
+
+async def test_names_of_sessions_are_titles(server: Server) -> None:
+    session = {"sdk_version": "a", "display_name": "warm <house>"}
+    session_id = (await server.post("create_session", session))["session_id"]
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny/qwen3", "lora_config": {"rank": 4}}
+    await server.result((await server.post("create_model", body))["request_id"])
+    run_id = f"{session_id}:train:0"
+    async with signed_in(server.app, ALICE) as client:
+        for path in (f"runs/{run_id}", f"sessions/{session_id}"):
+            page = (await client.get(f"/console/{path}")).text
+            assert "<h1>warm &lt;house&gt;</h1>" in page and path.partition("/")[2] in page, path
+        for path in ("runs", "sessions", f"compare?run={run_id}"):
+            assert ">warm &lt;house&gt;</a>" in (await client.get(f"/console/{path}")).text, path
+
+
+async def test_a_page_that_is_not_there_has_navigation_for_whom_it_would_have(server: Server) -> None:
+    async with signed_in(server.app, ALICE) as client:
+        for path in ("no-such-page", "runs/no-such-run"):
+            page = await client.get(f"/console/{path}")
+            assert page.status_code == 404 and 'href="/console/runs"' in page.text and "data-sign-out" in page.text
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(server.app), base_url="http://test") as stranger:
+        page = await stranger.get("/console/runs", headers={"accept": "text/html", "x-api-key": "wrong"})
+        assert page.status_code == 401 and 'href="/console/runs"' not in page.text
+
+
 def test_unsafe_markup_is_found() -> None:
     unsafe = f'{EVIL}<p style="a"><script src="/evil.js"></script><a href="//evil">b</a><a href="javascript:a">c</a>'
     assert [name for name, _ in unsafe_markup(unsafe)] == ["script", "img", "p", "script", "a", "a"]
@@ -168,7 +203,7 @@ async def test_events_bring_later_steps_once_until_the_browser_signs_out(server:
 
 async def test_static_files_are_small_and_named_by_their_content(server: Server) -> None:
     async with signed_in(server.app, ALICE) as client:
-        page = await client.get("/console/compare?run=")
+        page = await client.get(f"/console/compare?run={(await server.create_run()).model_id}")
         assert page.status_code == 200
         urls = set(re.findall(r'(?:src|href)="(/console/static/[^"]+)"', page.text))
         assert len(urls) >= 5 and len({url.rpartition("/")[0] for url in urls}) == 1, "scripts import each other"

@@ -179,3 +179,24 @@ async def test_another_tenant_sees_other_runs(api: Api, tmp_path: Path) -> None:
         assert run.session_id not in (await bob.get(f"/console/runs?search={run.session_id[:6]}&page=1")).text.replace(
             f'value="{run.session_id[:6]}"', ""
         )
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({}, b"a=1&" * 9, 400),
+        ({}, b"key=" + b"a" * 20_000, 413),
+        ({"Origin": "http://["}, b"key=tml-a", 403),
+        ({"Origin": "http://\u2100"}, b"key=tml-a", 403),
+        ({"Origin": "http://evil"}, b"key=tml-a", 403),
+    ],
+)
+async def test_malformed_forms_are_refused_and_counted(
+    api: Api, headers: dict[str, str], body: bytes, status: int
+) -> None:
+    await create_key(api.services.store, "team")
+    api.services.auth.unauthenticated_limits = UnauthenticatedLimits(3, Clock())
+    raw = {name.encode(): value.encode() for name, value in headers.items()}
+    async with new_browser(api.app) as client:
+        answers = [await client.post("/console/sign-in", content=body, headers=raw) for _ in range(5)]
+    assert [answer.status_code for answer in answers] == [status] * 3 + [429] * 2

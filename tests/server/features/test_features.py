@@ -888,7 +888,7 @@ async def test_nothing_is_captured_for_a_draft_that_has_ended(
         if ends == "before":
             await end()
             refusal = await policy.submit("forward", status=410, **asked)
-            assert f"run {draft.model_id} is not live: its session has ended" in refusal["detail"]
+            assert f"run {draft.model_id} is not live: it was unloaded, its session has ended" in refusal["detail"]
             return
         if ends == "meanwhile":
             await hold(policy, monkeypatch)

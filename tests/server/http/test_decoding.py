@@ -37,6 +37,9 @@ from trainhouse.server.http.decoding import decode_in_process
 from trainhouse.server.journal.journal import Header, JournalEntry
 from trainhouse.server.journal.request_decoding import decode_entry
 
+AUTOGROUP = Path("/proc/self/autogroup")
+OF_TESTS = AUTOGROUP.read_text() if AUTOGROUP.exists() else None
+
 pytestmark = pytest.mark.anyio
 
 PROCESS_ID = b"__import__('os').getpid()"
@@ -127,6 +130,13 @@ async def test_a_decoder_process_that_cannot_start_is_answered_503(monkeypatch: 
 
 async def test_decoder_processes_are_the_first_choice_of_the_oom_killer() -> None:
     assert await decode_in_process(eval, b"open('/proc/self/oom_score_adj').read()", None, 1 << 20) == "1000\n"
+
+
+@pytest.mark.skipif(OF_TESTS is None, reason="the kernel does not group processes by session")
+async def test_decoder_processes_yield_to_those_of_other_sessions() -> None:
+    """A process has its own session, so that its niceness alone would not count against the server's."""
+    group = await decode_in_process(eval, b"open('/proc/self/autogroup').read()", None, 1 << 20)
+    assert group.endswith("nice 5\n") and group != OF_TESTS
 
 
 def test_a_decoder_process_ends_when_its_server_is_killed(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from sqlalchemy.exc import OperationalError
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.server.files.segment import MAX_BODY_BYTES
-from trainhouse.server.journal.futures import Futures, Result
+from trainhouse.server.http.digests import Fingerprint
+from trainhouse.server.journal.futures import Futures, Result, check_same
 from trainhouse.server.journal.journal import Header
 from trainhouse.server.journal.strikes import REBUILD_STRIKE, STRIKE
 from trainhouse.server.store import DATABASE_NAME, SqliteStore, TenantRecord
@@ -313,6 +314,10 @@ async def test_results_expire(open_futures) -> None:
     await futures.expire()
     with pytest.raises(RequestError, match="no longer kept"):
         await futures.wait("r:1", TENANT, 1)
+    remedy = "is another process training this run?"
+    with pytest.raises(RequestError, match="poll earlier, or continue with the next number") as refused:
+        await check_same(futures, "r:1", "seq_id 1", Fingerprint("forward", "a"), remedy)
+    assert refused.value.status == 400 and remedy not in refused.value.message
     await futures.close()
 
 

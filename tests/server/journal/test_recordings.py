@@ -88,6 +88,43 @@ async def test_expired_recordings_are_missing_also_after_a_restart(tmp_path: Pat
         await recordings.close()
 
 
+def age(directory: Path, hours: float) -> None:
+    """Makes all segments older."""
+    for path in directory.iterdir():
+        before = path.stat().st_mtime - 3600 * hours
+        os.utime(path, (before, before))
+
+
+async def test_each_training_request_that_uses_a_recording_restarts_its_day(tmp_path: Path) -> None:
+    for number in (4, 5):  # each in a segment of its own
+        first = Recordings(tmp_path)
+        await first.keep(f"s:sample:0:{number}", "alice", PROMPT, drawn(3, 0, 2))
+        await first.close()
+    for _ in range(3):
+        age(tmp_path, 20)
+        restarted = Recordings(tmp_path)
+        await restarted.expire()
+        check_filled_in(await restarted.fill_in("alice", GOOD))
+        await restarted.close()
+    unused = request([0, 1, 2], ProvenanceSpan("sampled", "s:sample:0:5:0", 0, 3))
+    wrong = request([0, 9, 2], SAMPLED)
+    later = Recordings(tmp_path)
+    with pytest.raises(OperationError, match="no recording of sequence s:sample:0:5:0"):
+        await later.fill_in("alice", unused)
+    age(tmp_path, 20)
+    with pytest.raises(OperationError, match="target_tokens has 9"):  # trains nothing
+        await later.fill_in("alice", wrong)
+    with pytest.raises(OperationError, match="no recording"):
+        await later.fill_in("bob", GOOD)
+    own = {"logprobs": np.zeros(3, np.float32), "sampled_mask": np.ones(3, np.float32)}
+    await later.fill_in("bob", request([0, 1, 2], SAMPLED, **own))  # does not read it
+    age(tmp_path, 20)
+    await later.expire()
+    with pytest.raises(OperationError, match=r"no recording of sequence s:sample:0:4:0: .*restarts them"):
+        await later.fill_in("alice", GOOD)
+    await later.close()
+
+
 async def test_prompts_may_be_left_out_of_the_targets(recordings: Recordings) -> None:
     """tinker-cookbook's rl_loop has zeros there: nothing is trained at these positions."""
     check_filled_in(await recordings.fill_in("alice", request([0, 0, 0, 1, 2, 201], *GOOD.data[0].loss_fn_input_spans)))

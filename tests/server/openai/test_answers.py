@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import pickle
 import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from trainhouse.schemas.openai import CompletionRequest
-from trainhouse.schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from trainhouse.schemas.openai import CompletionRequest, OpenAiError
+from trainhouse.schemas.sampling import Constraint, SampledSequence, SampleResponse, SamplingParams, TopkLogprobs
+from trainhouse.server.openai import translation
 from trainhouse.server.openai.choices import RequestChoices
 from trainhouse.server.openai.completions import CompletionResponseWriter
 from trainhouse.server.openai.prompts import Prompt
@@ -104,3 +106,23 @@ def test_many_prompts_share_their_sampling_parameters() -> None:
     assert len({id(one.logit_bias) for one in params}) == 1  # pyright: ignore[reportAttributeAccessIssue]
     assert len({id(one.constraint) for one in params}) == 1  # pyright: ignore[reportAttributeAccessIssue]
     assert [one.max_tokens for one in params] == [9, 8, 9]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_tokens_that_a_rank_reads_for_each_prompt_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translation, "MAX_REPEATED_TOKENS", 299)
+    assert len(list(params_of_many_prompts(logit_bias={str(token): 1 for token in range(99)}))) == 3
+    assert len(list(params_of_many_prompts(stop_token_ids=list(range(99))))) == 3
+    for param, tokens in (("logit_bias", {str(token): 1 for token in range(100)}), ("stop_token_ids", [7] * 100)):
+        with pytest.raises(OpenAiError, match=rf"^{param} of 100 tokens for 3 prompts makes 300; ") as refused:
+            list(params_of_many_prompts(**{param: tokens}))
+        assert refused.value.param == param
+
+
+def test_the_digest_of_a_constraint_is_computed_once_for_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(constraint=Constraint(regex="a"))
+    assert params.constraint is not None
+    digest = params.constraint.digest
+    assert digest != Constraint(regex="b").digest
+    monkeypatch.delattr(Constraint, "digest")
+    for sent in (params.model_copy(update={"seed": 1}), pickle.loads(pickle.dumps(params))):
+        assert sent.constraint is not None and vars(sent.constraint)["digest"] == digest

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
+from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.openai import ChatCompletionRequest, OpenAiError
 from trainhouse.server.openai.chats import render_prompts
 from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
@@ -36,10 +37,18 @@ def test_a_tool_call_without_content_renders_as_empty(content: dict[str, Any]) -
     assert rendered(tokenizer(default=JOINS), messages) == "<user:Rain?><assistant:><tool:no>"
 
 
+def test_half_a_surrogate_pair_in_the_arguments_of_a_call_is_refused() -> None:
+    """The body is checked for them, but not what a string of the body spells."""
+    call = CALL | {"function": {"name": "weather", "arguments": '{"city": "\\ud800"}'}}
+    reads_calls = JOINS + "{{ messages[1].tool_calls[0].function.arguments.city }}"
+    with pytest.raises(OpenAiError, match=r"messages.1.tool_calls has arguments that are not valid JSON"):
+        rendered(tokenizer(default=reads_calls), [USER, {"role": "assistant", "tool_calls": [call]}])
+
+
 @pytest.mark.parametrize("template", [JOINS, NAMES_ANOTHER])
 def test_tools_that_the_template_ignores_are_refused(template: str) -> None:
     reader = tokenizer(default=template)
-    with pytest.raises(OpenAiError, match=r"the chat template of m ignores tools.*leave them out") as refused:
+    with pytest.raises(OpenAiError, match=r"m: the chat template ignores tools.*leave them out") as refused:
         rendered(reader, [USER], tools=[TOOL])
     assert (refused.value.status, refused.value.param) == (400, "tools")
     for nothing in ({}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}):
@@ -49,3 +58,18 @@ def test_tools_that_the_template_ignores_are_refused(template: str) -> None:
 @pytest.mark.parametrize("templates", [{"default": SETS_TOOLS}, {"default": JOINS, "tool_use": SETS_TOOLS}])
 def test_tools_that_the_template_reads_are_accepted(templates: dict[str, str]) -> None:
     assert rendered(tokenizer(**templates), [USER], tools=[TOOL]) == "1<user:Rain?>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [([USER] * 1001, "has 1001 messages"), ([USER | {"content": "a" * 600}] * 2, "the prompt has 1200 characters")],
+    ids=["many", "long"],
+)
+def test_a_chat_that_cannot_fit_the_context_is_refused_before_its_template_runs(
+    messages: list[Any], words: str
+) -> None:
+    reader = tokenizer(default="{{ raise_exception('it ran') }}")
+    with pytest.raises(RequestError, match=words):
+        rendered(reader, messages)
+    with pytest.raises(OpenAiError, match="it ran"):
+        rendered(reader, messages[:1])

@@ -336,6 +336,18 @@ async def test_one_invalid_prompt_fails_the_whole_request(server: Server) -> Non
     await assert_nothing_is_held(server)
 
 
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ({"prompt": "the", "max_tokens": 9_999_999}, "max_tokens"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+    ],
+)
+async def test_the_error_of_a_sampling_job_names_its_field(server: Server, sent: dict[str, Any], param: str) -> None:
+    assert (await complete(server, 400, **sent))["error"]["param"] == param
+
+
 @pytest.mark.slow
 async def test_a_model_without_a_tokenizer_is_refused_by_name(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path

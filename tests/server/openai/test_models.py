@@ -1,11 +1,12 @@
 """The models that OpenAI clients see are those that they can sample."""
 
 import dataclasses
+import time
 
 import pytest
 from trainhouse.server.routes import openai as routes
 
-from ..api import ALICE, BOB, MODEL, Api
+from ..api import ALICE, BOB, MODEL, MODEL_INFO, Api
 
 pytestmark = pytest.mark.anyio
 
@@ -25,6 +26,32 @@ async def test_training_checkpoints_do_not_hide_sampler_checkpoints(api: Api, mo
     assert {one["owned_by"] for one in listed[1:]} == {(await api.tenant(ALICE)).name}
 
 
+async def test_models_name_their_context_their_base_model_and_their_time(api: Api) -> None:
+    """vLLM's server does so, for clients that size their prompts by max_model_len."""
+    before = time.time()
+    record = await api.save(await api.run(), "a", "sampler_weights")
+    listed = (await (await api.client()).get("/v1/models")).json()["data"]
+    base, saved = listed
+    of_all = {"object": "model", "max_model_len": MODEL_INFO.max_context_length}
+    assert base == of_all | {
+        "id": MODEL,
+        "root": MODEL,
+        "parent": None,
+        "owned_by": "trainhouse",
+        "created": int(api.services.started_at),
+    }
+    assert before - 600 < base["created"] <= time.time()
+    assert saved == of_all | {
+        "id": record.tinker_path,
+        "root": record.tinker_path,
+        "parent": MODEL,
+        "owned_by": (await api.tenant()).name,
+        "created": int(record.created_at),
+    }
+    for one in listed:
+        assert (await (await api.client()).get(f"/v1/models/{one['id']}")).json() == one
+
+
 async def test_a_public_checkpoint_has_another_owner_for_its_readers(api: Api) -> None:
     record = await api.save(await api.run(), "a", "sampler_weights")
     await api.services.checkpoints.set_public(record, True)
@@ -33,8 +60,9 @@ async def test_a_public_checkpoint_has_another_owner_for_its_readers(api: Api) -
         assert (shown["id"], shown["owned_by"]) == (record.tinker_path, owner)
 
 
-async def test_a_checkpoint_of_an_unserved_base_model_is_not_found(api: Api) -> None:
+async def test_a_checkpoint_of_an_unserved_base_model_is_neither_listed_nor_found(api: Api) -> None:
     run = dataclasses.replace(await api.run(), base_model="tiny/gone")
     record = await api.save(run, "a", "sampler_weights")
+    assert [one["id"] for one in (await (await api.client()).get("/v1/models")).json()["data"]] == [MODEL]
     answer = await (await api.client()).get(f"/v1/models/{record.tinker_path}")
     assert answer.status_code == 404 and "tiny/gone" in answer.json()["error"]["message"]

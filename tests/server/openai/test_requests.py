@@ -20,8 +20,8 @@ def decode(fields: dict[str, Any]) -> CompletionRequest | ChatCompletionRequest:
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
-        (PROMPT | {"prompt": [1.5] * MANY}, "prompt.0"),
-        (PROMPT | {"prompt": [[1, "x"]] * MANY}, "prompt.0"),
+        (PROMPT | {"prompt": [1.5] * MANY}, "prompt"),
+        (PROMPT | {"prompt": [[1, "x"]] * MANY}, "prompt"),
         (PROMPT | {"prompt": [*["x"] * MANY, 5]}, "prompt"),
         (PROMPT | {"stop": [5] * MANY}, "stop"),
         (PROMPT | {"stop_token_ids": ["x"] * MANY}, "stop_token_ids.0"),
@@ -57,6 +57,30 @@ def test_parameters_have_the_same_bounds_as_in_the_native_protocol() -> None:
         assert is_accepted(lambda given: decode(PROMPT | given), biases) == is_accepted(
             SamplingParams.model_validate, biases
         )
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (CHAT | {"temprature": 0.1}, "temprature is not supported here (it was 0.1): did you mean temperature?"),
+        (CHAT | {"nonsense": 1}, "nonsense is not supported here (it was 1): leave it out"),
+        (
+            CHAT | {"response_format": {"type": "json_schema", "schema": {}}},
+            'response_format.schema is not supported here (it was {}): write it into "json_schema": {"schema": ...}',
+        ),
+        (CHAT | {"messages": []}, "messages is []: it should have at least 1 item, not 0"),
+        (PROMPT | {"stop": 5}, "stop is 5: it should be a string or up to 16 strings, of 1 to 1000 characters each"),
+        (
+            PROMPT | {"prompt": [1, 1.5]},
+            "prompt is [1, 1.5]: it should be a text, token ids, or a list of texts or of lists of token ids; element "
+            "1 is 1.5",
+        ),
+    ],
+)
+def test_errors_name_the_value_and_the_remedy(sent: dict[str, Any], words: str) -> None:
+    with pytest.raises(OpenAiError) as refused:
+        decode(sent)
+    assert refused.value.message == words
 
 
 def is_accepted(validate: Any, given: dict[str, Any]) -> bool:

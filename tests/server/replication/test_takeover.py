@@ -18,7 +18,7 @@ from trainhouse.server.serving.app import LiveState
 from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, open_store
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from ..real import MODEL, Run, Server, batch, running_server, server_config
+from ..real import ADAM, MODEL, Run, Server, batch, running_server, sample_body, server_config
 from .test_standby import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -123,6 +123,51 @@ async def test_the_next_holder_gives_the_results_of_the_former_one(
         assert (await former.retrieve(submitted)).status_code == 503
         assert await latter.result(submitted) == answered
         assert "error" not in await Run(latter, run.model_id, run.session_id).do("optim_step", seq_id=2)
+
+
+async def test_used_numbers_belong_to_their_requests_after_a_takeover(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url, result_memory_bytes=1)
+    inputs = {"target_tokens": [6, 7], "weights": [1.0, 0.5]}
+    losses = {"data": [{"model_input": [5, 6], "loss_fn_inputs": inputs}], "loss_fn": "cross_entropy"}
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(holding(config, dispatch, "a"))
+        former = first.server
+        run = await former.create_run()
+        numbers = {"session_id": run.session_id, "model_seq_id": 0, "sampling_session_seq_id": 0}
+        session = {name: numbers[name] for name in ("session_id", "sampling_session_seq_id")} | {"base_model": MODEL}
+        sampler_id = (await former.post("create_sampling_session", session))["sampling_session_id"]
+        of_run = {"model_id": run.model_id}
+        sent = [
+            ("forward_backward", of_run | {"seq_id": 1} | losses),
+            ("optim_step", of_run | {"seq_id": 2, "adam_params": ADAM}),
+            ("optim_step", of_run | {"seq_id": 4}),  # behind a gap
+            ("asample", sample_body(sampler_id)),
+        ]
+        answers = [await former.post(verb, body) for verb, body in sent]
+        ended = [answer["request_id"] for answer in (answers[0], answers[1], answers[3])]
+        results = [await former.result(request_id) for request_id in ended]
+        first.stop_renewing()
+        latter = (await stack.enter_async_context(holding(config, dispatch, "b"))).server
+        for (verb, body), answer in zip(sent, answers, strict=True):
+            assert await latter.post(verb, body) == answer
+            kind = verb.removeprefix("a")
+            others = [(verb, body | {"num_samples": 2}, f"another {kind} with different content")]
+            if verb != "asample":
+                number = {name: body[name] for name in ("model_id", "seq_id")}
+                others = [("save_weights", number | {"path": "a"}, "a save_weights")]
+                changed = number | losses | {"loss_weight": 2.0} if "data" in body else body | {"gradient_scale": 2.0}
+                others.append((verb, changed, f"another {verb} with different content"))
+            for other, content, words in others:
+                refused = (await latter.post(other, content, status=400))["detail"]
+                assert f" {kind}, this is {words}: is another process" in refused
+        assert [await latter.result(request_id) for request_id in ended] == results
+        model = {name: numbers[name] for name in ("session_id", "model_seq_id")} | {"base_model": MODEL}
+        refused = (await latter.post("create_model", model | {"lora_config": {"rank": 8}}, status=400))["detail"]
+        assert "was a create_model, this is another create_model with different content" in refused
+        filled = await latter.post("save_weights", of_run | {"seq_id": 3, "path": "a"})
+        assert "path" in await latter.result(filled["request_id"]), "a number that was refused to none stays free"
 
 
 async def test_a_server_that_cannot_take_over_releases_the_lease_and_retries(

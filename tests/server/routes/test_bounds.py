@@ -67,7 +67,7 @@ ANSWER_MODELS = {
     *("CheckpointCopy", "Checkpoint", "TrainingRun", "TrainingRunList", "CheckpointList", "ClientConfig"),
     *("ClientDynamicConfig", "Health", "Readiness", "TokenizerFiles", "KeyOrganization", "KeyUser", "KeyDetails"),
     *("OwnKey", "SupportedModel", "ServerCapabilities", "Limit", "Limits", "FeatureStock", "Workers", "ModelData"),
-    *("ExternalWeightsUrls", "FutureCompletion", "RequestFailed", "Pending", "RunSchedules"),
+    *("ArchiveUrl", "ExternalWeightsUrls", "FutureCompletion", "RequestFailed", "Pending", "RunSchedules"),
     *("MetricSeries", "RunMetrics", "RunOperation", "RunOperationList"),
 }
 """Models that the server sends, in addition to the classes named ...Response."""

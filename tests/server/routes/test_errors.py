@@ -242,8 +242,8 @@ async def test_an_unknown_model_is_not_found(server: Server) -> None:
 
 
 async def test_an_unknown_path_is_answered_with_json(server: Server) -> None:
-    response = await server.clients[ALICE].post("unload_model", json={})
-    assert response.status_code == 404 and "POST /api/v1/unload_model" in response.json()["detail"]
+    response = await server.clients[ALICE].post("unload_models", json={})
+    assert response.status_code == 404 and "POST /api/v1/unload_models" in response.json()["detail"]
 
 
 async def test_the_body_of_create_session_is_limited(server: Server) -> None:

@@ -1,5 +1,6 @@
 """Listings and descriptions over HTTP, validated by the SDK's own types."""
 
+import dataclasses
 from hashlib import sha256
 from pathlib import Path
 
@@ -129,6 +130,50 @@ async def test_a_published_checkpoint_hides_its_owner_metadata_and_activity(api:
     (own,) = (await owner.get("/api/v1/training_runs", params=by_project)).json()["training_runs"]
     assert (own["model_owner"], own["user_metadata"]) == (tenant.name, {"purpose": "test"}), "the owner sees them"
     assert (await other.get(f"/api/v1/sessions/{run.session_id}")).status_code == 404
+
+
+async def test_a_session_with_a_public_checkpoint_is_accessible_and_shows_only_that_run(api: Api) -> None:
+    client, other = await api.client(ALICE), await api.client(BOB)
+    body = {"sdk_version": "0.38.0", "tags": ["secret"], "user_metadata": {"a": "secret"}, "display_name": "secret"}
+    session_id = (await client.post("/api/v1/create_session", json=body)).json()["session_id"]
+    first = dataclasses.replace(await api.run(ALICE), session_id=session_id)
+    runs = [dataclasses.replace(first, run_id=f"{session_id}:train:{number}") for number in range(3)]
+    for run in runs:
+        await api.services.store.runs.insert(run)
+    public = await api.save(runs[1], "public")
+    await api.save(runs[2], "private")
+    one = f"/api/v1/sessions/{session_id}"
+    accessible, owned = {"access_scope": "accessible"}, {"access_scope": "owned"}
+
+    async def seen(asking: httpx.AsyncClient, params: dict[str, str]) -> list[str]:
+        answer = (await asking.get("/api/v1/sessions", params=params)).raise_for_status().json()
+        return types.ListSessionsResponse.model_validate(answer).sessions
+
+    for params in ({}, owned, accessible):
+        assert (await other.get(one, params=params)).status_code == 404
+        assert session_id not in await seen(other, params) and session_id in await seen(client, params)
+    await api.services.checkpoints.set_public(public, True)
+    for params in ({}, owned):
+        assert (await other.get(one, params=params)).status_code == 404 and session_id not in await seen(other, params)
+    own = await api.session(BOB)
+    assert await seen(other, accessible) == [own, session_id], "the newest first"
+    assert await seen(other, accessible | {"limit": "1", "offset": "1"}) == [session_id]
+    described = await other.get(one, params=accessible)
+    assert "secret" not in described.text
+    shown = types.GetSessionResponse.model_validate(described.json())
+    assert (shown.training_run_ids, shown.sampler_ids) == ([runs[1].run_id], [])
+    for params in ({}, owned, accessible):
+        mine = (await client.get(one, params=params)).json()
+        assert sorted(mine["training_run_ids"]) == [run.run_id for run in runs]
+        assert (mine["tags"], mine["display_name"], mine["user_metadata"]) == (["secret"], "secret", {"a": "secret"})
+    api.clock.now += 1
+    await api.services.checkpoints.set_ttl(public, 3600)
+    api.clock.now += 3601
+    assert (await other.get(one, params=accessible)).status_code == 404
+    assert await seen(other, accessible) == [own]
+    for path in (one, "/api/v1/sessions"):
+        wrong = await client.get(path, params={"access_scope": "everything"})
+        assert wrong.status_code == 400 and "access_scope" in wrong.json()["detail"]
 
 
 async def test_a_session_lists_its_runs_and_samplers(api: Api) -> None:

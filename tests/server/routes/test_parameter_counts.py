@@ -11,9 +11,10 @@ import pytest
 from safetensors import safe_open
 from tinker import types
 from trainhouse.schemas.models import Role
-from trainhouse.workers.planner.parameters import adapter_size, num_parameters
+from trainhouse.workers.planner.trainable_memory import adapter_size
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 from trainhouse.workers.protocol.worker_config import ServedModel
+from trainhouse.workers.shapes.layouts.parameters import num_parameters
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 
 from ...workers.checkpoint.test_adapted_types import tiny

@@ -1,16 +1,36 @@
 """Sampling over HTTP against a real worker, results read by the SDK's decoder."""
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from trainhouse.server.files.segment_log import SegmentLog
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import WorkerLost
 
-from ..real import BOB, MODEL, VOCAB, Run, Server, batch, datum, running_server, sample, sample_body, server_config
+from ...drawn import Drawn, as_drawn, assert_same_sample
+from ..real import (
+    BOB,
+    MODEL,
+    PROTOBUF,
+    VOCAB,
+    Run,
+    Server,
+    batch,
+    datum,
+    running_server,
+    sample,
+    sample_body,
+    server_config,
+)
 
 pytestmark = pytest.mark.anyio
+
+END = 2
+"""The end token of tiny models."""
 
 
 async def base_sampler(server: Server, session_id: str | None = None, number: int = 0) -> str:
@@ -53,7 +73,7 @@ async def test_a_repeated_request_is_sampled_once_and_a_seed_repeats(server: Ser
     other = await sample(server, body | {"seq_id": 1})
     assert drawn.sequences[0].tokens != other.sequences[0].tokens, "a seed is drawn for each request without one"
     seeded = [await sample(server, sample_body(sampler_id, seq_id)) for seq_id in (2, 3)]
-    assert seeded[0].sequences[0].tokens == seeded[1].sequences[0].tokens
+    assert as_drawn(seeded[0].sequences[0]) == as_drawn(seeded[1].sequences[0])
 
 
 async def test_sample_logprobs_match_the_training_logprobs(server: Server) -> None:
@@ -102,6 +122,26 @@ async def test_target_prompt_logprobs_keep_the_layout_of_the_request(server: Ser
     assert values[:, 0] == pytest.approx(np.asarray(scored.prompt_logprobs[1:], np.float32), abs=1e-4)
 
 
+async def test_a_sparse_result_that_is_large_once_dense_is_written_in_pieces(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+
+    async def scored(num_columns: int, seq_id: int) -> tuple[int, bool, list[float | None]]:
+        """Returns the size as protobuf, whether the JSON was sent at once, and its numbers."""
+        row = {"data": [6, 9], "dtype": "int64", "shape": [1, num_columns]}
+        csr = {"sparse_crow_indices": [0, 2], "sparse_col_indices": [0, num_columns - 1]}
+        body = sample_body(sampler_id, seq_id, prompt=prompt, target_prompt_logprobs=row | csr)
+        request_id = (await server.post("asample", body))["request_id"]
+        short, answer = await server.polled(request_id, accept=PROTOBUF), await server.polled(request_id)
+        numbers = answer.json()["target_prompt_logprobs"]["data"]
+        return len(short.content), "content-length" in answer.headers, numbers
+
+    few, many = await scored(8, 0), await scored(1_000_000, 1)
+    assert few[0] < 200 and many[0] < 200 and few[1] and not many[1]
+    assert len(few[2]) == 8 and len(many[2]) == 1_000_000
+    assert few[2][0] == many[2][0] and few[2][-1] == many[2][-1] and not any(many[2][1:-1])
+
+
 async def test_a_stop_token_id_ends_the_sample(server: Server) -> None:
     sampler_id = await base_sampler(server)
     endless = await sample(server, sample_body(sampler_id, sampling_params={"max_tokens": 30, "seed": 3, "stop": []}))
@@ -110,8 +150,58 @@ async def test_a_stop_token_id_ends_the_sample(server: Server) -> None:
         server, sample_body(sampler_id, 1, sampling_params={"max_tokens": 30, "seed": 3, "stop": [third]})
     )
     cut = endless.sequences[0].tokens.index(third) + 1
-    assert stopped.sequences[0].tokens == endless.sequences[0].tokens[:cut]
+    assert as_drawn(stopped.sequences[0]) == as_drawn(endless.sequences[0])[:cut]
     assert stopped.sequences[0].stop_reason == "stop"
+
+
+LIKELY_END = {"max_tokens": 30, "seed": 3, "logit_bias": {str(END): 5.0}}
+"""The model's end token is likely, but not at once."""
+
+
+def drawn_tokens(answer: Any) -> Drawn:
+    return as_drawn(answer.sequences[0])
+
+
+async def test_stops_are_added_to_the_end_tokens_and_only_an_empty_list_removes_them(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    endless = drawn_tokens(await sample(server, sample_body(sampler_id, 0, sampling_params=LIKELY_END | {"stop": []})))
+    end = endless.index(END)
+    assert len(endless) == 30 and 1 < end < 29
+    never = next(token for token in range(3, VOCAB) if token not in endless)
+    cases = [(None, end), ([never], end), ([never, END], end), ([endless[end + 1]], end), ([endless[1], never], 1)]
+    for seq_id, (stop, last) in enumerate(cases, 1):
+        answer = await sample(server, sample_body(sampler_id, seq_id, sampling_params=LIKELY_END | {"stop": stop}))
+        assert drawn_tokens(answer) == endless[: last + 1], stop
+        assert answer.sequences[0].stop_reason == "stop"
+
+
+async def test_a_sample_that_an_earlier_version_journaled_is_drawn_as_it_was_meant_then(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """There, the stops of a request replaced the model's end tokens."""
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with running_server(config, dispatch) as server:
+        sampler_id = await base_sampler(server)
+        endless = drawn_tokens(
+            await sample(server, sample_body(sampler_id, 0, sampling_params=LIKELY_END | {"stop": []}))
+        )
+        sampler = server.services.samplers.find(sampler_id)
+        assert sampler is not None
+    end, later = endless.index(END), endless[-1]
+    cases = [None, [later], []]
+    lengths = [end + 1, endless.index(later) + 1, 30]
+    assert endless.index(later) > end
+    journal = SegmentLog(tmp_path / "journal", 1 << 20)
+    for seq_id, stop in enumerate(cases, 1):
+        body = sample_body(sampler_id, seq_id, sampling_params=LIKELY_END | {"stop": stop})
+        header = {"kind": "sample", "tenant_id": sampler.record.tenant_id, "run_id": sampler_id, "seq_id": seq_id}
+        header |= {"request_id": f"{sampler_id}:{seq_id}", "version": 1}
+        await journal.append(header, json.dumps(body).encode())
+    await journal.close()
+    async with running_server(config, dispatch) as restarted:
+        for seq_id, length in enumerate(lengths, 1):
+            answer = await restarted.result(f"{sampler_id}:{seq_id}")
+            assert answer["sequences"][0]["tokens"] == endless[:length], cases[seq_id - 1]
 
 
 async def test_seq_ids_of_the_plain_route_may_be_omitted(server: Server) -> None:
@@ -136,12 +226,14 @@ async def test_a_request_may_name_weights_instead_of_a_sampler(server: Server) -
     expected = await sample(server, sample_body(sampler_id))
     for submitted in trained:
         sequences = (await server.result(submitted["request_id"]))["sequences"]
-        assert sequences[0]["tokens"] == expected.sequences[0].tokens
+        assert as_drawn(sequences[0]) == as_drawn(expected.sequences[0])
     of_base = await server.post("sample", body | {"base_model": MODEL}, Prefer="wait=20")
     assert of_base["sequences"][0]["logprobs"] != pytest.approx(expected.sequences[0].logprobs, abs=1e-3)
     await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, status=204)
     again = await server.post("sample", body | {"model_path": path}, Prefer="wait=20")
-    assert again["sequences"][0]["tokens"] == expected.sequences[0].tokens, "its session may end: a new one is created"
+    assert as_drawn(again["sequences"][0]) == as_drawn(expected.sequences[0]), (
+        "its session may end: a new one is created"
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,10 +342,9 @@ async def test_checkpoint_and_base_samplers_work_after_a_restart(
     assert len({f"{samplers[0]}:0", unnumbered["request_id"], other["request_id"]}) == 3, (
         "the first id belongs to an earlier request"
     )
-    assert kept["sequences"][0]["tokens"] == before[0].sequences[0].tokens
+    assert as_drawn(kept["sequences"][0]) == as_drawn(before[0].sequences[0])
     for old, new in zip(before, after, strict=True):
-        assert old.sequences[0].tokens == new.sequences[0].tokens
-        assert old.sequences[0].logprobs == pytest.approx(new.sequences[0].logprobs, abs=1e-5)
+        assert_same_sample(old.sequences[0], new.sequences[0], 1e-5)
 
 
 async def test_one_poll_returns_all_finished_samples_in_order_and_once(server: Server) -> None:

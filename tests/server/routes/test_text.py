@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from sqlalchemy import text
 from trainhouse.schemas import checkpoints, drafts, futures, models, sampling, training
 from trainhouse.schemas.codec import PROTOBUF, check_json_text, decode_forward_backward, encode_forward_backward_request
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.http.bodies import json_decoder
+from trainhouse.server.http.errors import error_response
 
 from ..api import ALICE, Api
 
@@ -127,3 +128,10 @@ async def test_a_session_stored_with_an_unpaired_surrogate_is_shown(api: Api) ->
     answer = await (await api.client()).get(f"/api/v1/sessions/{session_id}")
     assert answer.status_code == 200
     assert answer.json()["user_metadata"] == {"a\ufffd": "\ufffd", "c": "d"}
+
+
+async def test_an_error_that_quotes_half_a_surrogate_pair_is_answered() -> None:
+    """No check of what arrives finds every text that an error may repeat."""
+    request = Request({"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""})
+    answer = await error_response(request, RequestError("no \ud800 here"))
+    assert (answer.status_code, json.loads(bytes(answer.body))) == (400, {"detail": r"no \ud800 here"})

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import zstandard
 from tinker import types
+from trainhouse.server.files.manifest import MANIFEST
 from trainhouse.workers.dispatch import WorkerDispatch
 
+from ...drawn import assert_same_sample
 from ..real import (
     ADAM,
     ALICE,
@@ -211,8 +213,7 @@ async def test_an_ephemeral_sampler_keeps_the_weights_of_its_save(server: Server
     drawn = await sample(server, body)
     await run.train(batch(), 4)
     again = await sample(server, body | {"seq_id": 1})
-    assert again.sequences[0].tokens == drawn.sequences[0].tokens
-    assert again.sequences[0].logprobs == pytest.approx(drawn.sequences[0].logprobs, abs=1e-4)
+    assert_same_sample(again.sequences[0], drawn.sequences[0])
     second = await run.do("save_weights_for_sampler", sampling_session_seq_id=1)
     moved = await sample(server, body | {"sampling_session_id": second["sampling_session_id"]})
     assert moved.sequences[0].logprobs != pytest.approx(drawn.sequences[0].logprobs, abs=1e-3)
@@ -300,8 +301,8 @@ async def test_runs_results_and_samplers_survive_a_restart(
     async with running_server(config, dispatch) as server:
         assert (await server.result(f"{run.model_id}:1"))["metrics"]["loss:sum"] == loss
         assert (await server.retrieve(waiting["request_id"])).status_code == 408
-        (again,), (before,) = (await sample(server, body | {"seq_id": 1})).sequences, drawn.sequences
-        assert list(again.tokens) == list(before.tokens) and again.logprobs == pytest.approx(before.logprobs, abs=1e-4)
+        again = await sample(server, body | {"seq_id": 1})
+        assert_same_sample(again.sequences[0], drawn.sequences[0])
         numbers, run = run.numbers, Run(server, run.model_id, run.session_id)
         run.numbers = numbers
         assert (await run.forward_backward(batch())).metrics["loss:sum"] == loss
@@ -309,6 +310,38 @@ async def test_runs_results_and_samplers_survive_a_restart(
         resumed = await server.result((await server.post("load_weights", body))["request_id"])
         resumed_loss = (await Run(server, resumed["model_id"], run.session_id).forward_backward(batch())).metrics
         assert resumed_loss["loss:sum"] == loss
+
+
+def only_file(root: Path, pattern: str) -> Path:
+    (path,) = root.glob(pattern)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["flipped", "of an earlier version"])
+async def test_weights_of_a_sampler_that_were_changed_on_disk_are_refused_by_a_restarted_server(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with running_server(config, dispatch) as server:
+        run = await server.create_run()
+        await run.train(batch(), 2)
+        body = sample_body((await run.do("save_weights_for_sampler"))["sampling_session_id"])
+        drawn = (await sample(server, body)).sequences[0]
+    weights = only_file(tmp_path, "ephemeral/*/*/*.safetensors")
+    if kind == "flipped":
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 0x40
+        weights.write_bytes(content)
+    else:
+        weights.with_name(MANIFEST).unlink()
+    async with running_server(config, dispatch) as server:
+        if kind == "flipped":
+            answer = await server.result((await server.post("asample", body | {"seq_id": 1}))["request_id"])
+            assert answer["category"] == "server" and f"{weights.name} does not match its manifest" in answer["error"]
+            assert "save_weights_for_sampler again" in answer["error"] and str(tmp_path) not in answer["error"]
+        else:
+            again = (await sample(server, body | {"seq_id": 1})).sequences[0]
+            assert_same_sample(again, drawn)
 
 
 async def test_finishing_a_session_releases_its_runs_and_samplers(server: Server) -> None:

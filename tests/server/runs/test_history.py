@@ -1,19 +1,27 @@
 """The history of runs: metrics by step and operations, through crashes, pages, averages and shortening."""
 
+import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import httpx
 import pytest
+from trainhouse.server.operations.turns import Turns
 from trainhouse.server.runs import history
 from trainhouse.server.store import OperationRecord
 from trainhouse.server.store.tables import operation_table
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.scheduler.work import CallSize
 
-from ..real import ADAM, BOB, MODEL, Run, Server, batch, running_server, server_config
+from ...live import live_server
+from ..gated import GATED
+from ..real import ADAM, ALICE, BOB, MODEL, Run, Server, batch, running_server, server_config
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -304,3 +312,62 @@ async def test_history_expires(server: Server) -> None:
     await server.services.history.tidy_up([])
     found = await get(server, run, "metrics")
     assert found["training"]["steps"] == [] and found["logged"]["steps"] == [1]
+
+
+@pytest.fixture
+async def gated(
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anyio_backend: str
+) -> AsyncIterator[Server]:
+    """A server whose passes wait while the file $GATE exists."""
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    headers = {"X-API-Key": ALICE}
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path / "state", module=GATED) as live:
+        async with httpx.AsyncClient(base_url=f"{live.url}/api/v1/", headers=headers, timeout=60) as client:
+            yield Server(cast(Any, None), {ALICE: client}, cast(Any, None))
+
+
+async def waited(run: Run, request_ids: Iterable[str]) -> dict[int, float]:
+    for request_id in request_ids:
+        assert "error" not in await run.server.result(request_id)
+    return {one["seq_id"]: one["queued_seconds"] for one in (await get(run.server, run, "operations"))["operations"]}
+
+
+async def test_an_operation_waits_for_others_but_not_for_those_before_it_in_its_run(gated: Server) -> None:
+    gate, seconds = Path(os.environ["GATE"]), 4.0
+    first, second = [await gated.create_run() for _ in range(2)]
+    client = gated.clients[ALICE]
+    metrics = str(client.base_url).removesuffix("api/v1/") + "metrics"
+
+    async def send_pass(run: Run) -> str:
+        submitted = (await run.send(run.encode(batch(), next(run.numbers)))).json()["request_id"]
+        while 'activity="pass",group="tiny/qwen3"} 1.0' not in (await client.get(metrics)).text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return submitted
+
+    gate.touch()  # noqa: ASYNC240
+    began_at = time.monotonic()
+    sent = [await send_pass(first), await send_pass(first), (await first.submit("optim_step"))["request_id"]]
+    sent.append((await first.submit("save_weights", path="a"))["request_id"])
+    behind = await send_pass(second)
+    await asyncio.sleep(seconds)
+    gate.unlink()  # noqa: ASYNC240
+    of_first, of_second = await waited(first, sent), await waited(second, [behind])
+    not_gated = time.monotonic() - began_at - seconds
+    assert max(of_first.values()) <= not_gated and seconds <= of_second[1]
+    training = (await get(gated, first, "metrics"))["training"]["metrics"]
+    assert training["queued_seconds"][0] <= not_gated and seconds <= training["step_seconds"][0]
+
+
+def test_an_operation_is_ready_when_all_before_it_have_arrived_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, turns = [10.0], Turns()
+    monkeypatch.setattr("trainhouse.server.operations.turns.time", SimpleNamespace(monotonic=lambda: now[0]))
+    calls = [CallSize(1, 1) for _ in range(3)]
+    assert [turns.queue(at) for at in (3.0, 1.0, 4.0)] == [3.0, 3.0, 4.0], "after a gap in the numbers"
+    assert turns.begin(1, calls[0]) == turns.begin(2, calls[0]) == 0.0, "in one call, as soon as they arrived"
+    now[0] = 20.0
+    assert turns.begin(2, calls[1]) == turns.begin(3, calls[1]) == 20.0, "the second one had a part in both calls"
+    for seq_id, ended_at in enumerate((21.0, 22.0, 23.0), 1):
+        now[0] = ended_at
+        turns.end(seq_id)
+    now[0] = 30.0
+    assert turns.begin(4, calls[2]) == 23.0 and turns.begin(4, None) == 23.0

@@ -5,6 +5,8 @@ with that number is refused.
 """
 
 import asyncio
+import hashlib
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -98,8 +100,9 @@ async def test_a_model_seq_id_belongs_to_one_request(
         assert await create_model(server, reordered) == model_id
         refused = await server.post("create_model", body | other, status=400)
         assert refused["detail"] == (
-            f"model_seq_id 0 of session {session_id} is taken by {model_id}, which was created by a different request:"
-            " give a new model the next number, or resend the original request"
+            f"model_seq_id 0 of session {session_id} was a create_model, this is another create_model with different "
+            "content: is another process creating models in this session? Nothing was created: create a session in "
+            "each process, or give a new model the next number"
         )
         server = await restarting.start()
     assert await create_model(server, body | other | {"model_seq_id": 1}) == f"{session_id}:train:1"
@@ -118,21 +121,53 @@ async def test_a_model_seq_id_of_a_load_belongs_to_one_request(restarting: Resta
     loaded = await create_model(server, load, "load_weights")
     for _ in range(2):
         assert await create_model(server, load, "load_weights") == loaded
-        for other in ({"path": paths[1]}, {"optimizer": False}, {"model_seq_id": 0}):
+        for other, kinds in (
+            ({"path": paths[1]}, "load_weights, this is another load_weights with different content"),
+            ({"optimizer": False}, "load_weights, this is another load_weights with different content"),
+            ({"model_seq_id": 0}, "create_model, this is a load_weights"),
+        ):
             refused = await server.post("load_weights", load | other, status=400)
-            assert "which was created by a different request" in refused["detail"]
+            assert f" was a {kinds}: is another process creating models" in refused["detail"]
         refused = await server.post("create_model", body | {"model_seq_id": 1}, status=400)
-        assert "model_seq_id 1" in refused["detail"]
+        assert " was a load_weights, this is a create_model: is another process" in refused["detail"]
         server = await restarting.start()
 
 
-async def test_a_model_of_an_earlier_version_is_returned_for_any_request(restarting: Restarting) -> None:
+async def test_models_of_earlier_versions_are_compared_as_far_as_they_are_known(restarting: Restarting) -> None:
+    """These stored a hash of the request without its kind and, before that, nothing."""
     server = await restarting.start()
     body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL} | LORA
     model_id = await create_model(server, body)
+    other = body | {"lora_config": {"rank": 8}}
+    hashed = {"kind": "create_model", "session_id": body["session_id"], "model_seq_id": 0, "base_model": MODEL} | LORA
+    asked = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+    await server.services.store.update(runs, runs.c.run_id == model_id, {"asked": asked})
+    server = await restarting.start()
+    assert await create_model(server, body) == model_id
+    refused = await server.post("create_model", other, status=400)
+    assert "was a different request, this is a create_model" in refused["detail"]
     await server.services.store.update(runs, runs.c.run_id == model_id, {"asked": None})
     server = await restarting.start()
-    assert await create_model(server, body | {"lora_config": {"rank": 8}}) == model_id
+    assert await create_model(server, other) == model_id
+
+
+async def test_defaults_of_a_new_model_may_be_left_out_or_filled_in(restarting: Restarting) -> None:
+    server = await restarting.start()
+    numbers = {"session_id": await server.create_session(), "model_seq_id": 0}
+    body = numbers | {"base_model": MODEL, "lora_config": {"rank": 4}}
+    empty = {"user_metadata": {}, "optimizer_config": {"type": "adamw"}, "model_role": "policy", "target_path": None}
+    lora = {"rank": 4.0, "seed": None, "train_mlp": True, "train_attn": True, "train_unembed": True}
+    model_id = await create_model(server, body)
+    for again in ({"user_metadata": None}, empty, {"lora_config": lora}, empty | {"lora_config": lora}):
+        assert await create_model(server, body | again) == model_id
+    saved = await server.post("save_weights", {"model_id": model_id, "path": "a"})
+    load = numbers | {"path": (await server.result(saved["request_id"]))["path"], "model_seq_id": 1}
+    loaded = await create_model(server, load, "load_weights")
+    for again in (
+        {"optimizer": False, "user_metadata": {}, "optimizer_config": {"type": "adamw"}},
+        {"optimizer_config": None, "model_role": None, "weights_access_token": None, "base_model": None},
+    ):
+        assert await create_model(server, load | again, "load_weights") == loaded
 
 
 async def test_a_sampler_seq_id_belongs_to_one_request(restarting: Restarting) -> None:
@@ -158,13 +193,12 @@ async def test_a_sampler_seq_id_belongs_to_one_request(restarting: Restarting) -
             assert await server.post("create_sampling_session", body | asked) == sampler
             for other in [{"base_model": OTHER}, *(each for each in kinds.values() if each != asked)]:
                 refused = await server.post("create_sampling_session", body | other, status=400)
-                assert (
-                    f"sampling_session_seq_id {number} of session {session_id} is the number of a" in refused["detail"]
-                )
+                assert f"sampling_session_seq_id {number} of session {session_id} was a sampler" in refused["detail"]
+                assert "this is another sampler: is another process sampling" in refused["detail"]
         refused = await server.post(
             "create_sampling_session", session | {"sampling_session_seq_id": 2} | of_base, status=400
         )
-        assert f"of a sampler with the weights that run {policy['model_id']} had" in refused["detail"]
+        assert f"was a sampler with the weights that run {policy['model_id']} had" in refused["detail"]
         server = await restarting.start()
 
 

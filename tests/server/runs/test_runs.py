@@ -213,7 +213,8 @@ async def test_ending_a_run_cancels_what_was_dispatched_ahead(make_bench: MakeBe
     bench.operations.may_proceed.set()
     await ending
     assert await bench.result(1) == {"seq_id": 1}
-    assert [(await bench.result(seq_id))["error"] for seq_id in (2, 3)] == ["the session has ended"] * 2
+    failed = {"error": "the session has ended", "category": "user"}
+    assert [await bench.result(seq_id) for seq_id in (2, 3)] == [failed] * 2
     assert bench.operations.performed == [0, 1, "drop"]
 
 
@@ -335,7 +336,8 @@ async def test_ending_a_run_finishes_the_current_operation_and_fails_queued_ones
     bench.operations.may_proceed.set()
     await ending
     assert await bench.result(0) == {"seq_id": 0}
-    assert [(await bench.result(seq_id))["error"] for seq_id in (1, 4)] == ["the session has ended"] * 2
+    failed = {"error": "the session has ended", "category": "user"}
+    assert [await bench.result(seq_id) for seq_id in (1, 4)] == [failed] * 2
     assert bench.operations.performed == [0, "drop"]
 
 

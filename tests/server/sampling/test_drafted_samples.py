@@ -11,7 +11,6 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from trainhouse.schemas.sampling import ModelInput, SampleRequest
 from trainhouse.server.config.server_config import ServerConfig
@@ -21,6 +20,7 @@ from trainhouse.server.tenants.auth import Tenant
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
 
+from ...drawn import Drawn, all_drawn, as_drawn, assert_same_sample
 from ...letters import save_letter_tokenizer
 from ..real import ALICE, BOB, MODEL, Server, batch, running_server, sample, sample_body, server_config
 from ..runs.test_drafts import create_draft, create_policy, publish, remove
@@ -117,8 +117,8 @@ async def draw(server: Server, body: dict[str, Any], key: str = ALICE) -> Any:
     return answer
 
 
-def tokens_of(answer: Any) -> list[list[int]]:
-    return [sequence["tokens"] for sequence in answer["sequences"]]
+def tokens_of(answer: Any) -> list[Drawn]:
+    return all_drawn(answer)
 
 
 async def kill_worker(dispatch: WorkerDispatch) -> None:
@@ -143,9 +143,8 @@ async def test_greedy_samples_are_the_same_with_and_without_a_draft(server: Serv
     plain, drafted = await create_sampler(server), await create_sampler(server, draft_path=path)
     for tokens in PROMPTS:
         expected, found = [await draw(server, sample_request(each, tokens, num_samples=2)) for each in (plain, drafted)]
-        assert tokens_of(found) == tokens_of(expected)
         for ours, theirs in zip(found["sequences"], expected["sequences"], strict=True):
-            np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
+            assert_same_sample(ours, theirs)
         guesses = found["guesses"]
         assert "guesses" not in expected, "without a draft there are no counts"
         assert guesses["accepted"] <= guesses["drafted"] <= usual * guesses["passes"]
@@ -227,7 +226,7 @@ async def test_the_official_sdk_reads_drafted_samples(server: Server) -> None:
     plain, drafted = [
         await sample(server, sample_request(await create_sampler(server, draft_path=each))) for each in (None, path)
     ]
-    assert drafted.sequences[0].tokens == plain.sequences[0].tokens
+    assert as_drawn(drafted.sequences[0]) == as_drawn(plain.sequences[0])
 
 
 @pytest.mark.parametrize("verb", ["save_weights", "save_weights_external"])
@@ -394,6 +393,38 @@ async def test_a_draft_in_use_again_is_not_dropped_by_an_earlier_user(
         second.set()
         await asyncio.sleep(0.05)
         assert dispatch.has_draft(MODEL, draft_id(checkpoint))
+    await drafts.close()
+
+
+async def test_a_draft_that_is_being_dropped_is_loaded_again_before_it_is_used(
+    server: Server, dispatch: RecordingDispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = server.services.samplers.find(await create_sampler(server, draft_path=await saved_draft(server)))
+    assert sampler is not None
+    drafts = DraftLoader(dispatch, server.services.checkpoints, unused_seconds=0.0)
+    checkpoint = await drafts.find(sampler.record.tenant_id, str(sampler.record.draft_path), MODEL)
+    drop, is_dropping, may_drop = dispatch.drop_draft, asyncio.Event(), asyncio.Event()
+
+    async def dropping(*arguments: Any) -> None:
+        is_dropping.set()
+        await may_drop.wait()
+        await drop(*arguments)
+
+    async def use() -> bool:
+        async with drafts.use(checkpoint):
+            may_drop.set()
+            await wait_for_drops(server, dispatch, 1)
+            await asyncio.sleep(0.2)
+            return dispatch.has_draft(MODEL, draft_id(checkpoint))
+
+    monkeypatch.setattr(dispatch, "drop_draft", dropping)
+    async with drafts.use(checkpoint):
+        pass
+    await is_dropping.wait()
+    using = asyncio.create_task(use())
+    await asyncio.sleep(0.05)
+    may_drop.set()
+    assert await using and len(dispatch.loaded) == 2
     await drafts.close()
 
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from ...acceptance.crashing import worker_pids
+from ...drawn import Drawn, as_drawn
 from ...live import LiveServer, live_server
 from ..real import ALICE
 from ..runs.test_restart import DATA, Client
@@ -32,13 +33,13 @@ def train_step(client: Client, model_id: str) -> float:
     return loss
 
 
-def sample_tokens(client: Client, name: str) -> list[int]:
+def sample(client: Client, name: str) -> Drawn:
     session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
     asked = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": name}
     sampler = client.post("create_sampling_session", asked)["sampling_session_id"]
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
-    sample = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 5, "seed": 1}}
-    return client.post("sample", sample)["sequences"][0]["tokens"]
+    asked = {"sampling_session_id": sampler, "prompt": prompt, "sampling_params": {"max_tokens": 5, "seed": 1}}
+    return as_drawn(client.post("sample", asked)["sequences"][0])
 
 
 @pytest.mark.slow
@@ -50,9 +51,7 @@ def test_both_names_share_one_worker_and_survive_a_restart(tiny_models: dict[str
         assert len(worker_pids(server.process.pid)) == 1 and names_served(server) == list(NAMES)
         runs = {name: create_run(client, name) for name in NAMES}
         losses = {name: train_step(client, runs[name]) for name in NAMES}
-        assert losses[NAMES[0]] == losses[NAMES[1]] and sample_tokens(client, NAMES[0]) == sample_tokens(
-            client, NAMES[1]
-        )
+        assert losses[NAMES[0]] == losses[NAMES[1]] and sample(client, NAMES[0]) == sample(client, NAMES[1])
         for name in NAMES:
             info = client.post("get_info", {"model_id": runs[name]})
             assert info["model_data"]["model_name"] == name, info

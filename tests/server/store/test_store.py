@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from sqlalchemy import Connection, insert, text, update
+from sqlalchemy import Connection, delete, event, insert, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 from trainhouse.schemas.models import DraftConfig, FullConfig, LoraConfig
 from trainhouse.server.store import (
@@ -29,6 +30,7 @@ from trainhouse.server.store import (
 from trainhouse.server.store import open_store as open_configured
 from trainhouse.server.store.database.database import PendingWrite
 from trainhouse.server.store.database.schema import format_table, tenants
+from trainhouse.server.store.database.schema import runs as runs_table
 from trainhouse.server.store.migrations import FORMAT_VERSION, MIGRATIONS, for_dialect
 
 from ..api import LORA, session_record
@@ -293,7 +295,8 @@ async def test_runs_are_listed_by_last_use(open_store: OpenStore) -> None:
 
 async def test_runs_and_sessions_are_found_by_what_is_written_about_them(open_store: OpenStore) -> None:
     store = await filled(open_store())
-    named = session_record("named", "t", 2.0, display_name="100% Ünique_name", user_metadata={"quote": 'a "b" é'})
+    texts = {"display_name": "100% Ünique_name", "user_metadata": {"quote": 'a "b" é'}, "tags": ("Red-Team",)}
+    named = session_record("named", "t", 2.0, **texts)
     await store.sessions.insert(named)
     await store.runs.insert(RunRecord("named:train:0", "named", "t", "Other/Model", LORA, 2.0, 2.0, {"c": 'd "e" é'}))
     await store.tenants.ensure(TenantRecord("u", "another", 1.0))
@@ -323,9 +326,34 @@ async def test_runs_and_sessions_are_found_by_what_is_written_about_them(open_st
         ("", False, ["s"]),
         ('A "B" é', None, ["named"]),
         ("100%", False, []),
+        ("red-TEAM", None, ["named"]),
     ):
         sessions, page = await store.sessions.page_of_tenant("t", 0, 10, search, is_open)
         assert ([one.session_id for one in sessions], page.total_count) == (expected, len(expected)), (search, is_open)
+
+
+async def test_a_run_that_is_deleted_while_it_is_searched_for_is_left_out(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    await store.runs.insert(RunRecord("s:train:1", "s", "t", "base", LORA, 2.0, 2.0))
+    selects: list[str] = []
+
+    def delete_between(connection: Connection, cursor: object, statement: str, *_: object) -> None:
+        if statement.startswith("SELECT runs."):
+            selects.append(statement)
+        if selects and len(selects) == 1 and statement == selects[0]:
+            with store._writing.begin() as other:
+                other.execute(delete(runs_table).where(runs_table.c.run_id == "s:train:1"))
+
+    event.listen(store._reading, "after_cursor_execute", delete_between)
+    try:
+        found, page = await store.runs.list_of_tenant("t", 0, 10, search="train")
+    finally:
+        event.remove(store._reading, "after_cursor_execute", delete_between)
+
+    assert len(selects) == 2, "the ids are found first"
+    reads_one_state = isinstance(store, SqliteStore)
+    expected = ["s:train:1", "s:train:0"] if reads_one_state else ["s:train:0"]
+    assert ([run.run_id for run in found], page.total_count) == (expected, 2)
 
 
 async def test_keys_have_scopes_and_limits(open_store: OpenStore) -> None:
@@ -508,6 +536,25 @@ async def test_a_failed_migration_leaves_the_file_unchanged(tmp_path: Path) -> N
     with pytest.raises(OperationalError, match="leases already exists"):
         SqliteStore(path)
     assert schema(path) == before
+
+
+@pytest.mark.parametrize("suffix", ["-wal", "-shm"])
+@pytest.mark.parametrize("replace", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_a_database_beside_what_is_no_file_says_so(
+    tmp_path: Path, suffix: str, replace: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "store.db"
+    SqliteStore(path).close()
+    beside = path.with_name(f"{path.name}{suffix}")
+    beside.unlink(missing_ok=True)
+    replace(beside)
+    try:
+        SqliteStore(path).close()
+    except ValueError as error:
+        assert "store.db cannot be used (" in str(error)
+        assert "must be files that this user may write" in str(error)
+    else:
+        assert (suffix, replace) == ("-wal", os.mkfifo), "SQLite replaces only this"
 
 
 @pytest.mark.parametrize(("durability", "synchronous"), [("process", 1), ("power", 2)])

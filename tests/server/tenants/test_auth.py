@@ -3,23 +3,28 @@
 import asyncio
 import re
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 from tinker.cli.auth_api import SelfApiKeyResponse
 from tinker.lib._jwt_auth import jwt_claims
 from tinker.types.auth_token_response import AuthTokenResponse
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config.knob_values import TenantWeight, parse_weights
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, SqliteStore, TenantRecord
+from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, KeyCounts, SqliteStore, Store, TenantRecord
 from trainhouse.server.store.database.database import Database
 from trainhouse.server.store.tables.key_table import KeyTable
 from trainhouse.server.store.tables.tenant_table import TenantTable
 from trainhouse.server.tenants.auth import (
     CACHE_SECONDS,
+    CONFIRM_SECONDS,
     Auth,
     create_key,
     hash_key,
@@ -27,6 +32,7 @@ from trainhouse.server.tenants.auth import (
     require_keys,
     revoke_key,
 )
+from trainhouse.server.tenants.rate_limits import UnauthenticatedLimits
 from trainhouse.server.tenants.tokens import LIFETIME_SECONDS, Tokens
 from trainhouse.workers.protocol.worker_config import ServedModel
 
@@ -136,11 +142,21 @@ async def test_a_key_created_by_another_process_is_accepted_soon(tmp_path: Path)
 
 
 class WatchedKeys(KeyTable):
-    """Counts the look-ups of each key."""
+    """Counts the look-ups of each key, and stops counts of keys, once they are read, until `may_count` is set."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database)
         self.num_lookups: Counter[str] = Counter()
+        self.num_counts = 0
+        self.has_counted, self.may_count = asyncio.Event(), asyncio.Event()
+        self.may_count.set()
+
+    async def count(self) -> KeyCounts:
+        self.num_counts += 1
+        counts = await super().count()
+        self.has_counted.set()
+        await self.may_count.wait()
+        return counts
 
     async def find(self, key_hash: str) -> ApiKeyRecord | None:
         self.num_lookups[key_hash] += 1
@@ -168,39 +184,119 @@ class WatchedStore(SqliteStore):
         self.tenants = WatchedTenants(self)
 
 
-async def test_a_look_up_begun_before_a_revocation_does_not_cache_the_key(tmp_path: Path) -> None:
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[WatchedStore]:
     with closing(WatchedStore(tmp_path / "store.db")) as store:
-        auth = Auth(store, loopback=False, clock=Clock())
-        key = await create_key(store, "team")
-        looking = asyncio.create_task(auth.authenticate(key))
-        await store.tenants.is_between.wait()
-        record = await store.keys.find(hash_key(key))
-        assert record is not None
-        await auth.revoke(record)
         store.tenants.may_proceed.set()
-        assert (await looking).name == "team", "this request was earlier"
-        with pytest.raises(RequestError, match="revoked"):
-            await auth.authenticate(key)
+        yield store
+
+
+async def test_a_look_up_begun_before_a_revocation_does_not_cache_the_key(watched: WatchedStore) -> None:
+    watched.tenants.may_proceed.clear()
+    auth = Auth(watched, loopback=False, clock=Clock())
+    key = await create_key(watched, "team")
+    looking = asyncio.create_task(auth.authenticate(key))
+    await watched.tenants.is_between.wait()
+    record = await watched.keys.find(hash_key(key))
+    assert record is not None
+    await auth.revoke(record)
+    watched.tenants.may_proceed.set()
+    assert (await looking).name == "team", "this request was earlier"
+    with pytest.raises(RequestError, match="revoked"):
+        await auth.authenticate(key)
+
+
+async def revoke_all(store: Store) -> None:
+    for info in await list_keys(store):
+        await revoke_key(store, info.key_id)
+
+
+async def test_no_request_trusts_a_key_while_it_is_being_found_out_whether_keys_were_revoked(
+    watched: WatchedStore,
+) -> None:
+    clock = Clock()
+    auth = Auth(watched, loopback=False, clock=clock)
+    key = await create_key(watched, "team")
+    admitted = await auth.identify(key, "1.2.3.4")
+    await revoke_all(watched)
+    clock.now += 3600
+    before = watched.keys.num_counts
+
+    found = await asyncio.gather(
+        *(auth.authenticate(key) for _ in range(3)),
+        *(auth.confirm(admitted) for _ in range(3)),
+        auth.tenant_of(key),
+        return_exceptions=True,
+    )
+
+    assert found[-1] is None and all(isinstance(one, RequestError) and one.status == 401 for one in found[:-1]), found
+    assert watched.keys.num_counts == before + 1, "one query serves all"
+
+
+@pytest.mark.parametrize(("checked", "seconds"), [("a look-up", CACHE_SECONDS), ("a second check", CONFIRM_SECONDS)])
+async def test_a_count_of_keys_that_began_too_early_is_repeated(
+    watched: WatchedStore, checked: str, seconds: float
+) -> None:
+    clock, keys = Clock(), watched.keys
+    auth = Auth(watched, loopback=False, clock=clock)
+    key = await create_key(watched, "team")
+    admitted = await auth.identify(key, "1.2.3.4")
+    clock.now += 3600
+    keys.has_counted.clear()
+    keys.may_count.clear()
+    early = asyncio.create_task(auth.authenticate(key))
+    await keys.has_counted.wait()
+
+    await revoke_all(watched)
+    clock.now += seconds
+    late = asyncio.create_task(auth.authenticate(key) if checked == "a look-up" else auth.confirm(admitted))
+    await asyncio.sleep(0)
+    keys.may_count.set()
+
+    assert (await early).name == "team", "this request was earlier"
+    with pytest.raises(RequestError, match="revoked"):
+        await late
+
+
+async def test_a_request_that_is_given_up_takes_no_others_count_of_keys_along(watched: WatchedStore) -> None:
+    auth, keys = Auth(watched, loopback=False, clock=Clock()), watched.keys
+    key = await create_key(watched, "team")
+    keys.may_count.clear()
+    given_up, other = (asyncio.create_task(auth.authenticate(key)) for _ in range(2))
+    await keys.has_counted.wait()
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    keys.may_count.set()
+
+    assert (await other).name == "team" and keys.num_counts == 1
+
+
+async def test_keys_that_cannot_be_counted_are_counted_again_at_the_next_request(watched: WatchedStore) -> None:
+    auth = Auth(watched, loopback=False, clock=Clock())
+    key = await create_key(watched, "team")
+    await watched.write(lambda connection: connection.execute(text("ALTER TABLE api_keys RENAME TO away")))
+    failed = await asyncio.gather(*(auth.authenticate(key) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(one, OperationalError) for one in failed), failed
+    await watched.write(lambda connection: connection.execute(text("ALTER TABLE away RENAME TO api_keys")))
+    assert (await auth.authenticate(key)).name == "team"
 
 
 async def test_made_up_keys_do_not_evict_valid_keys_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    watched: WatchedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainhouse.server.tenants.auth._MAX_CACHED", 50)
-    with closing(WatchedStore(tmp_path / "store.db")) as store:
-        store.tenants.may_proceed.set()
-        auth = Auth(store, loopback=False, clock=Clock())
-        key = await create_key(store, "team")
-        await auth.authenticate(key)
-        for number in range(120):
-            with pytest.raises(RequestError, match="unknown"):
-                await auth.authenticate(f"tml-made-up-{number}")
+    auth = Auth(watched, loopback=False, clock=Clock())
+    key = await create_key(watched, "team")
+    await auth.authenticate(key)
+    for number in range(120):
         with pytest.raises(RequestError, match="unknown"):
-            await auth.authenticate("tml-made-up-119")
-        assert (await auth.authenticate(key)).name == "team"
-        assert store.keys.num_lookups[hash_key(key)] == 1
-        assert store.keys.num_lookups[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
-        assert len(auth._valid_keys) + len(auth._invalid_keys) == 51
+            await auth.authenticate(f"tml-made-up-{number}")
+    with pytest.raises(RequestError, match="unknown"):
+        await auth.authenticate("tml-made-up-119")
+    assert (await auth.authenticate(key)).name == "team"
+    assert watched.keys.num_lookups[hash_key(key)] == 1
+    assert watched.keys.num_lookups[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
+    assert len(auth._valid_keys) + len(auth._invalid_keys) == 51
 
 
 async def test_revoking_an_unknown_key_fails(api: Api) -> None:
@@ -285,3 +381,20 @@ def test_a_token_expires() -> None:
     assert tokens.key_hash_of(token) == "hash"
     clock.now += 1
     assert tokens.key_hash_of(token) is None
+
+
+@pytest.mark.parametrize("path", ["/console", "/api/v1/readyz", "/console/runs", "/api/v1/limits"])
+async def test_made_up_keys_are_counted_wherever_they_are_looked_up(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    services, looked_up = app.state.services, []
+    await create_key(services.store, "team")
+    services.auth.unauthenticated_limits = UnauthenticatedLimits(3, Clock())
+    find = services.store.keys.find
+    monkeypatch.setattr(services.store.keys, "find", lambda key_hash: looked_up.append(key_hash) or find(key_hash))
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answers = [await client.get(path, headers={"X-API-Key": f"tml-guess-{number}"}) for number in range(6)]
+
+    assert [answer.status_code for answer in answers[3:]] == [429] * 3
+    assert len(looked_up) == 3

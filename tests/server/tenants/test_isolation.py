@@ -32,6 +32,7 @@ OPEN_PAGES = {
     "/console/static/{version}/{file}": "part of the pages",
     "/metrics": "for Prometheus: takes a key with the scope operator, as ROUTE_SCOPES says",
     "/api/v1/downloads/{run_id}/{kind}/{name}/{file:path}": "signed URLs: the signature grants the access",
+    "/api/v1/archives/{run_id}/{kind}/{name}": "signed URLs, too",
 }
 """Paths that are not in the OpenAPI document, and why they need no key."""
 
@@ -107,6 +108,7 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "POST", "build_vocab_map", model | {"tokens": [[1, 2]]}
     yield "POST", "capture", model | {"data": [{"model_input": [1, 2]}]}
     yield "POST", "release_features", model
+    yield "POST", "unload_model", model
     yield "POST", "schedule_checkpoints", model
     yield "POST", "create_evaluation", model | data | {"evaluation": {"name": "a", "every": 1}}
     yield "POST", "delete_evaluation", model | {"name": "a"}
@@ -147,6 +149,7 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "DELETE", f"{CHECKPOINT}/publish", None
     yield "PUT", f"{CHECKPOINT}/ttl", {"ttl_seconds": 3600}
     yield "GET", f"{CHECKPOINT}/external_weights_urls", None
+    yield "GET", f"{CHECKPOINT}/archive", None
     yield "POST", "weights_info", {"tinker_path": things.checkpoint}
     yield "POST", "copy_weights", {"source_path": things.checkpoint}
     for name in (things.sampler_weights, things.sampler_id):

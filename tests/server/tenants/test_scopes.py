@@ -63,12 +63,14 @@ async def test_a_refusal_names_the_missing_scope_and_the_remedy(api: Api) -> Non
         refused = await send.post("/api/v1/forward_backward", content=b"")
         assert refused.status_code == 403
         assert refused.json()["detail"] == (
-            "this key has the scope sample, read, and POST /api/v1/forward_backward needs train: use a key with that "
+            "this key has the scopes sample, read, and POST /api/v1/forward_backward needs train: use a key with that "
             "scope, made by `trainhouse keys create NAME --scopes sample,read,train`"
         )
         assert (await send.get("/api/v1/sessions")).status_code == 200
     refused = await client.delete("/api/v1/training_runs/r/checkpoints/weights/n")
     assert refused.status_code == 403 and "needs admin" in refused.json()["detail"]
+    reader = await api.client(await create_key(api.services.store, "team", ("read",)))
+    assert "has the scope read, and" in (await reader.post("/api/v1/asample", content=b"")).json()["detail"]
     own = (await client.get("/api/v1/auth/apikey/me")).json()
     assert (own["scopes"], own["requests_per_minute"]) == (["sample", "read"], None)
     assert SelfApiKeyResponse.model_validate(own).name == "team"

@@ -31,12 +31,15 @@ class Lines(logging.Handler):
 @pytest.fixture
 def lines() -> Iterator[Lines]:
     kept, root = Lines(), logging.getLogger()
-    level = root.level
-    root.setLevel(logging.DEBUG)
+    # An earlier test may have given our logger a level of its own.
+    levels = {each: each.level for each in (root, logging.getLogger("trainhouse"))}
+    for each in levels:
+        each.setLevel(logging.DEBUG)
     root.addHandler(kept)
     yield kept
     root.removeHandler(kept)
-    root.setLevel(level)
+    for each, level in levels.items():
+        each.setLevel(level)
 
 
 async def test_no_secret_is_logged_or_stored(

@@ -68,6 +68,16 @@ async def test_a_retried_create_returns_the_same_session(api: Api) -> None:
     assert await create(ALICE, "one") == first
     assert await create(ALICE, "two") != first
     assert await create(BOB, "one") != first
+    headers = {"X-Idempotency-Key": "one"}
+    for other in (
+        {"tags": ["b"]},
+        {"user_metadata": {"n": 2}},
+        {"sdk_version": "0.37.0"},
+        {"display_name": None},
+        {"project_id": "p"},
+    ):
+        refused = await (await api.client(ALICE)).post("/api/v1/create_session", json=body | other, headers=headers)
+        assert refused.status_code == 400 and "was used to create session" in refused.json()["detail"]
 
 
 async def test_heartbeats_keep_a_session_alive_and_silence_ends_it(api: Api) -> None:
@@ -122,7 +132,7 @@ async def test_a_session_belongs_to_one_tenant(api: Api) -> None:
     assert (await client.get(f"/api/v1/sessions/{session_id}")).status_code == 404
     moved = await client.put(f"/api/v1/sessions/{session_id}/project", json={"project_id": "mine"})
     assert moved.status_code == 404
-    assert (await client.get("/api/v1/sessions")).json() == {"sessions": []}
+    assert (await client.get("/api/v1/sessions")).json() == {"sessions": [], "names": {}}
     assert await heartbeat(api, session_id, ALICE) == 200
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 from psutil import Process
 from tokenizers.processors import TemplateProcessing
+from trainhouse.schemas.chats import template as template_module
+from trainhouse.schemas.chats.messages import Chat, ChatError
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.server.text import tokenizer as tokenizer_module
 from trainhouse.server.text.read_tokenizer import read
-from trainhouse.server.text.tokenizer import Chat, Tokenizer, Tokenizers
+from trainhouse.server.text.tokenizer import Tokenizer, Tokenizers
 from trainhouse.workers.protocol.worker_config import ServedModel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -105,9 +108,9 @@ async def test_a_text_has_the_tokens_that_transformers_gives_it(saved: Path, tex
 async def test_a_refusal_by_the_chat_template_is_reported_with_its_reason(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer = Tokenizer(read(str(tmp_path)))
-    with pytest.raises(RequestError, match="no role judge"):
+    with pytest.raises(ChatError, match="no role judge"):
         tokenizer.encode_chat(Chat([{"role": "judge", "content": "x"}]), CONTEXT)
-    with pytest.raises(RequestError, match="does not accept these messages"):
+    with pytest.raises(ChatError, match="does not accept these messages"):
         tokenizer.encode_chat(Chat([{"role": "assistant", "tool_calls": 5}]), CONTEXT)
 
 
@@ -125,7 +128,7 @@ async def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, template: str
     saved = letter_tokenizer()
     saved.chat_template = template
     saved.save_pretrained(tmp_path)
-    with pytest.raises(RequestError, match="does not accept these messages"):
+    with pytest.raises(ChatError, match="does not accept these messages"):
         Tokenizer(read(str(tmp_path))).encode_chat(Chat([{"role": "user", "content": "x"}]), CONTEXT)
 
 
@@ -135,7 +138,7 @@ async def test_without_a_chat_template_only_texts_work(tmp_path: Path) -> None:
     saved.save_pretrained(tmp_path)
     tokenizer = Tokenizer(read(str(tmp_path)))
     assert tokenizer.encode("x", CONTEXT)
-    with pytest.raises(RequestError, match="no chat template"):
+    with pytest.raises(ChatError, match="no chat template"):
         tokenizer.encode_chat(Chat([{"role": "user", "content": "x"}]), CONTEXT)
 
 
@@ -182,13 +185,28 @@ async def test_tokenizing_a_long_text_does_not_block_the_event_loop(tmp_path: Pa
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer, tokenizers = Tokenizer(read(str(tmp_path))), Tokenizers([])
     text = "the model is here and " * 40_000
-    tokenizing = asyncio.create_task(tokenizers.run_in_thread(lambda: tokenizer.encode(text, len(text))))
+    tokenizing = asyncio.create_task(tokenizers.run_in_thread("t", lambda: tokenizer.encode(text, len(text))))
     num_turns = 0
     while not tokenizing.done():
         await asyncio.sleep(0.001)
         num_turns += 1
     assert num_turns > 10, "tokenizing must release the interpreter lock"
     assert len(await tokenizing) > 100_000
+
+
+async def test_long_texts_of_a_tenant_leave_a_thread_to_the_others() -> None:
+    tokenizers, may_end = Tokenizers([]), threading.Event()
+    crowd = [asyncio.create_task(tokenizers.run_in_thread("a", lambda: may_end.wait(60))) for _ in range(5)]
+    try:
+        async with asyncio.timeout(30):
+            assert await tokenizers.run_in_thread("b", lambda: "done") == "done"
+            crowd[0].cancel()  # its thread continues, and counts
+            crowd[1].cancel()
+            assert await tokenizers.run_in_thread("b", lambda: "done") == "done"
+            assert [each.done() for each in crowd] == [True, True, False, False, False]
+    finally:
+        may_end.set()
+    assert await asyncio.gather(*crowd[2:]) == [True] * 3
 
 
 async def test_text_that_cannot_fit_the_context_is_refused_before_tokenizing(tmp_path: Path) -> None:
@@ -207,7 +225,8 @@ def test_reading_and_using_a_tokenizer_loads_no_torch(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     code = f"""
 import asyncio, json, sys
-from trainhouse.server.text.tokenizer import Chat, Tokenizers
+from trainhouse.schemas.chats.messages import Chat
+from trainhouse.server.text.tokenizer import Tokenizers
 from trainhouse.workers.protocol.worker_config import ServedModel
 async def main():
     tokenizer = await Tokenizers([ServedModel("tiny", {str(tmp_path)!r})]).get("tiny")
@@ -222,3 +241,23 @@ print(json.dumps([tokens, sorted({{"torch", "transformers"}} & set(sys.modules))
         [{"role": "user", "content": "Hello"}], add_generation_prompt=True, return_dict=False
     )
     assert tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "takes longer than"),
+        ("{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}", "recursion depth"),
+        ("{% set text = 'a' * 1000000 %}{% for i in range(99999) %}{{ text }}{% endfor %}", "writes more than"),
+    ],
+)
+def test_a_chat_template_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, reason: str
+) -> None:
+    monkeypatch.setattr(template_module, "_RENDER_SECONDS", 0.5 if "takes" in reason else 60)
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ChatError, match=reason):
+        Tokenizer(read(str(tmp_path))).encode_chat(Chat([{"role": "user", "content": "a"}]), CONTEXT)

@@ -62,6 +62,17 @@ REFUSED = {
         {"loss_fn": "mse"},
         ["unknown loss_fn 'mse'", "cross_entropy, importance_sampling"],
     ),
+    "labels": (
+        (Datum(np.arange(3, dtype=np.int32), {"labels": np.arange(3, dtype=np.int32)}),),
+        {},
+        ["needs the input target_tokens", "and not labels"],
+    ),
+    "a name of other libraries": (
+        (supervised(4),),
+        {"loss_fn": "GRPO"},
+        ["it is importance_sampling, or ppo, with the"],
+    ),
+    "an epsilon": ((sampled(4),), {"loss_fn": "ppo", "config": {"clip_epsilon": 0.2}}, ["0.2 is written 0.8 and 1.2"]),
     "config of a loss without": ((supervised(4),), {"config": {"beta": 1.0}}, ["no config key 'beta'", "takes none"]),
     "unknown config": ((sampled(4),), {"loss_fn": "ppo", "config": {"eps": 1.0}}, ["'eps'", "clip_low_threshold"]),
     "text config": ((sampled(4),), {"loss_fn": "dro", "config": {"beta": "big"}}, ["beta", "'big'", "number"]),

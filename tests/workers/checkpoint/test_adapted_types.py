@@ -20,6 +20,7 @@ from trainhouse.workers.checkpoint import TrainedState, read_new_model, read_sav
 from trainhouse.workers.checkpoint.peft_import import import_adapter
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.protocol.calls import AdapterFile
 from transformers import AutoModelForCausalLM
 
 from ..adapted import Adapted, load_in_peft, peft_gradients, peft_logits, probe, quieten_peft, relative_error, sequences
@@ -143,7 +144,8 @@ def assert_reimported_unchanged(adapted: Adapted, directory: Path, target: Path)
     config = PeftConfig.read(json.loads((directory / "adapter_config.json").read_text()))
     target.mkdir()
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
-    import_adapter(adapted.lora, lora, directory / "adapter_model.safetensors", target, "tiny/model")
+    file = AdapterFile(str(directory / "adapter_model.safetensors"), config.peft_version, config.parameters)
+    import_adapter(adapted.lora, lora, file, target, "tiny/model")
     write_for_peft(target)
     before, after = (load_file(each / "adapter_model.safetensors") for each in (directory, target))
     assert before.keys() == after.keys()

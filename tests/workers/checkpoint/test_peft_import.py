@@ -2,27 +2,30 @@
 
 import json
 import math
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainhouse.schemas.adapters.adapter_files import write_for_peft
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.models import GATE_UP_PATTERN, LoraConfig
 from trainhouse.server.checkpoints import peft_config
 from trainhouse.workers.checkpoint import read_new_model
 from trainhouse.workers.checkpoint.peft_import import import_adapter
-from trainhouse.workers.protocol.calls import Failure, RunSpec
+from trainhouse.workers.protocol.calls import AdapterFile, Failure, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from transformers import AutoModelForCausalLM
 
-from ...tiny import tiny_model
+from ...tiny import FAMILY_KINDS, KINDS, PLAIN_KINDS, declared, tiny_model
 from ..adapted import Adapted, peft_logits, peft_parameters, quieten_peft, sequences
 from ..parallel.test_families import assert_sampled
 from ..parallel.training import greedy, layout, supervised
@@ -53,7 +56,8 @@ def imported(adapted: Adapted, source: Path, target: Path, **changes: Any) -> Pa
     target.mkdir()
     config = peft_config.PeftConfig.read(json.loads((source / "adapter_config.json").read_text()))
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0).model_copy(update=changes)
-    import_adapter(adapted.lora, lora, source / "adapter_model.safetensors", target, "tiny/model")
+    file = AdapterFile(str(source / "adapter_model.safetensors"), config.peft_version, config.parameters)
+    import_adapter(adapted.lora, lora, file, target, "tiny/model")
     return target
 
 
@@ -182,6 +186,145 @@ def test_adapter_that_does_not_fit_the_base_model_is_refused(
     assert not list((tmp_path / "here").iterdir())
 
 
+SPARSE = [kind for kind in (*KINDS, *FAMILY_KINDS, *PLAIN_KINDS) if declared(kind).experts is not None]
+QUICK = ("qwen3_moe", "gpt_oss", "llama4", "nemotron_h_moe")
+every_sparse = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.full) for kind in SPARSE]
+)
+
+
+def sparse_model(kind: str, features: int, directory: Path) -> Path:
+    """Saves a model of 64 hidden features whose experts have so many features."""
+    for key in ("moe_intermediate_size", "intermediate_size"):
+        experts = declared(kind, **{key: features}).experts
+        if experts is not None and experts.features == features:
+            latent = {} if experts.latent is None else {"moe_latent_size": 64}
+            return tiny_model(kind, directory, **{key: features}, **latent)
+    raise AssertionError(f"{kind} names the features of its experts in another way")
+
+
+def exchanged(source: Path, target: Path, **changes: Any) -> Path:
+    """Copies an adapter with the two matrices of each parameter of experts in the other layout of peft's versions,
+    which compute delta[expert, first, second] or delta[expert, second, first] of the same product."""
+    target.mkdir()
+    tensors = load_file(source / "adapter_model.safetensors")
+    config = json.loads((source / "adapter_config.json").read_text())
+    for name in [name for name in tensors if "experts.lora_A" in name or "experts.base_layer.lora_A" in name]:
+        other = name.replace("lora_A", "lora_B")
+        a, b = tensors[name], tensors[other]
+        num = len(a) // config["r"]
+        tensors[name] = b.unflatten(1, (-1, num)).permute(2, 1, 0).flatten(0, 1).contiguous()
+        tensors[other] = a.unflatten(0, (num, -1)).permute(2, 1, 0).flatten(1).contiguous()
+    save_file(tensors, target / "adapter_model.safetensors")
+    (target / "adapter_config.json").write_text(json.dumps(config | changes))
+    return target
+
+
+@every_sparse
+@pytest.mark.parametrize("features", [32, 64, 48], ids=["half", "same", "other"])
+def test_experts_are_read_in_the_layout_of_the_version_of_peft_that_saved_them(
+    kind: str, features: int, tmp_path: Path
+) -> None:
+    """The shapes of gate and up fit both layouts with half of the hidden features, those of down with all; with 48 they
+    decide. Compared with PEFT 0.18.1, 0.19.0 and 0.21.0 itself when it was written."""
+    model = sparse_model(kind, features, tmp_path / "model")
+    experts = declared(kind).experts
+    assert experts is not None
+    parameter = experts.matrices[0 if features == 32 and experts.has_gate else 1]
+    config = {"target_modules": ["o_proj"], "target_parameters": [f"experts.{parameter}"]}
+    tuned = made_by_peft(model, tmp_path / "new", **config)
+    wanted = logprobs(peft_logits(tuned, sequences()))
+    adapted = Adapted(model)
+
+    def error(source: Path) -> float:
+        target = source.with_name(f"{source.name} imported")
+        adapter = read_new_model(adapted.models, imported(adapted, source, target))
+        return float((logprobs(adapted.logits(sequences(), adapter)) - wanted).abs().max())
+
+    assert error(tmp_path / "new") < 3e-5
+    # Of Transformers' classes, only those of transposed experts that say so were read alike by 0.18.
+    if not experts.is_transposed or experts.is_misread:
+        assert error(exchanged(tmp_path / "new", tmp_path / "0.18", peft_version="0.18.1")) < 3e-5
+    assert error(exchanged(tmp_path / "new", tmp_path / "0.19.0", peft_version="0.19.0")) < 3e-5
+    unknown = [
+        exchanged(tmp_path / "new", tmp_path / f"unknown{number}", peft_version=version)
+        for number, version in enumerate((None, "0.18.2.dev0@4e9b1f2", "newest"))
+    ]
+    if features == 48:
+        # Without gates, up in one layout has the shapes of down in the other.
+        assert all(error(each) < 3e-5 for each in unknown)
+        return
+    if features == 64 or experts.has_gate:
+        assert error(exchanged(tmp_path / "new", tmp_path / "wrong", peft_version="0.21.0")) > 1e-3
+        for each in unknown:
+            with pytest.raises(
+                OperationError, match=r"before 0.19.1 and .* (no peft_version|peft_version '.*'): set it"
+            ):
+                error(each)
+
+
+@pytest.mark.parametrize("features", [32, 64])
+def test_layers_whose_shapes_tell_the_layout_tell_it_for_the_file(features: int, tmp_path: Path) -> None:
+    model = sparse_model("qwen3_moe", features, tmp_path / "model")
+    tuned = made_by_peft(model, tmp_path / "new", target_modules=["o_proj"], target_parameters=EXPERTS)
+    wanted, adapted = logprobs(peft_logits(tuned, sequences())), Adapted(model)
+    old = exchanged(tmp_path / "new", tmp_path / "old", peft_version=None)
+    adapter = read_new_model(adapted.models, imported(adapted, old, tmp_path / "here"))
+    assert (logprobs(adapted.logits(sequences(), adapter)) - wanted).abs().max() < 3e-5
+
+
+def test_experts_without_gates_are_told_apart_by_name(tmp_path: Path) -> None:
+    model = sparse_model("nemotron_h_moe", 64, tmp_path / "model")
+    adapted = Adapted(model)
+    for parameters in (["experts.up_proj"], ["experts.down_proj"], ["experts.up_proj", "experts.down_proj"]):
+        source = tmp_path / "-".join(parameters)
+        wanted = logprobs(
+            peft_logits(
+                made_by_peft(model, source, target_modules=["o_proj"], target_parameters=parameters), sequences()
+            )
+        )
+        adapter = read_new_model(adapted.models, imported(adapted, source, source.with_name(f"{source.name} imported")))
+        assert (logprobs(adapted.logits(sequences(), adapter)) - wanted).abs().max() < 3e-5
+    path = tmp_path / "experts.up_proj" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_parameters": None}))
+    with pytest.raises(OperationError, match="fits up_proj and down_proj of experts: name the one in target_param"):
+        imported(adapted, path.parent, tmp_path / "refused")
+
+
+def test_exports_say_the_first_version_of_peft_that_reads_their_experts(tmp_path: Path) -> None:
+    model = sparse_model("gpt_oss", 32, tmp_path / "model")
+    made_by_peft(model, tmp_path / "peft", target_modules=["o_proj"], target_parameters=EXPERTS)
+    here = imported(Adapted(model), tmp_path / "peft", tmp_path / "here")
+    assert json.loads((here / "adapter_config.json").read_text())["peft_version"] == "0.19.1"
+
+
+@every_sparse
+@pytest.mark.parametrize("features", [32, 64], ids=["half", "same"])
+def test_exports_of_earlier_versions_which_name_no_version_of_peft_are_imported(
+    kind: str, features: int, tmp_path: Path
+) -> None:
+    """Exports adapt all layers of experts, and where there are gates one of these shows the layout."""
+    model, experts = sparse_model(kind, features, tmp_path / "model"), declared(kind).experts
+    assert experts is not None
+    parameters = [f"experts.{each}" for each in experts.matrices]
+    made_by_peft(model, tmp_path / "peft", target_modules=["o_proj"], target_parameters=parameters)
+    adapted = Adapted(model)
+    here = imported(adapted, tmp_path / "peft", tmp_path / "here")
+    exported = Path(shutil.copytree(here, tmp_path / "exported"))
+    write_for_peft(exported)
+    path = exported / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in config.items() if name != "peft_version"}))
+    if features == 64 and not experts.has_gate:
+        with pytest.raises(OperationError, match=r"no peft_version: set it .*an export of trainhouse"):
+            imported(adapted, exported, tmp_path / "refused")
+        path.write_text(json.dumps(config))
+    again = load_file(imported(adapted, exported, tmp_path / "again") / "adapter_model.safetensors")
+    wanted = load_file(here / "adapter_model.safetensors")
+    assert again.keys() == wanted.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in wanted.items())
+
+
 def test_experts_whose_gate_and_up_mix_ranks_are_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     config = {"target_modules": ["o_proj"], "target_parameters": EXPERTS}
     config |= {"rank_pattern": {GATE_UP_PATTERN: 8}, "alpha_pattern": {GATE_UP_PATTERN: 12}}
@@ -250,11 +393,15 @@ def test_a_rank_beyond_the_limit_is_refused(tiny_models: dict[str, Path], tmp_pa
         ("r", 0),
         ("lora_alpha", 0),
         ("lora_alpha", math.inf),
+        ("peft_version", 0.18),
+        ("target_parameters", "experts.down_proj"),
     ],
 )
 def test_settings_that_change_the_computation_are_refused_by_name(key: str, value: object) -> None:
     config = PeftConfig(r=4, target_modules=["q_proj"]).to_dict()
-    assert peft_config.PeftConfig.read(config) == peft_config.PeftConfig(4, 8.0, None), "peft's own defaults pass"
+    assert peft_config.PeftConfig.read(config) == peft_config.PeftConfig(4, 8.0, None, peft.__version__), (
+        "peft's own defaults pass"
+    )
     with pytest.raises(RequestError, match=f"adapter_config.json has {key} "):
         peft_config.PeftConfig.read(config | {key: value})
 
@@ -270,7 +417,9 @@ def test_imported_adapter_runs_and_exports_on_a_layout(
     source = tmp_path / "peft" / "adapter_model.safetensors"
     request = supervised("a", 7, 9, 30, 17, 4, forward_only=True)
     with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path / "scratch") as where:
-        lora = where.call("convert_adapter", str(source), LoraConfig(rank=4, alpha=6.0, seed=0), str(tmp_path / "here"))
+        lora = where.call(
+            "convert_adapter", AdapterFile(str(source)), LoraConfig(rank=4, alpha=6.0, seed=0), str(tmp_path / "here")
+        )
         where.call("create_run", RunSpec("a", lora))
         where.call("load_run", "a", str(tmp_path / "here"), False)
         (output,) = where.run_pass(request)
@@ -281,7 +430,7 @@ def test_imported_adapter_runs_and_exports_on_a_layout(
         refused = tmp_path / "refused"
         refused.mkdir()
         with pytest.raises(OperationError, match=r"(fit|at) rank 5"):
-            where.call("convert_adapter", str(source), LoraConfig(rank=5, seed=0), str(refused))
+            where.call("convert_adapter", AdapterFile(str(source)), LoraConfig(rank=5, seed=0), str(refused))
         assert where.run_pass(request)[0] is not None, "the ranks still work after a refusal"
 
     assert not isinstance(output, Failure) and output is not None, output

@@ -12,6 +12,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.checkpoint import read_new_model, read_saved
 from trainhouse.workers.checkpoint.peft_import import import_adapter
 from trainhouse.workers.lora import Adapter
+from trainhouse.workers.protocol.calls import AdapterFile
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
@@ -118,7 +119,7 @@ def test_a_dense_model_is_the_same_with_either(tiny_models: dict[str, Path], tmp
 def imported(adapted: Adapted, source: Path, target: Path) -> Adapter:
     target.mkdir()
     lora = LoraConfig(rank=RANK, seed=0)
-    import_adapter(adapted.lora, lora, source / "adapter_model.safetensors", target, "tiny")
+    import_adapter(adapted.lora, lora, AdapterFile(str(source / "adapter_model.safetensors")), target, "tiny")
     model = read_new_model(adapted.models, target)
     assert isinstance(model, Adapter)
     return model

@@ -406,7 +406,7 @@ def test_features_in_another_precision_are_refused(
     assert "names features captured in float32, but the draft's target runs in bfloat16" in message
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut", "short"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "short", "flipped"])
 def test_missing_or_damaged_features_are_recomputed_by_the_target(
     damage: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -425,9 +425,17 @@ def test_missing_or_damaged_features_are_recomputed_by_the_target(
             path.write_bytes(whole[:200])
         elif damage == "short":
             save_file({name: each[1:] for name, each in load(whole).items()}, path, metadata)
+        elif damage == "flipped":
+            path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 0x40]) + whole[-8:])
     requested = stored(request(with_features(data, addresses)), tmp_path)
     assert same(learn(worker, requested), online)
     assert capture(worker, data, tmp_path) == addresses, "capturing again repairs the files"
+    with target_tokens() as runs:
+        assert same(learn(worker, requested), online) and not runs
+    without_checksums = path_of(tmp_path, addresses[0])  # as earlier versions wrote them
+    with safe_open(without_checksums, framework="pt") as file:
+        metadata = {name: value for name, value in file.metadata().items() if name != "crc32"}
+    save_file(load(without_checksums.read_bytes()), without_checksums, metadata)
     with target_tokens() as runs:
         assert same(learn(worker, requested), online) and not runs
 

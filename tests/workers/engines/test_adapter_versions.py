@@ -24,6 +24,7 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import SamplingConfig
 from trainhouse.workers.worker.worker import Worker
 
+from ...drawn import as_drawn
 from ...tiny import tiny_model
 from ..parallel.live_bytes import LiveBytes
 from ..training.test_full import a_worker, sampled, trained
@@ -108,8 +109,7 @@ async def test_request_ends_with_the_weights_it_began_with(parallel: str, tiny_m
         await wait_until_one_version_is_left(dispatch)
         second = await drawn(dispatch, 3)
         assert differ(first, second), "otherwise this test shows nothing"
-        np.testing.assert_array_equal(meanwhile.sequences[0].tokens, second.sequences[0].tokens[:12])
-        np.testing.assert_allclose(meanwhile.sequences[0].logprobs, second.sequences[0].logprobs[:12], atol=1e-4)
+        assert as_drawn(meanwhile.sequences[0]) == as_drawn(second.sequences[0])[:12]
         assert not np.allclose(meanwhile.sequences[0].logprobs, first.sequences[0].logprobs[:12], atol=1e-4)
         assert (await sampler_memory(dispatch))["full_models"] == alone["full_models"]
 
@@ -157,7 +157,7 @@ async def test_at_most_two_versions_are_held_and_those_between_are_skipped(tiny_
         newest = await drawn(dispatch, 3)
         assert (await sampler_memory(dispatch))["num_pushes"] == 3, "the third of four was left out"
         assert differ(first, between) and differ(between, newest)
-        np.testing.assert_array_equal(behind.sequences[0].tokens, newest.sequences[0].tokens[:12])
+        assert as_drawn(behind.sequences[0]) == as_drawn(newest.sequences[0])[:12]
         assert not np.array_equal(behind.sequences[0].tokens, between.sequences[0].tokens[:12])
 
 

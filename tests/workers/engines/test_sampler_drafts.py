@@ -14,6 +14,7 @@ from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import SamplingConfig
 
+from ...drawn import as_drawn
 from ...tiny import tiny_model
 from .test_sampler_groups import TOKENS, job, running, tiny
 
@@ -50,7 +51,7 @@ async def test_a_sampler_along_tp_uses_a_trained_draft(algorithm: str, tmp_path:
             await saved_draft(dispatch, algorithm, tokens, tmp_path / name)
             await dispatch.load_draft("tiny", name, tmp_path / name)
             drafted = await dispatch.sample("tiny", replace(greedy, job_id=name, draft_id=name))
-            np.testing.assert_array_equal(drafted.sequences[0].tokens, plain.tokens)
+            assert as_drawn(drafted.sequences[0]) == as_drawn(plain)
             assert drafted.guesses is not None
             accepted[name] = drafted.guesses.acceptance_length
     assert accepted["trained"] > accepted["of others"] and accepted["trained"] > 1.5, accepted

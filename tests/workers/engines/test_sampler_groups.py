@@ -23,6 +23,8 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.backoff import RestartBackoff
 
+from ...drawn import assert_same_sample
+
 LLAMA = Path(__file__).parents[1] / "configs" / "Llama-3.1-8B.json"
 pytestmark = pytest.mark.anyio
 
@@ -66,8 +68,7 @@ async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> None:
 
 def assert_same(one: SampleResponse, other: SampleResponse) -> None:
     for ours, theirs in zip(one.sequences, other.sequences, strict=True):
-        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+        assert_same_sample(ours, theirs)
 
 
 def differ(one: SampleResponse, other: SampleResponse) -> bool:

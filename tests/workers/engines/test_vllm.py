@@ -22,6 +22,7 @@ from trainhouse.workers.engines.vllm.server import VllmProcess
 from trainhouse.workers.protocol.calls import RunSpec, SampledPart, SampleJob
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 
+from ...drawn import as_drawn, assert_same_sample
 from .test_sampler_groups import TOKENS, running, train
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -119,7 +120,7 @@ async def test_greedy_samples_equal_the_native_sampler(
             theirs, ours = await asyncio.gather(dispatch.sample("tiny", greedy), native.sample("tiny", greedy))
             assert len(theirs.sequences) == 2
             for one, other in zip(theirs.sequences, ours.sequences, strict=True):
-                np.testing.assert_array_equal(one.tokens, other.tokens)
+                assert as_drawn(one) == as_drawn(other)
                 assert one.topk_logprobs is not None and other.topk_logprobs is not None
                 np.testing.assert_allclose(
                     one.topk_logprobs.logprobs, other.topk_logprobs.logprobs, atol=LOGPROBS_WITHIN
@@ -214,7 +215,7 @@ async def test_samples_end_like_in_the_native_sampler(
         for asked in jobs:
             theirs, ours = [(await each.sample("tiny", asked)).sequences[0] for each in (dispatch, native)]
             assert theirs.stop_reason == ours.stop_reason
-            np.testing.assert_array_equal(theirs.tokens, ours.tokens)
+            assert as_drawn(theirs) == as_drawn(ours)
             reasons.append(theirs.stop_reason)
             lengths.append(len(theirs.tokens))
         assert reasons == ["stop", "stop", "length", "length"]
@@ -347,8 +348,7 @@ async def test_more_adapters_than_vllm_holds_on_its_device(
 
 def assert_close(one: SampleResponse, other: SampleResponse) -> None:
     for theirs, ours in zip(one.sequences, other.sequences, strict=True):
-        np.testing.assert_array_equal(theirs.tokens, ours.tokens)
-        np.testing.assert_allclose(theirs.logprobs, ours.logprobs, atol=LOGPROBS_WITHIN)
+        assert_same_sample(theirs, ours, LOGPROBS_WITHIN)
 
 
 def server_of(dispatch: WorkerDispatch) -> VllmProcess:

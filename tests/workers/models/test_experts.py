@@ -40,16 +40,16 @@ def test_expert_layer_equals_transformers(num_tokens: int) -> None:
     theirs = block(x[None])[0]
     theirs.backward(gradient)
     wanted, x.grad = x.grad, None
-    result = ours.forward(x, same_tokens=True)
+    result = ours.forward(x)
     result.backward(gradient)
     assert wanted is not None and x.grad is not None
     assert (result - theirs).abs().max() <= EXACT * theirs.abs().max()
     assert (x.grad - wanted).abs().max() <= EXACT * wanted.abs().max()
     with torch.no_grad():
-        assert (ours.forward(x, same_tokens=True) - theirs).abs().max() <= EXACT * theirs.abs().max()
+        assert (ours.forward(x) - theirs).abs().max() <= EXACT * theirs.abs().max()
         # Control: the tolerance detects a token that goes to another expert.
         block.experts.down_proj.copy_(block.experts.down_proj.roll(1, 0))
-        assert (ours.forward(x, same_tokens=True) - theirs).abs().max() > 1e-2 * theirs.abs().max()
+        assert (ours.forward(x) - theirs).abs().max() > 1e-2 * theirs.abs().max()
 
 
 def experts_with(kind: str) -> nn.Module:
@@ -267,10 +267,10 @@ def test_expert_adapters_equal_a_loop_over_experts(
     for adapter in made.values():
         adapter.gradients.begin_operation()
     with adapted.lora.applied(segments):
-        found = experts_of(adapted).forward(x, same_tokens=False)
+        found = experts_of(adapted).forward(x)
         found.backward(gradient)
         with torch.no_grad():
-            without_gradient = experts_of(adapted).forward(x, same_tokens=True)
+            without_gradient = experts_of(adapted).forward(x)
     assert x.grad is not None and wanted_grad is not None
     assert (found - wanted).abs().max() <= EXACT * wanted.abs().max()
     assert (without_gradient - wanted).abs().max() <= EXACT * wanted.abs().max()
@@ -282,7 +282,7 @@ def test_expert_adapters_equal_a_loop_over_experts(
             assert not adapter.gradients.scratch.any()
     # Control: the tolerances detect bare experts, and another adapter's pairs.
     with torch.no_grad():
-        bare = experts_of(adapted).forward(x, same_tokens=True)
+        bare = experts_of(adapted).forward(x)
         assert (bare - wanted)[: segments[0].stop].abs().max() > 1e-2 * wanted.abs().max()
     other = only_experts(adapted, f"{names}-other", 4, expert_factors=of_each)
     assert pairs[made["a"]].largest_error(other) > 0.5
@@ -293,7 +293,7 @@ def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted
     adapter = only_experts(adapted, f"first-{factors}", 4, expert_factors=factors)
     x = torch.randn(9, 64)
     with adapted.lora.applied([Segment(0, 9, adapter)]):
-        experts_of(adapted).forward(x, same_tokens=False).sum().backward()
+        experts_of(adapted).forward(x).sum().backward()
     for kind in ("gate_proj", "up_proj", "down_proj"):
         assert all(each.any() for each in adapter.gradients.of_lane().views[f"{LAYER}.{kind}"])
 
@@ -308,7 +308,7 @@ def test_shared_factors_are_copied_once_while_decoding(adapted: Adapted) -> None
                 adapters[1].weights.add_(change)
             plans.append(adapted.lora.plan(together, plans[-1] if plans else None))
             with adapted.lora.applied(plans[-1]):
-                outputs.append(experts_of(adapted).forward(x, same_tokens=True))
+                outputs.append(experts_of(adapted).forward(x))
     kept = [plan.experts._shared[LAYER, tuple(adapters)] for plan in plans]
     assert kept[0] is kept[1] and kept[2] is not kept[0]
     assert torch.equal(outputs[0], outputs[1])
@@ -322,14 +322,14 @@ def test_decoding_reuses_stacked_copies_and_copies_no_single_adapter(adapted: Ad
     with torch.no_grad():
         plans = [adapted.lora.plan(together)]
         with adapted.lora.applied(plans[0]):
-            before = experts_of(adapted).forward(x, same_tokens=True)
+            before = experts_of(adapted).forward(x)
         plans.append(adapted.lora.plan([Segment(0, 2, adapters[0]), Segment(2, 5, adapters[1])], plans[0]))
         kept = [plan.experts.matrices(name, 0, plan.experts.bundles[0], 8, is_kept=True) for plan in plans]
         assert kept[0] is kept[1]
         adapters[1].weights.add_(1.0)
         later = adapted.lora.plan(together, plans[1])
         with adapted.lora.applied(later):
-            after = experts_of(adapted).forward(x, same_tokens=True)
+            after = experts_of(adapted).forward(x)
         assert torch.equal(after[:3], before[:3]) and not torch.allclose(after[3:], before[3:])
         alone = adapted.lora.plan([Segment(0, 5, adapters[0])]).experts
         views = [alone.matrices(name, 0, alone.bundles[0], 8, is_kept=True) for _ in range(2)]
@@ -349,7 +349,7 @@ def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted, factors: str) ->
         for adapter in (sick, well):
             adapter.gradients.begin_operation()
         with adapted.lora.applied(segments):
-            y = experts_of(adapted).forward(x, same_tokens=False)
+            y = experts_of(adapted).forward(x)
             y.backward(torch.ones_like(y))
         results.append((y.detach()[6:], well.gradients.scratch.clone()))
     assert y.detach()[:6].isnan().all() and not sick.gradients.are_finite()
@@ -365,7 +365,7 @@ def test_in_bfloat16_gradients_are_summed_in_float32(tmp_path: Path, factors: st
         adapted = Adapted(directory, dtype=dtype)
         adapter = only_experts(adapted, "run", 8, expert_factors=factors)
         with adapted.lora.applied([Segment(0, 40, adapter)]):
-            y = experts_of(adapted).forward(x.to(adapted.base.dtype), same_tokens=False)
+            y = experts_of(adapted).forward(x.to(adapted.base.dtype))
             y.backward(torch.ones_like(y))
         gradients.append(adapter.gradients.scratch)
     exact, rounded = gradients

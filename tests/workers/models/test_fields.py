@@ -20,11 +20,11 @@ from trainhouse.workers.shapes.other_models import logit_cap_of, logit_scale_of
 from transformers import AutoConfig
 
 from .changed_fields import changed_settings
-from .tiny_types import tiny_settings_of
+from .tiny_types import OWN, tiny_settings_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", OWN)
 def test_fields_change_declared_weights_as_they_change_those_of_transformers(model_type: str) -> None:
     compared: set[str] = set()
     for name, settings in changed_settings(model_type):
@@ -61,7 +61,7 @@ def test_fields_with_another_meaning_are_found(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", OWN)
 @pytest.mark.filterwarnings("ignore")
 def test_fields_change_numbers_as_they_change_those_of_transformers(model_type: str) -> None:
     compared: set[str] = set()

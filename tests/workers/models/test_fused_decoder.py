@@ -264,7 +264,7 @@ def test_without_adapters_no_graph_is_kept(tmp_path: Path) -> None:
         lambda trunk: setattr(trunk.layers[0], "input_layernorm", nn.LayerNorm(64)),
         lambda trunk: setattr(trunk.layers[0].mlp, "forward", lambda x: x),
         lambda trunk: setattr(trunk.layers[0].mlp.config, "hidden_act", "gelu"),
-        lambda trunk: setattr(trunk.rotary_emb, "rope_type", "dynamic"),
+        lambda trunk: setattr(trunk.rotary_emb, "rope_type", "axial"),
     ],
 )
 def test_altered_model_is_not_fused(alter: Callable[[Any], object]) -> None:

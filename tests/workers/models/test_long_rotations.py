@@ -1,4 +1,4 @@
-"""A model with longrope rotates sequences of all lengths by the same frequencies."""
+"""A model with longrope or dynamic RoPE scaling rotates sequences of all lengths by the same frequencies."""
 
 import json
 import shutil
@@ -64,6 +64,42 @@ def test_training_and_samples_use_one_set_of_frequencies(
         # Beyond the original length transformers takes the long factors of itself.
         assert bool(abs(ours - others).max() > 1e-2) is (length <= ORIGINAL)
     np.testing.assert_allclose(sampled, ours[-len(tokens) :], atol=1e-4)
+
+
+DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+# That of dynamic scaling for 64 tokens of a model of 16, with heads of 16.
+LONG_THETA = 10000.0 * (4.0 * 64 / 16 - 3.0) ** (16 / 14)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])  # with gelu transformers' own modules run
+@pytest.mark.parametrize(("longest", "max_tokens"), [(None, 40), (32, 20), (ORIGINAL, 4)])
+def test_dynamic_scaling_extends_the_context_and_rotates_all_lengths_alike(
+    activation: str, longest: int | None, max_tokens: int, tmp_path: Path
+) -> None:
+    """vLLM does so; transformers rotates the tokens of all sequences of a batch as its longest needs."""
+    served, long = tmp_path / "served", tmp_path / "long"
+    given = {"rope_parameters": dict(DYNAMIC), "max_position_embeddings": ORIGINAL, "hidden_act": activation}
+    tiny_model("qwen3", served, **given)
+    shutil.copytree(served, long)
+    settings = json.loads((long / "config.json").read_text())
+    settings |= {
+        "rope_parameters": {"rope_type": "default", "rope_theta": LONG_THETA},
+        "rope_theta": LONG_THETA,
+        "max_position_embeddings": 64,
+    }
+    (long / "config.json").write_text(json.dumps(settings))
+    worker = Worker(WorkerConfig(ServedModel("m", str(served)), device="cpu", threads=1, max_context_length=longest))
+    assert worker.info().max_context_length == (longest or 64)
+    worker.create_run(RunSpec("run", LoraConfig(rank=4, seed=11)))
+    tokens, sampled = sample(worker, max_tokens)
+    whole = np.concatenate([PROMPT, tokens])
+    like, other = (served, long) if longest == ORIGINAL else (long, served)
+    for length in (8, len(whole) - 1, 8):  # the last again, after a long one
+        ours = train(worker, whole[: length + 1])
+        np.testing.assert_allclose(ours, by_transformers(like, whole[: length + 1]), atol=1e-4)
+        if length < ORIGINAL:
+            assert abs(ours - by_transformers(other, whole[: length + 1])).max() > 1e-3
+    np.testing.assert_allclose(train(worker, whole)[-len(tokens) :], sampled, atol=1e-4)
 
 
 def test_the_check_at_load_compares_the_same_frequencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from trainhouse.workers.lora import Segment
-from trainhouse.workers.planner.parameters import adapter_size
+from trainhouse.workers.planner.trainable_memory import adapter_size
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 from trainhouse.workers.shapes.model_shape import ModelShape
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import bitsandbytes.functional as bnb
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from trainhouse.workers.protocol.worker_config import Quantization, ServedModel,
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 
+from ...drawn import assert_same_sample
 from ...tiny import tiny_model
 from ..adapted import relative_error
 from ..training.test_full import run, sampled, some_data, stepped, supervised
@@ -61,8 +61,7 @@ def test_4bit_base_trains_and_samples_like_its_rounded_weights(kind: str, tmp_pa
         worker.copy_adapter("run", "sampler")
     for adapter_id in (None, "sampler"):
         (one,), (other,) = sampled(ours, adapter_id), sampled(theirs, adapter_id)
-        assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
-        np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
+        assert_same_sample(one.sequences[0], other.sequences[0])
 
 
 def test_quantized_weights_take_four_and_a_half_bits(tmp_path: Path) -> None:

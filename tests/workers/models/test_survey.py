@@ -2,6 +2,7 @@
 in training and in samples, equal those of transformers' own forward over each sequence alone.
 """
 
+import json
 import re
 import shutil
 import warnings
@@ -26,7 +27,7 @@ from trainhouse.workers.ops import attention
 from trainhouse.workers.ops.attention import pack_lengths
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.shapes.model_shape import refusal_of
+from trainhouse.workers.shapes.model_shape import describe_model, refusal_of
 from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
@@ -171,6 +172,74 @@ def released_name(name: str) -> str:
     """Returns the parameter's name in the files of Gemma 3's releases."""
     name = name.removeprefix("model.")
     return name.replace("language_model.", "language_model.model.", 1)
+
+
+# Patterns of parameters' names, with the names in releases; names of a config's fields, with those in releases.
+RELEASED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "exaone": (
+        {
+            r"model\.embed_tokens": "transformer.wte",
+            r"model\.layers": "transformer.h",
+            r"model\.norm": "transformer.ln_f",
+            r"self_attn\.o_proj": "self_attn.out_proj",
+            r"self_attn": "attn.attention",
+            "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2",
+            "gate_proj": "c_fc_0",
+            "up_proj": "c_fc_1",
+            "down_proj": "c_proj",
+        },
+        {
+            "num_hidden_layers": "num_layers",
+            "hidden_act": "activation_function",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+    ),
+    "sarvam_moe": (
+        {
+            r"model\.embed_tokens": "model.word_embeddings",
+            r"self_attn\.o_proj": "attention.dense",
+            r"self_attn\.q_norm": "attention.query_layernorm",
+            r"self_attn\.k_norm": "attention.key_layernorm",
+            "self_attn": "attention",
+            "e_score_correction_bias": "expert_bias",
+        },
+        {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts", "attention_bias": "use_qkv_bias"},
+    ),
+    "sarvam_mla": ({}, {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}),
+}
+
+
+@pytest.mark.parametrize("model_type", [each for each in RELEASED if each in SERVED])
+def test_release_with_names_of_its_own_matches_transformers(model_type: str, tmp_path: Path) -> None:
+    today, released = tmp_path / "today", tmp_path / "released"
+    of_weights, of_fields = RELEASED[model_type]
+    saved(AutoModelForCausalLM.from_config(tiny_config_of(model_type), dtype=torch.float32), today)
+    released.mkdir()
+    weights = {renamed(name, of_weights): each for name, each in load_file(today / "model.safetensors").items()}
+    for query in [name for name in weights if name.endswith("attention.q_proj.weight")]:
+        heads = [weights.pop(query.replace("q_proj", each)) for each in ("q_proj", "k_proj", "v_proj")]
+        if model_type == "sarvam_moe":
+            weights[query.replace("q_proj", "query_key_value")] = torch.cat(heads)
+        else:
+            weights |= {query.replace("q_proj", f"{each}_proj"): part for each, part in zip("qkv", heads, strict=True)}
+    save_file(weights, released / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((today / "config.json").read_text())
+    (released / "config.json").write_text(json.dumps({of_fields.get(key, key): each for key, each in config.items()}))
+    assert not set(of_fields) & set(json.loads((released / "config.json").read_text()))
+    assert_matches_transformers(released, reference=today)
+
+
+def renamed(name: str, patterns: Mapping[str, str]) -> str:
+    for pattern, other in patterns.items():
+        name = re.sub(pattern, other, name)
+    return name
+
+
+def test_rope_scaling_of_sarvam_is_yarn() -> None:
+    scaling = {"type": "deepseek_yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    shape = describe_model("m", {"model_type": "sarvam_mla", "max_position_embeddings": 4096, "rope_scaling": scaling})
+    assert (shape.rope.kind, shape.max_positions, shape.refusal) == ("yarn", 163840, None)
 
 
 # Refusals by config

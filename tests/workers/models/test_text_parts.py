@@ -61,9 +61,11 @@ def test_mistral_with_images_runs_as_the_whole_does(kind: str, is_tied: bool, tm
 @pytest.mark.parametrize("kind", ["llama4", "nemotron_h_moe"])
 def test_a_text_part_with_its_own_head_runs_as_the_whole_does(kind: str, tmp_path: Path) -> None:
     whole = tiny_container(kind, tmp_path)
+    # transformers 5.24 fails to build the output of llama4's whole, whose logits are those of its part.
+    theirs = whole.language_model if kind == "llama4" else whole
     adapted = Adapted(tmp_path)
     assert adapted.base.runs_own_layers
-    assert distance(adapted, whole) < 1e-5
+    assert distance(adapted, theirs) < 1e-5
     names = {name for name, _ in whole.named_parameters()}
     ours = {adapted.base.saved_name(name) for name, _ in adapted.base.model.named_parameters()}
     assert ours <= names
@@ -71,7 +73,7 @@ def test_a_text_part_with_its_own_head_runs_as_the_whole_does(kind: str, tmp_pat
     assert_adapts_modules_of(adapted, whole)
     with torch.no_grad():
         whole.get_input_embeddings().weight.mul_(1.01)
-    assert distance(adapted, whole) > 1e-5
+    assert distance(adapted, theirs) > 1e-5
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
@@ -140,9 +142,14 @@ def test_fields_that_a_text_part_leaves_out_mean_what_they_mean_in_the_whole(mod
     whole = CONFIG_MAPPING[model_type].from_dict({"text_config": sizes})
     theirs, ours = whole.get_text_config().to_dict(), text_config_of(whole).to_dict()
     assert {key for key, value in theirs.items() if ours[key] != value} <= WITHOUT_NUMBERS
-    rotated = [each["rope_parameters"].get("partial_rotary_factor", 1.0) for each in (theirs, ours)]
-    assert rotated[0] == rotated[1]
-    assert ours["rope_parameters"]["rope_theta"] == theirs["rope_parameters"]["rope_theta"]
+    rotations = [each["rope_parameters"] for each in (theirs, ours)]
+    # Gemma 4's are given for each kind of layer.
+    if "rope_theta" not in rotations[0]:
+        assert rotations[0] == rotations[1]
+    else:
+        rotated = [each.get("partial_rotary_factor", 1.0) for each in rotations]
+        assert rotated[0] == rotated[1]
+        assert rotations[0]["rope_theta"] == rotations[1]["rope_theta"]
     assert ours.get("head_dim", 8) == theirs.get("head_dim", 8)
 
 

@@ -9,12 +9,11 @@ from torch import Tensor
 from trainhouse.workers.models import model as model_module
 from trainhouse.workers.models import twin
 from trainhouse.workers.models.layers import softmax_attention, token_indexer
-from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from transformers import AutoConfig, PreTrainedConfig
 
 from ..lineup import LINEUP
-from .tiny_types import NEEDED_SETTINGS
+from .tiny_types import NEEDED_SETTINGS, OWN
 
 
 def of_type(model_type: str, **settings: Any) -> tuple[str, PreTrainedConfig, ModelShape]:
@@ -37,7 +36,7 @@ MORE: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("model_type", "settings"), [*((each, {}) for each in FAMILIES), *MORE])
+@pytest.mark.parametrize(("model_type", "settings"), [*((each, {}) for each in OWN), *MORE])
 def test_every_family_has_a_twin_that_passes(
     model_type: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,11 +6,13 @@ from typing import Any
 
 from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from ...tiny import INDEXER_SHAPE, YARN_ROPE
 
-SERVED = sorted({*FAMILIES, *BY_TRANSFORMERS})
+# Types of FAMILIES that the installed transformers has.
+OWN = [each for each in FAMILIES if each in CONFIG_MAPPING]
+SERVED = sorted({*OWN, *BY_TRANSFORMERS})
 
 # Settings that make a config small, if it has them.
 _SMALL: dict[str, Any] = {
@@ -80,6 +82,7 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     # Every head of latent attention has keys of its own.
     "deepseek_v3": {"num_key_value_heads": 4},
     "glm4_moe_lite": {"num_key_value_heads": 4},
+    "sarvam_mla": {"num_key_value_heads": 4, "q_lora_rank": None},
     "deepseek_v32": {"num_key_value_heads": 4, "head_dim": 8} | INDEXER_SHAPE,
     "glm_moe_dsa": {"num_key_value_heads": 4, "head_dim": 8, "indexer_types": ["full", "shared"]} | INDEXER_SHAPE,
     "afmoe": _WINDOWS,

@@ -13,6 +13,7 @@ from trainhouse.workers.pools.base import WorkerDied
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
+from ...drawn import Drawn, all_drawn
 from ..jobs import job
 from .case import Case
 from .drafting_worker import DRAFTING
@@ -118,8 +119,8 @@ def sampled(where: Layout, *jobs: SampleJob) -> dict[str, SampleResponse]:
     return found
 
 
-def tokens_of(found: Mapping[str, SampleResponse]) -> dict[str, list[list[int]]]:
-    return {job_id: [each.tokens.tolist() for each in answer.sequences] for job_id, answer in found.items()}
+def tokens_of(found: Mapping[str, SampleResponse]) -> dict[str, list[Drawn]]:
+    return {job_id: all_drawn(answer) for job_id, answer in found.items()}
 
 
 def drafted(found: Mapping[str, SampleResponse]) -> set[str]:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from trainhouse.schemas.models import ExpertFactors, LoraConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.planner.checks import check_layout
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.shapes.layouts.checks import check_layout
 from trainhouse.workers.shapes.model_shape import describe_model
 
 from ...tiny import tiny_config, tiny_model
@@ -97,7 +97,7 @@ def assert_same_as_on_one_rank(
 ) -> None:
     model, wanted = one_rank[kind, factors, heads]
     found = outcome(model, ParallelSpec.parse(spec), directory / "ranks", lora_of(factors))
-    assert found.tokens == wanted.tokens
+    assert found.samples == wanted.samples
     assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
     assert np.abs(found.logprobs - wanted.logprobs).max() < TOLERANCE
     assert found.gradients.keys() == wanted.gradients.keys()

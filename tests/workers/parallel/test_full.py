@@ -14,6 +14,7 @@ from trainhouse.workers.protocol.calls import Failure, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from transformers import AutoModelForCausalLM
 
+from ...drawn import assert_same_sample
 from ...tiny import tiny_model
 from .case import Case
 from .measuring import ACCOUNTING
@@ -101,8 +102,7 @@ def test_full_model_trains_as_on_one_rank(case: Case, tiny_models: dict[str, Pat
         assert largest_error(ours.gradients, ours.gradients[::-1]) > 1e-4
         assert largest_error(ours.weights, theirs.weights) <= 1e-3
         for one, other in zip(ours.samples, theirs.samples, strict=True):
-            assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
-            np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
+            assert_same_sample(one.sequences[0], other.sequences[0])
         # Each resumes from the other's checkpoint, and transformers loads it.
         for directory in (ours.directory, theirs.directory):
             for where in (alone, many):

@@ -10,12 +10,12 @@ from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.planner.activations import activations
 from trainhouse.workers.planner.estimate import MemoryEstimate, estimate
 from trainhouse.workers.planner.layout_search import smallest_layout, usable_bytes
-from trainhouse.workers.planner.parameters import full_size, num_parameters, parameters
-from trainhouse.workers.planner.trainable_memory import TrainableBytes, bytes_per_number
+from trainhouse.workers.planner.trainable_memory import TrainableBytes, bytes_per_number, full_size
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.shapes.layouts.parameters import num_parameters, parameters
 from trainhouse.workers.shapes.parts import Dense
 from trainhouse.workers.worker.worker import Worker
 

@@ -9,15 +9,16 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.planner.checks import check_layout
 from trainhouse.workers.planner.estimate import estimate
-from trainhouse.workers.planner.parameters import parameters
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.shapes.layouts.checks import check_layout
+from trainhouse.workers.shapes.layouts.parameters import parameters
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from trainhouse.workers.shapes.parts import Mamba
 
+from ...drawn import Drawn, as_drawn
 from ...tiny import tiny_config, tiny_model
 from .training import ADAM, greedy, layout, supervised
 
@@ -43,7 +44,7 @@ class Outcome(NamedTuple):
     loss: float
     logprobs: np.ndarray
     gradients: dict[str, np.ndarray]
-    tokens: list[list[int]]
+    samples: list[Drawn]
 
 
 @pytest.mark.slow
@@ -53,7 +54,7 @@ def test_layouts_train_and_sample_as_one_rank(kind: str, name: str, tmp_path: Pa
     axes, _, replicated = name.partition(" replicated ")
     spec = replace(ParallelSpec.parse(axes), replicated=(replicated,) if replicated else ())
     wanted, found = (outcome(model, each, tmp_path / str(each.num_ranks)) for each in (SINGLE, spec))
-    assert found.tokens == wanted.tokens
+    assert found.samples == wanted.samples
     assert found.loss == pytest.approx(wanted.loss, rel=TOLERANCE)
     assert found.loss != pytest.approx(wanted.loss * 1.0001, rel=TOLERANCE)
     assert np.abs(found.logprobs - wanted.logprobs).max() < TOLERANCE
@@ -78,8 +79,8 @@ def outcome(model: Path, spec: ParallelSpec, directory: Path, lora: LoraConfig =
         where.call("load_adapter", "s", str(exported))
         samples = where.sample(*[greedy(str(length), "s", length) for length in (3, 23)])
     logprobs = np.concatenate([np.asarray(each["logprobs"]) for each in output.loss_fn_outputs])
-    tokens = [[int(token) for token in samples[job_id].sequences[0].tokens] for job_id in ("3", "23")]
-    return Outcome(output.metrics["loss:sum"], logprobs, gradients, tokens)
+    drawn = [as_drawn(samples[job_id].sequences[0]) for job_id in ("3", "23")]
+    return Outcome(output.metrics["loss:sum"], logprobs, gradients, drawn)
 
 
 @pytest.mark.parametrize("axes", ["tp=4", "sp=4", "sp=2,tp=4"])

@@ -59,12 +59,12 @@ class WatchedWorker(CountingWorker):
         self._seconds_late = 0.0
         run = self._base.shared_hidden_states
 
-        def watched(*arguments: Any) -> Tensor:
+        def watched(*arguments: Any, **options: Any) -> Tensor:
             self._num_micro_batches += 1
             time.sleep(self._seconds_late)
             if self._error:
                 raise ERRORS[self._error]
-            return run(*arguments)
+            return run(*arguments, **options)
 
         self._base.shared_hidden_states = watched
 

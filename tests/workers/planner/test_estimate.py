@@ -13,6 +13,7 @@ import pytest
 import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams
+from trainhouse.workers.ops.linear import frozen_product, torch_linear
 from trainhouse.workers.planner.activations import activations
 from trainhouse.workers.planner.estimate import estimate, kv_cache_tokens
 from trainhouse.workers.planner.layout_search import (
@@ -21,11 +22,12 @@ from trainhouse.workers.planner.layout_search import (
     smallest_layout,
     usable_bytes,
 )
-from trainhouse.workers.planner.parameters import ParameterGroup, adapter_size, num_parameters, parameters
+from trainhouse.workers.planner.trainable_memory import adapter_size
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.worker_config import ServedModel
+from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.shapes.layouts.parameters import ParameterGroup, num_parameters, parameters
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, read_model
 from trainhouse.workers.shapes.parts import SoftmaxAttention
 from transformers import AutoModelForCausalLM
@@ -383,8 +385,12 @@ def test_micro_batches_of_several_adapters_use_the_planned_memory(tmp_path: Path
         where.runs = ("run", "other")
         together, planned_together = growth(where, shape, replace(load, adapter_slots=2), 2048, 4096)
     assert 0.95 * alone < planned < 1.05 * alone
-    assert 0.95 * together < planned_together < 1.05 * together
-    assert planned < 0.95 * together and planned_together > 1.05 * alone
+    if frozen_product(torch.device("cpu"), torch.float32) is torch_linear:
+        # Intel's processors: it is summed into the adapters' product in place. The plan counts the others'.
+        assert planned < 1.05 * together and 1.05 * together < planned_together < 1.1 * together
+    else:
+        assert 0.95 * together < planned_together < 1.05 * together
+        assert planned < 0.95 * together and planned_together > 1.05 * alone
 
 
 def test_adapter_takes_the_planned_memory(tiny_models: dict[str, Path]) -> None:
@@ -501,3 +507,10 @@ def test_window_costs_a_mask_where_kernels_need_one() -> None:
     )
     short = replace(load, dtype="bfloat16")
     assert activations(shape, SINGLE, short) == activations(with_mixers(shape, window=None), SINGLE, short)
+
+
+def test_load_has_the_workers_knobs() -> None:
+    knobs = {"zero_stage": "2", "activations": "offload", "tp_activations": "whole", "adapter_slots": 3}
+    load = Workload.of(WorkerConfig(ServedModel("m", "m"), **knobs), 100, "float32", samples=True)
+    assert {name: getattr(load, name) for name in knobs} == knobs
+    assert (load.dtype, load.longest) == ("float32", 100)

@@ -11,7 +11,7 @@ from trainhouse.workers.planner.estimate import estimate
 from trainhouse.workers.planner.group_memory import group_memory
 from trainhouse.workers.planner.group_remedies import group_remedies
 from trainhouse.workers.planner.groups_plan import GroupsPlan, PlannedGroup
-from trainhouse.workers.planner.parameters import adapter_size, value_head_size
+from trainhouse.workers.planner.trainable_memory import adapter_size, value_head_size
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainhouse.workers.planner import footprint
 from trainhouse.workers.planner.activations import activations
-from trainhouse.workers.planner.parameters import parameters
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.resources import machine
 from trainhouse.workers.resources.memory import is_out_of_memory
+from trainhouse.workers.scheduler.supervision import footprint
+from trainhouse.workers.shapes.layouts.parameters import parameters
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.worker.worker import Worker
 
@@ -90,7 +91,7 @@ def error_of(call: Callable[[], object]) -> Exception | None:
 
 BOUNDED = """
 import torch
-from trainhouse.workers.planner import footprint
+from trainhouse.workers.resources import machine
 from trainhouse.workers.resources.memory import bounded_memory, is_out_of_memory
 def is_refused(num_bytes):
     try:
@@ -99,7 +100,7 @@ def is_refused(num_bytes):
         assert is_out_of_memory(error)
         return True
     return False
-footprint.available_bytes = lambda: 4_000_000_000
+machine.available_bytes = lambda: 4_000_000_000
 with bounded_memory(torch.device("cpu")):
     inside = [is_refused(3_000_000_000), is_refused(5_000_000_000)]
 print(inside, is_refused(5_000_000_000))
@@ -120,7 +121,7 @@ def test_allocation_beyond_the_bound_is_refused() -> None:
 GIVE_BACK = """
 import ctypes, sys
 import torch
-from trainhouse.workers.planner import footprint
+from trainhouse.workers.resources import machine
 from trainhouse.workers.resources.allocator import trim, tune_allocator
 from trainhouse.workers.resources.memory import bounded_memory
 tune_allocator()
@@ -129,7 +130,7 @@ pins = blocks[::50]
 del blocks
 if sys.argv[1] == "trimmed":
     trim()
-footprint.available_bytes = lambda: 3_000_000_000
+machine.available_bytes = lambda: 3_000_000_000
 with bounded_memory(torch.device("cpu")):
     # Mapped separately, independent of the heap.
     torch.empty(int(sys.argv[2]), dtype=torch.uint8)
@@ -151,9 +152,9 @@ def test_page_cache_counts_as_available_in_a_container(tmp_path: Path) -> None:
     """After a while of writing files, all of the limit is used, and most of it can be reclaimed."""
     for name, text in {"max": "1000", "current": "990", "stat": "anon 90\nactive_file 300\ninactive_file 600"}.items():
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert list(footprint.available_to(tmp_path)) == [910]
+    assert list(machine.available_to(tmp_path)) == [910]
     (tmp_path / "memory.max").write_text("max\n")
-    assert list(footprint.available_to(tmp_path)) == []
+    assert list(machine.available_to(tmp_path)) == []
 
 
 @pytest.mark.parametrize("layout", ["single", "replicas=2", "ep=2", "fsdp=2,ep=2", "ep=2,tp=2"])
@@ -186,7 +187,7 @@ def test_micro_batches_fill_a_third_of_the_free_memory(
     of_1024 = 3 * activations(shape, SINGLE, Workload(longest=1024, dtype="float32", micro_batch_tokens=1024)).total
 
     def tokens(free: int, micro_batch_tokens: int = WorkerConfig.micro_batch_tokens) -> int:
-        monkeypatch.setattr(footprint, "available_bytes", lambda: free)
+        monkeypatch.setattr(machine, "available_bytes", lambda: free)
         config = WorkerConfig(served, device="cpu", threads=1, micro_batch_tokens=micro_batch_tokens)
         return Worker(config)._passes._token_budget
 

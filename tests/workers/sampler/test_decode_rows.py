@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice
 from trainhouse.workers.sampler.decoding.step_graph import StepGraph
 from trainhouse.workers.sampler.native_sampler import NativeSampler
 
+from ...drawn import assert_same_sample
 from ...tiny import tiny_model
 from ..adapted import Adapted
 from .test_sampler import finish, job, new_sampler, prompt
@@ -69,8 +69,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found.keys() == wanted.keys()
     for name, answer in wanted.items():
         (one,), (other,) = found[name].sequences, answer.sequences
-        assert list(one.tokens) == list(other.tokens), name
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        assert_same_sample(one, other)
 
 
 def test_sequences_that_end_leave_idle_rows(adapted: Adapted) -> None:

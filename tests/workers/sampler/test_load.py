@@ -15,6 +15,7 @@ from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice, SliceRes
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.native_sampler import NativeSampler
 
+from ...drawn import assert_same_sample
 from ..adapted import Adapted
 from ..jobs import MAX_SLICES, answers, job, slices
 
@@ -200,8 +201,7 @@ def test_preempted_requests_sample_the_same_as_alone(adapted: Adapted, trace: Tr
     alone = answers(new_sampler(adapted, 1 << 30).slice, *some)
     for each in some:
         for one, other in zip(alone[each.job_id].sequences, trace.responses[each.job_id].sequences, strict=True):
-            assert one.tokens.tolist() == other.tokens.tolist()
-            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+            assert_same_sample(one, other)
 
 
 @pytest.mark.parametrize("num_others", [0, 10])

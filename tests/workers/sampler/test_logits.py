@@ -4,16 +4,21 @@ import gc
 import json
 import re
 import weakref
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from trainhouse.schemas.sampling import Constraint, SampledSequence, SamplingParams
+from trainhouse.workers.protocol.calls import Failure
 from trainhouse.workers.sampler.native_sampler import NativeSampler
+from trainhouse.workers.sampler.requests import structured_output
 from transformers import AutoTokenizer
 
+from ...drawn import TIE, as_drawn
 from ..adapted import Adapted, copy_adapter
 from .test_sampler import (
     EOS,
@@ -126,6 +131,8 @@ def _greedy(
             )
         for token in set(tokens):
             logits[token] -= presence_penalty + frequency_penalty * tokens.count(token)
+        second, first = np.sort(logits)[-2:]
+        assert first - second > TIE
         tokens.append(int(logits.argmax()))
     return tokens
 
@@ -171,15 +178,11 @@ def test_samples_conform_to_a_json_schema_and_a_grammar(bpe_adapted: Adapted) ->
         "additionalProperties": False,
     }
     grammar = 'start: sum\nsum: NUMBER "+" NUMBER ("+" NUMBER)?\nNUMBER: /[0-9]{1,2}/'
-    tokenizer = AutoTokenizer.from_pretrained(bpe_adapted.directory)
-    # JSON allows any number of blanks between its tokens.
-    blanks = {token: -1e4 for token in range(VOCAB) if tokenizer.decode([token]).isspace()}
     found = sampled_texts(
         bpe_adapted,
         new_sampler(bpe_adapted, kv_cache_bytes=1 << 20),
         Constraint(json_schema=schema),
         Constraint(grammar=grammar),
-        logit_bias=blanks,
     )
     for text in found[:3]:
         value = json.loads(text)
@@ -187,10 +190,71 @@ def test_samples_conform_to_a_json_schema_and_a_grammar(bpe_adapted: Adapted) ->
     assert all(re.fullmatch(r"\d{1,2}(\+\d{1,2}){1,2}", text) for text in found[3:])
 
 
+def test_a_model_that_likes_blanks_writes_compact_json_unless_its_schema_wants_them(bpe_adapted: Adapted) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bpe_adapted.directory)
+    blanks = {token: 100.0 for token in range(VOCAB) if tokenizer.decode([token]).isspace()}
+    schema = {
+        "type": "object",
+        "properties": {"list": {"type": "array", "items": {"enum": [1, "a"]}, "maxItems": 3}, "one": {"type": "null"}},
+        "required": ["list", "one"],
+        "additionalProperties": False,
+    }
+    sampler = new_sampler(bpe_adapted)
+    for text in sampled_texts(bpe_adapted, sampler, Constraint(json_schema=schema), logit_bias=blanks):
+        assert text == json.dumps(json.loads(text), separators=(",", ":"))
+    flexible = schema | {"x-guidance": {"whitespace_flexible": True}}
+    asked = job_with("a", constraint={"json_schema": flexible}, max_tokens=200, logit_bias=blanks)
+    endless = finish(new_sampler(bpe_adapted), asked)["a"].sequences[0]
+    assert endless.stop_reason == "length" and tokenizer.decode(endless.tokens[1:]).isspace()
+
+
 def test_a_constraint_survives_slices_and_preemption(bpe_adapted: Adapted) -> None:
     one = Constraint(regex=r"([a-z]{5},){20}")
     wanted = sampled_texts(bpe_adapted, new_sampler(bpe_adapted), one)
     assert sampled_texts(bpe_adapted, new_sampler(bpe_adapted, kv_cache_bytes=400 * 1024), one) == wanted
+
+
+def each_mask_takes(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the clock of processor time."""
+    readings = count()
+    clock = SimpleNamespace(thread_time=lambda: seconds * next(readings))
+    monkeypatch.setattr(structured_output, "time", clock)
+
+
+def test_a_constraint_whose_masks_are_slow_on_average_fails(
+    bpe_adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = {"regex": "[a-z]{2000}"}
+    # Beyond a tenth of a second in all, 1 ms too much for each mask.
+    each_mask_takes(0.006, monkeypatch)
+    found = finish(new_sampler(bpe_adapted), job_with("a", constraint=letters, max_tokens=99))["a"]
+    assert len(found.sequences[0].tokens) == 99
+    for num_samples, most in ((1, 150), (3, 50)):  # all samples of a constraint together
+        slow = job_with("a", constraint=letters, max_tokens=most, num_samples=num_samples)
+        message = failure(new_sampler(bpe_adapted), slow)
+        assert message.startswith("the constraint takes 6 ms for each token, more than 5"), message
+        assert structured_output.is_costly(message)
+    each_mask_takes(0.005, monkeypatch)
+    found = finish(new_sampler(bpe_adapted), job_with("a", constraint=letters, max_tokens=150))["a"]
+    assert len(found.sequences[0].tokens) == 150
+
+
+def test_masks_of_a_tenant_take_a_bounded_time_of_each_step(
+    bpe_adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def constrained(name: str, tenant_id: str) -> object:
+        return job_with(name, tenant_id=tenant_id, constraint={"regex": f"[a-z]{name}{{9}}"}, max_tokens=1)
+
+    # Each has a constraint of its own, and 0.1 s for its first mask.
+    each_mask_takes(0.1, monkeypatch)
+    crowd = [constrained(letter, "crowd") for letter in "abcdef"]
+    found = finish(new_sampler(bpe_adapted), *crowd, constrained("x", "other"), constrained("y", "other"))
+    failed = {name: result.message for name, result in found.items() if isinstance(result, Failure)}
+    assert sorted(failed) == ["d", "e", "f"], "three masks exceed a quarter of a second"
+    assert all("in flight take more than 0.25 s for each token" in message for message in failed.values())
+    each_mask_takes(0.04, monkeypatch)
+    found = finish(new_sampler(bpe_adapted), *crowd)
+    assert not any(isinstance(result, Failure) for result in found.values())
 
 
 def test_invalid_constraints_are_refused(bpe_adapted: Adapted) -> None:
@@ -216,7 +280,7 @@ def test_extreme_parameters_do_not_affect_other_jobs(adapted: Adapted) -> None:
     found = finish(new_sampler(adapted), *jobs, job_with("other"))
     assert all(len(found[one.job_id].sequences[0].tokens) == NUM_TOKENS for one in jobs)
     other = sample(new_sampler(adapted), job_with("other"))
-    assert found["other"].sequences[0].tokens.tolist() == other.tokens.tolist()
+    assert as_drawn(found["other"].sequences[0]) == as_drawn(other)
 
 
 def test_stop_tokens_outside_the_vocabulary_are_ignored(adapted: Adapted) -> None:

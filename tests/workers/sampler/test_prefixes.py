@@ -11,8 +11,9 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.protocol.calls import SamplingSlice
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
 
+from ...drawn import assert_same_sample
 from ..adapted import Adapted, copy_adapter
-from .test_sampler import BYTES_PER_TOKEN, adapted, answer, finish, job, new_sampler, prompt, tokens_of
+from .test_sampler import BYTES_PER_TOKEN, adapted, answer, finish, job, new_sampler, prompt
 
 __all__ = ["adapted"]
 
@@ -23,9 +24,8 @@ def core_first(core: Sequence[str], kinds: Sequence[str]) -> list[Any]:
 
 
 def assert_same(found: SampleResponse, wanted: SampleResponse) -> None:
-    assert tokens_of(found) == tokens_of(wanted)
     for one, other in zip(found.sequences, wanted.sequences, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert_same_sample(one, other, 1e-5)
 
 
 @pytest.mark.parametrize("adapter_id", [None, "one"])

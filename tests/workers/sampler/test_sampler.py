@@ -25,6 +25,7 @@ from trainhouse.workers.sampler.requests.stop_strings import StopStrings
 from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ...drawn import Drawn, all_drawn, as_drawn
 from ...tiny import tiny_model
 from ..adapted import Adapted, copy_adapter
 
@@ -119,8 +120,8 @@ def reference_of_sample(adapted: Adapted, tokens: np.ndarray, new: np.ndarray, a
     return rows[len(tokens) - 1 : -1].gather(1, torch.from_numpy(new.astype(np.int64))[:, None])[:, 0].numpy()
 
 
-def tokens_of(response: SampleResponse) -> list[list[int]]:
-    return [sequence.tokens.tolist() for sequence in response.sequences]
+def tokens_of(response: SampleResponse) -> list[Drawn]:
+    return all_drawn(response)
 
 
 # --- tokens and log-probabilities ---
@@ -211,8 +212,8 @@ def test_an_overwritten_adapter_is_used_from_the_next_slice(adapted: Adapted) ->
     kept = run(lambda: None)
     moved = run(lambda: copy_adapter(adapted.models, "other", "inflight"))
     alone = sample(new_sampler(adapted), job("a", prompt(8), "one", temperature=0))
-    assert kept.tokens.tolist() == alone.tokens.tolist()
-    assert moved.tokens[:1].tolist() == kept.tokens[:1].tolist()
+    assert as_drawn(kept) == as_drawn(alone)
+    assert as_drawn(moved)[:1] == as_drawn(kept)[:1]
     assert moved.tokens.tolist() != kept.tokens.tolist()
 
 
@@ -428,7 +429,7 @@ def test_a_sample_ends_with_its_stop_token(adapted: Adapted) -> None:
     stop = int(free.tokens[5])
     first = free.tokens.tolist().index(stop)
     stopped = sample(sampler, job("a", prompt(6), stop_token_ids=(stop, 511)))
-    assert stopped.tokens.tolist() == free.tokens.tolist()[: first + 1] and stopped.stop_reason == "stop"
+    assert as_drawn(stopped) == as_drawn(free)[: first + 1] and stopped.stop_reason == "stop"
     assert free.stop_reason == "length" and len(free.tokens) == 12
 
 
@@ -489,6 +490,25 @@ def test_text_after_a_stop_string_can_begin_the_next(bpe_adapted: Adapted) -> No
     tokens = tokenizer.encode("the") + tokenizer.encode("re")
     follower = StopStrings(tokenizer, ("t", "here"), [])
     assert [number for number, token in enumerate(tokens) if follower.found_after(token)][-1] == len(tokens) - 1
+
+
+class Letters:
+    """A detokenizer of characters."""
+
+    def decode(self, token_ids: list[int], **_: bool) -> str:
+        return "".join(map(chr, token_ids))
+
+
+def test_stop_strings_end_where_a_plain_search_finds_them() -> None:
+    random, num_found = np.random.default_rng(0), 0
+    for _ in range(300):
+        text = "".join(random.choice(["a", "b"], 40, p=[0.8, 0.2]))
+        stops = tuple("".join(random.choice(["a", "b"], random.integers(1, 9))) for _ in range(random.integers(1, 5)))
+        follower = StopStrings(Letters(), stops, [])
+        found = next((n for n, letter in enumerate(text) if follower.found_after(ord(letter))), None)
+        assert found == next((n for n in range(40) if any(stop in text[: n + 1] for stop in stops)), None)
+        num_found += found is not None
+    assert 100 < num_found < 300
 
 
 def test_byte_fallback_characters_are_decoded_whole() -> None:

@@ -100,10 +100,12 @@ def test_samples_are_the_same_however_many_draft_tokens_are_accepted(
         with pytest.raises(AssertionError):
             assert_same_samples(found, wanted)
         return
-    assert_same_samples(found, wanted)
+    at_ties = assert_same_samples(found, wanted)
     for one in jobs:
         guesses = found[one.job_id].guesses
-        assert guesses is not None and len(guesses.by_accepted) == NUM_DRAFT_TOKENS + 1 and min(guesses.by_accepted) > 0
+        assert guesses is not None
+        assert len(guesses.by_accepted) == NUM_DRAFT_TOKENS + 1
+        assert one.job_id in at_ties or min(guesses.by_accepted) > 0
     assert not worker._sampler._of_base._scheduler.slots.pending._inputs
 
 
@@ -114,10 +116,11 @@ def test_an_indexer_chooses_no_rejected_draft_token(kind: str, tmp_path: Path, m
     wanted = run(worker, *jobs)
     propose_right_tokens(monkeypatch, wanted)
     found = run(worker, *drafting(jobs))
-    assert_same_samples(found, wanted)
+    at_ties = assert_same_samples(found, wanted)
     for one in jobs:
         guesses = found[one.job_id].guesses
-        assert guesses is not None and min(guesses.by_accepted) > 0
+        assert guesses is not None
+        assert one.job_id in at_ties or (min(guesses.by_accepted) > 0)
 
 
 def test_the_turn_after_a_stop_among_draft_tokens_reuses_the_state_before_the_stop(

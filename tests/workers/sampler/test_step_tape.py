@@ -14,6 +14,7 @@ from trainhouse.workers.ops.kernels import load_kernels
 from trainhouse.workers.protocol.calls import SamplingSlice
 from trainhouse.workers.sampler.decoding.step_tape import StepTape
 
+from ...drawn import assert_same_sample
 from ...tiny import tiny_model
 from ..adapted import Adapted
 from .test_sampler import finish, job, new_sampler, prompt
@@ -111,8 +112,7 @@ def test_repeated_steps_sample_what_single_ones_do(
     repeated, single = found
     for job_id, response in repeated.items():
         for one, other in zip(response.sequences, single[job_id].sequences, strict=True):
-            assert list(one.tokens) == list(other.tokens)
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            assert_same_sample(one, other, 1e-5)
 
 
 @needs_kernels

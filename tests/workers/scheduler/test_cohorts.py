@@ -1,9 +1,10 @@
 """Tests the order of slices: jobs without suspicion alternate with suspects, which take turns."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
-from trainhouse.schemas.sampling import SamplingParams
+from trainhouse.schemas.sampling import Constraint, SamplingParams
 from trainhouse.workers.protocol.calls import SampleJob
 from trainhouse.workers.scheduler.cohorts import Cohorts
 from trainhouse.workers.scheduler.quarantine import Suspects
@@ -72,3 +73,29 @@ def test_a_resubmitted_job_is_not_ended_by_its_cancelled_namesake() -> None:
     assert cohorts.ended("a") is None and "a" in cohorts
     work = cohorts.next().slice(50.0)
     assert work.cancel == ("a",) and [each.job_id for each in work.join] == ["a"]
+
+
+def test_constraints_that_take_long_to_compile_join_one_slice_after_another() -> None:
+    """Two tenants with ten constraints each, jobs with the same ones, and jobs without any."""
+    cohorts = Cohorts(Suspects(4))
+    constraints = [Constraint(regex=f"x{{{number}}}") for number in range(20)]
+    for number, constraint in enumerate([*constraints, *constraints, None, None]):
+        work = sampling_work(str(number))
+        params = work.job.params.model_copy(update={"constraint": constraint})
+        tenant = "even" if number % 2 == 0 else "odd"
+        cohorts.add(SamplingWork(replace(work.job, params=params, tenant_id=tenant, compile_seconds=0.06)))
+    cohort, joined = cohorts.next(), []
+    while cohort.joining:
+        joined.append([int(job.job_id) for job in cohort.slice(50.0).join])
+    assert joined[0] == [0, 1, 20, 21, 40, 41], "each tenant's first, jobs with the same, and those without any"
+    assert joined[1:] == [[2 * i, 2 * i + 1, 2 * i + 20, 2 * i + 21] for i in range(1, 10)]
+
+
+def test_cheap_constraints_join_together_and_a_costly_one_joins_alone() -> None:
+    cohorts = Cohorts(Suspects(4))
+    for number, seconds in enumerate([0.5, 0.5, *[0.001] * 50]):
+        work = sampling_work(str(number))
+        params = work.job.params.model_copy(update={"constraint": Constraint(regex=f"x{{{number}}}")})
+        cohorts.add(SamplingWork(replace(work.job, params=params, compile_seconds=seconds)))
+    cohort = cohorts.next()
+    assert [len(cohort.slice(50.0).join) for _ in range(3)] == [1, 1, 50]

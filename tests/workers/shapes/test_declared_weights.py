@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from trainhouse.workers.shapes.families import FAMILIES
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from ..models.tiny_types import NEEDED_SETTINGS, tiny_config_of
+from ..models.tiny_types import NEEDED_SETTINGS, OWN, tiny_config_of
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", OWN)
 def test_declared_weights_are_the_parameters_of_transformers(model_type: str) -> None:
     of_defaults = AutoConfig.for_model(model_type, num_hidden_layers=5, **NEEDED_SETTINGS.get(model_type, {}))
     for config in (tiny_config_of(model_type), of_defaults):

@@ -1,5 +1,6 @@
 """A config.json is read as transformers reads it, including the defaults of what it leaves out."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -11,21 +12,22 @@ import pytest
 from huggingface_hub import try_to_load_from_cache
 from trainhouse.schemas.adapters.model_files import model_directory
 from trainhouse.workers.models.text_parts import text_config_of
-from trainhouse.workers.planner.parameters import num_parameters
 from trainhouse.workers.protocol.worker_config import ServedModel
-from trainhouse.workers.shapes.families import FAMILIES
+from trainhouse.workers.shapes.layouts.parameters import num_parameters
 from trainhouse.workers.shapes.model_shape import (
     ModelShape,
     Rope,
     describe_model,
     longest_context,
     read_model,
+    refusal_of,
 )
 from trainhouse.workers.shapes.other_models import TEXT_PARTS
 from trainhouse.workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, RoutedExperts, SoftmaxAttention
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from ..lineup import LINEUP
+from ..models.tiny_types import OWN
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -75,13 +77,13 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 @pytest.mark.parametrize("omitted", OMITTED, ids="-".join)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", OWN)
 def test_omitted_values_default_as_in_transformers(model_type: str, omitted: tuple[str, ...]) -> None:
     compare(model_type, {key: value for key, value in WHOLE.items() if key not in omitted})
 
 
 @pytest.mark.parametrize("changed", CHANGED, ids=str)
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", OWN)
 @pytest.mark.filterwarnings("ignore")
 def test_given_values_are_read_as_in_transformers(model_type: str, changed: dict[str, Any]) -> None:
     compare(model_type, WHOLE | changed)
@@ -95,7 +97,7 @@ FEATURES = ("moe_intermediate_size", "intermediate_size")
 # Families whose heads make up the hidden size.
 SQUARE = ("helium", "olmoe", "stablelm")
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
-LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", *INDEXED)
+LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "sarvam_mla", *INDEXED)
 # What families with Mamba-2 need in addition.
 OF_MAMBA: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_n_heads": 24},
@@ -141,6 +143,8 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         pytest.skip("transformers divides by zero")
     if model_type in INDEXED and given.get("q_lora_rank", 0) is None:
         pytest.skip("transformers needs the latent queries")
+    if model_type == "sarvam_moe" and "n_routed_experts" in given:  # another name of the same
+        given = {key: value for key, value in given.items() if key != "num_experts"}
     if model_type in LATENT:  # other names of theirs for the features that rotate, and for experts
         given = {key: value for key, value in given.items() if key not in ("head_dim", "num_experts")}
         given = given | {"num_key_value_heads": given["num_attention_heads"]}
@@ -346,16 +350,71 @@ def test_public_models_have_their_known_parameter_counts(name: str, billions: in
     assert shape.max_positions == positions
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SLIDING = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+SCALINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("llama", {"rope_type": "default"}),
+    "linear": ("llama", {"rope_type": "linear", "factor": 2.0}),
+    "dynamic": ("llama", {"type": "dynamic", "factor": 2}),
+    "yarn": ("qwen3", {"type": "yarn", "factor": 2.0}),
+    "llama3": ("llama", LLAMA3),
+    "longrope": ("llama", LONGROPE),
+    "proportional": ("llama", {"rope_type": "proportional"}),
+    "su of Phi-3": ("phi3", LONGROPE | {"rope_type": "su", "original_max_position_embeddings": 16}),
+    "su of Llama": ("llama", LONGROPE | {"rope_type": "su"}),
+    "yarn of Phi-3": ("phi3", {"rope_type": "yarn", "factor": 2.0}),
+    "deepseek_yarn of Llama": ("llama", {"type": "deepseek_yarn", "factor": 2.0}),
+    "mrope of Llama": ("llama", {"type": "mrope", "mrope_section": [2, 3, 3]}),
+    "ntk": ("qwen3", {"type": "ntk", "factor": 2.0}),
+    "our own name": ("llama", {"rope_type": "ntk_alpha", "factor": 2.0, "alpha": 2.0}),
+    "null": ("llama", {"rope_type": None}),
+    **{f"{kind} without a factor": ("llama", {"type": kind}) for kind in ("linear", "dynamic", "yarn", "longrope")},
+    **{f"{kind} by a text": ("qwen3", {"type": kind, "factor": "2"}) for kind in ("linear", "dynamic", "yarn")},
+    **{f"{kind} by null": ("qwen3", {"type": kind, "factor": None}) for kind in ("linear", "dynamic", "yarn")},
+    **{f"llama3 without {key}": ("llama", {name: LLAMA3[name] for name in LLAMA3 if name != key}) for key in LLAMA3},
+    "linear of some layers": ("gemma3_text", {"full_attention": {"rope_type": "linear", "factor": 2.0}} | SLIDING),
+    "ntk of some layers": ("gemma3_text", {"full_attention": {"rope_type": "ntk", "factor": 2.0}} | SLIDING),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rotations_are_refused_that_transformers_does_not_compute(name: str) -> None:
+    model_type, scaling = SCALINGS[name]
+    config = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    config |= {"num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}
+    config |= {"rope_scaling": scaling}
+    if model_type == "gemma3_text":
+        config["rope_parameters"] = config.pop("rope_scaling")
+        config |= {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    config |= {"head_dim": 16} if model_type != "phi3" else {"original_max_position_embeddings": 16}
+    try:
+        settings = AutoConfig.for_model(model_type, **copy.deepcopy(config))
+        AutoModelForCausalLM.from_config(settings)
+        is_computed = True
+    except Exception:
+        is_computed = False
+    refusal = refusal_of({"model_type": model_type, **config})
+    assert (refusal is None) == is_computed, refusal
+    assert refusal is None or "RoPE scaling" in refusal
+
+
 @pytest.mark.parametrize(
     ("rope", "longest"),
     [
         (None, 1000),
         ({"rope_type": "default"}, 1000),
-        ({"rope_type": "linear", "factor": 2.0}, 1000),
+        ({"rope_type": "linear", "factor": 2.0}, 2000),
+        ({"type": "linear", "factor": 2.5}, 2500),
+        ({"rope_type": "linear", "factor": 0.5}, 1000),
+        ({"rope_type": "linear", "factor": float("inf")}, 1000),
+        ({"rope_type": "dynamic", "factor": 4.0}, 4000),
+        ({"rope_type": "proportional"}, 1000),
+        ({"rope_type": "proportional", "factor": 2.0}, 2000),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 800}, 3200),
-        ({"rope_type": "yarn", "factor": 2.0}, 1000),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 500}, 1000),
-        ({"rope_type": "longrope", "original_max_position_embeddings": 250}, 1000),
+        ({"rope_type": "yarn", "factor": 2.0}, 2000),
+        (LLAMA3 | {"original_max_position_embeddings": 500}, 1000),
+        (LONGROPE | {"original_max_position_embeddings": 250}, 1000),
     ],
 )
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
@@ -363,6 +422,36 @@ def test_longest_context_follows_rope_scaling(key: str, rope: dict[str, Any] | N
     shape = shape_of({"model_type": "llama", **WHOLE, "max_position_embeddings": 1000, key: rope})
     assert shape.max_positions == longest
     assert shape.rope.kind in str(shape.rope) or shape.rope == Rope()
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        # Gemma 3 gives its whole context, which its factor has already extended.
+        ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 1000),
+        # The rotations of this type do not grow with the sequence.
+        ({"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 9.0, "factor": 2.0}}, 1000),
+        ({"model_type": "persimmon", "rope_scaling": {"type": "linear", "factor": 2.0}}, 2000),
+        # Its modules would rotate all sequences of a batch as the longest.
+        ({"model_type": "persimmon", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, 1000),
+        (
+            {
+                "model_type": "olmo3",
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "factor": 4.0},
+                    "sliding_attention": {"rope_type": "default"},
+                },
+            },
+            4000,
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 4.0}}},
+            1000,
+        ),
+    ],
+)
+def test_longest_context_of_some_types(config: dict[str, Any], longest: int) -> None:
+    assert describe_model("m", WHOLE | config | {"max_position_embeddings": 1000}).max_positions == longest
 
 
 def test_image_models_use_the_context_of_their_text_config() -> None:
@@ -458,7 +547,7 @@ def test_sizes_that_the_text_part_of_a_release_leaves_out_are_those_of_its_type(
 @pytest.mark.parametrize("model_type", TEXT_PARTS)
 def test_a_text_part_without_sizes_has_the_defaults_of_transformers(model_type: str) -> None:
     """gemma4's default RoPE scaling is only named."""
-    but = ["rope"] if model_type == "gemma4" else []
+    but = ["rope"] if model_type in ("gemma4", "gemma4_unified") else []
     text = type(CONFIG_MAPPING[model_type]().get_text_config()).model_type
     assert_plans_what_ranks_load({"model_type": model_type, "text_config": {"model_type": text}}, *but)
 

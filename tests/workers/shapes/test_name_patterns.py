@@ -112,3 +112,10 @@ def test_too_many_patterns_are_refused() -> None:
     NamePatterns.of([str(number) for number in range(100_000)])
     with pytest.raises(ValueError, match="100001 patterns of names: expected at most 100000"):
         NamePatterns.of([str(number) for number in range(100_001)])
+
+
+def test_many_or_long_wildcards_are_refused() -> None:
+    NamePatterns.of(["a*"] * 1000)
+    for patterns in (["a*"] * 1001, ["re:a"] * 1001, ["*" * 1001]):
+        with pytest.raises(ValueError, match=r"wildcards and .* regular expressions of names: expected at most 1000"):
+            NamePatterns.of(patterns)

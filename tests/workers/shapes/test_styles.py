@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from trainhouse.workers.planner.checks import check_layout
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec, ShardedUnit
 from trainhouse.workers.protocol.worker_config import ServedModel
+from trainhouse.workers.shapes.layouts.checks import check_layout
 from trainhouse.workers.shapes.model_shape import read_model
 from trainhouse.workers.shapes.styles import PLAN, replicated_units
 

@@ -34,6 +34,7 @@ from trainhouse.workers.state.page_file import FilePage, PageFile
 from trainhouse.workers.state.residency import Residency
 from trainhouse.workers.worker.worker import Worker
 
+from ...drawn import Drawn, as_drawn
 from ..adapted import copy_adapter, create_adapter
 
 LORA = LoraConfig(rank=8, train_mlp=False, train_unembed=False)
@@ -356,7 +357,7 @@ def sample_job(number: int, adapter_id: str | None) -> SampleJob:
     return SampleJob(f"job-{number}", adapter_id, np.arange(3, 9, dtype=np.int32), params, (), ())
 
 
-def run_jobs(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
+def run_jobs(worker: Worker, jobs: list[SampleJob]) -> dict[str, Drawn]:
     """Samples in slices of one iteration and returns the tokens of each job."""
     result = worker.sample_slice(SamplingSlice(tuple(jobs), (), 0.0))
     found = dict(result.finished)
@@ -366,7 +367,7 @@ def run_jobs(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
         result = worker.sample_slice(SamplingSlice((), (), 0.0))
         found |= result.finished
     assert all(isinstance(response, SampleResponse) for response in found.values())
-    return {job_id: response.sequences[0].tokens.tolist() for job_id, response in sorted(found.items())}
+    return {job_id: as_drawn(response.sequences[0]) for job_id, response in sorted(found.items())}
 
 
 def train_step(worker: Worker, run_ids: list[str]) -> tuple[dict[str, float] | Failure, ...]:

@@ -30,6 +30,7 @@ from trainhouse.workers.state.vectors import MOMENT_VECTORS
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from ...drawn import as_drawn, assert_same_sample
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, PLAIN_KINDS, tiny_model
 from ..adapted import relative_error
 from ..jobs import answers, job
@@ -134,8 +135,6 @@ def test_every_gradient_and_three_steps_equal_those_of_transformers(kind: str, t
     worker, reference = a_worker(directory, micro_batch_tokens=32), Reference(directory, EVEN_ADAM.eps)
     worker.create_run(RunSpec("full", FullConfig()))
     for step in range(3):
-        # Steps enlarge what rounding differs by: of Qwen3-Next from 2e-6 to 2e-4, of Gemma 4 from 1e-5 to 1e-4.
-        tolerance = TOLERANCE if step == 0 else 10 * TOLERANCE
         for batch in range(2):
             data = some_data(10 * step + batch)
             (output,) = run(worker, supervised("full", data))
@@ -146,12 +145,15 @@ def test_every_gradient_and_three_steps_equal_those_of_transformers(kind: str, t
         assert not any(gradients.pop(name).any() for name in gradients.keys() - wanted.keys())
         scale = max(float(each.abs().max()) for each in wanted.values())
         for name, gradient in gradients.items():
-            assert float((gradient - wanted[name]).abs().max()) < tolerance * scale, name
+            assert float((gradient - wanted[name]).abs().max()) < TOLERANCE * scale, name
         stepped(worker, "full", EVEN_ADAM)
         reference.step()
-    for name, weights in views(worker, "full").items():
-        wanted = reference.parameters()[name]
-        assert float((weights - wanted).abs().max()) < 1e-3 * max(float(wanted.abs().max()), 1e-3), name
+        for name, weights in views(worker, "full").items():
+            wanted = reference.parameters()[name]
+            # Weights without a gradient move by rounding: by up to 1e-6, where a step is of 1e-3.
+            assert float((weights - wanted).abs().max()) < 1e-3 * max(float(wanted.abs().max()), 3e-3), name
+            # Otherwise the next step enlarges what rounding differs by: of Qwen3-Next from 2e-6 to 2e-4.
+            wanted.copy_(weights)
     # The shared base is untouched.
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, weights in worker._base.own_parameters().items():
@@ -318,8 +320,7 @@ def test_samples_use_the_requested_weights(tmp_path: Path) -> None:
     ids = (None, "fresh", "trained", "adapter", "trained")
     together, alone = sampled(worker, *ids), [sampled(worker, each)[0] for each in ids]
     for one, other in zip(together, alone, strict=True):
-        assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
-        np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
+        assert_same_sample(one.sequences[0], other.sequences[0])
     base, fresh, own, adapter, again = (each.sequences[0].tokens.tolist() for each in together)
     assert base == fresh == adapter and own == again and own != base
     saved = tmp_path / "saved"
@@ -454,11 +455,11 @@ def test_inflight_samplers_use_the_newest_weights(tmp_path: Path) -> None:
     trained(worker, "full", 3)
     worker.copy_adapter("full", "other")
     (one, other), (base,) = sampled(worker, "one", "other"), sampled(worker, None)
-    assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist() != before.tokens.tolist()
-    assert before.tokens.tolist() == base.sequences[0].tokens.tolist()
+    assert as_drawn(one.sequences[0]) == as_drawn(other.sequences[0]) != before.tokens.tolist()
+    assert as_drawn(before) == as_drawn(base.sequences[0])
     worker.drop_run("full")
     worker.drop_adapter("one")
-    assert sampled(worker, "other")[0].sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
+    assert as_drawn(sampled(worker, "other")[0].sequences[0]) == as_drawn(other.sequences[0])
     worker.drop_adapter("other")
     assert worker.memory()["full_models"] == 0
 
@@ -484,9 +485,8 @@ def test_models_paged_to_disk_continue_bit_equal(tmp_path: Path) -> None:
     for run_id in (*ids, "sampler"):
         with paged._models.resident([run_id]) as (one,), unpaged._models.resident([run_id]) as (other,):
             assert torch.equal(one.weights, other.weights)
-    assert [each.sequences[0].tokens.tolist() for each in sampled(paged, "sampler", "sampler")] == [
-        each.sequences[0].tokens.tolist() for each in sampled(unpaged, "sampler", "sampler")
-    ]
+    for one, other in zip(*(sampled(worker, "sampler", "sampler") for worker in (paged, unpaged)), strict=True):
+        assert_same_sample(one.sequences[0], other.sequences[0])
 
 
 def vectors_on_device(worker: Worker) -> float:
@@ -674,8 +674,7 @@ def test_an_ended_sample_does_not_disturb_samples_of_other_weights(tmp_path: Pat
     found = answers(worker.sample_slice, later, budget_milliseconds=0.0)
     assert found.keys() == {"moved", "later"}
     for each, wanted in zip(found["moved"].sequences, expected.sequences, strict=True):
-        np.testing.assert_array_equal(each.tokens, wanted.tokens)
-        np.testing.assert_allclose(each.logprobs, wanted.logprobs, atol=1e-4)
+        assert_same_sample(each, wanted)
 
 
 def test_overwriting_a_sampler_does_not_change_the_runs_weights(tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ from trainhouse.workers.lora import Segment
 from trainhouse.workers.lora.segment import clip_segments
 from trainhouse.workers.losses import LOSSES, LossOutput
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.planner import footprint
 from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.resources import memory
+from trainhouse.workers.resources import machine, memory
 from trainhouse.workers.state.trainable import Trainable
 from trainhouse.workers.state.vectors import STEP_VECTORS
 from trainhouse.workers.training import scoring_pass
@@ -242,7 +241,7 @@ BAD_DATA = {
     "no data": (replace(bad_request(), data=()), "batch is empty"),
     "a loss that overflows": (bad_request(weights=at(3, 3e38)), "datum 1.*position 3 is not finite"),
     "a loss that overflows over a sequence": (
-        bad_request(loss_name="gspo", advantages=at(3, 3e38), logprobs=at(3, -9e3)),
+        bad_request(loss_name="gspo", advantages=at(3, -3e38), logprobs=at(3, -9e3)),
         "not finite",
     ),
     "a gradient that overflows": (
@@ -420,7 +419,7 @@ def test_a_pass_that_runs_out_of_memory_is_split(tiny_models: dict[str, Path], m
     gc.collect()
     memory.release_freed_memory(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(footprint, "available_bytes", lambda: 800_000_000)
+        patch.setattr(machine, "available_bytes", lambda: 800_000_000)
         # Earlier tests' freed memory is fragmented and would count as used.
         patch.setattr(memory, "free_bytes", lambda: 0)
         found = tenant_runs.run(*hungry)

@@ -1,24 +1,36 @@
 """Captured features of one sequence, stored in a file that is named by the hash of everything that determines them."""
 
 import hashlib
+import logging
 import math
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ....schemas.adapters.tensor_file import TensorEntry, encoded_header
+from ....schemas.adapters.tensor_file import (
+    CHECKSUMS,
+    TensorEntry,
+    TensorFile,
+    checksums_as_text,
+    encoded_header,
+)
 from ....schemas.errors import OperationError
 from ...shapes.draft_features import FeatureColumn, feature_columns, token_bytes
 from .target_form import TargetForm
 
+logger = logging.getLogger(__name__)
+
 _DIGITS = 32
+_MAX_REMEMBERED = 100_000
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int32: "I32"}
 
 
@@ -97,15 +109,18 @@ def address_of(feature_ref: str) -> str:
 class CapturedFeatures:
     """The open file with the features of one sequence.
 
-    num_bytes: its size on disk.
+    num_bytes: its size on disk. signature: changes whenever the file is written.
     """
 
     def __init__(self, path: Path) -> None:
         """Opens the file. Raises OSError or SafetensorError."""
         # Tensors are read when they are needed. The open file keeps them readable even if it is deleted meanwhile.
         self._file = safe_open(path, framework="pt", device="cpu")
+        self._path = path
         self.address = path.stem
-        self.num_bytes = path.stat().st_size
+        status = path.stat()
+        self.num_bytes = status.st_size
+        self.signature = status.st_ino, status.st_mtime_ns
 
     @staticmethod
     def find(directory: Path, address: str) -> "CapturedFeatures | None":
@@ -130,7 +145,7 @@ class CapturedFeatures:
             OSError: the file cannot be written.
         """
         found = CapturedFeatures.find(directory, address)
-        if found is not None and found.is_complete(kind, num_tokens):
+        if found is not None and found.is_complete(kind, num_tokens) and found.is_whole():
             return found
         staging = directory / f".staging-{secrets.token_hex(8)}"
         try:
@@ -151,6 +166,13 @@ class CapturedFeatures:
         shapes = {name: self._file.get_slice(name).get_shape() for name in self._file.keys()}  # noqa: SIM118 (no mapping)
         return shapes == {name: [num_tokens, column.width] for name, column in kind.columns.items()}
 
+    def is_whole(self) -> bool:
+        """True if the tensors match their checksums, which earlier versions did not write. Reads the whole file."""
+        try:
+            return TensorFile(self._path).is_whole()
+        except (OSError, ValueError):
+            return False
+
     def check(self, kind: FeatureKind, address: str, number: int) -> None:
         """Raises OperationError if these are not the features of this kind at this address. `number` is the datum's,
         for the message."""
@@ -159,6 +181,26 @@ class CapturedFeatures:
         other_tokens = "captured from other tokens than its model_input: capture these tokens, or send those"
         difference = kind.difference(self._file.metadata()) or other_tokens
         raise OperationError(f"datum {number}: its feature_ref names features {difference}")
+
+
+class Checksums:
+    """Compares captured features with their checksums, once for each file until it changes."""
+
+    def __init__(self) -> None:
+        # By address, the signatures of files that match.
+        self._matching: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def match(self, features: CapturedFeatures) -> bool:
+        """True if the file is not damaged."""
+        if self._matching.get(features.address) == features.signature:
+            return True
+        if not features.is_whole():
+            logger.error("the captured features %s are damaged: the target runs instead", features.address)
+            return False
+        self._matching[features.address] = features.signature
+        if len(self._matching) > _MAX_REMEMBERED:
+            self._matching.popitem(last=False)
+        return True
 
 
 def _path(directory: Path, address: str) -> Path:
@@ -175,12 +217,17 @@ def _write(path: Path, kind: FeatureKind, num_tokens: int, chunks: Iterable[Mapp
         name: TensorEntry(_DTYPES[dtypes[name]], shapes[name], math.prod(shapes[name]) * dtypes[name].itemsize)
         for name in names
     }
-    header = encoded_header(entries, kind.metadata())
+    checksums = dict.fromkeys(names, 0)
+    header = encoded_header(entries, kind.metadata() | {CHECKSUMS: checksums_as_text(checksums)})
     ends = accumulate((entry.num_bytes for entry in entries.values()), initial=len(header))
     positions = dict(zip(names, ends, strict=False))
     with path.open("wb") as file:
         file.write(header)
         for chunk in chunks:
             for name, tensor in chunk.items():
+                content = tensor.contiguous().cpu().view(torch.uint8).numpy().data
+                checksums[name] = crc32(content, checksums[name])
                 file.seek(positions[name])
-                positions[name] += file.write(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+                positions[name] += file.write(content)
+        file.seek(0)
+        file.write(encoded_header(entries, kind.metadata() | {CHECKSUMS: checksums_as_text(checksums)}))

@@ -106,7 +106,7 @@ class HookedTarget:
             segments.append(Segment(shard.num_tokens, shard.num_padded, None))
         captured: dict[int, Tensor] = dict.fromkeys((EMBEDDING, *layers), torch.empty(0))
         with self._lora.applied(clip_segments(segments, shard.tokens)):
-            last = self._base.shared_hidden_states(micro_batch, shard, captured)
+            last = self._base.shared_hidden_states(micro_batch, shard, captured=captured)
         of_layers = torch.cat([captured[layer] for layer in layers], dim=-1)
         outputs = None if self._draft.target_form is None else TargetOutputs(last)
         return TargetFeatures(captured[EMBEDDING], of_layers, outputs).mapped(shard.select_scored)

@@ -1,6 +1,6 @@
 """Counts the operations that a pass of a draft needs: its own, and those of its target.
 
-A multiplication and its addition are two. Only products count, as in workers/planner/flops.py.
+A multiplication and its addition are two. Only products count, as in workers/shapes/layouts/flops.py.
 """
 
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...planner.drafts.draft_flops import DraftFlops, dflash_flops, eagle3_flops
-from ...planner.flops import ModelFlops, OwnFlops
 from ...shapes.draft_sizes import dflash_shapes, eagle3_shapes
+from ...shapes.layouts.flops import ModelFlops, OwnFlops
 from ..draft_model import DraftModel
 from ..sequences.blocks import TokenRandom, sample_anchors
 from ..sequences.labels import Options
+from .draft_flops import DraftFlops, dflash_flops, eagle3_flops
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The draft of a vLLM. It has one at a time, of a shape chosen at its start, for all requests; or none."""
 
 import asyncio
-import json
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -9,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from ....schemas.adapters.adapter_files import DESCRIPTION
+from ....schemas.bounds import load_json
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig, training_of
 from ...protocol.calls import RunSpec
@@ -166,6 +166,6 @@ async def _remove(directory: Path) -> None:
 
 def _shape_in(directory: Path) -> DraftConfig:
     """Returns the configuration of a saved draft, whose fields are filled in."""
-    training = training_of(json.loads((directory / DESCRIPTION).read_text()))
+    training = training_of(load_json((directory / DESCRIPTION).read_text()))
     assert isinstance(training, DraftConfig), "the server loads no other checkpoints as drafts"
     return training

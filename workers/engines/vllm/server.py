@@ -20,9 +20,9 @@ import httpx
 
 from ....schemas.adapters.vllm_form import VllmForm, room_for
 from ....schemas.errors import OperationError
-from ...planner.footprint import runs_on_cpu
 from ...protocol.timeouts import GRACE_SECONDS, VLLM_SILENCE_SECONDS, VLLM_START_SECONDS
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, VllmConfig, WorkerConfig
+from ...resources.machine import runs_on_cpu
 from ...scheduler.supervision.backoff import RestartBackoff
 from ...shapes.model_shape import ModelShape, read_architecture, read_model
 from ...shapes.parts import GatedDelta

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...ops.grouped_gemm import GroupedRows
 from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels
 from ...ops.training_kernels import training_kernels_for
-from ...parallel.collectives import all_to_all_rows, reduce_from_team
+from ...parallel.collectives import ResidualStream, all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from ...shapes.parts import RoutedExperts
 from .expert_weights import ExpertWeights, activation_of
@@ -137,25 +137,30 @@ class GroupedExperts:
         """The names of the two parameters with the matrices of all experts."""
         return self._weights.names
 
-    def forward(self, x: Tensor, same_tokens: bool, latents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, stream: ResidualStream | None = None, latents: Tensor | None = None) -> Tensor:
         """Returns the layer's output [tokens, hidden] for x [tokens, hidden].
 
         Args:
-            same_tokens: whether all ranks of the team have the same tokens.
+            stream: see forward_routed.
             latents: what experts map, [tokens, n], if that is not x; the output is of this shape, too.
         """
         _, weights, chosen = self._router(x)
-        return self.forward_routed(x if latents is None else latents, chosen, weights, same_tokens)
+        return self.forward_routed(x if latents is None else latents, chosen, weights, stream)
 
-    def forward_routed(self, x: Tensor, chosen: Tensor, weights: Tensor, are_alike: bool = True) -> Tensor:
+    def forward_routed(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, stream: ResidualStream | None = None
+    ) -> Tensor:
         """Returns the experts' weighted outputs [tokens, hidden], like `forward` after routing.
 
         Args:
             chosen: the experts of each token, [tokens, experts of each].
             weights: factors of their outputs, of the same shape.
+            stream: of the layer; None if all ranks of the team have the same tokens, which nothing counts.
         """
+        if stream is not None and stream.expert_counts is not None:
+            stream.expert_counts.add(self, chosen, self.num_experts)
         keys = self._keys(chosen)
-        if are_alike or self._team.size == 1:
+        if stream is None or stream.ep_ranks_share_tokens or self._team.size == 1:
             routed = None if torch.is_grad_enabled() else self._run_fused(x, keys, weights)
             if routed is not None:
                 return reduce_from_team(routed, self._team)

@@ -46,7 +46,7 @@ class NormedSparseFeedForward:
             stream.enter(rms_norm(x, before), self._is_replicated),
             stream.enter(chosen, self._is_replicated),
             stream.enter(weights, self._is_replicated),
-            stream.ep_ranks_share_tokens,
+            stream,
         )
         return rms_norm(shared, after_shared) + rms_norm(stream.leave(routed, self._is_replicated), after)
 

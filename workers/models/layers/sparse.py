@@ -38,22 +38,22 @@ class SparseFeedForward:
 
     def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         tokens = stream.enter(x, self._is_replicated)
-        routed = stream.leave(self._routed(tokens, stream.ep_ranks_share_tokens), self._is_replicated)
+        routed = stream.leave(self._routed(tokens, stream), self._is_replicated)
         routed = routed if self._part.scale == 1 else routed * self._part.scale
         if self._shared is None:
             return routed
         shared = self._shared.forward(x, stream)
         return routed + (shared * self._module.shared_expert_gate(x).sigmoid() if self._part.gates_shared else shared)
 
-    def _routed(self, x: Tensor, same_tokens: bool) -> Tensor:
+    def _routed(self, x: Tensor, stream: ResidualStream) -> Tensor:
         """Returns the experts' output [tokens, hidden], or this rank's part of the sum if ranks divide them."""
         if self._part.scales_inputs:
             weights, chosen = self._router(x)[0].max(dim=-1, keepdim=True)
-            return self.experts.forward_routed(x * weights, chosen, torch.ones_like(weights), same_tokens)
+            return self.experts.forward_routed(x * weights, chosen, torch.ones_like(weights), stream)
         if self._part.latent is None:
-            return self.experts.forward(x, same_tokens)
+            return self.experts.forward(x, stream)
         latents = self._module.fc1_latent_proj(x)
-        return self._module.fc2_latent_proj(self.experts.forward(x, same_tokens, latents))
+        return self._module.fc2_latent_proj(self.experts.forward(x, stream, latents))
 
 
 def _router(part: Part, module: Any) -> Callable[[Tensor], Any]:

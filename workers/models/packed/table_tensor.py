@@ -2,7 +2,6 @@
 consecutive numbers share a scale, which may itself be a code with a scale.
 """
 
-import json
 from collections.abc import Mapping
 from math import ceil, prod
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....schemas.bounds import load_json
 from ...shapes.packed_weights import TableWeight
 from .codes import looked_up
 from .stored_tensor import Dequantized, StoredTensor
@@ -79,7 +79,7 @@ class TableTensor(Dequantized):
                 " model again"
             )
         try:
-            state = json.loads(bytes(stored[...].flatten().tolist()))
+            state = load_json(bytes(stored[...].flatten().tolist()))
         except ValueError as error:
             raise ValueError(f"{self._packed.state} is no JSON ({error}): download the model again") from error
         if not isinstance(state, dict):

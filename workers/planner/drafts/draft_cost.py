@@ -4,17 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from ...drafts.training.draft_flops import DraftFlops, dflash_flops, eagle3_flops
 from ...protocol.parallel_spec import ParallelSpec
-from ...protocol.worker_config import DispatchConfig
+from ...protocol.worker_config import LEAST_PASS_TOKENS
 from ...shapes.draft_spec import sums_in_backward
+from ...shapes.layouts.flops import ModelFlops, OwnFlops
 from ...shapes.model_shape import ModelShape
 from ...shapes.parts import Exchange
 from ..exchanges import exchange_seconds, in_forward_pass
-from ..flops import ModelFlops, OwnFlops
 from ..speeds import Speeds
 from ..workload import Workload
 from .draft_activations import feature_bytes
-from .draft_flops import DraftFlops, dflash_flops, eagle3_flops
 from .draft_load import DraftLoad
 from .draft_memory import sequences_of
 
@@ -133,7 +133,7 @@ def _gradients(
     """Yields the sums of the draft's gradients in float32: in each micro-batch, or once in an operation, which is taken
     to have the tokens of a pass."""
     tp, num_shards = draft_spec.tp, draft_spec.num_ranks // draft_spec.tp
-    in_operation = max(1.0, DispatchConfig.pass_tokens / (own * num_shards))
+    in_operation = max(1.0, LEAST_PASS_TOKENS / (own * num_shards))
     whole = sum(prod(each) for name, each in draft.shapes().items() if each == draft.shapes(tp)[name])
     yield Exchange("tp", _FLOAT32 * whole * 2 * (tp - 1) / tp / in_operation, (tp > 1) / in_operation)
     share = 1.0 if sums_in_backward(draft_spec, spec) else 1 / in_operation

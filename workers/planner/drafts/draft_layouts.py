@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...protocol.parallel_spec import ParallelSpec
+from ...resources.machine import gigabytes
 from ...shapes.draft_spec import check_drafts, default_draft_spec
+from ...shapes.layouts.checks import divisors
 from ...shapes.model_shape import ModelShape
-from ..checks import divisors
-from ..footprint import gigabytes
 from ..layout_search import MAX_RANKS, layouts, numbers_of_ranks, usable_bytes
 from ..speeds import NVLINK, Speeds
 from ..workload import Workload

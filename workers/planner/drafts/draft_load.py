@@ -9,7 +9,7 @@ from ...shapes.draft_features import FeatureColumn, feature_columns, target_colu
 from ...shapes.draft_sizes import DraftSizes, dflash_shapes, eagle3_shapes, own_shape
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ..parameters import aligned
+from ..trainable_memory import aligned
 from ..workload import Workload
 
 Algorithm = Literal["eagle3", "dflash"]

@@ -1,5 +1,6 @@
 """The logits processors: constraints, biases and penalties, applied before a token is chosen."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from ..requests.jobs import SequenceState
 from ..requests.sequence_table import SequenceTable
+
+_TENANT_SECONDS = 0.25
+"""The most processor time of a tenant's masks in one step, which other tenants' samples wait for."""
 
 
 class LogitsProcessors:
@@ -38,10 +42,19 @@ class LogitsProcessors:
         return logits
 
     def _constrain(self, logits: Tensor) -> None:
+        """Leaves the logits of a sequence as they are if its constraint fails: the sequence ends with this token."""
+        spent: dict[str, float] = defaultdict(float)
         for row in self._constrained:
-            matcher = self._sequences[row].matcher
+            matcher, tenant_id = self._sequences[row].matcher, self._sequences[row].job.spec.tenant_id
             assert matcher is not None
-            logits[row].masked_fill_(torch.from_numpy(~matcher.allowed()).to(self._device), -torch.inf)
+            if spent[tenant_id] > _TENANT_SECONDS:
+                matcher.failure = matcher.failure or (
+                    f"the constraints of all samples in flight take more than {_TENANT_SECONDS:g} s for each token:"
+                    " simplify them, or send fewer requests at a time"
+                )
+            if (allowed := matcher.allowed()) is not None:
+                logits[row].masked_fill_(torch.from_numpy(~allowed).to(self._device), -torch.inf)
+            spent[tenant_id] += matcher.seconds
 
     def _add_biases(self, logits: Tensor) -> None:
         for row in self._biased:
@@ -51,10 +64,9 @@ class LogitsProcessors:
     def _forbid_stops(self, logits: Tensor, table: SequenceTable) -> None:
         """If the constraint allows only stop tokens, they stay allowed and the sample ends early."""
         for row in self._unfinished:
-            stops = self._sequences[row].job.stop_token_ids
-            if table.count[self._sequences[row].line] < self._params[row].min_tokens and stops:
-                forbidden = np.fromiter(stops, np.int64, len(stops))
-                kept = logits[row].clone().index_fill_(0, self._tensor(forbidden), -torch.inf)
+            stops = self._sequences[row].job.stop_ids
+            if table.count[self._sequences[row].line] < self._params[row].min_tokens and len(stops):
+                kept = logits[row].clone().index_fill_(0, self._tensor(stops), -torch.inf)
                 if bool((kept > -torch.inf).any()):
                     logits[row] = kept
 

@@ -77,7 +77,7 @@ class SequenceState:
 
     @cached_property
     def matcher(self) -> "Matcher | None":
-        """Follows the constraint, if there is one."""
+        """Follows the constraint, if there is one and this rank decides."""
         return None if self.job.matcher is None else self.job.matcher.copy()
 
     @cached_property
@@ -109,7 +109,7 @@ class SequenceState:
     def needs_token_checks(self) -> bool:
         """True if each of its tokens needs a look by itself."""
         job = self.job
-        is_text = bool(job.spec.stop_strings) or job.matcher is not None
+        is_text = bool(job.spec.stop_strings) or job.is_constrained
         return is_text or job.spec.topk_sample_logprobs > 0 or len(job.stop_token_ids) > MAX_STOP_COLUMNS
 
     @property
@@ -117,7 +117,7 @@ class SequenceState:
         """True if its tokens are sampled from processed logits."""
         params = self.job.spec.params
         penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        return bool(self.job.matcher is not None or params.logit_bias or params.min_tokens or penalties)
+        return bool(self.job.is_constrained or params.logit_bias or params.min_tokens or penalties)
 
     def token_ids(self) -> np.ndarray:
         """Returns prompt and sampled tokens, int64."""
@@ -125,10 +125,10 @@ class SequenceState:
 
     def stops_after(self, token: int, count: int) -> bool:
         """True if the token, its `count`-th, is a stop token, completes a stop sequence or completes the constraint."""
-        if self.matcher is not None:
-            self.matcher.advance(token)
         found = self._stops is not None and self._stops.found_after(token)
-        if token in self.job.stop_token_ids or (self.matcher is not None and self.matcher.is_finished):
+        if self.matcher is not None and (not self.matcher.advance(token) or self.matcher.is_finished):
+            return True
+        if token in self.job.stop_token_ids:
             return True
         return found and count >= self.job.spec.params.min_tokens
 
@@ -160,10 +160,17 @@ class Job:
     max_new_tokens: ends every sample at the end of the context.
     num_open: sequences that have not ended.
     num_cache_hits: prompt tokens that were cached at the first prefill; None before it.
+    is_constrained: its tokens must satisfy a constraint, which `matcher` follows on the rank that decides.
     """
 
-    def __init__(self, spec: SampleJob, number: int, limits: ModelLimits, text: LazyTokenizer) -> None:
-        """Raises OperationError if the constraint is invalid, or if the model lacks a tokenizer that the job needs."""
+    def __init__(
+        self, spec: SampleJob, number: int, limits: ModelLimits, text: LazyTokenizer, decides: bool = True
+    ) -> None:
+        """Raises OperationError if the constraint is invalid, or if the model lacks a tokenizer that the job needs.
+
+        Args:
+            decides: whether this rank follows the constraint; others take its tokens, ends and failures.
+        """
         assert spec.params.seed is not None, "the seed is drawn at submit"
         self.spec = spec
         self.number = number
@@ -176,7 +183,9 @@ class Job:
         self.scores = PromptScoring(spec) if wants_scores(spec) else None
         self.num_cache_hits: int | None = None
         self.text = text
-        self.matcher = text.matchers.new(constraint) if (constraint := spec.params.constraint) is not None else None
+        constraint = spec.params.constraint
+        self.is_constrained = constraint is not None
+        self.matcher = text.matchers.new(constraint) if constraint is not None and decides else None
         if spec.stop_strings:
             _ = text.tokenizer
         keys = noise_keys(self.seed, SAMPLE_STREAM, np.arange(spec.num_samples))
@@ -206,6 +215,11 @@ class Job:
         """Token ids and values of logit_bias, int64 and float32."""
         bias = self.spec.params.logit_bias or {}
         return np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
+
+    @cached_property
+    def stop_ids(self) -> np.ndarray:
+        """`stop_token_ids`, int64."""
+        return np.fromiter(self.stop_token_ids, np.int64, len(self.stop_token_ids))
 
     @cached_property
     def prompt_vocabulary(self) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The model's tokenizer, loaded at the first request that needs it."""
 
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,13 @@ class LazyTokenizer:
         """Raises OperationError if the model has no tokenizer, or one that does not support constraints."""
         from .structured_output import MatcherFactory
 
-        return MatcherFactory(self.tokenizer, self._base.vocab_size, self._base.eos_token_ids)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise OperationError("this model's tokenizer does not support constraints: it is not a fast one")
+        backend = copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        return MatcherFactory(backend.to_str(), self._base.vocab_size, self._base.eos_token_ids)
 
 
 def _load_tokenizer(source: str) -> PreTrainedTokenizerFast:

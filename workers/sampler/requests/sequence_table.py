@@ -21,6 +21,7 @@ class EndReason(IntEnum):
     STOP = 1
     LENGTH = 2
     NOT_FINITE = 3
+    CONSTRAINT_FAILED = 4
 
 
 class SequenceTable:

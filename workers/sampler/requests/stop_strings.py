@@ -23,6 +23,7 @@ class StopStrings:
         self._num_read = len(self._tokens)
         self._read_text = self._decode(self._tokens)
         self._tail = ""
+        self._num_searched = 0  # characters of the tail
 
     def found_after(self, token: int) -> bool:
         """True if `token`, the next of the sample, completes a stop string."""
@@ -30,10 +31,13 @@ class StopStrings:
         text = self._decode(self._tokens)
         fresh = text[len(self._read_text) :]
         searched = self._tail + fresh.rstrip(_INCOMPLETE)
-        ends = [place + len(stop) for stop in self._stops if (place := searched.find(stop)) >= 0]
+        # Only where a match can be new: str.find takes up to the product of both lengths.
+        starts = [(stop, max(0, self._num_searched - len(stop) + 1)) for stop in self._stops]
+        ends = [place + len(stop) for stop, start in starts if (place := searched.find(stop, start)) >= 0]
         if ends:
             # If the sample continues (min_tokens), the search continues after the match.
             self._advance(searched[min(ends) :])
+            self._num_searched = 0
             return True
         # Bytes that are still incomplete after this many tokens are not text.
         if not fresh.endswith(_INCOMPLETE) or len(self._tokens) - self._num_read > _MAX_BYTES:
@@ -43,6 +47,7 @@ class StopStrings:
     def _advance(self, searched: str) -> None:
         """Drops text that has been searched, except the end, where a match may begin, and context for decoding."""
         self._tail = searched[max(0, len(searched) - self._keep) :]
+        self._num_searched = len(self._tail)
         self._tokens = self._from_whole_character(max(_LEADING_TOKENS, len(self._tokens) - self._num_read))
         self._num_read = len(self._tokens)
         self._read_text = self._decode(self._tokens)

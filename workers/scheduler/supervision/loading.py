@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from ...planner.footprint import available_bytes, gigabytes, planned_bytes
 from ...pools.base import WorkerDied, WorkerError
 from ...protocol.worker_config import WorkerConfig
+from ...resources.machine import available_bytes, gigabytes
 from .backoff import backoff
+from .footprint import planned_bytes
 
 MAX_TRIES = 4
 """The retries follow pauses of 1, 2 and 4 seconds."""

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from ....schemas.adapters.model_files import model_directory
 from ...models.devices import check_cuda, check_devices, device_of, first_device
-from ...planner.checks import check_layout, cuda_devices
-from ...planner.footprint import check_fit, runs_on_cpu
 from ...pools.base import Pool, PoolSpec
 from ...pools.local import LocalPool
 from ...pools.ray.actors import KeptGroup
@@ -23,8 +21,11 @@ from ...protocol.log_lines import LogSettings
 from ...protocol.parallel_spec import SINGLE
 from ...protocol.timeouts import CallTimeouts
 from ...protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
+from ...resources.machine import cuda_devices, runs_on_cpu
 from ...shapes.draft_spec import check_drafts
+from ...shapes.layouts.checks import check_layout
 from ...shapes.model_shape import read_model
+from .footprint import check_fit
 
 logger = logging.getLogger(__name__)
 

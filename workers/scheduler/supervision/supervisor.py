@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ....schemas.errors import OperationError
-from ...planner.footprint import gigabytes, loaded_bytes
 from ...pools.base import PlacementError, Pool, WorkerDied, WorkerError
 from ...protocol.calls import Failure, ModelInfo
 from ...protocol.timeouts import CallTimeouts
 from ...protocol.worker_config import WorkerConfig
+from ...resources.machine import gigabytes
 from .backoff import RestartBackoff
 from .device_sharing import DeviceLease
+from .footprint import loaded_bytes
 from .loading import failure_reason, load
 from .ranks import Ranks
 

@@ -6,7 +6,7 @@ from .afmoe import AFMOE
 from .arcee import ARCEE
 from .bamba import BAMBA
 from .cohere import COHERE, COHERE2
-from .deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MISTRAL4
+from .deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MISTRAL4, SARVAM_MLA
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone import EXAONE4, EXAONE_MOE
@@ -14,7 +14,7 @@ from .falcon_h1 import FALCON_H1
 from .family import FIXED_ROTATIONS, Family
 from .gemma import GEMMA, GEMMA2, GEMMA3
 from .gemma4 import GEMMA4
-from .glm import GLM, GLM4, GLM4_MOE
+from .glm import GLM, GLM4, GLM4_MOE, SARVAM_MOE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, GRANITE_SWA, HYPERCLOVAX
 from .helium import HELIUM
@@ -22,7 +22,7 @@ from .hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from .hy_v3 import HY_V3
 from .kolibri1 import KOLIBRI1
 from .laguna import LAGUNA
-from .llama import CWM, INTERNLM3, IQUESTCODER, LLAMA
+from .llama import CWM, EXAONE, INTERNLM3, IQUESTCODER, LLAMA
 from .llama4 import LLAMA4
 from .mellum import MELLUM
 from .minimax import MINIMAX_M2
@@ -72,6 +72,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_oss": GPT_OSS,
     "deepseek_v3": DEEPSEEK_V3,
     "glm4_moe_lite": GLM4_MOE_LITE,
+    "sarvam_mla": SARVAM_MLA,
     "mistral4": MISTRAL4,
     "deepseek_v32": DEEPSEEK_V32,
     "glm_moe_dsa": GLM_MOE_DSA,
@@ -89,6 +90,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": OLMOE,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
+    "exaone": EXAONE,
     "exaone4": EXAONE4,
     "exaone_moe": EXAONE_MOE,
     "dots1": DOTS1,
@@ -97,6 +99,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm": GLM,
     "glm4": GLM4,
     "glm4_moe": GLM4_MOE,
+    "sarvam_moe": SARVAM_MOE,
     "ernie4_5": ERNIE4_5,
     "ernie4_5_moe": ERNIE4_5_MOE,
     "helium": HELIUM,

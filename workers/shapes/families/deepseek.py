@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and models of its shape: latent attention, routed and shared experts. Kimi-K2, GLM-4.7-Flash, and
-Mistral Small 4, whose queries grow with their positions.
+"""DeepSeek-V3 and models of its shape: latent attention, routed and shared experts. Kimi-K2, GLM-4.7-Flash,
+Sarvam 105B, and Mistral Small 4, whose queries grow with their positions.
 
 DeepSeek-V3.2 and GLM-5 choose the tokens of attention by an indexer. https://arxiv.org/abs/2412.19437,
 https://arxiv.org/abs/2512.02556.
@@ -135,6 +135,8 @@ _DEFAULTS: Mapping[str, object] = {
 
 # Another name of a field, also in models with the experts of DeepSeek-V3.
 ALIASES = {"num_local_experts": "n_routed_experts"}
+# Those of Sarvam's releases.
+SARVAM_ALIASES = {**ALIASES, "num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 
 DEEPSEEK_V3 = Family(
     "DeepseekV3",
@@ -206,6 +208,25 @@ GLM_MOE_DSA = Family(
     },
     _INDEXED_ALIASES,
     _unsupported_of_glm_moe_dsa,
+    settings=("kv_lora_rank",),
+)
+SARVAM_MLA = Family(
+    "DeepseekV3",
+    "deepseek_v3",
+    _layers,
+    {
+        **_DEFAULTS,
+        "vocab_size": 262144,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 64,
+        "n_routed_experts": 128,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+    },
+    SARVAM_ALIASES,
+    _unsupported,
     settings=("kv_lora_rank",),
 )
 MISTRAL4 = Family(

@@ -12,8 +12,9 @@ from .config_reader import ConfigReader
 # The value of a field of a part.
 Setting = bool | str | float | tuple[str, str] | QueryGrowth | OutputGate | None
 
-# Rotations that do not depend on the lengths in a batch; with "longrope" once a model is loaded (long_rotations.py).
-FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "longrope", "ntk_alpha", "proportional", "yarn"})
+# Rotations that do not depend on the lengths in a batch; with "dynamic" and "longrope" once a model is loaded
+# (long_rotations.py).
+FIXED_ROTATIONS = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "ntk_alpha", "proportional", "yarn"})
 
 # Fields that a config.json may leave out.
 DEFAULTS: Mapping[str, object] = {

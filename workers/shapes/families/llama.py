@@ -1,5 +1,6 @@
-"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), InternLM3 and IQuest-Coder, which are of the same shape, and CWM
-(https://arxiv.org/abs/2510.02387), with windows in most layers.
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), InternLM3, IQuest-Coder and EXAONE 3
+(https://arxiv.org/abs/2408.03541), which are of the same shape, and CWM (https://arxiv.org/abs/2510.02387), with
+windows in most layers.
 """
 
 from collections.abc import Sequence
@@ -72,4 +73,20 @@ CWM = Family(
         "sliding_window": 8192,
         "layer_types": None,
     },
+)
+# Has the modules of Llama. Releases have names of its own for fields and weights.
+EXAONE = Family(
+    "Llama",
+    "llama",
+    _layers,
+    {
+        "vocab_size": 102400,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096,
+    },
+    {"num_layers": "num_hidden_layers", "activation_function": "hidden_act"},
 )

@@ -33,7 +33,8 @@ EVERY = [each if each in CORE else pytest.param(each, marks=pytest.mark.full) fo
 # Layers of which peft adapts none in these types.
 REFUSED_BY_PEFT = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
 
-# Relative to the largest change of a log-probability by the adapter.
+# Relative to the change of log-probabilities by the adapter. The distance is of all of them together: single positions
+# of tiny models enlarge float32's rounding, so that the largest difference depends on the processor.
 TOLERANCE = 1e-5
 
 
@@ -65,10 +66,13 @@ def in_peft_from(model: Path, directory: Path) -> PeftModel:
 
 @torch.no_grad()
 def distance(adapted: Adapted, adapter: Adapter | None, tuned: torch.nn.Module) -> float:
-    """Returns the largest difference of log-probabilities."""
+    """Returns the distance between our log-probabilities and those of tuned."""
     data = sequences(vocab_size=adapted.base.vocab_size)
-    ours, theirs = adapted.logits(data, adapter), peft_logits(tuned, data)
-    return float((ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max())
+    return distance_of_logits(adapted.logits(data, adapter), peft_logits(tuned, data))
+
+
+def distance_of_logits(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.log_softmax(-1) - theirs.log_softmax(-1)).norm())
 
 
 def numbers(tensors: Sequence[Tensor]) -> Tensor:

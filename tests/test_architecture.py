@@ -31,8 +31,8 @@ WORKERS = """
 planner/drafts planner engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
 checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
-models/layers models/packed batch state losses parallel ops/recurrences ops/norms ops/frozen ops ops/libraries resources
-shapes/layouts shapes shapes/families shapes/parts protocol
+models/layers models/packed batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
+resources shapes/layouts shapes shapes/families shapes/parts protocol
 """
 FOLDERS = [
     "server",
@@ -45,6 +45,7 @@ FOLDERS = [
 # Folders that add rows to the core's tables, and without which it runs; by what they are for, which several may share.
 PLUGINS = {
     "planner": ("workers/planner", "server/planning"),
+    "cpu": ("workers/ops/cpu",),
 }
 
 # Modules and whole folders of workers that a process without torch may import.

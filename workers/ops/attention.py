@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from .attention_kind import AttentionKind, Sinks
 from .chosen_attention import attend_to_chosen
 from .chunked_attention import attend_in_chunks, gradients_in_chunks
-from .training_kernels import TrainingKernels, training_kernels_for
+from .kernels import TrainingKernels, training_kernels_for
 
 if TYPE_CHECKING:
     from .recurrence import Recurrence

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from .kernels import Kernels, kernels_for, triton_kernels_for
-from .training_kernels import TrainingKernels, training_kernels_for
+from .kernels import Kernels, TrainingKernels, kernels_for, training_kernels_for, triton_kernels_for
 
 if TYPE_CHECKING:
     from .triton_kernels import TritonKernels

@@ -15,9 +15,9 @@ from torch import Tensor
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse, SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.batch.validated import ModelLimits
+from trainhouse.workers.ops.kernels import new_step_tape
 from trainhouse.workers.protocol.calls import Failure, OperationPart, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.decoding.step_tape import StepTape
 from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
 from trainhouse.workers.sampler.logits.token_choice import SamplingSettings, SamplingTensors, choose
 from trainhouse.workers.sampler.native_sampler import NativeSampler
@@ -688,7 +688,8 @@ def test_gathering_layers_does_not_count_against_a_slices_time(
 
     monkeypatch.setattr(adapted.base, "gathered", gathered)
     monkeypatch.setattr(adapted.base, "hidden_states", taking_a_second(adapted.base.hidden_states))
-    monkeypatch.setattr(StepTape, "repeat", taking_a_second(StepTape.repeat))
+    if (tape := new_step_tape()) is not None:
+        monkeypatch.setattr(type(tape), "repeat", taking_a_second(type(tape).repeat))
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     sampler = new_sampler(adapted)
     for joining in ((job("one", prompt(9), max_tokens=30, streams=True),), ()):

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.grouped_gemm import GroupedRows
-from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels
-from ...ops.training_kernels import training_kernels_for
+from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels, training_kernels_for
 from ...parallel.collectives import ResidualStream, all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from ...shapes.parts import RoutedExperts

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ...lora import BatchPlan
+from ...ops.kernels import StepRecorder, new_step_tape
 from ...ops.kv_cache import CachedRow
 from ..cache.cache import SlotPool
 from ..requests.sequence_table import SequenceTable
 from .batch import AdapterSpan, DecodeBatch
 from .step_graph import StepGraph, StepGraphs
-from .step_tape import StepTape
 
 # Capturing a step takes about as long as running it.
 _WORTH_CAPTURE = 4
@@ -40,7 +40,7 @@ class DecodeRows:
         self._steps = decoding.steps(table, 1 + int(left.min()) if graphs is None else None)
         self._num_resizes = [step.tensors.num_resizes for step in self._steps]
         self._num_run = 0
-        self._recorded: StepTape | StepGraph | None = None
+        self._recorded: StepRecorder | None = None
         self._weights: object = None
         self._busy: Tensor | None = None
         self._idle_pools: Sequence[SlotPool] = ()
@@ -117,7 +117,7 @@ class DecodeRows:
         recorder.can_repeat &= all(step.is_steady for step in self._steps)
         return found
 
-    def _new_recorder(self) -> StepTape | StepGraph | None:
+    def _new_recorder(self) -> StepRecorder | None:
         if self._graphs is None:
-            return StepTape() if self._device.type == "cpu" else None
+            return new_step_tape() if self._device.type == "cpu" else None
         return self._graphs.new() if self._steps_left - self._num_run >= _WORTH_CAPTURE else None

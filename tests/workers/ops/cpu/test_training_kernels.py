@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 from trainhouse.workers.ops.fused import log_softmax, scaled_exponentials
-from trainhouse.workers.ops.training_kernels import TrainingKernels, training_kernels_for
+from trainhouse.workers.ops.kernels import TrainingKernels, training_kernels_for
 
 TOLERANCE = 3e-6
 

@@ -9,20 +9,29 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trainhouse.workers.ops.cpu.step_tape import StepTape
 from trainhouse.workers.ops.fused import RmsNorm, rms_norm, swiglu
 from trainhouse.workers.ops.kernels import load_kernels
 from trainhouse.workers.protocol.calls import SamplingSlice
-from trainhouse.workers.sampler.decoding.step_tape import StepTape
 
-from ...drawn import assert_same_sample
-from ...tiny import tiny_model
-from ..adapted import Adapted
-from .test_sampler import finish, job, new_sampler, prompt
+from ....drawn import assert_same_sample
+from ....tiny import tiny_model
+from ...adapted import Adapted
+from ...sampler.test_sampler import finish, job, new_sampler, prompt
 
 KINDS = ("qwen3", "qwen3_5", "qwen3_moe", "deepseek_v3", "granite4", "gemma4", "gpt_oss")
 # Their experts' products read how many tokens each expert has.
 READING = ("gpt_oss",)
 STEPS = 40
+
+
+def new_tape() -> StepTape:
+    kernels = load_kernels()
+    assert kernels is not None
+    tape = kernels.new_tape()
+    assert isinstance(tape, StepTape)
+    return tape
+
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="needs a C compiler")
 
@@ -49,7 +58,7 @@ def test_repeats_operations_on_new_numbers() -> None:
         return torch.cat([values.sigmoid(), places.float(), total.exp().sum(-1, keepdim=True)], dim=-1)
 
     compute()  # The norm reads its epsilon once.
-    tape = StepTape()
+    tape = new_tape()
     first = tape.record(compute).clone()
     assert tape.can_repeat
     x.copy_(torch.randn(6, 16))
@@ -74,7 +83,7 @@ DEPENDING = {
 def test_what_depends_on_more_than_tensors_is_not_repeated(compute: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(4, 4)
     for function, can_repeat in ((compute, False), (torch.exp, True)):
-        tape = StepTape()
+        tape = new_tape()
         tape.record(lambda function=function: function(x))
         assert tape.can_repeat == can_repeat
 
@@ -82,7 +91,7 @@ def test_what_depends_on_more_than_tensors_is_not_repeated(compute: Callable[[Te
 @torch.no_grad()
 @needs_kernels
 def test_large_results_are_not_kept() -> None:
-    x, tape = torch.randn(1024, 1024), StepTape()
+    x, tape = torch.randn(1024, 1024), new_tape()
     tape.record(lambda: sum((x.exp() for _ in range(20)), x))
     assert not tape.can_repeat
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ops.kernels import load_kernels
+from .library import CompiledLibrary
 
 # The results of a step stay in memory. With more of them than this, operations take most of its time anyway.
 _MOST_BYTES = 64 << 20
@@ -34,9 +34,10 @@ class StepTape(TorchDispatchMode):
     in place. can_repeat: False if a result depends on more than the numbers in tensors, as far as operations show it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, library: CompiledLibrary) -> None:
         super().__init__()
         self.can_repeat = True
+        self._library = library
         self._calls: list[Callable[[], object]] = []
         self._kept: list[Tensor] = []
         self._result = torch.empty(0)
@@ -45,11 +46,7 @@ class StepTape(TorchDispatchMode):
 
     def record(self, compute: Callable[[], Tensor]) -> Tensor:
         """Calls the function and returns its result."""
-        kernels = load_kernels()
-        if kernels is None:
-            self.can_repeat = False
-            return compute()
-        with kernels.library.recorded_by(self._calls.append), _ReadWatch(self), self:
+        with self._library.recorded_by(self._calls.append), _ReadWatch(self), self:
             self._result = compute()
         self.can_repeat &= self._num_bytes <= _MOST_BYTES
         return self._result

@@ -1,13 +1,16 @@
-"""Calls the kernels of training.c, which compute what is between the matrix products of a training pass on the CPU."""
+"""Calls the functions of training.c on tensors, by ctypes."""
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from .attention_kind import AttentionKind
-from .kernels import CompiledLibrary, kernels_for, threads_for, with_rows
+from ..attention_kind import AttentionKind
+from ..kernels import with_rows
+from .library import CompiledLibrary
+
+# With fewer numbers than this, waking up other threads does not pay.
+_WORTH_THREADS = 65536
 
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
@@ -36,18 +39,14 @@ class _Attention(ctypes.Structure):
     _fields_ = (*((name, _SIZE) for name in _names), ("scaling", _FLOAT))
 
 
-class TrainingKernels:
-    """Calls the kernels on float32 tensors on the CPU, on as many threads as torch's operations on this thread.
-
-    The numbers of a row must be contiguous; a copy is made if they are not.
-    """
+class CpuTrainingKernels:
+    """`TrainingKernels` in C, on as many threads as torch's operations on this thread."""
 
     def __init__(self, library: CompiledLibrary) -> None:
         library.declare(_ARGUMENTS, _FALLIBLE)
         self._library = library
 
     def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
-        """Returns the gradient of the input x of a norm with weight [size], plus the addend; all [tokens, size]."""
         grad, x, out = grad.contiguous(), x.contiguous(), x.new_empty(x.shape)
         pointer = None if addend is None else (addend := addend.contiguous()).data_ptr()
         self._library.rms_norm_gradient(
@@ -58,7 +57,6 @@ class TrainingKernels:
     def rotate_heads_gradient(
         self, grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
     ) -> Tensor:
-        """Returns the gradient of the input x of Kernels.rotate_heads, which is needed if there is a weight."""
         tokens, heads, size = grad.shape
         grad, out = with_rows(grad), grad.new_empty(grad.shape)
         x = grad if x is None else with_rows(x)
@@ -71,8 +69,6 @@ class TrainingKernels:
         return out
 
     def swiglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of gate and up; all [tokens, size]. They overwrite gate and up if the rows of both are
-        equally far apart."""
         grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
@@ -81,19 +77,15 @@ class TrainingKernels:
         return gate, up
 
     def log_softmax(self, x: Tensor, out: Tensor) -> Tensor:
-        """Returns, in `out`, the logarithms of the softmax over each row of x; both contiguous [rows, n]."""
         self._library.log_softmax(out.data_ptr(), x.data_ptr(), *x.shape, threads_for(x))
         return out
 
     def scaled_exponentials(self, x: Tensor, factors: Tensor) -> Tensor:
-        """Replaces contiguous x [rows, n] by exp(x) times the factor of each row, [rows]."""
         factors = factors.contiguous()
         self._library.scaled_exponentials(x.data_ptr(), factors.data_ptr(), *x.shape, threads_for(x))
         return x
 
     def combine_pairs_gradient(self, grad: Tensor, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of x [pairs, size] and weights [tokens, experts of each] of Kernels.combine_pairs,
-        given that of its result [tokens, size]."""
         grad, x, weights, (num_tokens, of_each) = grad.contiguous(), x.contiguous(), weights.contiguous(), weights.shape
         grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
         pointers = (each.data_ptr() for each in (grad_x, grad_weights, grad, x, places, weights))
@@ -103,16 +95,6 @@ class TrainingKernels:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, kind: AttentionKind
     ) -> tuple[Tensor, Tensor]:
-        """Computes the causal attention of the sequences of a packed row, without sinks.
-
-        Args:
-            query: [tokens, heads, size].
-            key: [tokens, kv_heads, size].
-            value: [tokens, kv_heads, value_size].
-            bounds: the start of each sequence, and the end, int32 [sequences + 1].
-        Returns:
-            the output [tokens, heads, value_size], and the log-sum-exp of the scores, [heads, tokens].
-        """
         (tokens, heads, _), value_size = query.shape, value.shape[2]
         query, key, value = (with_rows(x) for x in (query, key, value))
         out, log_sums = query.new_empty(tokens, heads, value_size), query.new_empty(heads, tokens)
@@ -132,7 +114,6 @@ class TrainingKernels:
         bounds: Tensor,
         kind: AttentionKind,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of query, key and value, given that of the output and the results of `attention`."""
         grad, query, key, value = (with_rows(x) for x in (grad, query, key, value))
         found = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
         tensors = (*found, grad, query, key, value, out.contiguous(), log_sums.contiguous(), bounds)
@@ -142,15 +123,9 @@ class TrainingKernels:
         return found
 
 
-def training_kernels_for(*tensors: Tensor) -> TrainingKernels | None:
-    """Returns the kernels, or None if one of the tensors needs torch's own operations."""
-    kernels = kernels_for(*tensors)
-    return None if kernels is None else _of(kernels.library)
-
-
-@cache
-def _of(library: CompiledLibrary) -> TrainingKernels:
-    return TrainingKernels(library)
+def threads_for(x: Tensor) -> int:
+    """Returns the number of threads that should share an operation on x: at most those of torch on this thread."""
+    return torch.get_num_threads() if x.numel() > _WORTH_THREADS else 1
 
 
 def _described(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, kind: AttentionKind) -> _Attention:

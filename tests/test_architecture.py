@@ -46,6 +46,7 @@ FOLDERS = [
 PLUGINS = {
     "planner": ("workers/planner", "server/planning"),
     "cpu": ("workers/ops/cpu",),
+    "vllm": ("workers/engines/vllm",),
 }
 
 # Modules and whole folders of workers that a process without torch may import.

@@ -16,6 +16,7 @@ TRAINS_AND_SAMPLES = "tests/acceptance/test_official_sdk.py"
 TESTS = {
     "planner": ("tests/workers/worker/test_worker.py", "tests/workers/scheduler", "tests/server/serving"),
     "cpu": ("tests/workers/worker/test_worker.py", "tests/workers/sampler/test_sampler.py"),
+    "vllm": ("tests/workers/engines/test_sampler_groups.py", "tests/workers/scheduler", "tests/server/serving"),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""
 
@@ -33,12 +34,22 @@ def without(plugin: str, directory: Path) -> Path:
     return copy
 
 
-def test_auto_is_refused_without_the_planner(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    copy, model = without("planner", tmp_path), f"--base-model=m={tiny_models['qwen3']}"
-    command = [sys.executable, "-m", "trainhouse.server", "serve", model, "--parallel=auto"]
+REFUSED = {
+    "planner": (["--parallel=auto"], "--parallel auto needs the planner"),
+    "vllm": (["--sampler=vllm", "--vllm-url=http://127.0.0.1:9"], "sampler vllm needs workers/engines/vllm"),
+}
+
+
+@pytest.mark.parametrize("plugin", REFUSED)
+def test_what_only_a_plugin_does_is_refused_without_it(
+    plugin: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    copy, model, (flags, refusal) = without(plugin, tmp_path), f"--base-model=m={tiny_models['qwen3']}", REFUSED[plugin]
+    command = [sys.executable, "-m", "trainhouse.server", "serve", model, *flags, f"--state-dir={tmp_path / 'state'}"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode and "--parallel auto needs the planner" in done.stderr, done.stderr
+    assert done.returncode and refusal in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

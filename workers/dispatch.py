@@ -15,7 +15,6 @@ from urllib.parse import quote
 
 import numpy as np
 
-from ..schemas.adapters.vllm_form import form_of
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig, Utilization
 from ..schemas.sampling import SampleResponse
@@ -24,9 +23,8 @@ from .engines.engine import Engine
 from .engines.groups.adapter_copies import AdapterCopies
 from .engines.groups.sampler_groups import SamplerGroups
 from .engines.training_workers import TrainingWorkersEngine
-from .engines.vllm.engine import VllmEngine
-from .engines.vllm.server import VllmProcess, VllmServer
 from .protocol.calls import AdapterFile, ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
+from .protocol.plugins import plugin_rows
 from .protocol.worker_config import DispatchConfig, WorkerConfig
 from .scheduler.fair_queue import PassLimits
 from .scheduler.quarantine import SUSPECT_SHRINK_FACTOR, Suspects
@@ -38,10 +36,8 @@ from .scheduler.supervision.pool_factory import (
     policy_configs,
     role_config,
     role_group_name,
-    sampler_configs,
 )
 from .scheduler.work import CallSize, MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
-from .shapes.model_shape import read_architecture
 
 _MAX_WEIGHT_RATIO = 1000
 
@@ -344,14 +340,9 @@ class WorkerDispatch:
         training, sampling = self._groups[model.model.name], self._config.sampling
         directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
         if sampling.vllm is not None:
-            config, form = sampling.vllm, form_of(read_architecture(model.model))
-            server = (
-                VllmServer(config.urls[number], config.api_key)
-                if config.urls
-                else VllmProcess(sampler_configs(model, sampling)[0], config, form, directory)
-            )
-            save_run = partial(self.save_run, optimizer=False)
-            return VllmEngine(training, save_run, server, form, model.max_full_models, directory, config)
+            if (new_engine := plugin_rows("workers.engines.vllm.engine", "ENGINES").get("vllm")) is None:
+                raise ValueError("sampler vllm needs workers/engines/vllm, which this installation lacks: use native")
+            return new_engine(number, model, sampling, training, partial(self.save_run, optimizer=False), directory)
         # A request that killed one sampler may be retried on another one, so they share their suspects.
         suspects = Suspects(SUSPECT_SHRINK_FACTOR)
         groups = [self._new_group(each, name, suspects) for name, each in named_sampler_configs(model, sampling)]

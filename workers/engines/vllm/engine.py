@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from ....schemas.adapters.adapter_files import refusal_by_vllm, write_for_vllm
-from ....schemas.adapters.vllm_form import VllmForm
+from ....schemas.adapters.vllm_form import VllmForm, form_of
 from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
 from ...protocol.calls import RunSpec, SampleJob
-from ...protocol.worker_config import VllmConfig
+from ...protocol.worker_config import SamplingConfig, VllmConfig, WorkerConfig
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.supervision.backoff import backoff
+from ...scheduler.supervision.pool_factory import sampler_configs
 from ...scheduler.work import MethodWork, OnProgress
+from ...shapes.model_shape import read_architecture
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
 from .adapter_version import VllmAdapterVersion, full_weight_files, weights_under
 from .adapters import VllmAdapters, link_files
@@ -27,7 +29,7 @@ from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
 from .draft_slot import DraftSlot
 from .placed_weights import PlacedWeights
 from .requests import VllmModel, VllmRequest, check_supported, split
-from .server import VllmServer
+from .server import VllmProcess, VllmServer
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 8.0
 """Between the attempts at a request."""
@@ -315,3 +317,25 @@ async def _gather_or_cancel(works: Sequence[Coroutine[None, None, Done]]) -> lis
 def _wants_scores(job: SampleJob) -> bool:
     alternatives = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
     return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or alternatives
+
+
+def new_engine(
+    number: int,
+    model: WorkerConfig,
+    sampling: SamplingConfig,
+    training: RankGroup,
+    save_run: Callable[[str, Path], Awaitable[None]],
+    directory: Path | None,
+) -> VllmEngine:
+    """Returns the engine of the base model with this number, which samples with the vLLM of its URL or with our own."""
+    config, form = sampling.vllm, form_of(read_architecture(model.model))
+    assert config is not None
+    if config.urls:
+        server = VllmServer(config.urls[number], config.api_key)
+    else:
+        server = VllmProcess(sampler_configs(model, sampling)[0], config, form, directory)
+    return VllmEngine(training, save_run, server, form, model.max_full_models, directory, config)
+
+
+ENGINES = {"vllm": new_engine}
+"""The row of ../../dispatch.py."""

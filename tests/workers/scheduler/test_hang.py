@@ -136,7 +136,7 @@ def sample_job(num_slices: int) -> SampleJob:
 
 def test_a_worker_stopped_in_a_pass_is_replaced() -> None:
     async def check() -> None:
-        async with recording_dispatch(hang_seconds=1) as dispatch:
+        async with recording_dispatch(hang_seconds=3) as dispatch:
             await dispatch.forward_backward(operation())  # records how long passes take
             [pid] = dispatch.pids("tiny")
             os.kill(pid, signal.SIGSTOP)
@@ -153,7 +153,7 @@ def test_a_worker_stopped_in_a_pass_is_replaced() -> None:
 
 def test_a_worker_stopped_in_a_slice_is_replaced() -> None:
     async def check() -> None:
-        async with recording_dispatch(hang_seconds=1) as dispatch:
+        async with recording_dispatch(hang_seconds=3) as dispatch:
             await dispatch.sample("tiny", sample_job(3))
             sampling = asyncio.create_task(dispatch.sample("tiny", sample_job(10_000)))
             await asyncio.sleep(0.1)
@@ -167,9 +167,9 @@ def test_a_worker_stopped_in_a_slice_is_replaced() -> None:
 
 def test_only_unexpectedly_slow_passes_are_hangs() -> None:
     async def check() -> None:
-        async with recording_dispatch(hang_seconds=0.4) as dispatch:
+        async with recording_dispatch(hang_seconds=2) as dispatch:
             for _ in range(2):
-                await dispatch.forward_backward(operation(seconds=0.5))
+                await dispatch.forward_backward(operation(seconds=2.5))
             assert dispatch._groups["tiny"].num_deaths == 0
             with pytest.raises(WorkerLost, match="it hung"):
                 await dispatch.forward_backward(operation(seconds=20))

@@ -23,8 +23,8 @@ MAY_IMPORT = {
 }
 # Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
-planning
-cli/checkup cli/remote cli cli/verification serving console routes openai runs operations sampling checkpoints features
+planning console
+cli/checkup cli/remote cli cli/verification serving routes openai runs operations sampling checkpoints features
 journal tenants replication http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
@@ -45,6 +45,7 @@ FOLDERS = [
 # Folders that add rows to the core's tables, and without which it runs; by what they are for, which several may share.
 PLUGINS = {
     "planner": ("workers/planner", "server/planning"),
+    "console": ("server/console",),
 }
 
 # Modules and whole folders of workers that a process without torch may import.

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 TRAINS_AND_SAMPLES = "tests/acceptance/test_official_sdk.py"
 TESTS = {
     "planner": ("tests/workers/worker/test_worker.py", "tests/workers/scheduler", "tests/server/serving"),
+    "console": ("tests/server/routes", "tests/server/tenants", "tests/server/serving"),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""
 

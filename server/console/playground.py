@@ -8,7 +8,7 @@ from fastapi.responses import HTMLResponse
 from ...schemas.bounds import MAX_PATH
 from ..routes.openai import list_models
 from ..routes.services import ServicesDependency
-from .templates import CONSOLE
+from .paths import CONSOLE
 from .visitor import VisitorDependency, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)

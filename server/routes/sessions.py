@@ -17,6 +17,7 @@ from ...schemas.models import (
     Readiness,
     TelemetryResponse,
 )
+from ...workers.protocol.plugins import plugin_rows
 from ..http.bodies import json_body, json_parameter
 from ..http.sdk_version import NEWEST_TESTED, is_newer_than_tested, parse_version
 from ..tenants.auth import OperatorDependency, TenantDependency
@@ -26,6 +27,7 @@ from .services import ServicesDependency
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
 _MAX_VERSION = 20
+_PLACES = plugin_rows("server.console.paths", "PLACES")
 
 
 @router.get("/healthz")
@@ -90,9 +92,10 @@ async def create_session(
     than those that this version was tested with gets.
     """
     record = await services.sessions.create(tenant, request, idempotency_key)
-    page = http_request.url_for("show_session", session_id=record.session_id)
+    place = _PLACES.get("session")
+    page = place and f"console: {str(http_request.base_url).rstrip('/')}{place.format(session_id=record.session_id)}"
     return CreateSessionResponse(
-        session_id=record.session_id, info_message=f"console: {page}", warning_message=_warning(request.sdk_version)
+        session_id=record.session_id, info_message=page, warning_message=_warning(request.sdk_version)
     )
 
 

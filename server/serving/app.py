@@ -14,10 +14,9 @@ from fastapi import Depends, FastAPI
 
 from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
-from ..console import CONSOLE_ROUTERS
-from ..console.browser_gate import BrowserGate
 from ..features.feature_store import FeatureStore
 from ..files.segment_log import Guard
 from ..http.errors import ERROR_HANDLERS, internal_error
@@ -126,7 +125,7 @@ def create_app(
     )
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, history, auth):
         app.include_router(routes.router, dependencies=[Depends(check_query)])
-    for router in (openai.router, pages.router, *CONSOLE_ROUTERS):
+    for router in (openai.router, pages.router, *plugin_rows("server.console.rows", "ROUTERS").values()):
         app.include_router(router)
     for kind, handler in ERROR_HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -134,7 +133,8 @@ def create_app(
     busy = find_endpoints((training.router, sampling.router, futures.router), _BUSY)
     app.add_middleware(FastRoutes, endpoints=busy)
     app.add_middleware(Gate, config=config)
-    app.add_middleware(BrowserGate)
+    for gate in plugin_rows("server.console.rows", "GATES").values():
+        app.add_middleware(gate)
     app.add_middleware(HeadCheck, allowed_hosts=config.network.allowed_hosts)
     return app
 

@@ -373,11 +373,13 @@ def url_of(host: str, listener: socket.socket, scheme: str) -> str:
 def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
     """Returns the ready message: the URL, and lines to paste into a shell and into Python."""
     key = "tml-..." if has_keys else "tml-local"
+    console = plugin_rows("server.console.paths", "PLACES").get("home")
+    shown = f"{url}{console} shows runs in a browser, {url}/docs the API" if console else f"{url}/docs shows the API"
     origin = "a key of `trainhouse keys create NAME`" if has_keys else "any key that starts with tml-"
     return "\n".join(
         (
             f"ready: {url} serves {', '.join(model.name for model in config.models.base_models)}",
-            f"  {url}/console shows runs in a browser, {url}/docs the API",
+            f"  {shown}",
             f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}   # {origin}",
             f'  client = trainhouse.ServiceClient("{url}", "{key}")',
         )

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from starlette.routing import compile_path
 
 from ...schemas.errors import RequestError
+from ...workers.protocol.plugins import plugin_rows
 
 OPERATOR = "operator"
 TENANT_SCOPES = ("train", "sample", "read", "admin")
@@ -92,25 +93,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
     "PUT /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": ("admin",),
     "DELETE /api/v1/auth/apikey/me": ("admin",),
-    "GET /console/runs": ("read",),
-    "GET /console/compare": ("read",),
-    "GET /console/events": ("read",),
-    "GET /console/runs/{run_id}": ("read",),
-    "GET /console/runs/{run_id}/operations": ("read",),
-    "GET /console/runs/{run_id}/checkpoints": ("read",),
-    "GET /console/runs/{run_id}/metrics.csv": ("read",),
-    "GET /console/sessions": ("read",),
-    "GET /console/sessions/{session_id}": ("read",),
-    "GET /console/checkpoints": ("read",),
-    "GET /console/checkpoints/{run_id}/{kind}/{name}": ("read",),
-    "GET /console/playground": ("sample",),
-    "GET /console/data": ("read",),
-    "POST /console/data": ("read",),
-    "GET /console/capacity": (OPERATOR,),
-    "GET /console/admin": (OPERATOR,),
-    # These need the scope admin, too.
-    "POST /console/admin/keys": (OPERATOR,),
-    "POST /console/admin/keys/{key_id}/revoke": (OPERATOR,),
+    **plugin_rows("server.console.paths", "SCOPES"),
 }
 
 

@@ -23,8 +23,8 @@ MAY_IMPORT = {
 }
 # Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
-planning console
-cli/checkup cli/remote cli cli/verification serving routes openai runs operations sampling checkpoints features
+planning console openai
+cli/checkup cli/remote cli cli/verification serving routes runs operations sampling checkpoints features
 journal tenants replication http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
@@ -46,6 +46,7 @@ FOLDERS = [
 PLUGINS = {
     "planner": ("workers/planner", "server/planning"),
     "console": ("server/console",),
+    "openai": ("server/openai",),
 }
 
 # Modules and whole folders of workers that a process without torch may import.

@@ -32,7 +32,7 @@ from ..operations.context import OperationContext
 from ..operations.evaluation_data import EvaluationData
 from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..replication.leases import Tenure
-from ..routes import auth, checkpoints, futures, history, listing, models, openai, pages, sampling, sessions, training
+from ..routes import auth, checkpoints, futures, history, listing, models, pages, sampling, sessions, training
 from ..routes.fast import FastRoutes, find_endpoints
 from ..routes.services import Services, found_files
 from ..runs.history import RunHistory
@@ -125,7 +125,8 @@ def create_app(
     )
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, history, auth):
         app.include_router(routes.router, dependencies=[Depends(check_query)])
-    for router in (openai.router, pages.router, *plugin_rows("server.console.rows", "ROUTERS").values()):
+    of_openai, of_console = (plugin_rows(f"server.{name}.rows", "ROUTERS").values() for name in ("openai", "console"))
+    for router in (*of_openai, pages.router, *of_console):
         app.include_router(router)
     for kind, handler in ERROR_HANDLERS.items():
         app.add_exception_handler(kind, handler)

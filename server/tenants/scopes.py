@@ -64,8 +64,6 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/join_sampling_session": ("sample",),
     "POST /api/v1/sample": ("sample",),
     "POST /api/v1/asample": ("sample",),
-    "POST /v1/completions": ("sample",),
-    "POST /v1/chat/completions": ("sample",),
     # A key that may submit a request may also get its result, and information about its inputs.
     "POST /api/v1/retrieve_future": _USE,
     "POST /api/v1/retrieve_futures": _USE,
@@ -75,8 +73,6 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /api/v1/samplers/{sampler_id}": ("sample", "read"),
     "GET /api/v1/models/{name:path}/tokenizer": _USE,
     "GET /api/v1/models/{name:path}/tokenizer/{file}": _USE,
-    "GET /v1/models": ("sample", "read"),
-    "GET /v1/models/{name:path}": ("sample", "read"),
     "GET /api/v1/training_runs": ("read",),
     "GET /api/v1/training_runs/{run_id}": ("read",),
     "GET /api/v1/training_runs/{run_id}/checkpoints": ("read",),
@@ -93,6 +89,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
     "PUT /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": ("admin",),
     "DELETE /api/v1/auth/apikey/me": ("admin",),
+    **plugin_rows("server.openai.paths", "SCOPES"),
     **plugin_rows("server.console.paths", "SCOPES"),
 }
 
@@ -107,8 +104,7 @@ LARGE_BODIES = frozenset(
         "POST /api/v1/import_weights",
         "POST /api/v1/sample",
         "POST /api/v1/asample",
-        "POST /v1/completions",
-        "POST /v1/chat/completions",
+        *plugin_rows("server.openai.paths", "LARGE_BODIES"),
     }
 )
 """Routes that carry training and sampling data, so that their bodies may be as large as --max-body-bytes."""

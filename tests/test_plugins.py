@@ -16,6 +16,7 @@ TRAINS_AND_SAMPLES = "tests/acceptance/test_official_sdk.py"
 TESTS = {
     "planner": ("tests/workers/worker/test_worker.py", "tests/workers/scheduler", "tests/server/serving"),
     "console": ("tests/server/routes", "tests/server/tenants", "tests/server/serving"),
+    "standby": ("tests/server/serving", "tests/server/files", "tests/server/store"),
     "openai": ("tests/server/http", "tests/server/routes", "tests/server/tenants", "tests/schemas"),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""

@@ -1,7 +1,7 @@
 """Holds the parts of a server that routes call, at `app.state.services`."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -16,7 +16,6 @@ from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.recordings import Recordings
 from ..operations.evaluation_data import EvaluationData
-from ..replication.leases import Tenure
 from ..runs.history import RunHistory
 from ..runs.runs import Runs
 from ..sampling.draft_loader import DraftLoader
@@ -36,6 +35,7 @@ from ..text.tokenizer import Tokenizers
 class Services:
     """The parts.
 
+    outage: says why the lease on a shared database cannot be renewed now, or returns None.
     model_files: of the base models by name, if only this machine can reach the server. started_at: seconds since 1970.
     """
 
@@ -60,7 +60,7 @@ class Services:
     quotas: Quotas
     telemetry: Telemetry
     tokenizers: Tokenizers
-    tenure: Tenure | None
+    outage: Callable[[], str | None]
     model_files: Mapping[str, ModelFiles]
     started_at: float = field(default_factory=time.time)
 

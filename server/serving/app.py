@@ -31,7 +31,6 @@ from ..logs.repeated_errors import RepeatedErrorLog
 from ..operations.context import OperationContext
 from ..operations.evaluation_data import EvaluationData
 from ..operations.pinned_checkpoints import PinnedCheckpoints
-from ..replication.leases import Tenure
 from ..routes import auth, checkpoints, futures, history, listing, models, pages, sampling, sessions, training
 from ..routes.fast import FastRoutes, find_endpoints
 from ..routes.services import Services, found_files
@@ -46,7 +45,7 @@ from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
 from ..sampling.weight_loader import WeightLoader
-from ..store import Store, open_store
+from ..store import LeaseRecord, Store, open_store
 from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
 from ..tenants.browser_sessions import BrowserSessions
@@ -82,11 +81,15 @@ class LiveState:
     """The live state of a server that shares its database with others.
 
     directory: below the state directory.
-    tenure: the period for which the server holds the lease.
+    lease: of the live state, which this server holds.
+    guard: raises an OSError when another server may hold the lease.
+    outage: says why the lease cannot be renewed now, or returns None.
     """
 
     directory: Path
-    tenure: Tenure
+    lease: LeaseRecord
+    guard: Guard
+    outage: Callable[[], str | None]
 
 
 def create_app(
@@ -148,8 +151,8 @@ def _services(
     guard: Guard,
     tracing: "Tracing | None",
 ) -> Services:
-    directory, guard = (config.store.state_dir, guard) if live is None else (live.directory, live.tenure.check)
-    store.required_lease = None if live is None else live.tenure.record
+    directory, guard = (config.store.state_dir, guard) if live is None else (live.directory, live.guard)
+    store.required_lease = None if live is None else live.lease
     auth = Auth(store, config.is_loopback, unauthenticated_per_minute=config.limits.unauthenticated_per_minute)
     quotas = Quotas(config)
     sessions = Sessions(store, config.sessions.session_expiry_seconds, check_room=quotas.check_sessions)
@@ -240,7 +243,7 @@ def _services(
         quotas=quotas,
         telemetry=telemetry,
         tokenizers=tokenizers,
-        tenure=None if live is None else live.tenure,
+        outage=(lambda: None) if live is None else live.outage,
         model_files=found_files(config),
     )
 

@@ -5,15 +5,15 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from ..files.directories import make_directory
 from ..store import DATABASE_NAME, StoreConfig
-from .leases import live_directory
+from .directories import make_directory
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,22 @@ STATE_PATTERNS = (
 )
 """Patterns of everything that servers store in their state directory."""
 CHECKPOINT_PATTERNS = ("*/weights", "*/sampler_weights", "*/external_weights")
+
+
+def live_directory(state_dir: Path) -> Path:
+    """Returns the directory of live runs and results: a live-EPOCH subdirectory if servers share a database, else the
+    state directory.
+    """
+    newest = max(live_epochs(state_dir), default=None)
+    return state_dir if newest is None else epoch_directory(state_dir, newest)
+
+
+def live_epochs(state_dir: Path) -> list[int]:
+    return [int(name[1]) for path in os.listdir(state_dir) if (name := re.fullmatch(r"live-(\d+)", path))]
+
+
+def epoch_directory(state_dir: Path, epoch: int) -> Path:
+    return state_dir / f"live-{epoch}"
 
 
 class StartError(Exception):

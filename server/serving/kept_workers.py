@@ -6,7 +6,7 @@ from pathlib import Path
 from ...workers.protocol.worker_config import KeptWorkers
 from ..config.server_config import ServerConfig
 from ..files.directories import read_regular
-from .state_lock import KEPT_WORKERS_NAME, StartError
+from ..files.state_lock import KEPT_WORKERS_NAME, StartError
 
 
 def kept_workers(config: ServerConfig, epoch: int | None) -> KeptWorkers | None:

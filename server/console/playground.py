@@ -23,8 +23,7 @@ async def show_playground(
     model: Annotated[str, Query(max_length=MAX_PATH)] = "",
 ) -> HTMLResponse:
     if not MODEL_LISTS:
-        reason = "the playground samples through OpenAI's API, and this installation is without its folder"
-        raise RequestError(f"{reason}, server/openai", status=404)
+        raise RequestError("the playground needs server/openai, which this installation lacks", status=404)
     listed = await MODEL_LISTS["openai"](services, visitor.tenant)
     live = services.samplers.live_of(visitor.tenant)
     names = {one.id: one.owned_by if one.id.startswith("tinker://") else "base model" for one in listed.data}

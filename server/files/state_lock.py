@@ -8,12 +8,14 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ..store import DATABASE_NAME, StoreConfig
+from ..store import DATABASE_NAME, LeaseRecord, StoreConfig
 from .directories import make_directory
+from .segment_log import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,22 @@ def live_epochs(state_dir: Path) -> list[int]:
 
 def epoch_directory(state_dir: Path, epoch: int) -> Path:
     return state_dir / f"live-{epoch}"
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """The live runs and results of a server.
+
+    directory: the state directory, or below it if servers share a database.
+    guard: raises an OSError when another server may have them.
+    lease: which a server on a shared database holds.
+    outage: says why the lease cannot be renewed now, or returns None.
+    """
+
+    directory: Path
+    guard: Guard = lambda: None
+    lease: LeaseRecord | None = None
+    outage: Callable[[], str | None] = lambda: None
 
 
 class StartError(Exception):

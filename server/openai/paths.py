@@ -1,7 +1,4 @@
-"""Paths of OpenAI's API: the scopes that they need, and the form of their errors.
-
-Imports nothing of the server, whose tables read it early.
-"""
+"""Paths of OpenAI's API: their scopes and form of errors. Imports nothing of the server, whose tables read it early."""
 
 from typing import Any
 

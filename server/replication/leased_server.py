@@ -1,18 +1,16 @@
 """Runs one of several servers on one database: it serves while it holds the lease, and forwards requests otherwise."""
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..config.server_config import ServerConfig
-from ..files.state_lock import StartError
+from ..files.state_lock import LiveState, StartError
 from ..routes.services import Services
-from ..serving.app import LiveState
 from ..serving.server_process import HttpServer, leading, opened_store, say
 from ..store import LeaseLost
 from ..store.database.database_errors import OUTAGE_ERRORS
@@ -30,25 +28,17 @@ _REST_SECONDS = 5.0
 async def serve_shared(
     config: ServerConfig, listener: socket.socket, url: str, greet: Callable[[], str], announce: Callable[[str], None]
 ) -> None:
-    """Serves until cancelled. Raises StartError.
+    """Serves until cancelled, and releases the lease at the end. Raises StartError.
 
     Args:
         url: where other servers reach this one, unless the config says it.
-        greet, announce: of LeasedServer.
     """
-    async with _lease(config, url) as lease:
-        await LeasedServer(config, lease, greet, announce).run(listener)
-
-
-@contextlib.asynccontextmanager
-async def _lease(config: ServerConfig, url: str) -> AsyncIterator[Lease]:
-    """Yields a lease, which is released at the end of the block. Raises StartError."""
     store = opened_store(config)
     names = [model.name for model in config.models.base_models]
     lease = Lease(store, names, config.store.advertise_url or url, config.store.lease_seconds)
     try:
         await _prepare(lease, config.store.state_dir)
-        yield lease
+        await LeasedServer(config, lease, greet, announce).run(listener)
     finally:
         try:
             await lease.release()
@@ -166,4 +156,4 @@ class LeasedServer:
             directory = await asyncio.to_thread(tenure.take_live_state, self._config.store.state_dir)
         except ValueError as error:
             raise StartError(str(error)) from None
-        return LiveState(directory, tenure.record, tenure.check, lambda: tenure.renewal_error)
+        return LiveState(directory, tenure.check, tenure.record, lambda: tenure.renewal_error)

@@ -1,7 +1,7 @@
 """Holds the parts of a server that routes call, at `app.state.services`."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -12,6 +12,7 @@ from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
 from ..features.feature_store import FeatureStore
+from ..files.state_lock import LiveState
 from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.recordings import Recordings
@@ -35,7 +36,6 @@ from ..text.tokenizer import Tokenizers
 class Services:
     """The parts.
 
-    outage: says why the lease on a shared database cannot be renewed now, or returns None.
     model_files: of the base models by name, if only this machine can reach the server. started_at: seconds since 1970.
     """
 
@@ -60,7 +60,7 @@ class Services:
     quotas: Quotas
     telemetry: Telemetry
     tokenizers: Tokenizers
-    outage: Callable[[], str | None]
+    live: LiveState
     model_files: Mapping[str, ModelFiles]
     started_at: float = field(default_factory=time.time)
 

@@ -43,7 +43,7 @@ async def readyz(services: ServicesDependency, is_operator: OperatorDependency, 
     Needs no key.
     """
     is_stopping, dispatch = services.quotas.is_closed, services.dispatch
-    reason = services.outage() or await services.journal.check_writable()
+    reason = services.live.outage() or await services.journal.check_writable()
     response.status_code = 200 if reason is None and not is_stopping else 503
     return Readiness(
         status="stopping" if is_stopping else "ready" if reason is None else "unavailable",

@@ -5,9 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI
@@ -18,7 +16,7 @@ from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
 from ..features.feature_store import FeatureStore
-from ..files.segment_log import Guard
+from ..files.state_lock import LiveState
 from ..http.errors import ERROR_HANDLERS, internal_error
 from ..http.query import check_query
 from ..journal.completion_log import Completions
@@ -45,7 +43,7 @@ from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
 from ..sampling.weight_loader import WeightLoader
-from ..store import LeaseRecord, Store, open_store
+from ..store import Store, open_store
 from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
 from ..tenants.browser_sessions import BrowserSessions
@@ -76,34 +74,16 @@ leave it out, the server numbers them in the order of arrival.
 """
 
 
-@dataclass(frozen=True)
-class LiveState:
-    """The live state of a server that shares its database with others.
-
-    directory: below the state directory.
-    lease: of the live state, which this server holds.
-    guard: raises an OSError when another server may hold the lease.
-    outage: says why the lease cannot be renewed now, or returns None.
-    """
-
-    directory: Path
-    lease: LeaseRecord
-    guard: Guard
-    outage: Callable[[], str | None]
-
-
 def create_app(
     config: ServerConfig,
     dispatch: WorkerDispatch,
     live: LiveState | None = None,
-    guard: Guard = lambda: None,
     tracing: "Tracing | None" = None,
 ) -> FastAPI:
     """Returns an ASGI application whose lifespan opens and closes everything under `config.store.state_dir`.
 
     Args:
-        live: set if the server shares its database with others.
-        guard: otherwise checks, before writes, that the state directory still belongs to this server.
+        live: None if this server alone uses the state directory, without checking that.
         tracing: None if no traces are exported.
     """
 
@@ -111,7 +91,8 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Closed last, and also if the rest cannot be opened, which a standby retries.
         with contextlib.closing(open_store(config.store_config())) as store:
-            app.state.services = _services(config, dispatch, store, live, guard, tracing)
+            state = LiveState(config.store.state_dir) if live is None else live
+            app.state.services = _services(config, dispatch, store, state, tracing)
             async with _running(app.state.services):
                 yield
 
@@ -147,12 +128,10 @@ def _services(
     config: ServerConfig,
     dispatch: WorkerDispatch,
     store: Store,
-    live: LiveState | None,
-    guard: Guard,
+    live: LiveState,
     tracing: "Tracing | None",
 ) -> Services:
-    directory, guard = (config.store.state_dir, guard) if live is None else (live.directory, live.guard)
-    store.required_lease = None if live is None else live.lease
+    directory, guard, store.required_lease = live.directory, live.guard, live.lease
     auth = Auth(store, config.is_loopback, unauthenticated_per_minute=config.limits.unauthenticated_per_minute)
     quotas = Quotas(config)
     sessions = Sessions(store, config.sessions.session_expiry_seconds, check_room=quotas.check_sessions)
@@ -243,7 +222,7 @@ def _services(
         quotas=quotas,
         telemetry=telemetry,
         tokenizers=tokenizers,
-        outage=(lambda: None) if live is None else live.outage,
+        live=live,
         model_files=found_files(config),
     )
 

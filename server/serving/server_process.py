@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import ssl
@@ -31,10 +32,12 @@ from ...workers.protocol.plugins import plugin_rows
 from ...workers.protocol.worker_config import DispatchConfig, KeptWorkers
 from ..config.knob_values import is_url
 from ..config.server_config import ServerConfig
-from ..files.segment_log import Guard
+from ..files.directories import read_regular
 from ..files.state_lock import (
     CHECKPOINT_PATTERNS,
+    KEPT_WORKERS_NAME,
     STATE_PATTERNS,
+    LiveState,
     StartError,
     StateLock,
     created_state_directory,
@@ -46,12 +49,10 @@ from ..store import DatabaseUnreachable, Store, open_store
 from ..telemetry.open_tracing import opened_tracing
 from ..tenants.auth import require_keys
 from ..text.hub_names import warn_unresolved
-from .app import LiveState, create_app
+from .app import create_app
 from .base_models import download_models
 from .connections import HttpConnection, LimitedApp, disconnect_stalled_clients
-from .kept_workers import kept_workers
 from .service_manager import notify, watchdog
-from .shutdown import drain
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ FORCED_STATUS = 130
 _FAILED_STATUS = 1
 _ANSWER_SECONDS = 1.0
 """Part of the shutdown time that is reserved for answering the requests that cannot be completed."""
+_DRAIN_PERIOD_SECONDS = 0.05
 _OPEN_FILES = 1 << 16
 _GARBAGE_THRESHOLD = 20_000
 """Allocations between two collections; Python's 700 would collect every few requests, which hardly leave cycles."""
@@ -164,7 +166,7 @@ async def _serve(
             say(words)
 
         if lock is not None:
-            async with leading(config, None, lock.check) as app:
+            async with leading(config, LiveState(config.store.state_dir, lock.check)) as app:
                 greet = partial(announce, greeting(config, url, has_keys))
                 await HttpServer(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
         else:
@@ -175,15 +177,14 @@ async def _serve(
 
 
 @contextlib.asynccontextmanager
-async def leading(config: ServerConfig, live: LiveState | None, guard: Guard = lambda: None) -> AsyncIterator[FastAPI]:
+async def leading(config: ServerConfig, live: LiveState) -> AsyncIterator[FastAPI]:
     """Loads the models and runs the application for the duration of the block. Raises StartError."""
-    scratch_dir = config.store.state_dir if live is None else live.directory
-    kept = kept_workers(config, None if live is None else live.lease.epoch)
-    workers = _loaded_workers(config.with_knobs(state_dir=scratch_dir), kept)
+    kept = kept_workers(config, None if live.lease is None else live.lease.epoch)
+    workers = _loaded_workers(config.with_knobs(state_dir=live.directory), kept)
     async with opened_tracing(os.environ) as tracing, workers as dispatch:
-        if live is not None:  # the lease may have expired while models were loaded
+        if live.lease is not None:  # it may have expired while models were loaded
             live.guard()
-        app = create_app(config, dispatch, live, guard, tracing)
+        app = create_app(config, dispatch, live, tracing)
         async with app.router.lifespan_context(app):
             # Everything loaded so far stays alive, and scanning it again would make garbage collections slow.
             gc.collect()
@@ -302,11 +303,35 @@ def opened_store(config: ServerConfig) -> Store:
         raise StartError(str(error)) from None
 
 
+def kept_workers(config: ServerConfig, epoch: int | None) -> KeptWorkers | None:
+    """Returns the workers on Ray that outlive the servers of the state directory; None if they end with their server.
+
+    Args:
+        epoch: of the server's lease, if it has one.
+    Raises:
+        StartError: the state directory cannot be used.
+    """
+    file = config.store.state_dir.absolute() / KEPT_WORKERS_NAME
+    try:
+        if not config.ranks.keep_workers_seconds:
+            file.unlink(missing_ok=True)
+            return None
+        state_id = _read_or_create(file)
+    except OSError as error:
+        raise StartError(f"{file} cannot be used: {error.strerror}") from None
+    return KeptWorkers(str(file), state_id, config.ranks.keep_workers_seconds, secrets.token_hex(8), epoch)
+
+
+def _read_or_create(file: Path) -> str:
+    if not file.exists():
+        aside = file.with_name(f"{file.name}.new")
+        aside.write_text(secrets.token_hex(16))
+        aside.replace(file)
+    return read_regular(file).decode()
+
+
 async def _refuse_shared(*_: object) -> None:
-    raise StartError(
-        "--database-url needs the leases of servers that share a database, and this installation is without their "
-        "folder, server/replication: leave out --database-url"
-    )
+    raise StartError("--database-url needs server/replication, which this installation lacks: leave out the option")
 
 
 def _refuse_auto(config: ServerConfig, settings: DispatchConfig, say: Callable[[str], None]) -> DispatchConfig:
@@ -404,6 +429,21 @@ class HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def drain(services: Services, seconds: float) -> None:
+    """Refuses new work; returns when all accepted work is done and all runs have snapshots, or after `seconds`.
+
+    Work that does not finish is not lost: the next process recovers it from the journal.
+    """
+    services.quotas.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while services.runs.is_busy or services.samplers.is_busy:  # noqa: ASYNC110
+                await asyncio.sleep(_DRAIN_PERIOD_SECONDS)
+            await services.runs.snapshot()
+            return
+    logger.info("work that is not finished after %g s is left to the next start", seconds)
 
 
 async def until_signal(new_work: Callable[[Callable[[], None]], Coroutine[object, object, None]]) -> None:

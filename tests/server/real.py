@@ -16,8 +16,9 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from trainhouse.server.config.server_config import ServerConfig
+from trainhouse.server.files.state_lock import LiveState
 from trainhouse.server.routes.services import Services
-from trainhouse.server.serving.app import LiveState, create_app
+from trainhouse.server.serving.app import create_app
 from trainhouse.server.telemetry.tracing import Tracing
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel

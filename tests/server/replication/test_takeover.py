@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from trainhouse.server.cli.commands import main
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.files.state_lock import StartError
+from trainhouse.server.files.state_lock import LiveState, StartError
 from trainhouse.server.replication import leased_server
 from trainhouse.server.replication.leases import Lease, LeaseExpired
 from trainhouse.server.replication.standby import LeaseGuard
-from trainhouse.server.serving.app import LiveState
 from trainhouse.server.serving.server_process import bound_socket
 from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, open_store
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -47,7 +46,7 @@ async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> 
     await lease.prepare(config.store.state_dir)
     tenure = await lease.acquire()
     directory = tenure.take_live_state(config.store.state_dir)
-    live = LiveState(directory, tenure.record, tenure.check, lambda: tenure.renewal_error)
+    live = LiveState(directory, tenure.check, tenure.record, lambda: tenure.renewal_error)
     keeping = asyncio.create_task(tenure.keep_renewing())
     try:
         with suppress(LeaseLost, LeaseExpired):

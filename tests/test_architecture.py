@@ -23,9 +23,9 @@ MAY_IMPORT = {
 }
 # Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
-planning
-cli/checkup cli/remote cli cli/verification serving console routes openai runs operations sampling checkpoints features
-journal tenants replication http telemetry logs config files store store/tables store/database text
+planning console openai replication
+cli/checkup cli/remote cli cli/verification serving routes runs operations sampling checkpoints features
+journal tenants http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
 planner/drafts planner engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools
@@ -47,6 +47,9 @@ PLUGINS = {
     "planner": ("workers/planner", "server/planning"),
     "cpu": ("workers/ops/cpu",),
     "vllm": ("workers/engines/vllm",),
+    "console": ("server/console",),
+    "openai": ("server/openai",),
+    "standby": ("server/replication",),
 }
 
 # Modules and whole folders of workers that a process without torch may import.

@@ -34,7 +34,7 @@ PRODUCT_USED_ELSEWHERE = {
     "schemas/sampling.py": "client_counter",
     # Read by templates.
     "server/console/capacity.py": "num_sampling_jobs",
-    "server/console/timeline.py": "bars",
+    "server/console/runs.py": "bars",
     # vLLM imports them by these names.
     "workers/engines/vllm/serve.py": "WeightsEndpoint WeightsLoader",
     # typer reads a command's signature and passes its flags by name.

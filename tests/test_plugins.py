@@ -1,5 +1,6 @@
 """The core works without each of its plugins: its tests pass in a copy of the tree that lacks their folders."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -17,6 +18,9 @@ TESTS = {
     "planner": ("tests/workers/worker/test_worker.py", "tests/workers/scheduler", "tests/server/serving"),
     "cpu": ("tests/workers/worker/test_worker.py", "tests/workers/sampler/test_sampler.py"),
     "vllm": ("tests/workers/engines/test_sampler_groups.py", "tests/workers/scheduler", "tests/server/serving"),
+    "console": ("tests/server/routes", "tests/server/tenants", "tests/server/serving"),
+    "standby": ("tests/server/serving", "tests/server/files", "tests/server/store"),
+    "openai": ("tests/server/http", "tests/server/routes", "tests/server/tenants", "tests/schemas"),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""
 
@@ -34,6 +38,13 @@ def without(plugin: str, directory: Path) -> Path:
     return copy
 
 
+def run_without(plugin: str, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with these arguments in a copy of the tree."""
+    copy, environment = without(plugin, directory), {**os.environ, "PYTHONPATH": str(directory)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=800)
+
+
 REFUSED = {
     "planner": (["--parallel=auto"], "--parallel auto needs the planner"),
     "vllm": (["--sampler=vllm", "--vllm-url=http://127.0.0.1:9"], "sampler vllm needs workers/engines/vllm"),
@@ -44,19 +55,55 @@ REFUSED = {
 def test_what_only_a_plugin_does_is_refused_without_it(
     plugin: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    copy, model, (flags, refusal) = without(plugin, tmp_path), f"--base-model=m={tiny_models['qwen3']}", REFUSED[plugin]
-    command = [sys.executable, "-m", "trainhouse.server", "serve", model, *flags, f"--state-dir={tmp_path / 'state'}"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
+    model, (flags, refusal) = f"--base-model=m={tiny_models['qwen3']}", REFUSED[plugin]
+    place = f"--state-dir={tmp_path / 'state'}"
+    done = run_without(plugin, tmp_path, "-m", "trainhouse.server", "serve", model, place, *flags)
     assert done.returncode and refusal in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 
+def test_a_shared_database_is_refused_without_the_standby(
+    tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
+) -> None:
+    serve = ("-m", "trainhouse.server", "serve", f"--base-model=m={tiny_models['qwen3']}", "--port=0")
+    places = (f"--state-dir={tmp_path / 'state'}", f"--database-url={postgres_url}")
+    done = run_without("standby", tmp_path, *serve, *places)
+    assert done.returncode and "--database-url needs server/replication" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("plugin", "expected"),
+    [
+        ("console", {"/": "/docs", "/console": 404, "/v1/models": 200, "named": 0}),
+        ("openai", {"/": "/console", "/console": 303, "/v1/models": 404, "named": 2}),
+    ],
+)
+def test_a_server_lacks_the_pages_of_a_missing_plugin(plugin: str, expected: dict[str, object], tmp_path: Path) -> None:
+    done = run_without(plugin, tmp_path, "-c", _ASK)
+    assert done.returncode == 0 and json.loads(done.stdout) == expected, done.stdout + done.stderr
+
+
+_ASK = """
+import asyncio, json, tempfile
+from pathlib import Path
+from trainhouse.server.serving.server_process import greeting
+from trainhouse.tests.server.api import running_api
+
+async def ask(state_dir):
+    async with running_api(state_dir) as api:
+        client = await api.client()
+        home = await client.get("/", headers={"Accept": "text/html"})
+        found = {path: (await client.get(path)).status_code for path in ("/console", "/v1/models")}
+        created = await client.post("/api/v1/create_session", json={"sdk_version": "0.38.0", "tags": []})
+        named = [words for words in (created.text, greeting(api.services.config, "", False)) if "/console" in words]
+    print(json.dumps({"/": home.headers["location"], **found, "named": len(named)}))
+
+asyncio.run(ask(Path(tempfile.mkdtemp())))
+"""
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_the_core_works_without(plugin: str, tmp_path: Path) -> None:
-    copy = without(plugin, tmp_path)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not full and not slow", TRAINS_AND_SAMPLES, *TESTS[plugin]]
-    done = subprocess.run(
-        command, cwd=copy, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
-    )
+    tests = ("-m", "pytest", "-q", "-m", "not full and not slow", TRAINS_AND_SAMPLES, *TESTS[plugin])
+    done = run_without(plugin, tmp_path, *tests)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -23,8 +23,8 @@ from ..files.directories import make_directory, move_into_place, staging_path
 from ..files.manifest import MANIFEST, check_directory, listed_files, read_manifest, write_manifest
 from ..files.object_store import ObjectStore, ObjectStoreError, key_of
 from ..files.remote_directory import KEY_PARTS
+from ..files.state_lock import live_directory
 from ..files.storage_config import CheckpointStorageConfig
-from ..replication.leases import live_directory
 from ..store import DATABASE_NAME
 from .leftovers import DELETED, NEW_RUN, find_unlisted, remove_now, set_mark, sweep_leftovers
 

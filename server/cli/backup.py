@@ -26,9 +26,8 @@ from ..files.directories import STAGING, remove_tree
 from ..files.object_store import key_of
 from ..files.segment import complete_bytes, truncate_segment
 from ..files.segment_log import RecordPosition
+from ..files.state_lock import STATE_PATTERNS, check_database_kind, keep_private, live_directory
 from ..journal.restore_marker import mark_copy
-from ..replication.leases import live_directory
-from ..replication.state_lock import STATE_PATTERNS, check_database_kind, keep_private
 from ..store import DATABASE_NAME
 from .knob_flags import Sources, reads_state
 from .options import AsJson, new_app

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, func, select
 
 from ..config.knob_values import ConfigError
 from ..config.load import store_config_of
-from ..replication.state_lock import STATE_PATTERNS, check_database_exists, check_database_kind, keep_private
+from ..files.state_lock import STATE_PATTERNS, check_database_exists, check_database_kind, keep_private
 from ..store import Store, open_store
 from ..store.database.schema import runs, tenants
 from ..tenants.auth import MADE_UP_PREFIX, create_key, list_keys, revoke_key

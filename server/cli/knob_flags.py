@@ -13,7 +13,7 @@ from ..config.knob import Knob
 from ..config.knob_values import ENVIRONMENT_PREFIX
 from ..config.load import WORKERS_ARE_ON_RAY, Flags
 from ..config.server_config import KNOBS, SECTION_OF
-from ..replication.state_lock import StartError, private_files
+from ..files.state_lock import StartError, private_files
 from ..store import DatabaseUnreachable
 from .errors import CommandFailed
 from .options import Status, option, with_options

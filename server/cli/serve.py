@@ -16,8 +16,8 @@ from ...workers.shapes.model_shape import check_weight_files
 from ..config.knob_values import ConfigError
 from ..config.load import load_config
 from ..config.server_config import KNOBS, ServerConfig
+from ..files.state_lock import check_database_kind
 from ..logs.setup import configure_logging
-from ..replication.state_lock import check_database_kind
 from ..telemetry.open_tracing import wants_traces
 from .knob_flags import CONFIG_ROW, Sources, nearest_flag, reads_knobs, row, rows_by_section, table
 from .options import new_app

@@ -20,10 +20,15 @@ from ...schemas.errors import OperationError
 from ..config.load import storage_config_of, store_config_of
 from ..files.manifest import ManifestMismatch
 from ..files.object_store import ObjectStore, ObjectStoreError
+from ..files.state_lock import (
+    StartError,
+    check_database_exists,
+    check_database_kind,
+    live_directory,
+    locked_state_directory,
+)
 from ..files.storage_config import CheckpointStorageConfig
-from ..replication.leases import LIVE_STATE, live_directory
-from ..replication.state_lock import StartError, check_database_exists, check_database_kind, locked_state_directory
-from ..store import Store, open_store
+from ..store import LIVE_STATE, Store, open_store
 from ..store.database.schema import checkpoint_copies, checkpoints, results
 from ..store.sqlite import DAMAGE_REMEDY
 from .errors import FAILED

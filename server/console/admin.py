@@ -16,7 +16,7 @@ from ..routes.services import ServicesDependency
 from ..tenants.auth import Tenant, create_key, list_keys
 from ..tenants.scopes import SCOPES, TENANT_SCOPES
 from .paging import PageNumber, Pages
-from .templates import CONSOLE
+from .paths import CONSOLE
 from .visitor import Visitor, VisitorDependency, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)

@@ -21,7 +21,8 @@ from ..routes.services import Services
 from ..tenants.auth import address_of, presented_key
 from ..tenants.browser_sessions import BrowserSession
 from ..tenants.scopes import find_route
-from .templates import CONSOLE, SIGN_IN, error_page
+from .paths import CONSOLE, SIGN_IN
+from .templates import error_page
 from .visitor import signed_in_visitor
 
 _COOKIE = "trainhouse_console"

@@ -13,7 +13,7 @@ from ...workers.scheduler.rank_group import RankGroup
 from ..routes.models import get_workers
 from ..routes.services import Services, ServicesDependency
 from ..tenants.auth import Tenant
-from .templates import CONSOLE
+from .paths import CONSOLE
 from .visitor import VisitorDependency, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)

@@ -9,7 +9,7 @@ from ..routes.checkpoints import OwnedDependency, external_weights_urls
 from ..routes.listing import list_user_checkpoints
 from ..routes.services import ServicesDependency
 from .paging import PageNumber, Pages
-from .templates import CONSOLE
+from .paths import CONSOLE
 from .visitor import VisitorDependency, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)

@@ -18,7 +18,8 @@ from ..http.bodies import Decoder, decode_body, receive_body
 from ..routes.services import ServicesDependency
 from ..text.tokenizer import Tokenizer
 from ..text.viewed_datum import ViewedDatum, data_of, view_datum
-from .templates import CONSOLE, render
+from .paths import CONSOLE
+from .templates import render
 from .visitor import VisitorDependency, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)

@@ -19,8 +19,8 @@ from ..routes.services import Services, ServicesDependency
 from ..runs.history import SeriesQuery
 from ..tenants.auth import TenantDependency
 from ..tenants.gate import confirm_key
+from .paths import CONSOLE
 from .runs import MAX_COMPARED, RunIds
-from .templates import CONSOLE
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)
 

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Query
 from fastapi.responses import HTMLResponse
 
 from ...schemas.bounds import MAX_PATH
-from ..routes.openai import list_models
+from ...schemas.errors import RequestError
 from ..routes.services import ServicesDependency
-from .templates import CONSOLE
-from .visitor import VisitorDependency, page
+from .paths import CONSOLE
+from .visitor import MODEL_LISTS, VisitorDependency, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)
 
@@ -22,7 +22,9 @@ async def show_playground(
     visitor: VisitorDependency,
     model: Annotated[str, Query(max_length=MAX_PATH)] = "",
 ) -> HTMLResponse:
-    listed = await list_models(services, visitor.tenant)
+    if not MODEL_LISTS:
+        raise RequestError("the playground needs server/openai, which this installation lacks", status=404)
+    listed = await MODEL_LISTS["openai"](services, visitor.tenant)
     live = services.samplers.live_of(visitor.tenant)
     names = {one.id: one.owned_by if one.id.startswith("tinker://") else "base model" for one in listed.data}
     names |= {one.sampler_id: f"live, {one.run_id or one.base_model}" for one in live}

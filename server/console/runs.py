@@ -1,4 +1,4 @@
-"""Pages that list runs and show their curves, and the curves as CSV."""
+"""Pages that list runs and show their curves and operations, and the curves as CSV."""
 
 import asyncio
 import csv
@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from ...schemas.bounds import Id
-from ...schemas.history import MetricSeries
+from ...schemas.history import MetricSeries, RunOperation
 from ...schemas.models import FullConfig, LoraConfig, TrainingRun
 from ..routes.examples import RunIdPath
 from ..routes.history import list_run_operations, own_run
@@ -22,8 +22,7 @@ from ..store import OperationRecord, RunRecord, SessionRecord
 from ..tenants.auth import Tenant
 from ..text.spreadsheet import cell_text
 from .paging import PageNumber, Pages, Search
-from .templates import CONSOLE
-from .timeline import timeline_of
+from .paths import CONSOLE
 from .visitor import Visitor, VisitorDependency, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)
@@ -35,6 +34,9 @@ _RECENT = 20
 _CSV_STEPS = 1000
 _ALL_STEPS = 100_000
 _TIMELINE = 100
+_WIDTH = 1000
+_LEAST_WIDTH = 2.0
+"""A bar has at least this width, so that short operations are seen."""
 
 RunIds = Annotated[list[Id], Query(max_length=MAX_COMPARED)]
 
@@ -111,6 +113,42 @@ async def show_operations(
     facts = await _facts(services, visitor, run)
     content = {"timeline": timeline_of(listed.operations), "failed": failed, "before": before, "next": listed.next}
     return page(visitor, "operations.html", tab="operations", operations=listed.operations, **content, **facts)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """An operation on a line of _WIDTH: it waits from `x`, and runs for `busy` from `x + queued`."""
+
+    operation: RunOperation
+    x: float
+    queued: float
+    busy: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bars, the last operation first. seconds: the time that _WIDTH stands for."""
+
+    bars: Sequence[Bar]
+    seconds: float
+
+
+def timeline_of(operations: Sequence[RunOperation]) -> Timeline:
+    if not operations:
+        return Timeline((), 0.0)
+    begin = min(map(_ready_at, operations))
+    seconds = max(one.ended_at.timestamp() for one in operations) - begin
+    scale = _WIDTH / max(seconds, 1e-3)
+    return Timeline([_bar(one, (_ready_at(one) - begin) * scale, scale) for one in operations], seconds)
+
+
+def _ready_at(operation: RunOperation) -> float:
+    return operation.ended_at.timestamp() - operation.busy_seconds - operation.queued_seconds
+
+
+def _bar(operation: RunOperation, x: float, scale: float) -> Bar:
+    queued, busy = operation.queued_seconds * scale, max(operation.busy_seconds * scale, _LEAST_WIDTH)
+    return Bar(operation, round(min(x, _WIDTH - _LEAST_WIDTH), 2), round(queued, 2), round(busy, 2))
 
 
 @router.get("/runs/{run_id}/checkpoints")

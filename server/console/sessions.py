@@ -8,7 +8,7 @@ from fastapi.responses import HTMLResponse
 from ..routes.examples import SessionIdPath
 from ..routes.services import ServicesDependency
 from .paging import PageNumber, Pages, Search
-from .templates import CONSOLE
+from .paths import CONSOLE
 from .visitor import VisitorDependency, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)

@@ -10,12 +10,12 @@ from ...schemas.bounds import MAX_PATH
 from ...schemas.errors import RequestError
 from ..config.server_config import ServerConfig
 from ..http.bodies import ReceivedBody, receive_body
-from ..routes.pages import FIRST_STEPS
 from ..routes.services import ServicesDependency
 from ..tenants.auth import address_of, presented_key
 from ..tenants.browser_sessions import LIFETIME_SECONDS
 from .browser_gate import cookie_name
-from .templates import CONSOLE, SIGN_IN, render, static_files, static_version
+from .paths import CONSOLE, SIGN_IN
+from .templates import render, static_files, static_version
 from .visitor import PAGES
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)
@@ -23,6 +23,23 @@ router = APIRouter(prefix=CONSOLE, include_in_schema=False)
 _MAX_FORM_BYTES = 16 << 10
 _MAX_FIELDS = 8
 _YEAR_SECONDS = 365 * 86400
+
+FIRST_STEPS = """import trainhouse
+from trainhouse import AdamParams, Datum, SamplingParams
+
+with trainhouse.ServiceClient("{url}", "{key}") as service:
+    client = service.create_lora_training_client("{model}", rank=8)
+    tokenizer = client.get_tokenizer()
+    tokens = tokenizer.encode("The house that trains models stands by the sea.")
+    data = [Datum(tokens[:-1], {{"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}})]
+    for step in range(10):
+        loss = client.forward_backward(data, "cross_entropy")
+        client.optim_step(AdamParams(learning_rate=5e-4))
+        print(step, loss.result().metrics["loss:sum"])
+    sampler = client.save_weights_and_get_sampling_client()
+    print(tokenizer.decode(sampler.sample(tokens[:3], 1, SamplingParams(max_tokens=8)).result().sequences[0].tokens))
+"""
+"""The same program is in README.md; those who are not signed in see it."""
 
 
 @router.get("")

@@ -10,9 +10,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...schemas.version import VERSION
+from .paths import CONSOLE
 
-CONSOLE = "/console"
-SIGN_IN = f"{CONSOLE}/sign-in"
 _HERE = Path(__file__).parent
 _TYPES = {
     ".css": "text/css; charset=utf-8",

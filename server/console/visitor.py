@@ -7,6 +7,7 @@ from fastapi import Depends, Request
 from fastapi.responses import HTMLResponse
 from starlette.types import Scope
 
+from ...workers.protocol.plugins import plugin_rows
 from ..http.errors import HANDLED_ERRORS
 from ..routes.services import Services
 from ..tenants.auth import AuthenticatedKey, Tenant, TenantDependency, address_of, admitted_key
@@ -24,11 +25,14 @@ class PageLink:
     scope: str
 
 
+MODEL_LISTS = plugin_rows("server.openai.rows", "MODEL_LISTS")
+"""What can be sampled through OpenAI's API, as the playground does; empty without the API."""
+
 PAGES = (
     PageLink("/console/runs", "Runs", "read"),
     PageLink("/console/sessions", "Sessions", "read"),
     PageLink("/console/checkpoints", "Checkpoints", "read"),
-    PageLink("/console/playground", "Playground", "sample"),
+    *(PageLink("/console/playground", "Playground", "sample") for _ in MODEL_LISTS),
     PageLink("/console/data", "Data", "read"),
     PageLink("/console/capacity", "Capacity", OPERATOR),
     PageLink("/console/admin", "Admin", OPERATOR),

@@ -9,8 +9,6 @@ expired, the database refuses its writes, and the directory that it writes to ha
 import asyncio
 import logging
 import math
-import os
-import re
 import secrets
 import time
 from collections.abc import Collection
@@ -20,13 +18,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ..files.directories import remove_tree, sync_directory
 from ..files.segment_log import fence_off_writer
-from ..store import LeaseLost, LeaseRecord, Store
+from ..files.state_lock import epoch_directory, live_epochs
+from ..store import LIVE_STATE, LeaseLost, LeaseRecord, Store
 from ..store.database.database_errors import driver_message
 
 logger = logging.getLogger(__name__)
-
-LIVE_STATE = ""
-"""Stands for the live state in the lease table. Base models have non-empty names."""
 
 _RENEWALS = 3
 """Renewals per duration of a lease."""
@@ -77,9 +73,9 @@ class Lease:
             ValueError: its live state belongs to another database, or is missing.
         """
         # In this order, since a server takes the lease before the live state.
-        found = max(_epochs(state_dir), default=0)
+        found = max(live_epochs(state_dir), default=0)
         if any(lease.base_model == LIVE_STATE for lease in await self._store.leases.list_all()):
-            if found == 0 and not _epochs(state_dir):  # looked twice: a server may be renaming it right now
+            if found == 0 and not live_epochs(state_dir):  # looked twice: a server may be renaming it right now
                 raise _no_live_state(state_dir)
             return
         if found > 0:
@@ -88,7 +84,7 @@ class Lease:
                 "database: it belongs to another database; give a matching --state-dir and "
                 "--database-url"
             )
-        _directory(state_dir, 0).mkdir(mode=0o700, exist_ok=True)
+        epoch_directory(state_dir, 0).mkdir(mode=0o700, exist_ok=True)
 
     async def acquire(self) -> "Tenure":
         """Waits until the lease is free (released or expired), then takes it."""
@@ -219,7 +215,7 @@ class Tenure:
             OSError: the directory cannot be renamed.
         """
         epoch = self.record.epoch
-        found = sorted(_epochs(state_dir))
+        found = sorted(live_epochs(state_dir))
         if not self.is_valid:
             raise LeaseLost(f"the lease of epoch {epoch} expired before the live state was taken")
         if not found:
@@ -229,16 +225,16 @@ class Tenure:
                 f"state directory {state_dir} has live state of epoch {found[-1]}, but the database is at {epoch}: it "
                 "belongs to another database; give a matching --state-dir and --database-url"
             )
-        directory = _directory(state_dir, epoch)
+        directory = epoch_directory(state_dir, epoch)
         try:
-            _directory(state_dir, found[-1]).rename(directory)
+            epoch_directory(state_dir, found[-1]).rename(directory)
         except FileNotFoundError:
             raise LeaseLost(f"the live state of epoch {found[-1]} has just been taken by another server") from None
         sync_directory(state_dir)
         for name in _SEGMENT_DIRECTORIES:
             _try_to_fence_off(directory / name)
         for older in found[:-1]:  # a former holder may have created it before it noticed its loss
-            remove_tree(_directory(state_dir, older), ignore_errors=True)
+            remove_tree(epoch_directory(state_dir, older), ignore_errors=True)
         return directory
 
     def _extend(self, sent_at: float) -> None:
@@ -260,19 +256,3 @@ def _try_to_fence_off(directory: Path) -> None:
         fence_off_writer(directory)
     except OSError as error:
         logger.error("a former server may still write to the last segment of %s: %s", directory, error)
-
-
-def live_directory(state_dir: Path) -> Path:
-    """Returns the directory of live runs and results: a live-EPOCH subdirectory if servers share a database, else the
-    state directory.
-    """
-    newest = max(_epochs(state_dir), default=None)
-    return state_dir if newest is None else _directory(state_dir, newest)
-
-
-def _epochs(state_dir: Path) -> list[int]:
-    return [int(name[1]) for path in os.listdir(state_dir) if (name := re.fullmatch(r"live-(\d+)", path))]
-
-
-def _directory(state_dir: Path, epoch: int) -> Path:
-    return state_dir / f"live-{epoch}"

@@ -9,10 +9,12 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Redirect
 
 from ...schemas.errors import RequestError
 from ...schemas.version import VERSION
+from ...workers.protocol.plugins import plugin_rows
 from .services import ServicesDependency
 
 router = APIRouter(include_in_schema=False)
 
+_PLACES = plugin_rows("server.console.paths", "PLACES")
 _ASSETS = Path(str(files("fastapi_offline"))) / "static"
 _FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 _POLICY = (
@@ -47,29 +49,12 @@ _START = """SwaggerUIBundle({
 });
 """
 
-FIRST_STEPS = """import trainhouse
-from trainhouse import AdamParams, Datum, SamplingParams
-
-with trainhouse.ServiceClient("{url}", "{key}") as service:
-    client = service.create_lora_training_client("{model}", rank=8)
-    tokenizer = client.get_tokenizer()
-    tokens = tokenizer.encode("The house that trains models stands by the sea.")
-    data = [Datum(tokens[:-1], {{"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}})]
-    for step in range(10):
-        loss = client.forward_backward(data, "cross_entropy")
-        client.optim_step(AdamParams(learning_rate=5e-4))
-        print(step, loss.result().metrics["loss:sum"])
-    sampler = client.save_weights_and_get_sampling_client()
-    print(tokenizer.decode(sampler.sample(tokens[:3], 1, SamplingParams(max_tokens=8)).result().sequences[0].tokens))
-"""
-"""The same program is in README.md; the console shows it to who is not signed in."""
-
 
 @router.get("/")
 async def home(request: Request) -> Response:
-    """Sends browsers to the console, and JSON to other clients."""
+    """Sends browsers to the console, or to the documentation without it, and JSON to other clients."""
     if "text/html" in request.headers.get("accept", ""):
-        return RedirectResponse("/console", 303, headers={"Vary": "Accept"})
+        return RedirectResponse(_PLACES.get("home", "/docs"), 303, headers={"Vary": "Accept"})
     places = {"docs": "/docs", "openapi": "/openapi.json", "health": "/api/v1/healthz", "ready": "/api/v1/readyz"}
     return JSONResponse({"name": "trainhouse", "version": VERSION, **places}, headers={"Vary": "Accept"})
 

@@ -12,11 +12,11 @@ from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
 from ..features.feature_store import FeatureStore
+from ..files.state_lock import LiveState
 from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.recordings import Recordings
 from ..operations.evaluation_data import EvaluationData
-from ..replication.leases import Tenure
 from ..runs.history import RunHistory
 from ..runs.runs import Runs
 from ..sampling.draft_loader import DraftLoader
@@ -60,7 +60,7 @@ class Services:
     quotas: Quotas
     telemetry: Telemetry
     tokenizers: Tokenizers
-    tenure: Tenure | None
+    live: LiveState
     model_files: Mapping[str, ModelFiles]
     started_at: float = field(default_factory=time.time)
 

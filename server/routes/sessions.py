@@ -17,6 +17,7 @@ from ...schemas.models import (
     Readiness,
     TelemetryResponse,
 )
+from ...workers.protocol.plugins import plugin_rows
 from ..http.bodies import json_body, json_parameter
 from ..http.sdk_version import NEWEST_TESTED, is_newer_than_tested, parse_version
 from ..tenants.auth import OperatorDependency, TenantDependency
@@ -26,6 +27,7 @@ from .services import ServicesDependency
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
 _MAX_VERSION = 20
+_PLACES = plugin_rows("server.console.paths", "PLACES")
 
 
 @router.get("/healthz")
@@ -41,9 +43,7 @@ async def readyz(services: ServicesDependency, is_operator: OperatorDependency, 
     Needs no key.
     """
     is_stopping, dispatch = services.quotas.is_closed, services.dispatch
-    reason = None if services.tenure is None else services.tenure.renewal_error
-    if reason is None:
-        reason = await services.journal.check_writable()
+    reason = services.live.outage() or await services.journal.check_writable()
     response.status_code = 200 if reason is None and not is_stopping else 503
     return Readiness(
         status="stopping" if is_stopping else "ready" if reason is None else "unavailable",
@@ -90,9 +90,10 @@ async def create_session(
     than those that this version was tested with gets.
     """
     record = await services.sessions.create(tenant, request, idempotency_key)
-    page = http_request.url_for("show_session", session_id=record.session_id)
+    place = _PLACES.get("session")
+    page = place and f"console: {str(http_request.base_url).rstrip('/')}{place.format(session_id=record.session_id)}"
     return CreateSessionResponse(
-        session_id=record.session_id, info_message=f"console: {page}", warning_message=_warning(request.sdk_version)
+        session_id=record.session_id, info_message=page, warning_message=_warning(request.sdk_version)
     )
 
 

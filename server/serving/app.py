@@ -5,21 +5,18 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI
 
 from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
-from ..console import CONSOLE_ROUTERS
-from ..console.browser_gate import BrowserGate
 from ..features.feature_store import FeatureStore
-from ..files.segment_log import Guard
+from ..files.state_lock import LiveState
 from ..http.errors import ERROR_HANDLERS, internal_error
 from ..http.query import check_query
 from ..journal.completion_log import Completions
@@ -32,8 +29,7 @@ from ..logs.repeated_errors import RepeatedErrorLog
 from ..operations.context import OperationContext
 from ..operations.evaluation_data import EvaluationData
 from ..operations.pinned_checkpoints import PinnedCheckpoints
-from ..replication.leases import Tenure
-from ..routes import auth, checkpoints, futures, history, listing, models, openai, pages, sampling, sessions, training
+from ..routes import auth, checkpoints, futures, history, listing, models, pages, sampling, sessions, training
 from ..routes.fast import FastRoutes, find_endpoints
 from ..routes.services import Services, found_files
 from ..runs.history import RunHistory
@@ -78,30 +74,16 @@ leave it out, the server numbers them in the order of arrival.
 """
 
 
-@dataclass(frozen=True)
-class LiveState:
-    """The live state of a server that shares its database with others.
-
-    directory: below the state directory.
-    tenure: the period for which the server holds the lease.
-    """
-
-    directory: Path
-    tenure: Tenure
-
-
 def create_app(
     config: ServerConfig,
     dispatch: WorkerDispatch,
     live: LiveState | None = None,
-    guard: Guard = lambda: None,
     tracing: "Tracing | None" = None,
 ) -> FastAPI:
     """Returns an ASGI application whose lifespan opens and closes everything under `config.store.state_dir`.
 
     Args:
-        live: set if the server shares its database with others.
-        guard: otherwise checks, before writes, that the state directory still belongs to this server.
+        live: None if this server alone uses the state directory, without checking that.
         tracing: None if no traces are exported.
     """
 
@@ -109,7 +91,8 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Closed last, and also if the rest cannot be opened, which a standby retries.
         with contextlib.closing(open_store(config.store_config())) as store:
-            app.state.services = _services(config, dispatch, store, live, guard, tracing)
+            state = LiveState(config.store.state_dir) if live is None else live
+            app.state.services = _services(config, dispatch, store, state, tracing)
             async with _running(app.state.services):
                 yield
 
@@ -126,7 +109,8 @@ def create_app(
     )
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, history, auth):
         app.include_router(routes.router, dependencies=[Depends(check_query)])
-    for router in (openai.router, pages.router, *CONSOLE_ROUTERS):
+    of_openai, of_console = (plugin_rows(f"server.{name}.rows", "ROUTERS").values() for name in ("openai", "console"))
+    for router in (*of_openai, pages.router, *of_console):
         app.include_router(router)
     for kind, handler in ERROR_HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -134,7 +118,8 @@ def create_app(
     busy = find_endpoints((training.router, sampling.router, futures.router), _BUSY)
     app.add_middleware(FastRoutes, endpoints=busy)
     app.add_middleware(Gate, config=config)
-    app.add_middleware(BrowserGate)
+    for gate in plugin_rows("server.console.rows", "GATES").values():
+        app.add_middleware(gate)
     app.add_middleware(HeadCheck, allowed_hosts=config.network.allowed_hosts)
     return app
 
@@ -143,12 +128,10 @@ def _services(
     config: ServerConfig,
     dispatch: WorkerDispatch,
     store: Store,
-    live: LiveState | None,
-    guard: Guard,
+    live: LiveState,
     tracing: "Tracing | None",
 ) -> Services:
-    directory, guard = (config.store.state_dir, guard) if live is None else (live.directory, live.tenure.check)
-    store.required_lease = None if live is None else live.tenure.record
+    directory, guard, store.required_lease = live.directory, live.guard, live.lease
     auth = Auth(store, config.is_loopback, unauthenticated_per_minute=config.limits.unauthenticated_per_minute)
     quotas = Quotas(config)
     sessions = Sessions(store, config.sessions.session_expiry_seconds, check_room=quotas.check_sessions)
@@ -239,7 +222,7 @@ def _services(
         quotas=quotas,
         telemetry=telemetry,
         tokenizers=tokenizers,
-        tenure=None if live is None else live.tenure,
+        live=live,
         model_files=found_files(config),
     )
 

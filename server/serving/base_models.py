@@ -14,7 +14,7 @@ from ...workers.models.model_cache import ModelCache, ModelUnavailableError
 from ...workers.protocol.worker_config import ServedModel
 from ..config.knob_values import is_url
 from ..config.server_config import ServerConfig
-from ..replication.state_lock import StartError
+from ..files.state_lock import StartError
 
 
 async def download_models(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:

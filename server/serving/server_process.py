@@ -1,7 +1,6 @@
 """Runs one server process: takes the state directory, binds the socket, loads models, serves, and shuts down.
 
-On SQLite the state directory is locked for this process. On PostgreSQL there is a lease: the process serves while
-it holds the lease, and otherwise forwards requests to the holder.
+On SQLite the state directory is locked for this process. How servers share a PostgreSQL is in server/replication.
 """
 
 import asyncio
@@ -11,6 +10,7 @@ import gc
 import logging
 import os
 import resource
+import secrets
 import signal
 import socket
 import ssl
@@ -23,7 +23,6 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import ASGIApp
 
 from ...schemas.errors import OperationError
@@ -33,12 +32,12 @@ from ...workers.protocol.plugins import plugin_rows
 from ...workers.protocol.worker_config import DispatchConfig, KeptWorkers
 from ..config.knob_values import is_url
 from ..config.server_config import ServerConfig
-from ..files.segment_log import Guard
-from ..replication.kept_workers import kept_workers
-from ..replication.leases import Lease, LeaseExpired, Tenure
-from ..replication.state_lock import (
+from ..files.directories import read_regular
+from ..files.state_lock import (
     CHECKPOINT_PATTERNS,
+    KEPT_WORKERS_NAME,
     STATE_PATTERNS,
+    LiveState,
     StartError,
     StateLock,
     created_state_directory,
@@ -46,17 +45,14 @@ from ..replication.state_lock import (
     locked_state_directory,
 )
 from ..routes.services import Services
-from ..store import DatabaseUnreachable, LeaseLost, Store, open_store
-from ..store.database.database_errors import OUTAGE_ERRORS
+from ..store import DatabaseUnreachable, Store, open_store
 from ..telemetry.open_tracing import opened_tracing
 from ..tenants.auth import require_keys
 from ..text.hub_names import warn_unresolved
-from .app import LiveState, create_app
+from .app import create_app
 from .base_models import download_models
 from .connections import HttpConnection, LimitedApp, disconnect_stalled_clients
 from .service_manager import notify, watchdog
-from .shutdown import drain
-from .standby import LeaseGuard, Standby, SwitchableApp, TakeoverApp
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +60,7 @@ FORCED_STATUS = 130
 _FAILED_STATUS = 1
 _ANSWER_SECONDS = 1.0
 """Part of the shutdown time that is reserved for answering the requests that cannot be completed."""
-_HOLDER_SECONDS = 0.5
-"""Interval at which a standby checks whether the lease has another holder."""
-_REST_SECONDS = 5.0
-"""Wait of a server after a failed takeover, so that other servers, which look twice a second, can take the lease."""
+_DRAIN_PERIOD_SECONDS = 0.05
 _OPEN_FILES = 1 << 16
 _GARBAGE_THRESHOLD = 20_000
 """Allocations between two collections; Python's 700 would collect every few requests, which hardly leave cycles."""
@@ -173,26 +166,25 @@ async def _serve(
             say(words)
 
         if lock is not None:
-            async with _leading(config, None, lock.check) as app:
+            async with leading(config, LiveState(config.store.state_dir, lock.check)) as app:
                 greet = partial(announce, greeting(config, url, has_keys))
-                await _HttpServer(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
+                await HttpServer(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
         else:
             host = HOST_NAMES.get(config.network.host, config.network.host)
             advertised = url_of(host, listener, url.partition(":")[0])
-            async with _lease(config, advertised) as lease:
-                await _LeasedServer(config, lease, partial(greeting, config, url, has_keys), announce).run(listener)
+            serve_shared = plugin_rows("server.replication.rows", "SERVERS").get("shared", _refuse_shared)
+            await serve_shared(config, listener, advertised, partial(greeting, config, url, has_keys), announce)
 
 
 @contextlib.asynccontextmanager
-async def _leading(config: ServerConfig, live: LiveState | None, guard: Guard = lambda: None) -> AsyncIterator[FastAPI]:
+async def leading(config: ServerConfig, live: LiveState) -> AsyncIterator[FastAPI]:
     """Loads the models and runs the application for the duration of the block. Raises StartError."""
-    scratch_dir = config.store.state_dir if live is None else live.directory
-    kept = kept_workers(config, None if live is None else live.tenure.record.epoch)
-    workers = _loaded_workers(config.with_knobs(state_dir=scratch_dir), kept)
+    kept = kept_workers(config, None if live.lease is None else live.lease.epoch)
+    workers = _loaded_workers(config.with_knobs(state_dir=live.directory), kept)
     async with opened_tracing(os.environ) as tracing, workers as dispatch:
-        if live is not None:  # the lease may have expired while models were loaded
-            live.tenure.check()
-        app = create_app(config, dispatch, live, guard, tracing)
+        if live.lease is not None:  # it may have expired while models were loaded
+            live.guard()
+        app = create_app(config, dispatch, live, tracing)
         async with app.router.lifespan_context(app):
             # Everything loaded so far stays alive, and scanning it again would make garbage collections slow.
             gc.collect()
@@ -202,135 +194,6 @@ async def _leading(config: ServerConfig, live: LiveState | None, guard: Guard = 
                 yield app
             finally:
                 gc.unfreeze()
-
-
-@contextlib.asynccontextmanager
-async def _lease(config: ServerConfig, url: str) -> AsyncIterator[Lease]:
-    """Yields a lease, which is released at the end of the block. Raises StartError."""
-    store = _opened_store(config)
-    names = [model.name for model in config.models.base_models]
-    lease = Lease(store, names, config.store.advertise_url or url, config.store.lease_seconds)
-    try:
-        await _prepare(lease, config.store.state_dir)
-        yield lease
-    finally:
-        try:
-            await lease.release()
-        except SQLAlchemyError as error:
-            logger.error("the lease could not be released, and will expire by itself: %s", error)
-        store.close()
-
-
-async def _prepare(lease: Lease, state_dir: Path) -> None:
-    try:
-        await lease.prepare(state_dir)
-    except OSError as error:
-        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
-    except ValueError as error:
-        raise StartError(str(error)) from None
-    except SQLAlchemyError as error:
-        raise StartError(f"the leases cannot be read: {error}") from None
-
-
-class _LeasedServer:
-    """Runs one of several servers that share a database and a state directory: alternates standby and leading.
-
-    greet: returns the ready message of a leading server.
-    announce: called with a message for the user when requests are first answered, and at each change.
-    """
-
-    def __init__(
-        self,
-        config: ServerConfig,
-        lease: Lease,
-        greet: Callable[[], str],
-        announce: Callable[[str], None],
-    ) -> None:
-        self._config = config
-        self._lease = lease
-        self._greet = greet
-        self._announce = announce
-        self._standby = Standby(lease)
-        self._switch = SwitchableApp(TakeoverApp())
-        self._services: Services | None = None
-        self._is_stopping = False
-
-    async def run(self, listener: socket.socket) -> None:
-        """Serves until cancelled. Raises StartError if the server cannot take over."""
-        http = _HttpServer(self._config, self._switch, lambda: self._services, lambda: None)
-        serving = asyncio.create_task(http.run_until_cancelled(listener))
-        turns = asyncio.create_task(self._take_turns())
-        try:
-            await asyncio.wait({serving, turns}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._is_stopping = True
-            self._standby.drop_all()
-            for task in (serving, turns):  # connections are closed before anything that they use
-                task.cancel()
-                await asyncio.wait({task})
-            await self._standby.close()
-        for task in (serving, turns):
-            if not task.cancelled():
-                task.result()
-
-    async def _take_turns(self) -> None:
-        while not self._is_stopping:
-            tenure = await self._take_lease()
-            self._switch.target = TakeoverApp()
-            try:
-                await self._lead(tenure)
-            except (LeaseLost, LeaseExpired) as error:
-                logger.error("%s", error)
-            except (OSError, *OUTAGE_ERRORS) as error:
-                logger.error("this server cannot take over now (%s), and will try again unless another one does", error)
-                await self._give_up()
-
-    async def _give_up(self) -> None:
-        self._switch.target = self._standby
-        try:
-            await self._lease.release_and_rest(_REST_SECONDS)
-        except SQLAlchemyError as error:
-            logger.error("the lease could not be released, and will expire by itself: %s", error)
-
-    async def _take_lease(self) -> Tenure:
-        taking, announced = asyncio.create_task(self._lease.acquire()), None
-        try:
-            while not taking.done():
-                await asyncio.wait({taking}, timeout=_HOLDER_SECONDS)
-                self._standby.drop_others()
-                if self._lease.holder_url not in (None, announced):
-                    announced, self._switch.target = self._lease.holder_url, self._standby
-                    self._announce(f"standing by: {announced} holds the lease")
-        finally:
-            taking.cancel()
-        return taking.result()
-
-    async def _lead(self, tenure: Tenure) -> None:
-        """Serves until another server holds the lease.
-
-        Raises StartError, and OSError or a database outage if a later try may succeed.
-        """
-        say(f"taking over, with epoch {tenure.record.epoch}")
-        keeping = asyncio.create_task(tenure.keep_renewing())
-        try:
-            async with _leading(self._config, await self._live_state(tenure)) as app:
-                self._services = app.state.services
-                self._switch.target = LeaseGuard(app, tenure)
-                self._announce(self._greet())
-                await asyncio.shield(keeping)
-                self._switch.target, self._services = self._standby, None
-                app.state.services.futures.long_polls.stop()
-                app.state.services.sampling.stop_sample_now()
-        finally:
-            self._services = None
-            keeping.cancel()
-
-    async def _live_state(self, tenure: Tenure) -> LiveState:
-        try:
-            directory = await asyncio.to_thread(tenure.take_live_state, self._config.store.state_dir)
-        except ValueError as error:
-            raise StartError(str(error)) from None
-        return LiveState(directory, tenure)
 
 
 _BIND_REMEDIES = {
@@ -373,11 +236,13 @@ def url_of(host: str, listener: socket.socket, scheme: str) -> str:
 def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
     """Returns the ready message: the URL, and lines to paste into a shell and into Python."""
     key = "tml-..." if has_keys else "tml-local"
+    console = plugin_rows("server.console.paths", "PLACES").get("home")
+    shown = f"{url}{console} shows runs in a browser, {url}/docs the API" if console else f"{url}/docs shows the API"
     origin = "a key of `trainhouse keys create NAME`" if has_keys else "any key that starts with tml-"
     return "\n".join(
         (
             f"ready: {url} serves {', '.join(model.name for model in config.models.base_models)}",
-            f"  {url}/console shows runs in a browser, {url}/docs the API",
+            f"  {shown}",
             f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}   # {origin}",
             f'  client = trainhouse.ServiceClient("{url}", "{key}")',
         )
@@ -419,7 +284,7 @@ def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
 
 async def _has_keys(config: ServerConfig) -> bool:
     """True if any API key exists. Raises StartError if the server needs one and none exists."""
-    store = _opened_store(config)
+    store = opened_store(config)
     try:
         await store.check_integrity()
         await require_keys(config, store)
@@ -430,12 +295,43 @@ async def _has_keys(config: ServerConfig) -> bool:
         store.close()
 
 
-def _opened_store(config: ServerConfig) -> Store:
+def opened_store(config: ServerConfig) -> Store:
     """Raises StartError."""
     try:
         return open_store(config.store_config())
     except (ValueError, DatabaseUnreachable) as error:
         raise StartError(str(error)) from None
+
+
+def kept_workers(config: ServerConfig, epoch: int | None) -> KeptWorkers | None:
+    """Returns the workers on Ray that outlive the servers of the state directory; None if they end with their server.
+
+    Args:
+        epoch: of the server's lease, if it has one.
+    Raises:
+        StartError: the state directory cannot be used.
+    """
+    file = config.store.state_dir.absolute() / KEPT_WORKERS_NAME
+    try:
+        if not config.ranks.keep_workers_seconds:
+            file.unlink(missing_ok=True)
+            return None
+        state_id = _read_or_create(file)
+    except OSError as error:
+        raise StartError(f"{file} cannot be used: {error.strerror}") from None
+    return KeptWorkers(str(file), state_id, config.ranks.keep_workers_seconds, secrets.token_hex(8), epoch)
+
+
+def _read_or_create(file: Path) -> str:
+    if not file.exists():
+        aside = file.with_name(f"{file.name}.new")
+        aside.write_text(secrets.token_hex(16))
+        aside.replace(file)
+    return read_regular(file).decode()
+
+
+async def _refuse_shared(*_: object) -> None:
+    raise StartError("--database-url needs server/replication, which this installation lacks: leave out the option")
 
 
 def _refuse_auto(config: ServerConfig, settings: DispatchConfig, say: Callable[[str], None]) -> DispatchConfig:
@@ -464,7 +360,7 @@ async def _loaded_workers(config: ServerConfig, kept: KeptWorkers | None) -> Asy
         await dispatch.close()
 
 
-class _HttpServer(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A uvicorn server that leaves signals to us, reports when it listens, and answers waiting polls at shutdown.
 
     services: returns the present services, or None on a standby.
@@ -533,6 +429,21 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+async def drain(services: Services, seconds: float) -> None:
+    """Refuses new work; returns when all accepted work is done and all runs have snapshots, or after `seconds`.
+
+    Work that does not finish is not lost: the next process recovers it from the journal.
+    """
+    services.quotas.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while services.runs.is_busy or services.samplers.is_busy:  # noqa: ASYNC110
+                await asyncio.sleep(_DRAIN_PERIOD_SECONDS)
+            await services.runs.snapshot()
+            return
+    logger.info("work that is not finished after %g s is left to the next start", seconds)
 
 
 async def until_signal(new_work: Callable[[Callable[[], None]], Coroutine[object, object, None]]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from .database.database import PageInfo
 from .database.database_errors import DatabaseUnreachable, LeaseLost
 from .database.records import (
+    LIVE_STATE,
     ApiKeyRecord,
     CheckpointCopyRecord,
     CheckpointKind,
@@ -40,6 +41,7 @@ def open_store(config: StoreConfig) -> Store:
 
 __all__ = [
     "DATABASE_NAME",
+    "LIVE_STATE",
     "STORES",
     "ApiKeyRecord",
     "CheckpointCopyRecord",

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from starlette.routing import compile_path
 
 from ...schemas.errors import RequestError
+from ...workers.protocol.plugins import plugin_rows
 
 OPERATOR = "operator"
 TENANT_SCOPES = ("train", "sample", "read", "admin")
@@ -63,8 +64,6 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/join_sampling_session": ("sample",),
     "POST /api/v1/sample": ("sample",),
     "POST /api/v1/asample": ("sample",),
-    "POST /v1/completions": ("sample",),
-    "POST /v1/chat/completions": ("sample",),
     # A key that may submit a request may also get its result, and information about its inputs.
     "POST /api/v1/retrieve_future": _USE,
     "POST /api/v1/retrieve_futures": _USE,
@@ -74,8 +73,6 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /api/v1/samplers/{sampler_id}": ("sample", "read"),
     "GET /api/v1/models/{name:path}/tokenizer": _USE,
     "GET /api/v1/models/{name:path}/tokenizer/{file}": _USE,
-    "GET /v1/models": ("sample", "read"),
-    "GET /v1/models/{name:path}": ("sample", "read"),
     "GET /api/v1/training_runs": ("read",),
     "GET /api/v1/training_runs/{run_id}": ("read",),
     "GET /api/v1/training_runs/{run_id}/checkpoints": ("read",),
@@ -92,25 +89,8 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
     "PUT /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": ("admin",),
     "DELETE /api/v1/auth/apikey/me": ("admin",),
-    "GET /console/runs": ("read",),
-    "GET /console/compare": ("read",),
-    "GET /console/events": ("read",),
-    "GET /console/runs/{run_id}": ("read",),
-    "GET /console/runs/{run_id}/operations": ("read",),
-    "GET /console/runs/{run_id}/checkpoints": ("read",),
-    "GET /console/runs/{run_id}/metrics.csv": ("read",),
-    "GET /console/sessions": ("read",),
-    "GET /console/sessions/{session_id}": ("read",),
-    "GET /console/checkpoints": ("read",),
-    "GET /console/checkpoints/{run_id}/{kind}/{name}": ("read",),
-    "GET /console/playground": ("sample",),
-    "GET /console/data": ("read",),
-    "POST /console/data": ("read",),
-    "GET /console/capacity": (OPERATOR,),
-    "GET /console/admin": (OPERATOR,),
-    # These need the scope admin, too.
-    "POST /console/admin/keys": (OPERATOR,),
-    "POST /console/admin/keys/{key_id}/revoke": (OPERATOR,),
+    **plugin_rows("server.openai.paths", "SCOPES"),
+    **plugin_rows("server.console.paths", "SCOPES"),
 }
 
 
@@ -124,8 +104,7 @@ LARGE_BODIES = frozenset(
         "POST /api/v1/import_weights",
         "POST /api/v1/sample",
         "POST /api/v1/asample",
-        "POST /v1/completions",
-        "POST /v1/chat/completions",
+        *plugin_rows("server.openai.paths", "LARGE_BODIES"),
     }
 )
 """Routes that carry training and sampling data, so that their bodies may be as large as --max-body-bytes."""

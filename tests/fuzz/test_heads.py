@@ -15,6 +15,7 @@ from trainhouse.server.tenants.rate_limits import UnauthenticatedLimits
 from trainhouse.server.tenants.scopes import ROUTE_SCOPES, SCOPES
 
 from ..server.console.signed_in import new_browser, sign_in
+from ..server.console.test_places import OPEN_PAGES as CONSOLE_PAGES
 from ..server.real import MODEL, running_server, server_config, started_dispatch
 from ..server.serving.test_connections import connection_to, read_all, serving
 from ..server.tenants.test_isolation import OPEN_PAGES
@@ -259,7 +260,7 @@ async def _heads(app: FastAPI, seed: int) -> Heads:
         await sign_in(client, keys[0])
         cookie = "; ".join(f"{name}={value}" for name, value in client.cookies.items()).encode()
     routes = [(method, path) for route in ROUTE_SCOPES for method, path in [route.split(" ")]]
-    routes += [("GET", path) for path in (*OPEN_PAGES, "/api/v1/healthz", "/api/v1/readyz")]
+    routes += [("GET", path) for path in (*OPEN_PAGES, *CONSOLE_PAGES, "/api/v1/healthz", "/api/v1/readyz")]
     routes += [("POST", "/console/sign-in"), ("POST", "/console/sign-out")] * 2
     run = await new_run(services, await services.auth.authenticate(keys[0]))
     names = [run.run_id.encode(), run.session_id.encode(), b"n", b"1", MODEL.encode()]

@@ -15,13 +15,14 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from trainhouse import Datum
 from trainhouse.schemas.openai import ChatCompletionRequest
-from trainhouse.server.openai.chats import render_prompts
 from trainhouse.server.text.read_tokenizer import read
 from trainhouse.server.text.tokenizer import Tokenizer
 from transformers import AutoTokenizer
 
 from ..letters import letter_tokenizer
 from ..live import CHATML
+
+render_prompts = pytest.importorskip("trainhouse.server.openai.chats").render_prompts
 
 CONTEXT = 1_000_000
 NUM_ROWS = 250

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import pytest
 from fastapi import FastAPI
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
@@ -30,10 +31,14 @@ from trainhouse.server.tenants.browser_sessions import BrowserSessions
 from trainhouse.server.tenants.sessions import Sessions
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import ModelInfo
+from trainhouse.workers.protocol.plugins import plugin_rows
 from trainhouse.workers.protocol.worker_config import ServedModel
 
 MODEL = "tiny/qwen3"
 ALICE, BOB = "tml-alice", "tml-bob"
+OPENAI = plugin_rows("server.openai.paths", "SCOPES")
+"""The routes of OpenAI's API: none where its folder was taken away."""
+needs_openai = pytest.mark.skipif(not OPENAI, reason="without server/openai")
 LORA = LoraConfig(rank=8, seed=1, train_unembed=False)
 
 

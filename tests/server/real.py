@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import numpy as np
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 from trainhouse.server.config.server_config import ServerConfig
+from trainhouse.server.files.state_lock import LiveState
 from trainhouse.server.routes.services import Services
-from trainhouse.server.serving.app import LiveState, create_app
-from trainhouse.server.serving.standby import LeaseGuard
+from trainhouse.server.serving.app import create_app
 from trainhouse.server.telemetry.tracing import Tracing
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
@@ -59,11 +60,12 @@ async def running_server(
     dispatch: WorkerDispatch,
     live: LiveState | None = None,
     tracing: Tracing | None = None,
+    guarded: Callable[[FastAPI], ASGIApp] = lambda app: app,
 ) -> AsyncIterator["Server"]:
     """Runs the server; entering it again with the same `config.store.state_dir` is a restart."""
     app = create_app(config, dispatch, live, tracing=tracing)
     async with app.router.lifespan_context(app), AsyncExitStack() as stack:
-        transport = httpx.ASGITransport(app if live is None else LeaseGuard(app, live.tenure))
+        transport = httpx.ASGITransport(guarded(app))
         clients = {}
         for key in (ALICE, BOB):
             client = httpx.AsyncClient(

@@ -9,8 +9,8 @@ from ...checkpoints.checkpoint_files import CheckpointFiles
 from ...checkpoints.mirror import CheckpointMirrors
 from ...files.directories import directory_name
 from ...files.object_store import ObjectStore
+from ...files.state_lock import live_directory
 from ...files.storage_config import CheckpointStorageConfig
-from ...replication.leases import live_directory
 from ...store import RunRecord, Store
 
 

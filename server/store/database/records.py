@@ -169,6 +169,10 @@ class CheckpointCopyRecord:
     updated_at: float
 
 
+LIVE_STATE = ""
+"""Stands for the live state in the lease table. Base models have non-empty names."""
+
+
 @dataclass(frozen=True)
 class LeaseRecord:
     """Records which server does the work of a base model. Key: base_model.

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from trainhouse.schemas.adapters.tensor_file import CHECKSUMS, FileTensor, checksums_as_text, write_tensors
 from trainhouse.server.cli.commands import main
+from trainhouse.server.files.state_lock import StartError, locked_state_directory
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
-from trainhouse.server.replication.state_lock import StartError, locked_state_directory
 from trainhouse.server.serving.server_process import _has_keys
 from trainhouse.server.store import DATABASE_NAME, CheckpointRecord
 from trainhouse.workers.dispatch import WorkerDispatch

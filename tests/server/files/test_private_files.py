@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.cli.commands import main
-from trainhouse.server.replication.state_lock import STATE_PATTERNS, StartError, keep_private
+from trainhouse.server.files.state_lock import STATE_PATTERNS, StartError, keep_private
 
 from ...live import live_server
 from ..real import MODEL, sample_body

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.files.directories import STAGING
-from trainhouse.server.replication.leases import Lease
-from trainhouse.server.replication.state_lock import created_state_directory
-from trainhouse.server.store import SqliteStore
+from trainhouse.server.files.state_lock import created_state_directory
 from trainhouse.workers.dispatch import WorkerDispatch
 
+from ..journal.test_futures import wait_until
 from ..real import MODEL, batch, running_server, sample, sample_body, server_config
-from ..replication.test_standby import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -63,7 +61,7 @@ async def test_durability_decides_what_a_run_leaves_on_disk(
             draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": path}
             body = {"session_id": run.session_id, "model_seq_id": 1, "base_model": MODEL} | draft
             assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
-            await wait_until(lambda: list(top.glob("snapshots/*_train_1/[0-9]*")))
+            await wait_until(lambda: bool(list(top.glob("snapshots/*_train_1/[0-9]*"))))
             assert list(top.glob("loaded/*_train_0/[0-9]*"))
             assert list(top.glob("loaded/*_train_1/*")), "its target"
     every = [path for name in KEPT for path in (top / name, *(top / name).rglob("*"))]
@@ -74,13 +72,3 @@ async def test_durability_decides_what_a_run_leaves_on_disk(
     else:
         assert {"new", "new/state"} < lost and any("/journal/" in path for path in lost)
         assert not any("/checkpoints/" in path for path in lost), "checkpoints are always synced"
-
-
-async def test_the_live_directory_of_a_holder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk, store = Disk(monkeypatch), SqliteStore(tmp_path / "leases.db")
-    lease = Lease(store, ["m"], "http://me", 60.0)
-    await lease.prepare(tmp_path)
-    tenure = await lease.acquire()
-    assert not disk.has_synced(tmp_path / "live-0")
-    assert disk.has_synced(tenure.take_live_state(tmp_path))
-    store.close()

@@ -20,6 +20,7 @@ from trainhouse.server.routes.submission import _LargeResponse
 from trainhouse.server.tenants.reservation import Reservation
 from trainhouse.workers.dispatch import WorkerDispatch
 
+from ..api import needs_openai
 from ..real import BOB, MODEL, PROTOBUF, Server, batch, running_server, sample, sample_body, server_config
 
 pytestmark = pytest.mark.anyio
@@ -66,6 +67,7 @@ async def test_alternatives_are_bounded_by_a_knob(serve: Callable, name: str) ->
     )
 
 
+@needs_openai
 @pytest.mark.parametrize(
     ("path", "fields", "name"),
     [

@@ -15,9 +15,9 @@ from trainhouse.server.openai.choices import RequestChoices
 from trainhouse.server.openai.completions import CompletionResponseWriter
 from trainhouse.server.openai.prompts import Prompt
 from trainhouse.server.openai.response_writer import PromptOutput
+from trainhouse.server.openai.routes import _pieces
 from trainhouse.server.openai.sample_batch import JobProgress, JobResult
 from trainhouse.server.openai.translation import sample_requests
-from trainhouse.server.routes.openai import _pieces
 from trainhouse.server.sampling.sampling_job import Stops
 from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
 from trainhouse.workers.protocol.calls import SampledPart

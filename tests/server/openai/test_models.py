@@ -4,7 +4,7 @@ import dataclasses
 import time
 
 import pytest
-from trainhouse.server.routes import openai as routes
+from trainhouse.server.openai import routes
 
 from ..api import ALICE, BOB, MODEL, MODEL_INFO, Api
 

@@ -16,17 +16,11 @@ from sqlalchemy import Connection, text
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.files.segment import read_segment
 from trainhouse.server.files.segment_log import SegmentLog, fence_off_writer
+from trainhouse.server.files.state_lock import live_directory
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import Header, Journal
-from trainhouse.server.replication.leases import (
-    LIVE_STATE,
-    Lease,
-    LeaseExpired,
-    Tenure,
-    boottime_seconds,
-    live_directory,
-)
-from trainhouse.server.store import LeaseLost, PostgresStore, SqliteStore, Store, TenantRecord
+from trainhouse.server.replication.leases import Lease, LeaseExpired, Tenure, boottime_seconds
+from trainhouse.server.store import LIVE_STATE, LeaseLost, PostgresStore, SqliteStore, Store, TenantRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from trainhouse.server.cli.commands import main
 from trainhouse.server.config.server_config import ServerConfig
+from trainhouse.server.files.state_lock import LiveState, StartError
+from trainhouse.server.replication import leased_server
 from trainhouse.server.replication.leases import Lease, LeaseExpired
-from trainhouse.server.replication.state_lock import StartError
-from trainhouse.server.serving import server_process as process
-from trainhouse.server.serving.app import LiveState
+from trainhouse.server.replication.standby import LeaseGuard
+from trainhouse.server.serving.server_process import bound_socket
 from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, open_store
 from trainhouse.workers.dispatch import WorkerDispatch
 
@@ -44,11 +45,12 @@ async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> 
     lease = Lease(store, [MODEL], f"http://{name}", LEASE_SECONDS)
     await lease.prepare(config.store.state_dir)
     tenure = await lease.acquire()
-    live = LiveState(tenure.take_live_state(config.store.state_dir), tenure)
+    directory = tenure.take_live_state(config.store.state_dir)
+    live = LiveState(directory, tenure.check, tenure.record, lambda: tenure.renewal_error)
     keeping = asyncio.create_task(tenure.keep_renewing())
     try:
         with suppress(LeaseLost, LeaseExpired):
-            async with running_server(config, dispatch, live) as server:
+            async with running_server(config, dispatch, live, guarded=lambda app: LeaseGuard(app, tenure)) as server:
                 yield Holding(server, live, keeping)
     finally:
         keeping.cancel()
@@ -173,7 +175,7 @@ async def test_used_numbers_belong_to_their_requests_after_a_takeover(
 async def test_a_server_that_cannot_take_over_releases_the_lease_and_retries(
     tmp_path: Path, postgres_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_REST_SECONDS", 2.0)
+    monkeypatch.setattr(leased_server, "_REST_SECONDS", 2.0)
     state, elsewhere, no_model = (tmp_path / name for name in ("state", "elsewhere", "no-model"))
     for directory in (state, no_model):  # without a model, its own takeover ends soon
         directory.mkdir()
@@ -183,8 +185,9 @@ async def test_a_server_that_cannot_take_over_releases_the_lease_and_retries(
     await mine.prepare(state)
     state.rename(elsewhere)
     said: list[str] = []
-    with process.bound_socket("127.0.0.1", 0) as listener:
-        running = asyncio.create_task(process._LeasedServer(config, mine, lambda: "working", said.append).run(listener))
+    with bound_socket("127.0.0.1", 0) as listener:
+        server = leased_server.LeasedServer(config, mine, lambda: "working", said.append)
+        running = asyncio.create_task(server.run(listener))
         await wait_until(lambda: "cannot take over now ([Errno 2] No such file" in caplog.text)
         await asyncio.wait_for(other.acquire(), 30)  # well before a lease of 60 s runs out
         await wait_until(lambda: said)

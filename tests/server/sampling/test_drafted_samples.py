@@ -22,6 +22,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel
 
 from ...drawn import Drawn, all_drawn, as_drawn, assert_same_sample
 from ...letters import save_letter_tokenizer
+from ..api import needs_openai
 from ..real import ALICE, BOB, MODEL, Server, batch, running_server, sample, sample_body, server_config
 from ..runs.test_drafts import create_draft, create_policy, publish, remove
 
@@ -530,6 +531,7 @@ async def test_a_recovered_request_continues_without_a_damaged_draft(
 
 
 @pytest.mark.slow
+@needs_openai
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
 async def test_openai_usage_counts_draft_tokens(server: Server, algorithm: str) -> None:
     path = await saved_draft(server, algorithm=algorithm)
@@ -557,6 +559,7 @@ async def test_openai_usage_counts_draft_tokens(server: Server, algorithm: str) 
 
 
 @pytest.mark.slow
+@needs_openai
 async def test_openai_errors_name_the_draft(server: Server) -> None:
     path = await saved_draft(server)
     of_policy = (await (await create_policy(server, 3)).do("save_weights_for_sampler", path="a"))["path"]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import trainhouse
 from trainhouse.server.config.knob_values import ConfigError
-from trainhouse.server.replication.state_lock import StartError
+from trainhouse.server.files.state_lock import StartError
 from trainhouse.server.serving.server_process import check_certificate
 
 from ...live import LiveServer, live_server, save_byte_tokenizer

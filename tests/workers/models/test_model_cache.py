@@ -17,7 +17,7 @@ import pytest
 from trainhouse.server.cli import commands
 from trainhouse.server.config.knob_values import ConfigError
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.replication.state_lock import StartError
+from trainhouse.server.files.state_lock import StartError
 from trainhouse.server.serving.base_models import download_models
 from trainhouse.tests.server.s3 import BUCKET, S3, s3_server
 from trainhouse.tests.tiny import tiny_model

@@ -8,8 +8,8 @@ from trainhouse.server.cli.commands import main
 from trainhouse.server.config.knob_values import ConfigError
 from trainhouse.server.config.load import load_config
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.replication.kept_workers import kept_workers
-from trainhouse.server.replication.state_lock import StartError
+from trainhouse.server.files.state_lock import StartError
+from trainhouse.server.serving.server_process import kept_workers
 from trainhouse.workers.protocol.worker_config import ServedModel
 
 ON_RAY = {"pool": "ray", "ray_address": "127.0.0.1:6379"}

@@ -5,15 +5,17 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from ..files.directories import make_directory
-from ..store import DATABASE_NAME, StoreConfig
-from .leases import live_directory
+from ..store import DATABASE_NAME, LeaseRecord, StoreConfig
+from .directories import make_directory
+from .segment_log import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,38 @@ STATE_PATTERNS = (
 )
 """Patterns of everything that servers store in their state directory."""
 CHECKPOINT_PATTERNS = ("*/weights", "*/sampler_weights", "*/external_weights")
+
+
+def live_directory(state_dir: Path) -> Path:
+    """Returns the directory of live runs and results: a live-EPOCH subdirectory if servers share a database, else the
+    state directory.
+    """
+    newest = max(live_epochs(state_dir), default=None)
+    return state_dir if newest is None else epoch_directory(state_dir, newest)
+
+
+def live_epochs(state_dir: Path) -> list[int]:
+    return [int(name[1]) for path in os.listdir(state_dir) if (name := re.fullmatch(r"live-(\d+)", path))]
+
+
+def epoch_directory(state_dir: Path, epoch: int) -> Path:
+    return state_dir / f"live-{epoch}"
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """The live runs and results of a server.
+
+    directory: the state directory, or below it if servers share a database.
+    guard: raises an OSError when another server may have them.
+    lease: which a server on a shared database holds.
+    outage: says why the lease cannot be renewed now, or returns None.
+    """
+
+    directory: Path
+    guard: Guard = lambda: None
+    lease: LeaseRecord | None = None
+    outage: Callable[[], str | None] = lambda: None
 
 
 class StartError(Exception):

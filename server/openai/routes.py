@@ -26,14 +26,9 @@ from ...schemas.openai_responses import ChatCompletion, Completion
 from ..config.base_model_lookup import require_served
 from ..http.bodies import json_body
 from ..http.event_stream import EventStream
-from ..openai.chats import CHATS
-from ..openai.choices import ChoiceDelta, RequestChoices
-from ..openai.completion_kind import CompletionKind
-from ..openai.completions import COMPLETIONS
-from ..openai.prompts import Prompt
-from ..openai.response_writer import PromptOutput, ResponseWriter
-from ..openai.sample_batch import JobProgress, JobResult, SampleBatch
-from ..openai.translation import check_alternatives, merge_stops, openai_error, sample_requests
+from ..routes.examples import BASE_MODEL, ModelPath
+from ..routes.services import Services, ServicesDependency
+from ..routes.submission import receive_unordered
 from ..sampling.draft_loader import DraftNotFound
 from ..sampling.sampler import Sampler
 from ..sampling.sampling_job import SamplingJob, Stops
@@ -43,9 +38,14 @@ from ..tenants.gate import confirm_key
 from ..tenants.quotas import UNORDERED
 from ..tenants.reservation import Reservation
 from ..text.tokenizer import Tokenizer
-from .examples import BASE_MODEL, ModelPath
-from .services import Services, ServicesDependency
-from .submission import receive_unordered
+from .chats import CHATS
+from .choices import ChoiceDelta, RequestChoices
+from .completion_kind import CompletionKind
+from .completions import COMPLETIONS
+from .prompts import Prompt
+from .response_writer import PromptOutput, ResponseWriter
+from .sample_batch import JobProgress, JobResult, SampleBatch
+from .translation import check_alternatives, merge_stops, openai_error, sample_requests
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 

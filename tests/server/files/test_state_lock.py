@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.errors import RequestError
+from trainhouse.server.files.state_lock import StartError, StateLockLost, locked_state_directory
 from trainhouse.server.journal.journal import Header, Journal
-from trainhouse.server.replication.state_lock import StartError, StateLockLost, locked_state_directory
 
 pytestmark = pytest.mark.anyio
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...schemas.errors import RequestError
 from ...schemas.models import Health, Readiness
 from ..http.errors import error_response
-from ..replication.leases import Lease, Tenure
+from .leases import Lease, Tenure
 
 logger = logging.getLogger(__name__)
 

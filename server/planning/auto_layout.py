@@ -10,7 +10,6 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from ...workers.models.devices import first_device
-from ...workers.planner.layout_reasons import reasons_of, reasons_of_choice
 from ...workers.planner.layout_search import (
     PlannedLayout,
     layout_that_fits,
@@ -59,7 +58,7 @@ def with_layouts(
     samples = not config.sampling.workers and config.sampling.vllm is None
     memory = device_bytes or _cuda_bytes()
     devices = _Devices(config)
-    models, reasons = [], []
+    models = []
     for model in config.models:
         speeds = speeds_of(link, runs_on_cpu(model))
         choice = _choice(model, memory, samples, devices.num_available(model), speeds)
@@ -69,9 +68,6 @@ def with_layouts(
         where = "" if device == model.device else f" --device {device}"
         say(f"{model.model.name}: --parallel {choice.spec.axes}{way}{where} ({needed})")
         models.append(replace(model, parallel=choice.spec, activations=choice.load.activations, device=device))
-        reasons += [f"{model.model.name}: {reason}" for reason in reasons_of_choice(choice, speeds)]
-    for reason in reasons:
-        say(reason)
     return replace(config, models=tuple(models))
 
 
@@ -109,8 +105,6 @@ def with_sampler_layout(
     choice = smallest_sampler_layout(shape, load, prefill_tokens, memory, own, speeds)
     needed = f"{gigabytes(choice.num_bytes)} of {gigabytes(memory)} on each rank, as planned"
     say(f"samplers of {shape.name}: --sampler-parallel {choice.spec.axes} ({needed})")
-    for reason in reasons_of(choice.candidates, speeds):
-        say(f"samplers of {shape.name}: {reason}")
     return replace(config, sampling=replace(sampling, parallel=choice.spec))
 
 

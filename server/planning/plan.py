@@ -16,7 +16,6 @@ from ...workers.planner.drafts.draft_load import draft_load
 from ...workers.planner.drafts.draft_memory import draft_memory
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
 from ...workers.planner.exchanges import TokenCost
-from ...workers.planner.layout_reasons import reasons_of_choice
 from ...workers.planner.layout_search import (
     Candidate,
     PlannedLayout,
@@ -290,7 +289,7 @@ def plan_of_draft(options: PlanOptions) -> Planned:
     if sizes is not None:
         load = replace(found.load, micro_batch_tokens=sizes.micro_batch_tokens)
         found = replace(found, load=load, memory=draft_memory(model, found.spec, load, draft, found.draft_spec))
-    return PlannedDraft(model, found, draft, device_bytes, speeds, _notes(options, model))
+    return PlannedDraft(model, found, draft, device_bytes, _notes(options, model))
 
 
 def _options_of_drafts(options: PlanOptions) -> PlanOptions:
@@ -698,11 +697,7 @@ def _limit(plan: MemoryPlan, sizes: BatchSizes) -> str:
 
 
 def _reason(plan: MemoryPlan) -> Iterator[str]:
-    """Explains the layout that `--parallel auto` chose."""
-    if plan.choice is None:
-        return
-    smaller = plan.choice.smaller
+    """Says why `--parallel auto` chose no fewer ranks."""
+    smaller = None if plan.choice is None else plan.choice.smaller
     if smaller is not None:
         yield f"fewer ranks do not fit: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
-    assert plan.speeds is not None
-    yield from reasons_of_choice(plan.choice, plan.speeds)

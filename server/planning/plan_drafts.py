@@ -9,9 +9,7 @@ from ...schemas.training import TargetRepr
 from ...workers.planner.drafts.draft_layouts import DraftLayout, DraftWay, heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
 from ...workers.planner.drafts.draft_memory import longest_sequence, sequences_of
-from ...workers.planner.layout_reasons import least_time, microseconds
 from ...workers.planner.layout_search import usable_bytes
-from ...workers.planner.speeds import Speeds
 from ...workers.resources.machine import gigabytes
 from ...workers.shapes.layouts.parameters import num_parameters
 from ...workers.shapes.model_shape import ModelShape
@@ -27,14 +25,13 @@ class PlannedDraft:
     """The estimate for a draft.
 
     layout: of the target on the ranks that train the draft, and of the draft. device_bytes: memory of each device; None
-    if the estimate is not compared with one. speeds: set for `--parallel auto`. notes: see MemoryPlan.
+    if the estimate is not compared with one. notes: see MemoryPlan.
     """
 
     shape: ModelShape
     layout: DraftLayout
     draft: DraftLoad
     device_bytes: int | None
-    speeds: Speeds | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -102,7 +99,6 @@ class PlannedDraft:
         yield from aligned(("captured features on disk", "bytes of a token"), rows)
         yield ""
         yield from self._verdict()
-        yield from self._reasons()
 
     @property
     def _captured(self) -> Mapping[str, int]:
@@ -135,18 +131,6 @@ class PlannedDraft:
         yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
         yield "at least, between passes", gigabytes(memory.held), ""
         yield "at most at a time", gigabytes(memory.total), ""
-
-    def _reasons(self) -> Iterator[str]:
-        """Yields why the activations were chosen; nothing if there was no choice."""
-        if self.speeds is None or len(self.layout.ways) < 2:
-            return
-        yield f"--activations {self.layout.load.activations} {least_time(self.speeds)}"
-        for way in self.layout.ways:
-            cost = way.cost
-            terms = {"target's products": cost.target, "draft's": cost.draft, "exchanges": cost.exchanges}
-            shown = ", ".join(f"{name} {microseconds(seconds)}" for name, seconds in terms.items())
-            layouts = f"{way.spec} and --draft-parallel {way.draft_spec.axes}"
-            yield f"  {way.activations} with {layouts}: {microseconds(cost.seconds)}, of which {shown}"
 
     def _verdict(self) -> Iterator[str]:
         if self.device_bytes is None:

@@ -13,7 +13,8 @@ from ..shapes.layouts.checks import divisors, valid_ep, valid_tp
 from ..shapes.model_shape import ModelShape
 from .estimate import MemoryEstimate, estimate
 from .exchanges import TokenCost, sampling_cost, training_cost
-from .group_memory import group_memory
+from .group_memory import RankBytes, group_memory
+from .largest_term import remedy_of
 from .speeds import DEVICES_PER_NODE, NVLINK, Speeds
 from .workload import Workload
 
@@ -194,13 +195,12 @@ def layout_that_fits(
     memory = least.memory
     where, more = (f" on {num_devices} devices", ", or take more devices") if num_devices else ("", "")
     learned = "adapters" if least.load.training == "lora" else "models' own weights"
-    heaviest = _heaviest(memory, least.load, usable_bytes(device_bytes))
-    remedy = f"lower {' or '.join(heaviest)}" if heaviest else "use larger devices"
+    terms = RankBytes(memory.base, memory.trainable.total, kv_cache=memory.kv_cache, activations=memory.work)
     raise ValueError(
         f"no layout of {shape.name} fits{where}: {least.spec} with --activations {least.load.activations} needs least, "
         f"{gigabytes(memory.total)} on each rank (base {gigabytes(memory.base)}, {learned} "
         f"{gigabytes(memory.trainable.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
-        f"{gigabytes(memory.work)}): {remedy}{more}"
+        f"{gigabytes(memory.work)}): {remedy_of(terms, least.load)}{more}"
     )
 
 
@@ -208,21 +208,6 @@ def _way(shape: ModelShape, choice: PlannedLayout, num_devices: int, speeds: Spe
     """Returns the cost of the layout with as many replicas as these devices have room for."""
     spec = replace(choice.spec, replicas=max(1, num_devices // choice.spec.num_ranks))
     return Way(choice.load.activations, spec, training_cost(shape, spec, choice.load, speeds))
-
-
-def _heaviest(memory: MemoryEstimate, load: Workload, usable: int) -> list[str]:
-    """Returns the knobs that control more than a tenth of the memory, the largest first; none if a single slot is
-    already too large."""
-    if memory.trainable.total // load.slots > usable:
-        return []
-    knobs = {
-        _slots_flag(load): memory.trainable.total if load.slots > 1 else 0,
-        "--kv-cache-bytes": memory.kv_cache,
-        "--micro-batch-tokens and --max-context-length": memory.work,
-    }
-    return sorted(
-        (knob for knob, size in knobs.items() if size > memory.total / 10), key=knobs.__getitem__, reverse=True
-    )
 
 
 @dataclass(frozen=True)
@@ -246,11 +231,7 @@ def remedies(
         return found
     load = load.with_slots(1)
     found = _single_changes(shape, spec, load, device_bytes, num_devices)
-    return [replace(remedy, flags=f"{_slots_flag(load)} 1 {remedy.flags}") for remedy in found]
-
-
-def _slots_flag(load: Workload) -> str:
-    return "--" + load.slots_knob.replace("_", "-")
+    return [replace(remedy, flags=f"{load.slots_flag} 1 {remedy.flags}") for remedy in found]
 
 
 def _single_changes(
@@ -261,7 +242,7 @@ def _single_changes(
         return changed(most) if most else None
 
     if fewer := largest(load.slots - 1, load.with_slots):
-        yield Remedy(f"{_slots_flag(load)} {fewer.slots}", spec, fewer)
+        yield Remedy(f"{load.slots_flag} {fewer.slots}", spec, fewer)
     if less := largest(load.kv_cache_bytes >> 20, lambda number: replace(load, kv_cache_bytes=number << 20)):
         yield Remedy(f"--kv-cache-bytes {less.kv_cache_bytes >> 20}MiB", spec, less)
     if shorter := largest(load.tokens // _STEP, lambda number: load.with_max_tokens(_STEP * number)):

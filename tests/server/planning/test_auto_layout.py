@@ -21,7 +21,7 @@ def test_auto_chooses_the_fewest_ranks_that_fit_each_base_model(tmp_path: Path) 
     assert said[0].startswith("small: --parallel single (7")
     assert said[0].endswith(" GB of 80.0 GB on each rank, as planned)")
     assert chosen.models[1].model == config.models.base_models[1]
-    with pytest.raises(ValueError, match=r"no layout of small fits: .*: lower --.*--kv-cache-bytes"):
+    with pytest.raises(ValueError, match=r"no layout of small fits: .*: lower --max-context-length and"):
         with_layouts(config.dispatch_config(), 10**9, "nvlink", said.append)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     other = load_config({"base_models": f"other={tmp_path}", "parallel": "auto"}, {}, None)
@@ -87,7 +87,6 @@ def test_auto_chooses_the_layout_of_samplers(monkeypatch: pytest.MonkeyPatch) ->
 
     assert chosen(17, sampler_device="cuda:1,cuda:9") == "ep=2,tp=4"
     assert said[0].startswith("samplers of a: --sampler-parallel ep=2,tp=4 (") and "as planned" in said[0]
-    assert "of layouts of 8 ranks that fit (over nvlink, --device-link)" in said[1]
     with pytest.raises(ValueError, match=r"no layout of tp and ep of a fits its samplers on 4 devices: .* needs least"):
         chosen(17, sampler_device="cuda:1,cuda:5")
     with pytest.raises(ValueError, match="cannot divide devices with training: name devices with --sampler-device"):

@@ -146,26 +146,11 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, model, *knobs, link, "--num-devices=64")
     assert "layout: sp=2,tp=4, 8 ranks" in text
     assert re.search(r"fewer ranks do not fit: sp=\d,tp=\d would need \d+\.\d GB on each", text)
-    assert (
-        "sp=2,tp=4 takes least time for a token, of layouts of 8 ranks that fit (over nvlink, --device-link):" in text
-    )
-    pattern = r"^  (\S+): \S+ GB on each rank, a pass computes for (\S+) us and sends \S+ kB in (\S+) us, .* (\S+) us$"
-    considered = re.findall(pattern, text, re.MULTILINE)
-    times = [sum(map(float, terms)) for _, *terms in considered]
-    assert considered[0][0] == "sp=2,tp=4" and len(times) > 1 and times == sorted(times)
-    assert "--activations keep takes least time for a token (a device computes 400 TFLOP/s, assumed):\n" in text
-    pattern = (
-        r"^  (keep|recompute) with \S+: (\S+) us, of which products (\S+) us, exchanges (\S+) us, sampling (\S+) us$"
-    )
-    ways = re.findall(pattern, text, re.MULTILINE)
-    assert [way for way, *_ in ways] == ["keep", "recompute"]
-    assert all(float(total) == pytest.approx(sum(map(float, terms)), abs=0.2) for _, total, *terms in ways)
-    assert float(ways[0][1]) < float(ways[1][1])
     assert "with 64 of the 64 devices: replicas=8,sp=2,tp=4" in text
     training = printed(capsys, model, *knobs, link, "--train-only")
-    assert "layout: sp=4,tp=2, 8 ranks" in training and "sampling sends" not in training
-    *_, shown = training.replace("--device-link):", "assumed):").partition("--activations keep takes")
-    assert f"--activations keep takes{shown}```\n" in DOCUMENT
+    assert "layout: sp=4,tp=2, 8 ranks" in training
+    *_, shown = training.partition("serve makes micro-batches")
+    assert f"\nserve makes micro-batches{shown}```\n" in DOCUMENT
     found = json.loads(printed(capsys, model, *knobs, link, "--train-only", "--json"))
     assert found["link"] == {"name": "nvlink", "source": "--device-link"}
     fitting = [each for each in found["candidates"] if each["cost"] is not None]
@@ -173,9 +158,6 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ways"][0] == {"activations": "keep", "parallel": "sp=4,tp=2", "cost": fitting[0]["cost"]}
     assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
     assert found["products"] == {"flops_per_second": 400e12, "source": "assumed"}
-    assert "(a device computes 140 TFLOP/s, A100's data sheet):" in printed(
-        capsys, model, *knobs, link, "--device-name=A100"
-    )
     assert "--device-name has no effect without --device-memory or --parallel auto" in refused(
         capsys, 2, model, "--device-name=A100"
     )
@@ -187,7 +169,6 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     pattern = r"fits on 1 devices: single with --activations offload needs least, \d+\.\d GB on each rank \(base "
     assert re.search(pattern, refused(capsys, 1, model, *too_few))
     assert "single with --activations keep needs" in refused(capsys, 1, model, *too_few, "--activations=keep")
-    assert "takes least time for a token (a" not in printed(capsys, model, *knobs, "--activations=keep")
     assert "give --device-memory, such as 80GB" in refused(capsys, 2, model, "--parallel=auto")
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from ...workers.planner.drafts.draft_estimate import draft_memory
 from ...workers.planner.drafts.draft_layouts import DraftLayout, draft_layout_that_fits, draft_spec_of
 from ...workers.planner.drafts.draft_load import draft_load
-from ...workers.planner.drafts.draft_memory import draft_memory
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
 from ...workers.planner.exchanges import TokenCost
 from ...workers.planner.layout_search import (

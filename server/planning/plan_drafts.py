@@ -6,9 +6,9 @@ from math import prod
 from typing import get_args
 
 from ...schemas.training import TargetRepr
+from ...workers.planner.drafts.draft_estimate import longest_sequence, sequences_of
 from ...workers.planner.drafts.draft_layouts import DraftLayout, DraftWay, heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
-from ...workers.planner.drafts.draft_memory import longest_sequence, sequences_of
 from ...workers.planner.layout_search import usable_bytes
 from ...workers.resources.machine import gigabytes
 from ...workers.shapes.layouts.parameters import num_parameters
@@ -125,8 +125,7 @@ class PlannedDraft:
         yield "features exchanged", gigabytes(memory.exchange), "after the target's pass"
         yield f"features of {own} tokens", gigabytes(of_pass.features), "during the draft's pass"
         yield "the draft's pass", gigabytes(of_pass.kept), "kept for its backward pass"
-        yield "a chunk of logits", gigabytes(of_pass.logits), "the target's and the draft's, with gradients"
-        yield "its backward pass", gigabytes(of_pass.working), "after the last chunk"
+        yield "logits or gradients", gigabytes(of_pass.working), "of a chunk, and of the draft's weights"
         yield "the output head gathered", gigabytes(memory.head), "during the draft's pass"
         yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
         yield "at least, between passes", gigabytes(memory.held), ""

@@ -8,9 +8,9 @@ import pytest
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.planner.drafts.draft_cost import DraftCost, draft_cost, in_draft_pass
+from trainhouse.workers.planner.drafts.draft_estimate import sequences_of
 from trainhouse.workers.planner.drafts.draft_layouts import draft_layout_that_fits
 from trainhouse.workers.planner.drafts.draft_load import draft_load
-from trainhouse.workers.planner.drafts.draft_memory import sequences_of
 from trainhouse.workers.planner.exchanges import in_forward_pass
 from trainhouse.workers.planner.speeds import NVLINK, PCIE, Link
 from trainhouse.workers.planner.workload import Workload

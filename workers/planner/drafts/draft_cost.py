@@ -14,9 +14,8 @@ from ...shapes.parts import Exchange
 from ..exchanges import exchange_seconds, in_forward_pass
 from ..speeds import Speeds
 from ..workload import Workload
-from .draft_activations import feature_bytes
+from .draft_estimate import feature_bytes, sequences_of
 from .draft_load import DraftLoad
-from .draft_memory import sequences_of
 
 _FLOAT32 = 4
 

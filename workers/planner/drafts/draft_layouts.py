@@ -12,8 +12,8 @@ from ..layout_search import MAX_RANKS, layouts, numbers_of_ranks, usable_bytes
 from ..speeds import NVLINK, Speeds
 from ..workload import Workload
 from .draft_cost import DraftCost, draft_cost
+from .draft_estimate import DraftMemory, draft_memory
 from .draft_load import DraftLoad
-from .draft_memory import DraftMemory, draft_memory
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,33 @@
 """Estimates the bytes of each rank that trains drafts of a target: the target's, and the draft's in its own layout.
 
-Imports no torch.
+A draft's activations are a measured ratio of what its layers compute for a token. Imports no torch.
 """
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from ...protocol.parallel_spec import ParallelSpec
 from ...shapes.draft_features import token_bytes
 from ...shapes.draft_spec import sums_in_backward
 from ...shapes.model_shape import ModelShape
+from ...shapes.parts.windows import MAX_SCORES
 from ..activations import forward_activations, rotation_bytes
 from ..estimate import MemoryEstimate, estimate, num_learned
 from ..layout_search import largest_that_fits, usable_bytes
 from ..trainable_memory import bytes_per_number
 from ..workload import Workload
-from .draft_activations import DraftActivations, Sequences, draft_activations, feature_bytes
 from .draft_load import DraftLoad
 
 _FLOAT32 = 4
 
 # Longest sequences are found in steps of so many tokens.
 _STEP = 256
+
+# Measured: the bytes that a layer keeps for a token, of those of two states, the MLP's features and queries, and three
+# of each feature of a state for norms in float32.
+_RATIO = {"eagle3": 4.5, "dflash": 4.75}
+# Tensors with the logits of a chunk that exist at a time (see logit_budget.py).
+_LOGITS = 5
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,23 @@ class DraftVectors:
     def kept(self) -> int:
         """Returns the bytes between operations."""
         return self.weights + self.masters + self.gradients + self.moments
+
+
+@dataclass(frozen=True)
+class DraftActivations:
+    """Bytes of a draft's pass.
+
+    features: the target's hidden states, of the tokens that the rank needs. kept: for the backward pass. working:
+    logits of a chunk, or gradients of weights, or scores.
+    """
+
+    features: int
+    kept: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.features + self.kept + self.working
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,22 @@ class DraftMemory:
         return self.held + max(of_passes, self.sampling)
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences that a shard group of ranks trains on, all of this length in tokens.
+
+    number: those whose features it gets. at_once: of one micro-batch, which it trains on together.
+    """
+
+    number: int
+    at_once: int
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.number * self.length
+
+
 def draft_memory(
     shape: ModelShape, spec: ParallelSpec, load: Workload, draft: DraftLoad, draft_spec: ParallelSpec
 ) -> DraftMemory:
@@ -86,27 +126,61 @@ def draft_memory(
         spec: of the target on the ranks that train the draft.
     """
     of_target = estimate(shape, spec, replace(load, samples=False))
-    sequences = sequences_of(spec, draft_spec, load)
-    exchange = _exchange(spec, draft_spec, load, draft, sequences)
-    sums_early = sums_in_backward(draft_spec, spec)
-    activations = draft_activations(draft, draft_spec, load, sequences, sums_early)
-    if draft.stored and draft_spec.sp * draft_spec.tp > spec.sp * spec.tp:
-        own = -(-sequences.num_tokens // draft_spec.sp)
-        exchange = max(exchange, _exchange_of_stored(spec, load, draft, own))
-        with_outputs = own * (_without_outputs(draft, load) + token_bytes(draft.stored, load.number_bytes))
-        activations = replace(activations, features=max(activations.features, with_outputs))
+    sequences, sums_early = sequences_of(spec, draft_spec, load), sums_in_backward(draft_spec, spec)
+    captured = draft.sizes.captured * draft.sizes.hidden * load.number_bytes
+    num_sharing, num_own = spec.sp * spec.tp, draft_spec.sp * draft_spec.tp
+    # Tokens of a rank before and after features are exchanged, as sent and as received.
+    before, after = -(-load.tokens // num_sharing), -(-sequences.num_tokens // draft_spec.sp)
+    stored = token_bytes(draft.stored, load.number_bytes) if num_own > num_sharing else 0
+    exchange = (before + after) * (feature_bytes(draft, load) + max(captured, 2 * stored))
+    kept, working = _of_pass(draft, draft_spec, load, sequences)
+    if sums_early and draft.algorithm == "eagle3":
+        working += _FLOAT32 * draft.sizes.vocabulary * draft.sizes.hidden
+    policy = load.with_slots(1)
     return DraftMemory(
         target=of_target.base,
-        policy=_policy(shape, spec, load),
+        policy=num_learned(shape, spec, policy) * (bytes_per_number(policy).weights + bytes_per_number(policy).copies),
         rotations=load.longest * rotation_bytes(shape),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         vectors=draft_vectors(draft, draft_spec, load, sums_early),
-        target_pass=_target_pass(shape, spec, load, draft, of_target),
-        exchange=exchange,
-        activations=activations,
+        target_pass=_target_pass(shape, spec, load, of_target, feature_bytes(draft, load) + captured),
+        exchange=exchange if num_sharing * num_own > 1 else 0,
+        activations=DraftActivations(after * (feature_bytes(draft, load) + stored), kept, working),
         head=round(estimate(shape, spec, replace(load, training="lora", samples=False)).gathered_head),
         sampling=estimate(shape, spec, load).sampling,
     )
+
+
+def _of_pass(draft: DraftLoad, spec: ParallelSpec, load: Workload, sequences: Sequences) -> tuple[int, int]:
+    """Returns what a pass keeps for its backward pass, and what it needs at its end."""
+    sizes, number, is_eagle = draft.sizes, load.number_bytes, draft.algorithm == "eagle3"
+    hidden, queries, keys = sizes.hidden, sizes.queries // spec.tp, sizes.keys // spec.tp
+    computed = number * (2 * hidden + sizes.intermediate // spec.tp + queries) + 3 * hidden
+    layer, tokens = _RATIO[draft.algorithm] * computed, sequences.at_once * sequences.length
+    if is_eagle:
+        # Every step runs the layer for all tokens.
+        rows, depth, vocabulary = -(-tokens // spec.sp), draft.ttt_length, sizes.vocabulary
+        kept = depth * layer
+        if load.activations != "keep":
+            kept = depth * number * (3 * hidden + 2 * queries + 2 * keys) + layer
+        kept *= rows
+        of_weights = (prod(shape) for name, shape in draft.shapes(spec.tp).items() if name != "lm_head")
+        working = _FLOAT32 * sum(of_weights)
+    else:
+        # Each layer runs for all blocks, and reads the keys of all tokens.
+        rows = -(-sequences.at_once * min(draft.num_anchors, sequences.length) // spec.sp)
+        depth, vocabulary = draft.block_size - 1, sizes.target_vocabulary
+        kept = rows * draft.block_size * sizes.layers * layer
+        kept += tokens * number * (3 * hidden + 2 * keys * sizes.layers)
+        working = 2 * _FLOAT32 * MAX_SCORES
+    rows = min(rows, draft.budget.chunk_rows(depth, depth * vocabulary))
+    return int(kept), max(working, _LOGITS * _FLOAT32 * rows * depth * vocabulary)
+
+
+def feature_bytes(draft: DraftLoad, load: Workload) -> int:
+    """Returns the bytes of a token's features: the embedding, captured layers, and for eagle3 the last states."""
+    states = 1 + draft.sizes.captured + (draft.algorithm == "eagle3")
+    return states * draft.sizes.hidden * load.number_bytes
 
 
 def draft_vectors(draft: DraftLoad, spec: ParallelSpec, load: Workload, sums_early: bool) -> DraftVectors:
@@ -157,48 +231,11 @@ def longest_sequence(
     return _STEP * largest_that_fits(most // _STEP, fits)
 
 
-def _policy(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
-    """Returns the bytes of the weights of a target that is a policy, with a copy for products if they need one."""
-    each = bytes_per_number(load.with_slots(1))
-    return num_learned(shape, spec, load.with_slots(1)) * (each.weights + each.copies)
-
-
 def _target_pass(
-    shape: ModelShape, spec: ParallelSpec, load: Workload, draft: DraftLoad, of_target: MemoryEstimate
+    shape: ModelShape, spec: ParallelSpec, load: Workload, of_target: MemoryEstimate, features: int
 ) -> int:
     """Returns the bytes of the target's pass. At its end the captured layers are joined."""
     tokens = -(-load.tokens // (spec.sp * (spec.tp if load.tp_activations == "sharded" else 1)))
-    captured = draft.sizes.captured * draft.sizes.hidden * load.number_bytes
-    features = tokens * (feature_bytes(draft, load) + captured)
     of_pass = forward_activations(shape, spec, load)
     in_layers = of_pass.kept + of_pass.working + of_target.gathered + of_target.prefetched + of_target.dequantized
-    return in_layers + features
-
-
-def _exchange(
-    spec: ParallelSpec, draft_spec: ParallelSpec, load: Workload, draft: DraftLoad, sequences: Sequences
-) -> int:
-    """Returns the bytes of the features before and after the exchange, and of the captured layers on their way: as
-    sent, and as received."""
-    if spec.sp * spec.tp == draft_spec.sp * draft_spec.tp == 1:
-        return 0
-    before, after = -(-load.tokens // (spec.sp * spec.tp)), -(-sequences.num_tokens // draft_spec.sp)
-    captured = draft.sizes.captured * draft.sizes.hidden * load.number_bytes
-    return (before + after) * (feature_bytes(draft, load) + captured)
-
-
-def _exchange_of_stored(spec: ParallelSpec, load: Workload, draft: DraftLoad, after: int) -> int:
-    """Returns the bytes of features while outputs that are stored in the draft's form are exchanged: as read, as sent,
-    as received, and in order.
-
-    Args:
-        after: the tokens of which this rank has features after the exchange.
-    """
-    before = -(-load.tokens // (spec.sp * spec.tp))
-    outputs = token_bytes(draft.stored, load.number_bytes)
-    return (before + after) * (_without_outputs(draft, load) + 2 * outputs)
-
-
-def _without_outputs(draft: DraftLoad, load: Workload) -> int:
-    """Returns the bytes of a token's embedding and captured layers."""
-    return feature_bytes(draft, load) - draft.sizes.hidden * load.number_bytes
+    return in_layers + tokens * features

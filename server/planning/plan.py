@@ -9,23 +9,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from ...workers.planner.device_rates import Rate, link_of, rate_of
 from ...workers.planner.drafts.draft_estimate import draft_memory
 from ...workers.planner.drafts.draft_layouts import DraftLayout, draft_layout_that_fits, draft_spec_of
 from ...workers.planner.drafts.draft_load import draft_load
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
-from ...workers.planner.exchanges import TokenCost
 from ...workers.planner.layout_search import (
-    Candidate,
     PlannedLayout,
     Remedy,
-    Way,
     layout_that_fits,
     loads_with_fewer_activations,
     remedies,
     usable_bytes,
 )
 from ...workers.planner.micro_batches import BatchSizes, served_batch_sizes
-from ...workers.planner.speeds import HOST, Speeds, speeds_of
 from ...workers.planner.trainable_memory import bytes_per_number
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
@@ -54,7 +51,7 @@ class MemoryPlan:
     """The estimate for one layout.
 
     device_bytes: memory of each device; None if the estimate is not compared with one.
-    choice, speeds: set for `--parallel auto`. gpu: the speeds of the device, None if it is a CPU.
+    smaller: than the choice of `--parallel auto`, what does not fit. rate: of the device, None if it is a CPU.
     sizes: of micro-batches and passes; None without a device.
     notes: what is left out of the model, and how it is counted.
     """
@@ -65,9 +62,8 @@ class MemoryPlan:
     memory: MemoryEstimate
     device_bytes: int | None
     num_devices: int | None
-    choice: PlannedLayout | None
-    speeds: Speeds | None = None
-    gpu: Speeds | None = None
+    smaller: PlannedLayout | None = None
+    rate: Rate | None = None
     sizes: BatchSizes | None = None
     notes: tuple[str, ...] = ()
 
@@ -156,50 +152,42 @@ def plan_of(options: PlanOptions) -> MemoryPlan:
         ValueError: the layout is impossible.
         NoEstimate: the model's memory cannot be estimated.
     """
-    model, device_bytes, num_devices = _model(options), _device_bytes(options), options.own.num_devices
+    device_bytes, num_devices = _device_bytes(options), options.own.num_devices
     is_auto = options.ranks.parallel is None
     if is_auto and options.ranks.shard:
         raise ConfigError(NO_SHARD_OF_AUTO)
-    spec = _checked_spec(options, model)
-    if not isinstance(model, ModelShape):
-        if is_auto:
-            raise ValueError(auto_refusal(model))
-        raise _no_estimate(model)
-    spec, load = model.own_layout(spec), _load(options, model)
+    model, spec = _model_and_spec(options)
+    load, smaller = _load(options, model), None
     if options.ranks.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
         raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
-    choice, speeds = None, _speeds(options)
-    if speeds is not None:
+    if is_auto:
         loads = [load] if "activations" in options.typed else [load, *loads_with_fewer_activations(load)]
-        choice = _choice(model, loads, device_bytes, num_devices, speeds)
-        spec, load = choice.spec, choice.load
-    gpu = _gpu(options, load, speeds)
-    sizes = _sizes(options, model, spec, load, gpu)
+        link = link_of(options.ranks.device_link, load.on_cpu)
+        choice = layout_that_fits(model, loads, _needed_bytes(device_bytes), num_devices, link)
+        spec, load, smaller = choice.spec, choice.load, choice.smaller
+    rate = _rate(options, load)
+    sizes = _sizes(options, model, spec, load, rate)
     load = load if sizes is None else replace(load, micro_batch_tokens=sizes.micro_batch_tokens)
     memory, notes = estimate(model, spec, load), _notes(options, model)
-    return MemoryPlan(model, spec, load, memory, device_bytes, num_devices, choice, speeds, gpu, sizes, notes)
+    return MemoryPlan(model, spec, load, memory, device_bytes, num_devices, smaller, rate, sizes, notes)
 
 
 def plan_of_draft(options: PlanOptions) -> Planned:
     """Returns the plan of the ranks that train drafts of a model. Raises as `plan_of`."""
     options = _options_of_drafts(options)
     wanted_draft = parse_draft(options.own.draft or "")
-    model, device_bytes, num_devices = _model(options), _device_bytes(options), options.own.num_devices
-    spec, wanted = _checked_spec(options, model), options.ranks.draft_parallel
-    if not isinstance(model, ModelShape):
-        raise _no_estimate(model)
-    spec, load, speeds = model.own_layout(spec), _load(options, model), _speeds(options)
+    device_bytes, num_devices = _device_bytes(options), options.own.num_devices
+    (model, spec), wanted = _model_and_spec(options), options.ranks.draft_parallel
+    load = _load(options, model)
     draft = draft_load(model, wanted_draft.algorithm, wanted_draft.fields, load, target_repr=wanted_draft.target_repr)
-    if speeds is not None:
-        if device_bytes is None:
-            raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
+    if options.ranks.parallel is None:
         loads = [load] if "activations" in options.typed else [load, replace(load, activations="recompute")]
-        found = draft_layout_that_fits(model, loads, draft, device_bytes, num_devices, wanted, speeds)
+        found = draft_layout_that_fits(model, loads, draft, _needed_bytes(device_bytes), num_devices, wanted)
     else:
         draft_spec = draft_spec_of(model, spec, draft, wanted)
         found = DraftLayout(spec, draft_spec, load, draft_memory(model, spec, load, draft, draft_spec))
     # Micro-batches of drafts have the size of those of adapters.
-    sizes = _sizes(options, model, found.spec, replace(found.load, training="lora"), _gpu(options, load, speeds))
+    sizes = _sizes(options, model, found.spec, replace(found.load, training="lora"), _rate(options, load))
     if sizes is not None:
         load = replace(found.load, micro_batch_tokens=sizes.micro_batch_tokens)
         found = replace(found, load=load, memory=draft_memory(model, found.spec, load, draft, found.draft_spec))
@@ -268,13 +256,19 @@ def _notes(options: PlanOptions, model: ModelDescription) -> tuple[str, ...]:
     return tuple(filter(None, (model.left_out, dtype)))
 
 
-def _checked_spec(options: PlanOptions, model: ModelDescription) -> ParallelSpec:
-    """Returns the layout of --parallel, a single rank for auto."""
-    models, ranks = options.models, options.ranks
+def _model_and_spec(options: PlanOptions) -> tuple[ModelShape, ParallelSpec]:
+    """Returns the model and its layout, a single rank for auto."""
+    model, models, ranks = _model(options), options.models, options.ranks
     spec = replace(ranks.parallel or SINGLE, replicated=parse_shard(ranks.shard))
     longest, dtype, number = models.max_context_length, models.dtype, options.own.num_devices
     check_layout(spec, model, number, longest, dtype, ranks.activations, models.base_quantization)
-    return spec
+    if not isinstance(model, ModelShape):
+        raise _no_estimate(model) if ranks.parallel is not None else ValueError(auto_refusal(model))
+    if ranks.parallel is not None and "device_link" in options.typed:
+        raise ConfigError("--device-link has no effect without --parallel auto: leave it out")
+    if options.own.device_name and ranks.device_memory_bytes is None:
+        raise ConfigError("--device-name has no effect without --device-memory: leave it out")
+    return model, model.own_layout(spec)
 
 
 def _model(options: PlanOptions) -> ModelDescription:
@@ -328,73 +322,44 @@ def _as_json(plan: MemoryPlan) -> dict[str, object]:
         "default_pass_tokens": None if plan.sizes is None else plan.sizes.pass_tokens,
         "filling": None if plan.with_replicas is None else str(plan.with_replicas),
         "remedies": [remedy.flags for remedy in plan.remedies],
-        "link": None if plan.speeds is None else {"name": plan.speeds.link.name, "source": plan.speeds.source},
-        "products": None if plan.speeds is None else _products(plan.speeds),
+        "products": None if plan.rate is None else asdict(plan.rate),
         "notes": list(plan.notes),
-        "ways": [_way(each) for each in plan.choice.ways] if plan.choice else [],
-        "candidates": [_candidate(each) for each in plan.choice.candidates] if plan.choice else [],
     }
 
 
-def _speeds(options: PlanOptions) -> Speeds | None:
-    """Returns the speeds by which `--parallel auto` compares layouts, None without it."""
-    if options.ranks.parallel is None:
-        return _speeds_of(options.ranks.device_link, options.own.device_name)
-    if "device_link" in options.typed:
-        raise ConfigError("--device-link has no effect without --parallel auto: leave it out")
-    if options.own.device_name and options.ranks.device_memory_bytes is None:
-        raise ConfigError("--device-name has no effect without --device-memory or --parallel auto: leave it out")
-    return None
-
-
-def _speeds_of(link: str, device: str | None) -> Speeds:
-    try:
-        return speeds_of(link, device=device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def _needed_bytes(device_bytes: int | None) -> int:
+    if device_bytes is None:
+        raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
+    return device_bytes
 
 
 def _sizes(
-    options: PlanOptions, shape: ModelShape, spec: ParallelSpec, load: Workload, gpu: Speeds | None
+    options: PlanOptions, shape: ModelShape, spec: ParallelSpec, load: Workload, rate: Rate | None
 ) -> BatchSizes | None:
     """Returns the sizes of micro-batches and passes; None without a device."""
     if (device_bytes := _device_bytes(options)) is None:
         return None
-    memory, flops_per_second = options.memory, None if gpu is None else gpu.flops_per_second
+    memory, flops_per_second = options.memory, None if rate is None else rate.flops_per_second
     given = memory.micro_batch_tokens or None
     return served_batch_sizes(shape, spec, load, device_bytes, flops_per_second, given, memory.kv_cache_bytes)
 
 
-def _gpu(options: PlanOptions, load: Workload, speeds: Speeds | None) -> Speeds | None:
-    """Returns the speeds of the device, None if it is a CPU or none is named."""
+def _rate(options: PlanOptions, load: Workload) -> Rate | None:
+    """Returns the rate of the device, None if it is a CPU or none is given."""
     if load.on_cpu or options.ranks.device_memory_bytes is None:
         return None
-    return speeds or _speeds_of(AUTO, options.own.device_name)
+    try:
+        return rate_of(options.ranks.device_link, options.own.device_name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _on_cpu(options: PlanOptions) -> bool:
     """True if the ranks are on CPUs: by the link or, with float32, without devices of a name or of this machine."""
     link, dtype = options.ranks.device_link, options.models.dtype
     if link != AUTO:
-        return link == HOST.link.name
+        return link == "host"
     return dtype == "float32" and options.own.device_name is None and not cuda_devices()
-
-
-def _products(speeds: Speeds) -> dict[str, object]:
-    return {"flops_per_second": speeds.flops_per_second, "source": speeds.rate_source}
-
-
-def _way(way: Way) -> dict[str, object]:
-    return {"activations": way.activations, "parallel": way.spec.axes, "cost": _cost(way.cost)}
-
-
-def _candidate(candidate: Candidate) -> dict[str, object]:
-    cost = None if candidate.cost is None else _cost(candidate.cost)
-    return {"parallel": candidate.spec.axes, "bytes": candidate.num_bytes, "cost": cost}
-
-
-def _cost(cost: TokenCost) -> dict[str, float]:
-    return asdict(cost) | {"seconds": cost.seconds}
 
 
 def _load(options: PlanOptions, shape: ModelShape) -> Workload:
@@ -408,15 +373,6 @@ def _load(options: PlanOptions, shape: ModelShape) -> Workload:
         samples=not options.train_only,
         **options.of_workload,
     )
-
-
-def _choice(
-    shape: ModelShape, loads: list[Workload], device_bytes: int | None, num_devices: int | None, speeds: Speeds
-) -> PlannedLayout:
-    """Returns the smallest layout that fits, with the first of the loads for which there is one."""
-    if device_bytes is None:
-        raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
-    return layout_that_fits(shape, loads, device_bytes, num_devices, speeds)
 
 
 # Text output
@@ -539,7 +495,9 @@ def _verdict(plan: MemoryPlan) -> Iterator[str]:
         more = spare // (plan.memory.trainable.total // plan.load.slots)
         further = f", enough for {more} more adapters of that rank" if plan.load.training == "lora" else ""
         yield f"fits {room}: {gigabytes(spare)} to spare{further}"
-        yield from _reason(plan)
+        if plan.smaller is not None:
+            needed = gigabytes(plan.smaller.memory.total)
+            yield f"fewer ranks do not fit: {plan.smaller.spec} would need {needed} on each"
     else:
         yield f"does not fit {room}: {gigabytes(plan.memory.total - usable)} too much"
         yield from (f"it would with {remedy.flags}" for remedy in plan.remedies)
@@ -555,16 +513,9 @@ def _limit(plan: MemoryPlan, sizes: BatchSizes) -> str:
     if sizes.wanted is None:
         return "as set"
     if sizes.micro_batch_tokens < sizes.wanted:
-        beside = "" if plan.gpu is None else ", or what slots and cache leave"
+        beside = "" if plan.rate is None else ", or what slots and cache leave"
         return f"not {sizes.wanted}: they fill a third of what the base leaves free{beside}"
-    if plan.gpu is None or sizes.wanted == DEFAULT_MICRO_BATCH_TOKENS:
+    if plan.rate is None or sizes.wanted == DEFAULT_MICRO_BATCH_TOKENS:
         return "the least for speed"
-    rate = float(f"{plan.gpu.flops_per_second / 1e12:.3g}")
-    return f"what takes 0.1 s at {rate:g} TFLOP/s ({plan.gpu.rate_source})"
-
-
-def _reason(plan: MemoryPlan) -> Iterator[str]:
-    """Says why `--parallel auto` chose no fewer ranks."""
-    smaller = None if plan.choice is None else plan.choice.smaller
-    if smaller is not None:
-        yield f"fewer ranks do not fit: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
+    rate = float(f"{plan.rate.flops_per_second / 1e12:.3g}")
+    return f"what takes 0.1 s at {rate:g} TFLOP/s ({plan.rate.source})"

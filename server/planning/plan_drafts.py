@@ -6,8 +6,8 @@ from math import prod
 from typing import get_args
 
 from ...schemas.training import TargetRepr
-from ...workers.planner.drafts.draft_estimate import longest_sequence, sequences_of
-from ...workers.planner.drafts.draft_layouts import DraftLayout, DraftWay, heaviest
+from ...workers.planner.drafts.draft_estimate import longest_sequence
+from ...workers.planner.drafts.draft_layouts import DraftLayout, heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
 from ...workers.planner.layout_search import usable_bytes
 from ...workers.resources.machine import gigabytes
@@ -18,6 +18,9 @@ from ..config.knob_values import ConfigError, draft_fields
 
 # Most of any field of a draft.
 _MOST = 1 << 24
+
+_OF_RANK = ("target", "policy", "rotations", "kv_cache", "target_pass", "exchange", "head", "sampling")
+_OF_PASS = ("features", "kept", "working")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class PlannedDraft:
 
     def as_json(self) -> dict[str, object]:
         layout, memory = self.layout, self.layout.memory
-        parts = {name: value for name, value in asdict(memory).items() if isinstance(value, int)}
+        of_rank, of_pass = ({name: getattr(memory, name) for name in names} for names in (_OF_RANK, _OF_PASS))
         return {
             "model": {"name": self.shape.name, "type": self.shape.model_type, "parameters": num_parameters(self.shape)},
             "draft": {"algorithm": self.draft.algorithm, "parameters": self.num_parameters}
@@ -65,10 +68,10 @@ class PlannedDraft:
             "parallel": layout.spec.axes,
             "draft_parallel": layout.draft_spec.axes,
             "ranks": layout.spec.num_ranks,
-            "memory": parts
+            "memory": of_rank
             | {
                 "draft": asdict(memory.vectors) | {"kept": memory.vectors.kept},
-                "draft_pass": asdict(memory.activations) | {"total": memory.activations.total},
+                "draft_pass": of_pass | {"total": memory.draft_pass},
                 "least": memory.held,
                 "total": memory.total,
             },
@@ -77,7 +80,6 @@ class PlannedDraft:
             "longest_sequence": self.longest,
             "captured_bytes": dict(self._captured),
             "notes": list(self.notes),
-            "ways": [_way(each) for each in layout.ways],
         }
 
     def text(self) -> Iterator[str]:
@@ -106,11 +108,10 @@ class PlannedDraft:
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         layout, memory, load = self.layout, self.layout.memory, self.layout.load
-        of_pass, vectors = memory.activations, memory.vectors
+        vectors = memory.vectors
         num_shards = layout.draft_spec.num_ranks // layout.draft_spec.tp
         share = f"1/{num_shards}" if num_shards > 1 else "all"
         own_share = share if layout.spec.has_forward_collectives else "all"
-        own = -(-sequences_of(layout.spec, layout.draft_spec, load).num_tokens // layout.draft_spec.sp)
         learned = f"an adapter of rank {load.lora_rank}" if load.training == "lora" else "all weights of a full model"
         yield "the target's base parameters", gigabytes(memory.target), ""
         yield "what the target has learned", gigabytes(memory.policy), learned
@@ -123,9 +124,9 @@ class PlannedDraft:
         yield "gradients of an operation", gigabytes(vectors.scratch), f"while it runs, {own_share}"
         yield "the target's pass", gigabytes(memory.target_pass), "without a backward pass, with captured features"
         yield "features exchanged", gigabytes(memory.exchange), "after the target's pass"
-        yield f"features of {own} tokens", gigabytes(of_pass.features), "during the draft's pass"
-        yield "the draft's pass", gigabytes(of_pass.kept), "kept for its backward pass"
-        yield "logits or gradients", gigabytes(of_pass.working), "of a chunk, and of the draft's weights"
+        yield f"features of {memory.num_tokens} tokens", gigabytes(memory.features), "during the draft's pass"
+        yield "the draft's pass", gigabytes(memory.kept), "kept for its backward pass"
+        yield "logits or gradients", gigabytes(memory.working), "of a chunk, and of the draft's weights"
         yield "the output head gathered", gigabytes(memory.head), "during the draft's pass"
         yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
         yield "at least, between passes", gigabytes(memory.held), ""
@@ -188,13 +189,3 @@ def _target_repr(value: str) -> TargetRepr:
         if value == each:
             return each
     raise ConfigError(f"--draft has target_repr {value!r}: expected {', '.join(get_args(TargetRepr))}")
-
-
-def _way(way: DraftWay) -> dict[str, object]:
-    cost = asdict(way.cost) | {"seconds": way.cost.seconds}
-    return {
-        "activations": way.activations,
-        "parallel": way.spec.axes,
-        "draft_parallel": way.draft_spec.axes,
-        "cost": cost,
-    }

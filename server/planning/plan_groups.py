@@ -197,7 +197,7 @@ def planned_groups(
             raise ConfigError(
                 "--sampler-parallel auto needs the memory of a device: give --device-memory, such as 80GB"
             )
-        dispatch = with_sampler_layout(dispatch, device_bytes, config.ranks.device_link, num_devices, said.append)
+        dispatch = with_sampler_layout(dispatch, device_bytes, num_devices, said.append)
     check_layouts(dispatch, num_devices)
     groups = []
     for name, roles, model in _groups(dispatch):

@@ -81,7 +81,7 @@ def test_auto_chooses_the_layout_of_samplers(monkeypatch: pytest.MonkeyPatch) ->
 
     def chosen(number: int, *models: str, **flags: str) -> str:
         config = config_on_gpus(monkeypatch, number, *(models or ("a=Qwen3-30B-A3B",)), **{**auto, **flags})
-        sampling = with_sampler_layout(config, 24 * 10**9, "nvlink", number, said.append).sampling
+        sampling = with_sampler_layout(config, 24 * 10**9, number, said.append).sampling
         assert sampling.devices == config.sampling.devices
         return str(sampling.parallel)
 

@@ -152,15 +152,9 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     *_, shown = training.partition("serve makes micro-batches")
     assert f"\nserve makes micro-batches{shown}```\n" in DOCUMENT
     found = json.loads(printed(capsys, model, *knobs, link, "--train-only", "--json"))
-    assert found["link"] == {"name": "nvlink", "source": "--device-link"}
-    fitting = [each for each in found["candidates"] if each["cost"] is not None]
-    assert fitting[0]["parallel"] == "sp=4,tp=2" and len(fitting) < len(found["candidates"])
-    assert found["ways"][0] == {"activations": "keep", "parallel": "sp=4,tp=2", "cost": fitting[0]["cost"]}
-    assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
     assert found["products"] == {"flops_per_second": 400e12, "source": "assumed"}
-    assert "--device-name has no effect without --device-memory or --parallel auto" in refused(
-        capsys, 2, model, "--device-name=A100"
-    )
+    assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
+    assert "--device-name has no effect without --device-memory" in refused(capsys, 2, model, "--device-name=A100")
     assert "H10 is not one of A100" in refused(capsys, 2, model, *knobs, "--device-name=H10")
     assert "recomputed" not in text
     less = printed(capsys, model, *knobs, "--num-devices=2")
@@ -369,15 +363,9 @@ def test_the_document_plans_what_exceeds_a_node(capsys: pytest.CaptureFixture[st
     assert f"8,192 tokens: {memory['activations']['total'] / 1e9:.1f} GB of 405B, recomputed" in DOCUMENT
     flags = ("--parallel=auto", "--device-link=nvlink", "--num-devices=32", "--max-context-length=8192")
     plan = json.loads(printed(capsys, f"--base-model=M={sparse}", *flags, *knobs))
-    first, second = (each["parallel"] for each in plan["candidates"][:2])
-    assert plan["parallel"] == first and plan["load"]["activations"] == "recompute"
-    shown = f"`{first}` with recomputed layers, {plan['memory']['total'] / 1e9:.1f} GB on each rank, and `{second}`"
+    assert plan["load"]["activations"] == "recompute"
+    shown = f"`{plan['parallel']}` with recomputed layers, {plan['memory']['total'] / 1e9:.1f} GB on each rank"
     assert shown in DOCUMENT
-    assert 1.2 < _seconds(plan["candidates"][1]) / _seconds(plan["candidates"][0]) < 1.3
-
-
-def _seconds(candidate: dict[str, Any]) -> float:
-    return candidate["cost"]["seconds"]
 
 
 def test_the_document_names_every_flag() -> None:

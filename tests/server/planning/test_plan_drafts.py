@@ -27,7 +27,7 @@ def test_the_planned_memory_of_a_draft_adds_up(capsys: pytest.CaptureFixture[str
     assert draft["masters"] == 2 * draft["weights"] // 4 == draft["gradients"] == draft["moments"] // 2
     assert draft["kept"] == draft["weights"] + draft["masters"] + draft["gradients"] + draft["moments"]
     assert memory["least"] == memory["target"] + memory["policy"] + memory["rotations"] + draft["kept"]
-    assert memory["rotations"] == 8192 * 4 * (128 + 64) and plan["ways"] == []
+    assert memory["rotations"] == 8192 * 4 * (128 + 64)
     of_passes = memory["target_pass"], memory["exchange"], memory["head"] + memory["draft_pass"]["total"]
     assert memory["total"] == memory["least"] + max(*of_passes, memory["sampling"]) + draft["scratch"]
     assert plan["fits"] and plan["longest_sequence"] > 8192

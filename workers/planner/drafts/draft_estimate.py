@@ -52,30 +52,15 @@ class DraftVectors:
 
 
 @dataclass(frozen=True)
-class DraftActivations:
-    """Bytes of a draft's pass.
-
-    features: the target's hidden states, of the tokens that the rank needs. kept: for the backward pass. working:
-    logits of a chunk, or gradients of weights, or scores.
-    """
-
-    features: int
-    kept: int
-    working: int
-
-    @property
-    def total(self) -> int:
-        return self.features + self.kept + self.working
-
-
-@dataclass(frozen=True)
 class DraftMemory:
     """Bytes of a rank.
 
     target: of the base model. policy: what the target has learned, an adapter or all weights. rotations: cosines and
     sines of all positions, which the target keeps. target_pass: of the target's forward pass, with gathered weights and
-    the features of its tokens. exchange: of features between ranks, before the draft's pass. head: the target's output
-    head, gathered. sampling: the target gathered to sample, when no pass runs.
+    the features of its tokens. exchange: of features between ranks, before the draft's pass.
+    num_tokens: those of whose sequences the rank trains its draft. features: of these. kept: for the draft's backward
+    pass. working: logits of a chunk, gradients of weights, or scores. head: the target's output head, gathered.
+    sampling: the target gathered to sample, when no pass runs.
     """
 
     target: int
@@ -85,7 +70,10 @@ class DraftMemory:
     vectors: DraftVectors
     target_pass: int
     exchange: int
-    activations: DraftActivations
+    num_tokens: int
+    features: int
+    kept: int
+    working: int
     head: int
     sampling: int
 
@@ -95,26 +83,13 @@ class DraftMemory:
         return self.target + self.policy + self.rotations + self.kv_cache + self.vectors.kept
 
     @property
-    def total(self) -> int:
-        scratch = self.vectors.scratch
-        of_passes = scratch + max(self.target_pass, self.exchange, self.head + self.activations.total)
-        return self.held + max(of_passes, self.sampling)
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """The sequences that a shard group of ranks trains on, all of this length in tokens.
-
-    number: those whose features it gets. at_once: of one micro-batch, which it trains on together.
-    """
-
-    number: int
-    at_once: int
-    length: int
+    def draft_pass(self) -> int:
+        return self.features + self.kept + self.working
 
     @property
-    def num_tokens(self) -> int:
-        return self.number * self.length
+    def total(self) -> int:
+        of_passes = self.vectors.scratch + max(self.target_pass, self.exchange, self.head + self.draft_pass)
+        return self.held + max(of_passes, self.sampling)
 
 
 def draft_memory(
@@ -126,14 +101,19 @@ def draft_memory(
         spec: of the target on the ranks that train the draft.
     """
     of_target = estimate(shape, spec, replace(load, samples=False))
-    sequences, sums_early = sequences_of(spec, draft_spec, load), sums_in_backward(draft_spec, spec)
+    sums_early = sums_in_backward(draft_spec, spec)
     captured = draft.sizes.captured * draft.sizes.hidden * load.number_bytes
     num_sharing, num_own = spec.sp * spec.tp, draft_spec.sp * draft_spec.tp
+    # Sequences of the longest length that a shard group gets of the micro-batches of ranks that exchange features, and
+    # those of one micro-batch, which it trains on together.
+    of_micro_batch = load.tokens // load.longest
+    number = -(-max(1, num_own // num_sharing) * of_micro_batch // max(1, num_sharing // num_own))
+    at_once = min(number, of_micro_batch)
     # Tokens of a rank before and after features are exchanged, as sent and as received.
-    before, after = -(-load.tokens // num_sharing), -(-sequences.num_tokens // draft_spec.sp)
+    before, after = -(-load.tokens // num_sharing), -(-number * load.longest // draft_spec.sp)
     stored = token_bytes(draft.stored, load.number_bytes) if num_own > num_sharing else 0
     exchange = (before + after) * (feature_bytes(draft, load) + max(captured, 2 * stored))
-    kept, working = _of_pass(draft, draft_spec, load, sequences)
+    kept, working = _of_pass(draft, draft_spec, load, at_once)
     if sums_early and draft.algorithm == "eagle3":
         working += _FLOAT32 * draft.sizes.vocabulary * draft.sizes.hidden
     policy = load.with_slots(1)
@@ -145,30 +125,30 @@ def draft_memory(
         vectors=draft_vectors(draft, draft_spec, load, sums_early),
         target_pass=_target_pass(shape, spec, load, of_target, feature_bytes(draft, load) + captured),
         exchange=exchange if num_sharing * num_own > 1 else 0,
-        activations=DraftActivations(after * (feature_bytes(draft, load) + stored), kept, working),
+        num_tokens=after,
+        features=after * (feature_bytes(draft, load) + stored),
+        kept=kept,
+        working=working,
         head=round(estimate(shape, spec, replace(load, training="lora", samples=False)).gathered_head),
         sampling=estimate(shape, spec, load).sampling,
     )
 
 
-def _of_pass(draft: DraftLoad, spec: ParallelSpec, load: Workload, sequences: Sequences) -> tuple[int, int]:
-    """Returns what a pass keeps for its backward pass, and what it needs at its end."""
+def _of_pass(draft: DraftLoad, spec: ParallelSpec, load: Workload, num_sequences: int) -> tuple[int, int]:
+    """Returns what a pass over sequences of the longest length keeps for its backward pass, and needs at its end."""
     sizes, number, is_eagle = draft.sizes, load.number_bytes, draft.algorithm == "eagle3"
     hidden, queries, keys = sizes.hidden, sizes.queries // spec.tp, sizes.keys // spec.tp
     computed = number * (2 * hidden + sizes.intermediate // spec.tp + queries) + 3 * hidden
-    layer, tokens = _RATIO[draft.algorithm] * computed, sequences.at_once * sequences.length
+    layer, tokens = _RATIO[draft.algorithm] * computed, num_sequences * load.longest
     if is_eagle:
         # Every step runs the layer for all tokens.
         rows, depth, vocabulary = -(-tokens // spec.sp), draft.ttt_length, sizes.vocabulary
-        kept = depth * layer
-        if load.activations != "keep":
-            kept = depth * number * (3 * hidden + 2 * queries + 2 * keys) + layer
-        kept *= rows
-        of_weights = (prod(shape) for name, shape in draft.shapes(spec.tp).items() if name != "lm_head")
-        working = _FLOAT32 * sum(of_weights)
+        again = depth * number * (3 * hidden + 2 * queries + 2 * keys) + layer
+        kept = rows * (depth * layer if load.activations == "keep" else again)
+        working = _FLOAT32 * sum(prod(shape) for name, shape in draft.shapes(spec.tp).items() if name != "lm_head")
     else:
         # Each layer runs for all blocks, and reads the keys of all tokens.
-        rows = -(-sequences.at_once * min(draft.num_anchors, sequences.length) // spec.sp)
+        rows = -(-num_sequences * min(draft.num_anchors, load.longest) // spec.sp)
         depth, vocabulary = draft.block_size - 1, sizes.target_vocabulary
         kept = rows * draft.block_size * sizes.layers * layer
         kept += tokens * number * (3 * hidden + 2 * keys * sizes.layers)
@@ -200,17 +180,6 @@ def draft_vectors(draft: DraftLoad, spec: ParallelSpec, load: Workload, sums_ear
         moments=round(size // num_shards * of_moments),
         scratch=(size // num_shards if sums_early else size) * _FLOAT32,
     )
-
-
-def sequences_of(spec: ParallelSpec, draft_spec: ParallelSpec, load: Workload) -> Sequences:
-    """Returns what a shard group gets of the micro-batches of the ranks that exchange features, which are full of the
-    longest sequences."""
-    num_sharing, own = spec.sp * spec.tp, draft_spec.sp * draft_spec.tp
-    micro_batches = max(1, own // num_sharing)
-    shard_groups = max(1, num_sharing // own)
-    in_micro_batch = load.tokens // load.longest
-    number = -(-micro_batches * in_micro_batch // shard_groups)
-    return Sequences(number, min(number, in_micro_batch), load.longest)
 
 
 def longest_sequence(

@@ -36,7 +36,7 @@ from ..cli.options import Status, new_app, with_options
 from ..cli.output import aligned, print_json
 from ..config.knob_values import AUTO, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_shard
 from .auto_layout import auto_refusal, by_transformers
-from .plan_drafts import PlannedDraft, parse_draft
+from .plan_drafts import PlannedDraft, parse_draft, room_words
 from .plan_options import OF_GROUPS, OPTIONS, PlanOptions, flags
 
 _LEAST_DEVICE_BYTES = 1 << 20
@@ -485,11 +485,7 @@ def _verdict(plan: MemoryPlan) -> Iterator[str]:
         least, most = gigabytes(plan.least_bytes), gigabytes(plan.memory.total)
         yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
         return
-    usable = usable_bytes(plan.device_bytes)
-    room = (
-        f"{gigabytes(plan.device_bytes)}, of which {gigabytes(plan.device_bytes - usable)} are left to CUDA and "
-        "fragmentation"
-    )
+    usable, room = usable_bytes(plan.device_bytes), room_words(plan.device_bytes)
     if plan.fits:
         spare = usable - plan.memory.total
         more = spare // (plan.memory.trainable.total // plan.load.slots)

@@ -137,11 +137,7 @@ class PlannedDraft:
             least, most = gigabytes(self.layout.memory.held), gigabytes(self.layout.memory.total)
             yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
             return
-        usable = usable_bytes(self.device_bytes)
-        room = (
-            f"{gigabytes(self.device_bytes)}, of which {gigabytes(self.device_bytes - usable)} are left to CUDA and "
-            "fragmentation"
-        )
+        usable, room = usable_bytes(self.device_bytes), room_words(self.device_bytes)
         if self.fits:
             yield f"fits {room}: {gigabytes(usable - self.layout.memory.total)} to spare"
         else:
@@ -151,6 +147,12 @@ class PlannedDraft:
             yield f"the longest sequence that fits: {self.longest} tokens"
         else:
             yield "no sequence of 256 tokens fits: use more ranks along the target's fsdp, ep or tp"
+
+
+def room_words(device_bytes: int) -> str:
+    """Returns the memory of a device and what of it is not planned."""
+    left = gigabytes(device_bytes - usable_bytes(device_bytes))
+    return f"{gigabytes(device_bytes)}, of which {left} are left to CUDA and fragmentation"
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ def layout_that_fits(
 
 
 def recomputing_pays(fewer: ParallelSpec, kept: ParallelSpec, num_devices: int | None) -> bool:
-    """True if layers should be computed again, as fewer ranks then fit: these keep within a node or close to it, or
-    replicas of them use enough more of the devices."""
+    """True if layers should be computed again because fewer ranks then fit: to keep them would take several nodes, or
+    leave devices idle that replicas of the smaller layout use."""
     if fewer.num_ranks >= kept.num_ranks:
         return False
     used, used_by_kept = ((num_devices or kept.num_ranks) // each.num_ranks * each.num_ranks for each in (fewer, kept))

@@ -17,7 +17,8 @@ def test_auto_chooses_the_fewest_ranks_that_fit_each_base_model(tmp_path: Path) 
     config = load_config({**flags, "device": "cpu", "dtype": "bfloat16"}, {}, None)
     said: list[str] = []
     chosen = with_layouts(config.dispatch_config(), 80 * 10**9, "nvlink", said.append)
-    assert [str(model.parallel) for model in chosen.models] == ["single", "sp=2,tp=8"]
+    found = [(str(model.parallel), model.activations) for model in chosen.models]
+    assert found == [("single", "keep"), ("tp=4", "recompute")]
     assert said[0].startswith("small: --parallel single (7")
     assert said[0].endswith(" GB of 80.0 GB on each rank, as planned)")
     assert chosen.models[1].model == config.models.base_models[1]

@@ -45,8 +45,8 @@ from .test_estimate import OF_KIND, SCALED, public, shape_at
 LENGTH = 1024
 # The largest error of what is held between passes: less than what a small draft's target keeps of positions.
 HELD = 0.001
-# A pass is planned by a ratio of what a draft computes: at most a twentieth less than it needs, or a third more.
-LEAST, MOST = 0.95, 1.33
+# A pass is planned by a ratio of what a draft computes: up to a third more than it needs, never less.
+LEAST, MOST = 1.0, 1.35
 SIZES = {"qwen3_moe": OF_KIND["qwen3_moe"]}
 
 
@@ -164,7 +164,7 @@ CASES = [
             Case(*EAGLE, vocab=4096),
             Case(*EAGLE, dtype="bfloat16"),
             Case("eagle3", UNROLLED, {"ttt_length": 9}, activations="recompute"),
-            Case("eagle3", UNROLLED, {"ttt_length": 9}, dtype="bfloat16", activations="recompute"),
+            Case("eagle3", UNROLLED, {"ttt_length": 14}, dtype="bfloat16", activations="recompute"),
             Case(*EAGLE, "fsdp=2", "tp=2"),
             Case(*EAGLE, "fsdp=2", "sp=2"),
             Case(*DFLASH),

@@ -23,9 +23,9 @@ _FLOAT32 = 4
 # Longest sequences are found in steps of so many tokens.
 _STEP = 256
 
-# Measured: the bytes that a layer keeps for a token, of those of two states, the MLP's features and queries, and three
-# of each feature of a state for norms in float32.
-_RATIO = {"eagle3": 4.5, "dflash": 4.75}
+# Measured with both kinds of drafts: what a layer keeps for a token, in times of two states, the MLP's features and
+# queries, and three bytes of each feature of a state for norms in float32.
+_RATIO = 4.5
 # Tensors with the logits of a chunk that exist at a time (see logit_budget.py).
 _LOGITS = 5
 
@@ -139,7 +139,7 @@ def _of_pass(draft: DraftLoad, spec: ParallelSpec, load: Workload, num_sequences
     sizes, number, is_eagle = draft.sizes, load.number_bytes, draft.algorithm == "eagle3"
     hidden, queries, keys = sizes.hidden, sizes.queries // spec.tp, sizes.keys // spec.tp
     computed = number * (2 * hidden + sizes.intermediate // spec.tp + queries) + 3 * hidden
-    layer, tokens = _RATIO[draft.algorithm] * computed, num_sequences * load.longest
+    layer, tokens = _RATIO * computed, num_sequences * load.longest
     if is_eagle:
         # Every step runs the layer for all tokens.
         rows, depth, vocabulary = -(-tokens // spec.sp), draft.ttt_length, sizes.vocabulary

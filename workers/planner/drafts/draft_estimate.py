@@ -111,8 +111,12 @@ def draft_memory(
     at_once = min(number, of_micro_batch)
     # Tokens of a rank before and after features are exchanged, as sent and as received.
     before, after = -(-load.tokens // num_sharing), -(-number * load.longest // draft_spec.sp)
-    stored = token_bytes(draft.stored, load.number_bytes) if num_own > num_sharing else 0
-    exchange = (before + after) * (feature_bytes(draft, load) + max(captured, 2 * stored))
+    features, stored = feature_bytes(draft, load), 0
+    if draft.stored and num_own > num_sharing:
+        # In place of the last states.
+        stored = token_bytes(draft.stored, load.number_bytes)
+        features -= draft.sizes.hidden * load.number_bytes
+    exchange = (before + after) * (features + max(captured, 2 * stored))
     kept, working = _of_pass(draft, draft_spec, load, at_once)
     if sums_early and draft.algorithm == "eagle3":
         working += _FLOAT32 * draft.sizes.vocabulary * draft.sizes.hidden
@@ -126,7 +130,7 @@ def draft_memory(
         target_pass=_target_pass(shape, spec, load, of_target, feature_bytes(draft, load) + captured),
         exchange=exchange if num_sharing * num_own > 1 else 0,
         num_tokens=after,
-        features=after * (feature_bytes(draft, load) + stored),
+        features=after * (features + stored),
         kept=kept,
         working=working,
         head=round(estimate(shape, spec, replace(load, training="lora", samples=False)).gathered_head),

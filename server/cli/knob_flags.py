@@ -16,7 +16,7 @@ from ..config.server_config import KNOBS, SECTION_OF
 from ..files.state_lock import StartError, private_files
 from ..store import DatabaseUnreachable
 from .errors import CommandFailed
-from .options import Status, option, with_options
+from .options import Status, knob_option, option, with_options
 
 Sources = tuple[Flags, Mapping[str, str], Path | None]
 """The flags, the environment and the file to read knobs from."""
@@ -29,18 +29,13 @@ STATE_FLAGS = {
 
 def reads_knobs(knobs: Iterable[Knob]) -> Callable[[Callable[..., Status]], Callable[..., Status]]:
     """Gives a command a flag for each knob; the command's first argument is the Sources."""
-    return _with_flags([_flag(knob, knob.described) for knob in knobs], "TOML file of knobs.")
+    return _with_flags([knob_option(knob) for knob in knobs], "TOML file of knobs.")
 
 
 def reads_state(**more: str) -> Callable[[Callable[..., Status]], Callable[..., Status]]:
     """Gives a command the flags that locate a server's state, and `more`; its first argument is the Sources."""
-    flags = [_flag(KNOBS[name], help) for name, help in (STATE_FLAGS | more).items()]
+    flags = [knob_option(KNOBS[name], help) for name, help in (STATE_FLAGS | more).items()]
     return _with_flags(flags, "The server's TOML file, if that sets them.")
-
-
-def _flag(knob: Knob, help: str) -> Parameter:
-    kind = str | None if knob.kind.separator is None else list[str] | None
-    return option(knob.name, knob.flag, help, knob.metavar, kind)
 
 
 def _with_flags(flags: Sequence[Parameter], of_config: str) -> Callable[[Callable[..., Status]], Callable[..., Status]]:

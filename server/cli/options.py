@@ -3,9 +3,12 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+
+if TYPE_CHECKING:
+    from ..config.knob import Knob  # needs pydantic, which takes long to import
 
 Status = int | None
 """The exit status that a command returns; None for 0."""
@@ -24,6 +27,12 @@ def option(name: str, flag: str, help: str, metavar: str | None = None, kind: An
     shown = typer.Option(flag, help=help, metavar=metavar, show_default=False)
     default = False if kind is bool else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
+
+
+def knob_option(knob: "Knob", help: str | None = None) -> inspect.Parameter:
+    """Returns the flag of an option of the server."""
+    kind = str | None if knob.kind.separator is None else list[str] | None
+    return option(knob.name, knob.flag, help or knob.described, knob.metavar, kind)
 
 
 def with_options(

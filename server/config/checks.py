@@ -6,10 +6,9 @@ from pathlib import Path
 from ...workers.models.hub import is_hub_url
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import RoleGroup, ServedModel
-from ...workers.shapes.styles import replicated_units
 from ..files.object_store import check_url
 from .knob import DEVICES
-from .knob_values import NO_SHARD_OF_AUTO, ConfigError, is_url
+from .knob_values import NO_SHARD_OF_AUTO, ConfigError, is_url, parse_shard
 from .sections import (
     SEPARABLE_ROLES,
     CheckpointsSection,
@@ -124,10 +123,7 @@ def check_ranks(ranks: RanksSection) -> None:
         raise ConfigError(f"zero_stage 2 has no effect without fsdp, and the layout is {ranks.parallel}: leave it out")
     if ranks.shard and ranks.parallel is None:
         raise ConfigError(NO_SHARD_OF_AUTO)
-    try:
-        replicated_units(ranks.shard)
-    except ValueError as error:
-        raise ConfigError(f"--shard: {error}") from None
+    parse_shard(ranks.shard)
 
 
 def check_sampling(models: ModelsSection, sampling: SamplingSection) -> None:

@@ -3,11 +3,11 @@
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...schemas.models import DraftConfig, NewDraft
-from ...workers.protocol.parallel_spec import ParallelSpec
+from ...workers.protocol.parallel_spec import ParallelSpec, ShardedUnit
 from ...workers.protocol.worker_config import RoleGroup, ServedModel
 from ...workers.shapes.styles import replicated_units
 
@@ -40,21 +40,18 @@ def parse_served_model(text: str) -> ServedModel:
 NO_SHARD_OF_AUTO = "--shard needs an explicit layout: set --parallel to one other than auto, or leave --shard out"
 
 
-def parse_layout(layout: str, shard: Sequence[str] = (), flag: str = "--parallel") -> ParallelSpec:
-    """Parses a layout such as fsdp=2,tp=4.
-
-    Args:
-        shard: overrides of the form PATTERN=STYLE.
-        flag: named in the error.
-    Raises:
-        ConfigError: the layout or an override is malformed.
-    """
+def parse_layout(layout: str, flag: str = "--parallel") -> ParallelSpec:
+    """Parses a layout such as fsdp=2,tp=4. The flag is named in the ConfigError."""
     try:
-        spec = ParallelSpec.parse(layout)
+        return ParallelSpec.parse(layout)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
+
+
+def parse_shard(shard: Sequence[str]) -> tuple[ShardedUnit, ...]:
+    """Returns the units that overrides of the form PATTERN=STYLE replicate. Raises ConfigError."""
     try:
-        return replace(spec, replicated=replicated_units(shard))
+        return replicated_units(shard)
     except ValueError as error:
         raise ConfigError(f"--shard: {error}") from None
 

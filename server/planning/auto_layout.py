@@ -10,14 +10,13 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from ...workers.models.devices import first_device
-from ...workers.planner.layout_reasons import reasons_of, reasons_of_choice
+from ...workers.planner.device_rates import link_of
 from ...workers.planner.layout_search import (
     PlannedLayout,
     layout_that_fits,
     loads_with_fewer_activations,
     smallest_sampler_layout,
 )
-from ...workers.planner.speeds import Speeds, speeds_of
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import (
@@ -43,7 +42,7 @@ def with_auto_layouts(config: "ServerConfig", settings: DispatchConfig, say: Cal
     device_bytes, link = config.ranks.device_memory_bytes, config.ranks.device_link
     if config.sampling.sampler_parallel is None:
         number = cuda_devices() if config.ranks.pool == "local" else None
-        settings = with_sampler_layout(settings, device_bytes, link, number, say)
+        settings = with_sampler_layout(settings, device_bytes, number, say)
     return settings if config.ranks.parallel is not None else with_layouts(settings, device_bytes, link, say)
 
 
@@ -59,33 +58,28 @@ def with_layouts(
     samples = not config.sampling.workers and config.sampling.vllm is None
     memory = device_bytes or _cuda_bytes()
     devices = _Devices(config)
-    models, reasons = [], []
+    models = []
     for model in config.models:
-        speeds = speeds_of(link, runs_on_cpu(model))
-        choice = _choice(model, memory, samples, devices.num_available(model), speeds)
+        choice = _choice(model, memory, samples, devices.num_available(model), link_of(link, runs_on_cpu(model)))
         needed = f"{gigabytes(choice.memory.total)} of {gigabytes(memory)} on each rank, as planned"
         way = "" if choice.load.activations == model.activations else f" --activations {choice.load.activations}"
         device = devices.assign(model, choice.spec.num_ranks)
         where = "" if device == model.device else f" --device {device}"
         say(f"{model.model.name}: --parallel {choice.spec.axes}{way}{where} ({needed})")
         models.append(replace(model, parallel=choice.spec, activations=choice.load.activations, device=device))
-        reasons += [f"{model.model.name}: {reason}" for reason in reasons_of_choice(choice, speeds)]
-    for reason in reasons:
-        say(reason)
     return replace(config, models=tuple(models))
 
 
 def with_sampler_layout(
     config: DispatchConfig,
     device_bytes: int | None,
-    link: str,
     num_devices: int | None,
     say: Callable[[str], None],
 ) -> DispatchConfig:
     """Returns the config with a layout for the sampler workers of its base model. Raises ValueError.
 
     Args:
-        device_bytes, link: see `with_layouts`.
+        device_bytes: see `with_layouts`.
         num_devices: CUDA devices that there are; None = unknown.
     """
     if len(config.models) != 1:
@@ -100,17 +94,15 @@ def with_sampler_layout(
             "--sampler-parallel auto cannot divide devices with training: name devices with --sampler-device, or a "
             "layout"
         )
-    memory, speeds, shape = device_bytes or _cuda_bytes(), speeds_of(link, on_cpu), _shape(model)
+    memory, shape = device_bytes or _cuda_bytes(), _shape(model)
     own = None if on_cpu or num_devices is None else _num_of_each_sampler(model, sampling, num_devices)
     prefill_tokens = model.prefill_chunk_tokens or (
         DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else GPU_PREFILL_CHUNK_TOKENS
     )
     load = _load(sampler, shape, True)
-    choice = smallest_sampler_layout(shape, load, prefill_tokens, memory, own, speeds)
+    choice = smallest_sampler_layout(shape, load, prefill_tokens, memory, own)
     needed = f"{gigabytes(choice.num_bytes)} of {gigabytes(memory)} on each rank, as planned"
     say(f"samplers of {shape.name}: --sampler-parallel {choice.spec.axes} ({needed})")
-    for reason in reasons_of(choice.candidates, speeds):
-        say(f"samplers of {shape.name}: {reason}")
     return replace(config, sampling=replace(sampling, parallel=choice.spec))
 
 
@@ -192,11 +184,11 @@ class _Devices:
         return next(number for number in count() if number not in self._taken)
 
 
-def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None, speeds: Speeds) -> PlannedLayout:
+def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None, link: str) -> PlannedLayout:
     shape = _shape(model)
     load = _load(model, shape, samples)
     loads = [load, *loads_with_fewer_activations(load)]
-    return layout_that_fits(shape, loads, memory, num_devices, speeds, with_replicas=False)
+    return layout_that_fits(shape, loads, memory, num_devices, link, with_replicas=False)
 
 
 def _shape(model: WorkerConfig) -> ModelShape:

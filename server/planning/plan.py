@@ -5,85 +5,41 @@ Loads neither weights nor torch nor the server, so that an impossible layout is 
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from inspect import Parameter
-from types import SimpleNamespace
-from typing import Protocol
+from typing import Any, Protocol
 
+from ...workers.planner.device_rates import Rate, link_of, rate_of
+from ...workers.planner.drafts.draft_estimate import draft_memory
 from ...workers.planner.drafts.draft_layouts import DraftLayout, draft_layout_that_fits, draft_spec_of
 from ...workers.planner.drafts.draft_load import draft_load
-from ...workers.planner.drafts.draft_memory import draft_memory
 from ...workers.planner.estimate import MemoryEstimate, estimate, kv_cache_tokens, num_learned
-from ...workers.planner.exchanges import TokenCost
-from ...workers.planner.layout_reasons import reasons_of_choice
 from ...workers.planner.layout_search import (
-    Candidate,
     PlannedLayout,
     Remedy,
-    Way,
     layout_that_fits,
     loads_with_fewer_activations,
     remedies,
     usable_bytes,
 )
 from ...workers.planner.micro_batches import BatchSizes, served_batch_sizes
-from ...workers.planner.speeds import DEVICE_LINKS, HOST, Speeds, speeds_of
 from ...workers.planner.trainable_memory import bytes_per_number
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from ...workers.protocol.worker_config import DEFAULT_MICRO_BATCH_TOKENS, ServedModel, Training
+from ...workers.protocol.worker_config import DEFAULT_MICRO_BATCH_TOKENS
 from ...workers.resources.machine import cuda_devices, gigabytes
 from ...workers.shapes.layouts.checks import check_layout
 from ...workers.shapes.layouts.parameters import ParameterGroup, num_parameters, parameters
 from ...workers.shapes.model_shape import ModelDescription, ModelShape, describe_model, read_model
 from ..cli.errors import FAILED, WRONGLY_USED
-from ..cli.options import Status, new_app, option, with_options
+from ..cli.options import Status, new_app, with_options
 from ..cli.output import aligned, print_json
-from ..config.knob_values import (
-    AUTO,
-    NO_SHARD_OF_AUTO,
-    ConfigError,
-    is_url,
-    parse_bytes,
-    parse_layout,
-    parse_role_group,
-    parse_served_model,
-)
+from ..config.knob_values import AUTO, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_shard
 from .auto_layout import auto_refusal, by_transformers
-from .plan_drafts import PlannedDraft, parse_draft
-
-PlanOptions = SimpleNamespace
-"""The flags as typed, by name: None for those that are not given."""
+from .plan_drafts import PlannedDraft, parse_draft, room_words
+from .plan_options import OF_GROUPS, OPTIONS, PlanOptions, flags
 
 _LEAST_DEVICE_BYTES = 1 << 20
-
-_NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "full_slots", "lora_rank")
-
-# By what is trained: knobs that have no effect then, and the things that they configure.
-_OF_OTHERS = {
-    "lora": (("full_slots", "optimizer_states"), "full models"),
-    "full": (("lora_rank", "adapter_slots", "base_quantization"), "adapters"),
-}
-
-
-# Flags that plan several rank groups: name, metavar, help.
-_OF_GROUPS = (
-    ("role-group", "ROLES=LAYOUT[@DEVICE]", "as for serve; repeatable"),
-    ("sampler", "native|vllm", "as for serve (native); vllm is counted with its share of each device"),
-    ("sampler-workers", "N", "as for serve (0)"),
-    ("sampler-parallel", "LAYOUT", "as for serve (single)"),
-    ("sampler-device", "DEVICE", "as for serve (--device)"),
-    ("vllm-python", "PATH", "as for serve; may be left out"),
-    ("vllm-url", "URL", "as for serve: a vLLM elsewhere, which takes nothing of these devices"),
-    ("vllm-tp", "N", "as for serve (1)"),
-    ("vllm-memory-share", "SHARE", "as for serve (0.9)"),
-    ("vllm-dtype", "TYPE", "as for serve (auto)"),
-    ("shared-devices", "together|turns", "as for serve (together)"),
-    ("device", "DEVICE", "of the first rank of the policies: cpu or cuda:N (cuda:0)"),
-    ("prefill-chunk-tokens", "N", "as for serve"),
-    ("host-adapter-bytes", "BYTES", "as for serve (4GiB)"),
-)
 
 
 class NoEstimate(Exception):
@@ -95,7 +51,7 @@ class MemoryPlan:
     """The estimate for one layout.
 
     device_bytes: memory of each device; None if the estimate is not compared with one.
-    choice, speeds: set for `--parallel auto`. gpu: the speeds of the device, None if it is a CPU.
+    smaller: than the choice of `--parallel auto`, what does not fit. rate: of the device, None if it is a CPU.
     sizes: of micro-batches and passes; None without a device.
     notes: what is left out of the model, and how it is counted.
     """
@@ -106,9 +62,8 @@ class MemoryPlan:
     memory: MemoryEstimate
     device_bytes: int | None
     num_devices: int | None
-    choice: PlannedLayout | None
-    speeds: Speeds | None = None
-    gpu: Speeds | None = None
+    smaller: PlannedLayout | None = None
+    rate: Rate | None = None
     sizes: BatchSizes | None = None
     notes: tuple[str, ...] = ()
 
@@ -144,31 +99,27 @@ class MemoryPlan:
 app = new_app()
 
 
-def plan(options: PlanOptions) -> Status:
+def plan(given: Mapping[str, Any]) -> Status:
     """Estimate the memory of each rank of a layout, from a model's config.json alone.
 
     The exit status is 1 if the layout is impossible or does not fit.
     """
+    typed = {name: value for name, value in given.items() if name in OPTIONS and value}
     try:
-        planned = _planned(options)
+        planned = _planned(PlanOptions.read(typed, given["train_only"]))
     except NoEstimate as served:
-        print(json.dumps({"fits": None, "note": str(served)}, indent=2) if options.json else served)
+        print(json.dumps({"fits": None, "note": str(served)}, indent=2) if given["json"] else served)
         return 0
     except ValueError as error:
         print(f"trainhouse plan: error: {error}", file=sys.stderr)
-        if options.json:
+        if given["json"]:
             print_json({"fits": False, "error": str(error)})
         return WRONGLY_USED if isinstance(error, ConfigError) else FAILED
-    print(json.dumps(planned.as_json(), indent=2) if options.json else "\n".join(planned.text()))
+    print(json.dumps(planned.as_json(), indent=2) if given["json"] else "\n".join(planned.text()))
     return FAILED if planned.fits is False else 0
 
 
-def _planned(options: PlanOptions) -> "Planned":
-    if options.draft is not None:
-        return plan_of_draft(options)
-    if options.draft_parallel is not None:
-        raise ConfigError("--draft-parallel has no effect without --draft: name the algorithm, as in --draft eagle3")
-    return plan_of_groups(options) if _names_groups(options) else plan_of(options)
+app.command()(with_options(plan, list(flags()), lambda given: given))
 
 
 class Planned(Protocol):
@@ -185,42 +136,12 @@ class Planned(Protocol):
     def text(self) -> Iterator[str]: ...
 
 
-_FLAGS = (
-    ("base-model", "NAME[=SOURCE]", "as for serve; SOURCE, also at a URL, may be a config.json"),
-    ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
-    ("device-link", "auto|nvlink|pcie|host", "as for serve, with --parallel auto (auto)"),
-    ("device-name", "NAME", "of the devices, such as H100, with --parallel auto (nvidia-smi's)"),
-    ("shard", "PATTERN=STYLE", "overrides the layout for matching weights: replicate; repeatable"),
-    ("device-memory", "BYTES", "memory of each device, such as 80GB"),
-    ("num-devices", "N", "number of devices, one for each rank"),
-    ("max-context-length", "N", "longest sequence, in tokens (the model's)"),
-    ("micro-batch-tokens", "N", f"as for serve ({Workload.micro_batch_tokens})"),
-    ("head-chunk-tokens", "N", f"as for serve ({Workload.head_chunk_tokens})"),
-    ("training", "lora|full", f"what is trained: adapters, or all weights ({Workload.training})"),
-    ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
-    ("lora-rank", "N", f"of each adapter ({Workload.lora_rank})"),
-    ("adapter-slots", "N", f"adapters in use at a time ({Workload.adapter_slots})"),
-    ("full-slots", "N", f"as for serve, with --training full ({Workload.full_slots})"),
-    ("base-quantization", "none|nf4|released", f"as for serve ({Workload.base_quantization})"),
-    ("optimizer-states", "float32|8bit", f"as for serve, with --training full ({Workload.optimizer_states})"),
-    ("kv-cache-bytes", "BYTES", f"as for serve ({Workload.kv_cache_bytes >> 20}MiB)"),
-    ("tp-activations", "sharded|whole", f"as for serve ({Workload.tp_activations})"),
-    ("zero-stage", "3|2", f"as for serve ({Workload.zero_stage})"),
-    ("activations", "keep|recompute|offload", f"as for serve ({Workload.activations})"),
-    ("draft", "ALGORITHM[,FIELD=N...]", "plans draft training: eagle3 or dflash, such as eagle3,ttt_length=4"),
-    ("draft-parallel", "LAYOUT", "as for serve, with --draft (the target's ranks along sp and replicas)"),
-)
-
-
-def _parameters() -> Iterator[Parameter]:
-    for name, metavar, words in (*_FLAGS, *_OF_GROUPS):
-        kind = list[str] | None if name in ("base-model", "shard", "role-group") else str | None
-        yield option(name.replace("-", "_"), f"--{name}", words, metavar, kind)
-    yield option("train_only", "--train-only", "sampling happens elsewhere (docs/samplers.md)", kind=bool)
-    yield option("json", "--json", "print one JSON object, with sizes in bytes", kind=bool)
-
-
-app.command()(with_options(plan, list(_parameters()), lambda given: PlanOptions(**given)))
+def _planned(options: PlanOptions) -> Planned:
+    if options.own.draft is not None:
+        return plan_of_draft(options)
+    if options.ranks.draft_parallel is not None:
+        raise ConfigError("--draft-parallel has no effect without --draft: name the algorithm, as in --draft eagle3")
+    return plan_of_groups(options) if options.names_groups else plan_of(options)
 
 
 def plan_of(options: PlanOptions) -> MemoryPlan:
@@ -231,78 +152,60 @@ def plan_of(options: PlanOptions) -> MemoryPlan:
         ValueError: the layout is impossible.
         NoEstimate: the model's memory cannot be estimated.
     """
-    served, device_bytes, num_devices = _served(options), _device_bytes(options), _number(options, "num_devices")
-    is_auto = options.parallel == AUTO
-    shard = options.shard or ()
-    if is_auto and shard:
+    device_bytes, num_devices = _device_bytes(options), options.own.num_devices
+    is_auto = options.ranks.parallel is None
+    if is_auto and options.ranks.shard:
         raise ConfigError(NO_SHARD_OF_AUTO)
-    spec = SINGLE if is_auto else parse_layout(options.parallel or str(SINGLE), shard)
-    model = _model(served)
-    dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
-    quantization = options.base_quantization or Workload.base_quantization
-    check_layout(spec, model, num_devices, longest, dtype, options.activations or Workload.activations, quantization)
-    if not isinstance(model, ModelShape):
-        if is_auto:
-            raise ValueError(auto_refusal(model))
-        raise _no_estimate(model)
-    spec, load = model.own_layout(spec), _load(options, model, longest, dtype)
-    if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
+    model, spec = _model_and_spec(options)
+    load, smaller = _load(options, model), None
+    if options.ranks.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
         raise ConfigError(f"--zero-stage 2 has no effect without fsdp, and the layout is {spec}: leave it out")
-    choice, speeds = None, _speeds(options)
-    if speeds is not None:
-        loads = [load] if options.activations else [load, *loads_with_fewer_activations(load)]
-        choice = _choice(model, loads, device_bytes, num_devices, speeds)
-        spec, load = choice.spec, choice.load
-    gpu = _gpu(options, load, speeds)
-    sizes = _sizes(options, model, spec, load, gpu)
+    if is_auto:
+        loads = [load] if "activations" in options.typed else [load, *loads_with_fewer_activations(load)]
+        link = link_of(options.ranks.device_link, load.on_cpu)
+        choice = layout_that_fits(model, loads, _needed_bytes(device_bytes), num_devices, link)
+        spec, load, smaller = choice.spec, choice.load, choice.smaller
+    rate = _rate(options, load)
+    sizes = _sizes(options, model, spec, load, rate)
     load = load if sizes is None else replace(load, micro_batch_tokens=sizes.micro_batch_tokens)
     memory, notes = estimate(model, spec, load), _notes(options, model)
-    return MemoryPlan(model, spec, load, memory, device_bytes, num_devices, choice, speeds, gpu, sizes, notes)
+    return MemoryPlan(model, spec, load, memory, device_bytes, num_devices, smaller, rate, sizes, notes)
 
 
 def plan_of_draft(options: PlanOptions) -> Planned:
     """Returns the plan of the ranks that train drafts of a model. Raises as `plan_of`."""
     options = _options_of_drafts(options)
-    wanted_draft = parse_draft(options.draft)
-    model = _model(_served(options))
-    dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
-    device_bytes, num_devices = _device_bytes(options), _number(options, "num_devices")
-    wanted = parse_layout(options.draft_parallel) if options.draft_parallel else None
-    is_auto = options.parallel == AUTO
-    spec = SINGLE if is_auto else parse_layout(options.parallel or str(SINGLE), options.shard or ())
-    activations = options.activations or Workload.activations
-    quantization = options.base_quantization or Workload.base_quantization
-    check_layout(spec, model, num_devices, longest, dtype, activations, quantization)
-    if not isinstance(model, ModelShape):
-        raise _no_estimate(model)
-    spec, load, speeds = model.own_layout(spec), _load(options, model, longest, dtype), _speeds(options)
+    wanted_draft = parse_draft(options.own.draft or "")
+    device_bytes, num_devices = _device_bytes(options), options.own.num_devices
+    (model, spec), wanted = _model_and_spec(options), options.ranks.draft_parallel
+    load = _load(options, model)
     draft = draft_load(model, wanted_draft.algorithm, wanted_draft.fields, load, target_repr=wanted_draft.target_repr)
-    if speeds is not None:
-        if device_bytes is None:
-            raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
-        loads = [load] if options.activations else [load, replace(load, activations="recompute")]
-        found = draft_layout_that_fits(model, loads, draft, device_bytes, num_devices, wanted, speeds)
+    if options.ranks.parallel is None:
+        loads = [load] if "activations" in options.typed else [load, replace(load, activations="recompute")]
+        found = draft_layout_that_fits(model, loads, draft, _needed_bytes(device_bytes), num_devices, wanted)
     else:
         draft_spec = draft_spec_of(model, spec, draft, wanted)
         found = DraftLayout(spec, draft_spec, load, draft_memory(model, spec, load, draft, draft_spec))
     # Micro-batches of drafts have the size of those of adapters.
-    sizes = _sizes(options, model, found.spec, replace(found.load, training="lora"), _gpu(options, load, speeds))
+    sizes = _sizes(options, model, found.spec, replace(found.load, training="lora"), _rate(options, load))
     if sizes is not None:
         load = replace(found.load, micro_batch_tokens=sizes.micro_batch_tokens)
         found = replace(found, load=load, memory=draft_memory(model, found.spec, load, draft, found.draft_spec))
-    return PlannedDraft(model, found, draft, device_bytes, speeds, _notes(options, model))
+    return PlannedDraft(model, found, draft, device_bytes, _notes(options, model))
 
 
 def _options_of_drafts(options: PlanOptions) -> PlanOptions:
     """Returns the options of the ranks that train drafts: a group with a --role-group, else those of --parallel."""
-    for name, *_ in _OF_GROUPS:
-        if name != "role-group" and getattr(options, name.replace("-", "_")) is not None:
+    for name in OF_GROUPS:
+        if name != "role_groups" and name in options.typed:
             raise ConfigError(
-                f"--draft plans the ranks that train drafts, for which --{name} changes nothing: leave it out"
+                f"--draft plans the ranks that train drafts, for which {OPTIONS[name].flag} changes nothing: leave it "
+                "out"
             )
-    if options.role_group is None:
+    groups = options.ranks.role_groups
+    if not groups:
         return options
-    group = next((each for each in map(parse_role_group, options.role_group) if "draft" in each.roles), None)
+    group = next((each for each in groups if "draft" in each.roles), None)
     if group is None:
         raise ConfigError(
             "--draft plans the ranks that train drafts, and no --role-group has them: add one, such as draft=tp=2, or "
@@ -314,8 +217,8 @@ def _options_of_drafts(options: PlanOptions) -> PlanOptions:
             f"{group.parallel.axes}"
         )
     # Such a group does not sample, and --shard is for the policies.
-    own = {"parallel": group.parallel.axes, "shard": None, "train_only": True, "role_group": None}
-    return PlanOptions(**(vars(options) | own))
+    ranks = replace(options.ranks, parallel=group.parallel, shard=(), role_groups=())
+    return replace(options, ranks=ranks, train_only=True)
 
 
 def plan_of_groups(options: PlanOptions) -> Planned:
@@ -327,33 +230,18 @@ def plan_of_groups(options: PlanOptions) -> Planned:
             f"groups are planned with the server's configuration, which needs the package {error.name}: pip install "
             "'trainhouse[server]'"
         ) from None
-    model = _model(_served(options))
+    model = _model(options)
     if not isinstance(model, ModelShape):
         raise _no_estimate(model)
-    if options.train_only and options.sampler_workers is not None:
+    if options.train_only and "sampler_workers" in options.typed:
         raise ConfigError("--train-only says that sampling happens elsewhere: leave it or --sampler-workers out")
-    load = _load(options, model, _number(options, "max_context_length"), options.dtype or "auto")
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    given |= {"base_models": given["base_model"], "role_groups": given.get("role_group", [])}
-    return planned_groups(given, model, load, _device_bytes(options), _number(options, "num_devices"))
-
-
-def _names_groups(options: PlanOptions) -> bool:
-    return any(getattr(options, name.replace("-", "_")) is not None for name, *_ in _OF_GROUPS)
-
-
-def _served(options: PlanOptions) -> ServedModel:
-    if options.base_model is None:
-        raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
-    if len(options.base_model) > 1:
-        raise ConfigError("--base-model is given twice: one model is planned at a time")
-    return parse_served_model(options.base_model[0])
+    return planned_groups(options.typed, model, _load(options, model), _device_bytes(options), options.own.num_devices)
 
 
 def _device_bytes(options: PlanOptions) -> int | None:
-    found = _bytes(options, "device_memory")
+    found = options.ranks.device_memory_bytes
     if found is not None and found < _LEAST_DEVICE_BYTES:
-        raise ConfigError(f"--device-memory {options.device_memory} is {found} bytes: give a unit, such as 80GB")
+        raise ConfigError(f"--device-memory is {found} bytes: give a unit, such as 80GB")
     return found
 
 
@@ -363,12 +251,32 @@ def _no_estimate(model: ModelDescription) -> NoEstimate:
 
 def _notes(options: PlanOptions, model: ModelDescription) -> tuple[str, ...]:
     dtype = None
-    if (options.dtype or "auto") == "auto":
+    if options.models.dtype == "auto":
         dtype = "counted in bfloat16, which serve uses on a GPU; on a CPU it uses float32: add --dtype float32 for that"
     return tuple(filter(None, (model.left_out, dtype)))
 
 
-def _model(served: ServedModel) -> ModelDescription:
+def _model_and_spec(options: PlanOptions) -> tuple[ModelShape, ParallelSpec]:
+    """Returns the model and its layout, a single rank for auto."""
+    model, models, ranks = _model(options), options.models, options.ranks
+    spec = replace(ranks.parallel or SINGLE, replicated=parse_shard(ranks.shard))
+    longest, dtype, number = models.max_context_length, models.dtype, options.own.num_devices
+    check_layout(spec, model, number, longest, dtype, ranks.activations, models.base_quantization)
+    if not isinstance(model, ModelShape):
+        raise _no_estimate(model) if ranks.parallel is not None else ValueError(auto_refusal(model))
+    if ranks.parallel is not None and "device_link" in options.typed:
+        raise ConfigError("--device-link has no effect without --parallel auto: leave it out")
+    if options.own.device_name and ranks.device_memory_bytes is None:
+        raise ConfigError("--device-name has no effect without --device-memory: leave it out")
+    return model, model.own_layout(spec)
+
+
+def _model(options: PlanOptions) -> ModelDescription:
+    if not options.models.base_models:
+        raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
+    served, *more = options.models.base_models
+    if more:
+        raise ConfigError("--base-model is given twice: one model is planned at a time")
     if not is_url(served.source):
         return read_model(served)
     try:  # imported late, as it is slow and rarely needed
@@ -414,143 +322,57 @@ def _as_json(plan: MemoryPlan) -> dict[str, object]:
         "default_pass_tokens": None if plan.sizes is None else plan.sizes.pass_tokens,
         "filling": None if plan.with_replicas is None else str(plan.with_replicas),
         "remedies": [remedy.flags for remedy in plan.remedies],
-        "link": None if plan.speeds is None else {"name": plan.speeds.link.name, "source": plan.speeds.source},
-        "products": None if plan.speeds is None else _products(plan.speeds),
+        "products": None if plan.rate is None else asdict(plan.rate),
         "notes": list(plan.notes),
-        "ways": [_way(each) for each in plan.choice.ways] if plan.choice else [],
-        "candidates": [_candidate(each) for each in plan.choice.candidates] if plan.choice else [],
     }
 
 
-def _speeds(options: PlanOptions) -> Speeds | None:
-    """Returns the speeds by which `--parallel auto` compares layouts, None without it."""
-    link = _one_of(options, "device_link", DEVICE_LINKS)
-    if options.parallel == AUTO:
-        return _speeds_of(link, options.device_name)
-    if options.device_link:
-        raise ConfigError("--device-link has no effect without --parallel auto: leave it out")
-    if options.device_name and not options.device_memory:
-        raise ConfigError("--device-name has no effect without --device-memory or --parallel auto: leave it out")
-    return None
-
-
-def _speeds_of(link: str, device: str | None) -> Speeds:
-    try:
-        return speeds_of(link, device=device)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def _needed_bytes(device_bytes: int | None) -> int:
+    if device_bytes is None:
+        raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
+    return device_bytes
 
 
 def _sizes(
-    options: PlanOptions, shape: ModelShape, spec: ParallelSpec, load: Workload, gpu: Speeds | None
+    options: PlanOptions, shape: ModelShape, spec: ParallelSpec, load: Workload, rate: Rate | None
 ) -> BatchSizes | None:
     """Returns the sizes of micro-batches and passes; None without a device."""
     if (device_bytes := _device_bytes(options)) is None:
         return None
-    given, cache_bytes = _number(options, "micro_batch_tokens"), _bytes(options, "kv_cache_bytes")
-    flops_per_second = None if gpu is None else gpu.flops_per_second
-    return served_batch_sizes(shape, spec, load, device_bytes, flops_per_second, given, cache_bytes)
+    memory, flops_per_second = options.memory, None if rate is None else rate.flops_per_second
+    given = memory.micro_batch_tokens or None
+    return served_batch_sizes(shape, spec, load, device_bytes, flops_per_second, given, memory.kv_cache_bytes)
 
 
-def _gpu(options: PlanOptions, load: Workload, speeds: Speeds | None) -> Speeds | None:
-    """Returns the speeds of the device, None if it is a CPU or none is named."""
-    if load.on_cpu or options.device_memory is None:
+def _rate(options: PlanOptions, load: Workload) -> Rate | None:
+    """Returns the rate of the device, None if it is a CPU or none is given."""
+    if load.on_cpu or options.ranks.device_memory_bytes is None:
         return None
-    return speeds or _speeds_of(AUTO, options.device_name)
+    try:
+        return rate_of(options.ranks.device_link, options.own.device_name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
-def _on_cpu(options: PlanOptions, dtype: str) -> bool:
+def _on_cpu(options: PlanOptions) -> bool:
     """True if the ranks are on CPUs: by the link or, with float32, without devices of a name or of this machine."""
-    if options.device_link not in (None, AUTO):
-        return options.device_link == HOST.link.name
-    return dtype == "float32" and options.device_name is None and not cuda_devices()
+    link, dtype = options.ranks.device_link, options.models.dtype
+    if link != AUTO:
+        return link == "host"
+    return dtype == "float32" and options.own.device_name is None and not cuda_devices()
 
 
-def _products(speeds: Speeds) -> dict[str, object]:
-    return {"flops_per_second": speeds.flops_per_second, "source": speeds.rate_source}
-
-
-def _way(way: Way) -> dict[str, object]:
-    return {"activations": way.activations, "parallel": way.spec.axes, "cost": _cost(way.cost)}
-
-
-def _candidate(candidate: Candidate) -> dict[str, object]:
-    cost = None if candidate.cost is None else _cost(candidate.cost)
-    return {"parallel": candidate.spec.axes, "bytes": candidate.num_bytes, "cost": cost}
-
-
-def _cost(cost: TokenCost) -> dict[str, float]:
-    return asdict(cost) | {"seconds": cost.seconds}
-
-
-def _load(options: PlanOptions, shape: ModelShape, longest: int | None, dtype: str) -> Workload:
-    length = longest or shape.max_positions
+def _load(options: PlanOptions, shape: ModelShape) -> Workload:
+    length, dtype = options.models.max_context_length or shape.max_positions, options.models.dtype
     if length is None:
         raise ConfigError(f"the config.json of {shape.name} has no context length: give --max-context-length")
-    given = {name: _number(options, name) for name in _NUMBERS}
-    given["kv_cache_bytes"] = _bytes(options, "kv_cache_bytes")
     return Workload(
         longest=length,
         dtype="bfloat16" if dtype == "auto" else dtype,
-        on_cpu=_on_cpu(options, dtype),
-        tp_activations=_one_of(options, "tp_activations", ("sharded", "whole")),
-        zero_stage=_one_of(options, "zero_stage", ("3", "2")),
-        activations=_one_of(options, "activations", ("keep", "recompute", "offload")),
-        base_quantization=_one_of(options, "base_quantization", ("none", "nf4", "released")),
-        optimizer_states=_one_of(options, "optimizer_states", ("float32", "8bit")),
+        on_cpu=_on_cpu(options),
         samples=not options.train_only,
-        training=_training(options),
-        **{name: value for name, value in given.items() if value is not None},
+        **options.of_workload,
     )
-
-
-def _training(options: PlanOptions) -> Training:
-    training: Training = "full" if _one_of(options, "training", ("lora", "full")) == "full" else "lora"
-    knobs, things = _OF_OTHERS[training]
-    for knob in knobs:
-        if getattr(options, knob) is not None:
-            raise ConfigError(
-                f"{_flag(knob)} configures {things}, which --training {training} has none of: leave it out"
-            )
-    return training
-
-
-def _choice(
-    shape: ModelShape, loads: list[Workload], device_bytes: int | None, num_devices: int | None, speeds: Speeds
-) -> PlannedLayout:
-    """Returns the smallest layout that fits, with the first of the loads for which there is one."""
-    if device_bytes is None:
-        raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
-    return layout_that_fits(shape, loads, device_bytes, num_devices, speeds)
-
-
-def _number(options: PlanOptions, name: str) -> int | None:
-    text = getattr(options, name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit()) or not int(text):
-        raise ConfigError(f"{_flag(name)} is {text!r}: expected a whole number of at least 1")
-    return int(text)
-
-
-def _bytes(options: PlanOptions, name: str) -> int | None:
-    text = getattr(options, name)
-    try:
-        return None if text is None else parse_bytes(text)
-    except ValueError:
-        raise ConfigError(f"{_flag(name)} is {text!r}: expected a number of bytes, such as 80GB or 1GiB") from None
-
-
-def _one_of(options: PlanOptions, name: str, choices: tuple[str, ...]) -> str:
-    """Returns the chosen value, or the first choice if none is given."""
-    chosen = getattr(options, name) or choices[0]
-    if chosen not in choices:
-        raise ConfigError(f"{_flag(name)} is {chosen!r}: expected {', '.join(choices[:-1])} or {choices[-1]}")
-    return chosen
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 # Text output
@@ -663,17 +485,15 @@ def _verdict(plan: MemoryPlan) -> Iterator[str]:
         least, most = gigabytes(plan.least_bytes), gigabytes(plan.memory.total)
         yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
         return
-    usable = usable_bytes(plan.device_bytes)
-    room = (
-        f"{gigabytes(plan.device_bytes)}, of which {gigabytes(plan.device_bytes - usable)} are left to CUDA and "
-        "fragmentation"
-    )
+    usable, room = usable_bytes(plan.device_bytes), room_words(plan.device_bytes)
     if plan.fits:
         spare = usable - plan.memory.total
         more = spare // (plan.memory.trainable.total // plan.load.slots)
         further = f", enough for {more} more adapters of that rank" if plan.load.training == "lora" else ""
         yield f"fits {room}: {gigabytes(spare)} to spare{further}"
-        yield from _reason(plan)
+        if plan.smaller is not None:
+            needed = gigabytes(plan.smaller.memory.total)
+            yield f"fewer ranks do not fit: {plan.smaller.spec} would need {needed} on each"
     else:
         yield f"does not fit {room}: {gigabytes(plan.memory.total - usable)} too much"
         yield from (f"it would with {remedy.flags}" for remedy in plan.remedies)
@@ -689,20 +509,9 @@ def _limit(plan: MemoryPlan, sizes: BatchSizes) -> str:
     if sizes.wanted is None:
         return "as set"
     if sizes.micro_batch_tokens < sizes.wanted:
-        beside = "" if plan.gpu is None else ", or what slots and cache leave"
+        beside = "" if plan.rate is None else ", or what slots and cache leave"
         return f"not {sizes.wanted}: they fill a third of what the base leaves free{beside}"
-    if plan.gpu is None or sizes.wanted == DEFAULT_MICRO_BATCH_TOKENS:
+    if plan.rate is None or sizes.wanted == DEFAULT_MICRO_BATCH_TOKENS:
         return "the least for speed"
-    rate = float(f"{plan.gpu.flops_per_second / 1e12:.3g}")
-    return f"what takes 0.1 s at {rate:g} TFLOP/s ({plan.gpu.rate_source})"
-
-
-def _reason(plan: MemoryPlan) -> Iterator[str]:
-    """Explains the layout that `--parallel auto` chose."""
-    if plan.choice is None:
-        return
-    smaller = plan.choice.smaller
-    if smaller is not None:
-        yield f"fewer ranks do not fit: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
-    assert plan.speeds is not None
-    yield from reasons_of_choice(plan.choice, plan.speeds)
+    rate = float(f"{plan.rate.flops_per_second / 1e12:.3g}")
+    return f"what takes 0.1 s at {rate:g} TFLOP/s ({plan.rate.source})"

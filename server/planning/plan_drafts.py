@@ -6,12 +6,10 @@ from math import prod
 from typing import get_args
 
 from ...schemas.training import TargetRepr
-from ...workers.planner.drafts.draft_layouts import DraftLayout, DraftWay, heaviest
+from ...workers.planner.drafts.draft_estimate import longest_sequence
+from ...workers.planner.drafts.draft_layouts import DraftLayout, heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
-from ...workers.planner.drafts.draft_memory import longest_sequence, sequences_of
-from ...workers.planner.layout_reasons import least_time, microseconds
 from ...workers.planner.layout_search import usable_bytes
-from ...workers.planner.speeds import Speeds
 from ...workers.resources.machine import gigabytes
 from ...workers.shapes.layouts.parameters import num_parameters
 from ...workers.shapes.model_shape import ModelShape
@@ -21,20 +19,22 @@ from ..config.knob_values import ConfigError, draft_fields
 # Most of any field of a draft.
 _MOST = 1 << 24
 
+_OF_RANK = ("target", "policy", "rotations", "kv_cache", "target_pass", "exchange", "head", "sampling")
+_OF_PASS = ("features", "kept", "working")
+
 
 @dataclass(frozen=True)
 class PlannedDraft:
     """The estimate for a draft.
 
     layout: of the target on the ranks that train the draft, and of the draft. device_bytes: memory of each device; None
-    if the estimate is not compared with one. speeds: set for `--parallel auto`. notes: see MemoryPlan.
+    if the estimate is not compared with one. notes: see MemoryPlan.
     """
 
     shape: ModelShape
     layout: DraftLayout
     draft: DraftLoad
     device_bytes: int | None
-    speeds: Speeds | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -58,7 +58,7 @@ class PlannedDraft:
 
     def as_json(self) -> dict[str, object]:
         layout, memory = self.layout, self.layout.memory
-        parts = {name: value for name, value in asdict(memory).items() if isinstance(value, int)}
+        of_rank, of_pass = ({name: getattr(memory, name) for name in names} for names in (_OF_RANK, _OF_PASS))
         return {
             "model": {"name": self.shape.name, "type": self.shape.model_type, "parameters": num_parameters(self.shape)},
             "draft": {"algorithm": self.draft.algorithm, "parameters": self.num_parameters}
@@ -68,10 +68,10 @@ class PlannedDraft:
             "parallel": layout.spec.axes,
             "draft_parallel": layout.draft_spec.axes,
             "ranks": layout.spec.num_ranks,
-            "memory": parts
+            "memory": of_rank
             | {
                 "draft": asdict(memory.vectors) | {"kept": memory.vectors.kept},
-                "draft_pass": asdict(memory.activations) | {"total": memory.activations.total},
+                "draft_pass": of_pass | {"total": memory.draft_pass},
                 "least": memory.held,
                 "total": memory.total,
             },
@@ -80,7 +80,6 @@ class PlannedDraft:
             "longest_sequence": self.longest,
             "captured_bytes": dict(self._captured),
             "notes": list(self.notes),
-            "ways": [_way(each) for each in layout.ways],
         }
 
     def text(self) -> Iterator[str]:
@@ -102,7 +101,6 @@ class PlannedDraft:
         yield from aligned(("captured features on disk", "bytes of a token"), rows)
         yield ""
         yield from self._verdict()
-        yield from self._reasons()
 
     @property
     def _captured(self) -> Mapping[str, int]:
@@ -110,11 +108,10 @@ class PlannedDraft:
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         layout, memory, load = self.layout, self.layout.memory, self.layout.load
-        of_pass, vectors = memory.activations, memory.vectors
+        vectors = memory.vectors
         num_shards = layout.draft_spec.num_ranks // layout.draft_spec.tp
         share = f"1/{num_shards}" if num_shards > 1 else "all"
         own_share = share if layout.spec.has_forward_collectives else "all"
-        own = -(-sequences_of(layout.spec, layout.draft_spec, load).num_tokens // layout.draft_spec.sp)
         learned = f"an adapter of rank {load.lora_rank}" if load.training == "lora" else "all weights of a full model"
         yield "the target's base parameters", gigabytes(memory.target), ""
         yield "what the target has learned", gigabytes(memory.policy), learned
@@ -127,37 +124,20 @@ class PlannedDraft:
         yield "gradients of an operation", gigabytes(vectors.scratch), f"while it runs, {own_share}"
         yield "the target's pass", gigabytes(memory.target_pass), "without a backward pass, with captured features"
         yield "features exchanged", gigabytes(memory.exchange), "after the target's pass"
-        yield f"features of {own} tokens", gigabytes(of_pass.features), "during the draft's pass"
-        yield "the draft's pass", gigabytes(of_pass.kept), "kept for its backward pass"
-        yield "a chunk of logits", gigabytes(of_pass.logits), "the target's and the draft's, with gradients"
-        yield "its backward pass", gigabytes(of_pass.working), "after the last chunk"
+        yield f"features of {memory.num_tokens} tokens", gigabytes(memory.features), "during the draft's pass"
+        yield "the draft's pass", gigabytes(memory.kept), "kept for its backward pass"
+        yield "logits or gradients", gigabytes(memory.working), "of a chunk, and of the draft's weights"
         yield "the output head gathered", gigabytes(memory.head), "during the draft's pass"
         yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
         yield "at least, between passes", gigabytes(memory.held), ""
         yield "at most at a time", gigabytes(memory.total), ""
-
-    def _reasons(self) -> Iterator[str]:
-        """Yields why the activations were chosen; nothing if there was no choice."""
-        if self.speeds is None or len(self.layout.ways) < 2:
-            return
-        yield f"--activations {self.layout.load.activations} {least_time(self.speeds)}"
-        for way in self.layout.ways:
-            cost = way.cost
-            terms = {"target's products": cost.target, "draft's": cost.draft, "exchanges": cost.exchanges}
-            shown = ", ".join(f"{name} {microseconds(seconds)}" for name, seconds in terms.items())
-            layouts = f"{way.spec} and --draft-parallel {way.draft_spec.axes}"
-            yield f"  {way.activations} with {layouts}: {microseconds(cost.seconds)}, of which {shown}"
 
     def _verdict(self) -> Iterator[str]:
         if self.device_bytes is None:
             least, most = gigabytes(self.layout.memory.held), gigabytes(self.layout.memory.total)
             yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
             return
-        usable = usable_bytes(self.device_bytes)
-        room = (
-            f"{gigabytes(self.device_bytes)}, of which {gigabytes(self.device_bytes - usable)} are left to CUDA and "
-            "fragmentation"
-        )
+        usable, room = usable_bytes(self.device_bytes), room_words(self.device_bytes)
         if self.fits:
             yield f"fits {room}: {gigabytes(usable - self.layout.memory.total)} to spare"
         else:
@@ -167,6 +147,12 @@ class PlannedDraft:
             yield f"the longest sequence that fits: {self.longest} tokens"
         else:
             yield "no sequence of 256 tokens fits: use more ranks along the target's fsdp, ep or tp"
+
+
+def room_words(device_bytes: int) -> str:
+    """Returns the memory of a device and what of it is not planned."""
+    left = gigabytes(device_bytes - usable_bytes(device_bytes))
+    return f"{gigabytes(device_bytes)}, of which {left} are left to CUDA and fragmentation"
 
 
 @dataclass(frozen=True)
@@ -205,13 +191,3 @@ def _target_repr(value: str) -> TargetRepr:
         if value == each:
             return each
     raise ConfigError(f"--draft has target_repr {value!r}: expected {', '.join(get_args(TargetRepr))}")
-
-
-def _way(way: DraftWay) -> dict[str, object]:
-    cost = asdict(way.cost) | {"seconds": way.cost.seconds}
-    return {
-        "activations": way.activations,
-        "parallel": way.spec.axes,
-        "draft_parallel": way.draft_spec.axes,
-        "cost": cost,
-    }

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from ...workers.models.devices import device_of
 from ...workers.planner.group_memory import Phase, RankBytes
-from ...workers.planner.group_remedies import group_remedies
 from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, PlannedGroup
+from ...workers.planner.largest_term import largest_term, term_words
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.protocol.worker_config import (
@@ -39,21 +39,19 @@ from ..config.server_config import KNOBS
 from .auto_layout import with_sampler_layout
 
 _COLUMNS = tuple(each.name for each in fields(RankBytes))
-_TITLES = tuple(name.replace("kv_cache", "key/value cache").replace("_", " ") for name in _COLUMNS)
+_TITLES = tuple(map(term_words, _COLUMNS))
 
 
 @dataclass(frozen=True)
 class PlannedGroups:
     """The plan of groups for the command line.
 
-    num_devices: that it may use; None = unknown. is_default_cache: whether --kv-cache-bytes is not given, for a GPU.
-    reasons: for the layout that `--sampler-parallel auto` chose.
+    is_default_cache: whether --kv-cache-bytes is not given, for a GPU. said: the choice of `--sampler-parallel auto`.
     """
 
     plan: GroupsPlan
-    num_devices: int | None
     is_default_cache: bool
-    reasons: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -69,7 +67,7 @@ class PlannedGroups:
             "moving": {name: asdict(moves) for name, moves in plan.moving.items()},
             "usable": plan.usable_bytes,
             "fits": plan.fits,
-            "remedies": self._remedies(),
+            "remedies": [words for each in plan.devices if plan.excess_on(each) for words in self._remedies(each)],
             "notes": [plan.shape.left_out] if plan.shape.left_out else [],
         }
 
@@ -93,7 +91,7 @@ class PlannedGroups:
             for each in plan.groups
         ]
         yield from aligned(("group", "layout", "devices", "base in", "phases"), rows)
-        yield from self.reasons
+        yield from self.said
         for device in plan.devices:
             yield ""
             yield from _device_lines(device)
@@ -101,13 +99,6 @@ class PlannedGroups:
         if plan.takes_turns:
             yield ""
             yield from self._moves()
-        remedies = self._remedies()
-        if remedies:
-            yield ""
-            yield from (f"it would fit with {flags}" for flags in remedies)
-        elif plan.fits is False:
-            yield ""
-            yield "no single change makes it fit: use larger devices, or give more groups devices of their own"
 
     def _group(self, group: PlannedGroup) -> dict[str, object]:
         memory = self.plan.memory[group.name]
@@ -133,10 +124,16 @@ class PlannedGroups:
     def _phases(self, group: PlannedGroup) -> str:
         return ", ".join(self.plan.memory[group.name].phases)
 
-    def _remedies(self) -> list[str]:
-        if self.plan.fits is not False:
-            return []
-        return [each.flags for each in group_remedies(self.plan, self.num_devices)]
+    def _remedies(self, device: DevicePlan) -> Iterator[str]:
+        """Yields the largest term of the group that needs most with its remedy, and turns if the device is shared."""
+        (group,) = (each for each in self.plan.groups if each.name == device.heaviest)
+        if group.reserved_bytes is not None:
+            yield f"vLLM takes {gigabytes(group.reserved_bytes)}: lower --vllm-memory-share"
+        else:
+            phases = self.plan.memory[group.name].phases.values()
+            yield largest_term(max(phases, key=lambda each: each.total), group.load)
+        if device.is_shared and not device.takes_turns:
+            yield "or let the groups take turns: --shared-devices turns"
 
     def _verdict(self, device: DevicePlan) -> Iterator[str]:
         usable, excess = self.plan.usable_on(device), self.plan.excess_on(device)
@@ -152,6 +149,7 @@ class PlannedGroups:
                 f"does not fit: needs {needed}, {gigabytes(excess)} more than the {gigabytes(usable)} "
                 f"that may be used; most is that of {most}, {gigabytes(memory.peak)} in its {phase}"
             )
+            yield from self._remedies(device)
 
     def _moves(self) -> Iterator[str]:
         moving = self.plan.moving
@@ -184,7 +182,7 @@ def planned_groups(
         ConfigError: a flag has a wrong value.
         ValueError: `serve` would refuse the groups, or their memory cannot be planned.
     """
-    reasons: list[str] = []
+    said: list[str] = []
     usual = {"device": "cuda"}
     if given.get("sampler") == "vllm" and "vllm_url" not in given:
         usual["vllm_python"] = sys.executable  # which Python has vLLM makes no difference here
@@ -199,7 +197,7 @@ def planned_groups(
             raise ConfigError(
                 "--sampler-parallel auto needs the memory of a device: give --device-memory, such as 80GB"
             )
-        dispatch = with_sampler_layout(dispatch, device_bytes, config.ranks.device_link, num_devices, reasons.append)
+        dispatch = with_sampler_layout(dispatch, device_bytes, num_devices, said.append)
     check_layouts(dispatch, num_devices)
     groups = []
     for name, roles, model in _groups(dispatch):
@@ -220,7 +218,7 @@ def planned_groups(
     ours = (each for each in groups if each.reserved_bytes is None)
     has_gpu_cache = any(each.load.samples and CPU not in each.devices for each in ours)
     is_default_cache = has_gpu_cache and config.memory.kv_cache_bytes is None
-    return PlannedGroups(plan, num_devices, is_default_cache, tuple(reasons))
+    return PlannedGroups(plan, is_default_cache, tuple(said))
 
 
 def _groups(config: DispatchConfig) -> Iterator[tuple[str, tuple[str, ...], WorkerConfig]]:

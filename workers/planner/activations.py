@@ -71,7 +71,6 @@ def share_of(shape: ModelShape, spec: ParallelSpec, load: Workload) -> Share:
         gathers_stream=load.tp_activations == "sharded" and spec.tp > 1,
         longest=load.longest,
         tokens=load.tokens,
-        num_forward=1 if load.activations == "keep" else 2,
         ulysses=shape.sequence_split(spec).ulysses,
         mixes_adapters=load.training == "lora" and load.adapter_slots > 1,
     )

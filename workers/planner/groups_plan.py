@@ -184,11 +184,6 @@ class GroupsPlan:
         moving = (each for each in self.groups if each.reserved_bytes is None)
         return {each.name: self._moves(each) for each in moving if not shared.isdisjoint(each.devices)}
 
-    def with_loads(self, **changes: object) -> "GroupsPlan":
-        """Returns the plan with these fields of all loads changed."""
-        groups = (replace(each, load=replace(each.load, **changes)) for each in self.groups)  # pyright: ignore
-        return replace(self, groups=tuple(groups))
-
     def _moves(self, group: PlannedGroup) -> Moves:
         moved = self.memory[group.name].moved
         of_models, is_cpu = moved.models + moved.optimizer, group.devices[0] == CPU

@@ -1,7 +1,6 @@
 """Finds the smallest layout that fits a device, and changes that would make another one fit. Imports no torch.
 
-Among layouts of equally many ranks, and among ways to keep activations, it takes the one with the least time for a
-token, see exchanges.py.
+Among layouts of equally many ranks it takes the one that exchanges least, by the order of the axes in `_exchanged`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +10,10 @@ from ..protocol.parallel_spec import ParallelSpec
 from ..resources.machine import gigabytes
 from ..shapes.layouts.checks import divisors, valid_ep, valid_tp
 from ..shapes.model_shape import ModelShape
+from .device_rates import DEVICES_PER_NODE
 from .estimate import MemoryEstimate, estimate
-from .exchanges import TokenCost, sampling_cost, training_cost
-from .group_memory import group_memory
-from .speeds import DEVICES_PER_NODE, NVLINK, Speeds
+from .group_memory import RankBytes, group_memory
+from .largest_term import remedy_of
 from .workload import Workload
 
 # The share of device memory for CUDA and its libraries, collectives' buffers, and fragmentation. An estimate.
@@ -25,52 +24,26 @@ MAX_RANKS = 1024
 # The token counts of micro-batches that are tried are multiples of this.
 _STEP = 256
 
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout that was considered. num_bytes: that each of its ranks needs. cost: None if these do not fit."""
-
-    spec: ParallelSpec
-    num_bytes: int
-    cost: TokenCost | None = None
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to keep activations, and the cost of the layout that was found for it."""
-
-    activations: str
-    spec: ParallelSpec
-    cost: TokenCost
+# A pass that computes its layers again has at most this part of the speed.
+_RECOMPUTED_SPEED = 0.75
 
 
 @dataclass(frozen=True)
 class PlannedLayout:
-    """A layout and what each of its ranks needs.
-
-    smaller: the best layout with fewer ranks, which does not fit. candidates: all layouts of as many ranks, those that
-    fit first, by cost. ways: those that were compared, by cost.
-    """
+    """A layout and what each of its ranks needs. smaller: the best layout with fewer ranks, which does not fit."""
 
     spec: ParallelSpec
     load: Workload
     memory: MemoryEstimate
     smaller: "PlannedLayout | None" = None
-    candidates: tuple[Candidate, ...] = ()
-    ways: tuple[Way, ...] = ()
 
 
 @dataclass(frozen=True)
 class SamplerLayout:
-    """The layout of a sampler worker, and the layouts of as many ranks that were considered."""
+    """The layout of a sampler worker, and the bytes of each rank."""
 
     spec: ParallelSpec
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns the bytes of each rank."""
-        return self.candidates[0].num_bytes
+    num_bytes: int
 
 
 def usable_bytes(device_bytes: int) -> int:
@@ -79,54 +52,39 @@ def usable_bytes(device_bytes: int) -> int:
 
 
 def smallest_layout(
-    shape: ModelShape,
-    load: Workload,
-    device_bytes: int,
-    num_devices: int | None = None,
-    speeds: Speeds = NVLINK,
+    shape: ModelShape, load: Workload, device_bytes: int, num_devices: int | None = None, link: str = "nvlink"
 ) -> PlannedLayout | None:
-    """Returns the layout with the fewest ranks that fits, None if none does.
+    """Returns the layout with the fewest ranks that fits, of equals the one that exchanges least; None if none does.
 
-    Among equals it takes the one with the least time for a token. Ranks along tp are of one node.
+    Ranks along tp are of one node.
     """
     best: PlannedLayout | None = None
     for choices in _by_ranks(shape, load, num_devices):
-        considered = _by_cost(
-            [Candidate(each.spec, each.memory.total) for each in choices],
-            device_bytes,
-            lambda spec: training_cost(shape, spec, load, speeds),
-        )
-        if considered and considered[0].cost is not None:
-            (cheapest,) = (each for each in choices if each.spec == considered[0].spec)
-            return replace(cheapest, smaller=best, candidates=considered)
+        fitting = [each for each in choices if _need(each) <= usable_bytes(device_bytes)]
+        if fitting:
+            return replace(min(fitting, key=lambda each: _exchanged(each.spec, load, link)), smaller=best)
         best = min([*choices, *([best] if best else [])], key=_need)
     return None
 
 
 def smallest_sampler_layout(
-    shape: ModelShape,
-    load: Workload,
-    prefill_tokens: int,
-    device_bytes: int,
-    num_devices: int | None = None,
-    speeds: Speeds = NVLINK,
+    shape: ModelShape, load: Workload, prefill_tokens: int, device_bytes: int, num_devices: int | None = None
 ) -> SamplerLayout:
-    """Returns the layout of tp and ep with the fewest ranks that can sample on these devices, and with the least time
-    for a token among these. Raises ValueError if none fits.
+    """Returns the layout of tp and ep with the fewest ranks that can sample on these devices, of equals the one with
+    most ranks along tp. Raises ValueError if none fits.
 
     Args:
         prefill_tokens: most tokens of prompts that run at a time.
     """
     load = replace(load, samples=True)
-    least: Candidate | None = None
+    least: SamplerLayout | None = None
     for num_ranks in numbers_of_ranks(num_devices or MAX_RANKS):
-        specs = [spec for spec in layouts(shape, num_ranks) if spec.tp * spec.ep == num_ranks]
-        needs = [Candidate(spec, group_memory(shape, spec, load, (), prefill_tokens).peak) for spec in specs]
-        considered = _by_cost(needs, device_bytes, lambda spec: sampling_cost(shape, spec, load, speeds))
-        if considered and considered[0].cost is not None:
-            return SamplerLayout(considered[0].spec, considered)
-        every = [*considered, *([least] if least else [])]
-        least = min(every, key=lambda each: each.num_bytes, default=None)
+        specs = (spec for spec in layouts(shape, num_ranks) if spec.tp * spec.ep == num_ranks)
+        every = [SamplerLayout(each, group_memory(shape, each, load, (), prefill_tokens).peak) for each in specs]
+        fitting = [each for each in every if each.num_bytes <= usable_bytes(device_bytes)]
+        if fitting:
+            return min(fitting, key=lambda each: each.spec.ep)
+        least = min([*every, *([least] if least else [])], key=lambda each: each.num_bytes, default=None)
     assert least is not None, "one rank has a layout"
     where = f" on {num_devices} devices" if num_devices else ""
     raise ValueError(
@@ -135,21 +93,18 @@ def smallest_sampler_layout(
     )
 
 
-def _by_cost(
-    candidates: Sequence[Candidate], device_bytes: int, cost: Callable[[ParallelSpec], TokenCost]
-) -> tuple[Candidate, ...]:
-    """Returns those that fit with their costs, the cheapest first, and then the others by what they need."""
-    usable = usable_bytes(device_bytes)
-    fitting = [replace(each, cost=cost(each.spec)) for each in candidates if each.num_bytes <= usable]
-    others = sorted((each for each in candidates if each.num_bytes > usable), key=lambda each: each.num_bytes)
-    return (*sorted(fitting, key=_rank_of_candidate), *others)
+def _exchanged(spec: ParallelSpec, load: Workload, link: str) -> tuple[int, int, int]:
+    """Returns the ranks along the axes that exchange most for such a load, these first.
 
-
-def _rank_of_candidate(candidate: Candidate) -> tuple[float, int, int, int]:
-    """Returns the time for a token, and of equals the layout that gathers and moves least often first."""
-    spec, cost = candidate.spec, candidate.cost
-    assert cost is not None
-    return cost.seconds, spec.fsdp, spec.sp, spec.ep
+    Ranks that sample read weights at each step, which tp divides and then ep; over slow links its sums take longer
+    than that. Full models have a gradient for each weight, so parts of weights (fsdp, ep) cost little more. Adapters
+    have nearly none: tokens (sp) cost least, across nodes tp inside each of them.
+    """
+    if load.samples and link == "nvlink":
+        return spec.fsdp, spec.sp, spec.ep
+    if load.training == "full":
+        return spec.tp, spec.sp, spec.fsdp
+    return spec.fsdp, spec.ep, spec.tp if spec.num_ranks <= DEVICES_PER_NODE else spec.sp
 
 
 def loads_with_fewer_activations(load: Workload) -> list[Workload]:
@@ -167,62 +122,48 @@ def layout_that_fits(
     loads: Sequence[Workload],
     device_bytes: int,
     num_devices: int | None = None,
-    speeds: Speeds = NVLINK,
+    link: str = "nvlink",
     with_replicas: bool = True,
 ) -> PlannedLayout:
-    """Returns the smallest layout for one of the loads, which differ in the activations that they keep: the one that
-    takes least time for a token. Raises ValueError if none fits.
+    """Returns the smallest layout for one of the loads, which differ in the activations that they keep, see
+    `recomputing_pays`. Raises ValueError if none fits.
 
     Activations in host memory are the last resort, as neither that memory nor the copies are counted.
 
     Args:
-        with_replicas: whether layouts are compared with replicas on the other devices: of num_devices, or of as many
-            as the largest layout has.
+        with_replicas: whether replicas run on the other devices, of num_devices.
     """
-    found: list[PlannedLayout] = []
+    best: PlannedLayout | None = None
     for load in loads:
-        if load.activations != "offload" or not found:
-            choice = smallest_layout(shape, load, device_bytes, num_devices, speeds)
-            found += [] if choice is None else [choice]
-    if found:
-        filled = (num_devices or max(each.spec.num_ranks for each in found)) if with_replicas else 1
-        ways = [_way(shape, each, filled, speeds) for each in found]
-        seconds = [each.cost.seconds for each in ways]
-        fastest = found[seconds.index(min(seconds))]
-        return replace(fastest, ways=tuple(sorted(ways, key=lambda each: each.cost.seconds)))
+        if load.activations == "offload" and best is not None:
+            break
+        choice = smallest_layout(shape, load, device_bytes, num_devices, link)
+        if choice is not None and (
+            best is None or recomputing_pays(choice.spec, best.spec, num_devices if with_replicas else None)
+        ):
+            best = choice
+    if best is not None:
+        return best
     least = smallest_memory_layout(shape, loads[-1], num_devices)
     memory = least.memory
     where, more = (f" on {num_devices} devices", ", or take more devices") if num_devices else ("", "")
     learned = "adapters" if least.load.training == "lora" else "models' own weights"
-    heaviest = _heaviest(memory, least.load, usable_bytes(device_bytes))
-    remedy = f"lower {' or '.join(heaviest)}" if heaviest else "use larger devices"
+    terms = RankBytes(memory.base, memory.trainable.total, kv_cache=memory.kv_cache, activations=memory.work)
     raise ValueError(
         f"no layout of {shape.name} fits{where}: {least.spec} with --activations {least.load.activations} needs least, "
         f"{gigabytes(memory.total)} on each rank (base {gigabytes(memory.base)}, {learned} "
         f"{gigabytes(memory.trainable.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
-        f"{gigabytes(memory.work)}): {remedy}{more}"
+        f"{gigabytes(memory.work)}): {remedy_of(terms, least.load)}{more}"
     )
 
 
-def _way(shape: ModelShape, choice: PlannedLayout, num_devices: int, speeds: Speeds) -> Way:
-    """Returns the cost of the layout with as many replicas as these devices have room for."""
-    spec = replace(choice.spec, replicas=max(1, num_devices // choice.spec.num_ranks))
-    return Way(choice.load.activations, spec, training_cost(shape, spec, choice.load, speeds))
-
-
-def _heaviest(memory: MemoryEstimate, load: Workload, usable: int) -> list[str]:
-    """Returns the knobs that control more than a tenth of the memory, the largest first; none if a single slot is
-    already too large."""
-    if memory.trainable.total // load.slots > usable:
-        return []
-    knobs = {
-        _slots_flag(load): memory.trainable.total if load.slots > 1 else 0,
-        "--kv-cache-bytes": memory.kv_cache,
-        "--micro-batch-tokens and --max-context-length": memory.work,
-    }
-    return sorted(
-        (knob for knob, size in knobs.items() if size > memory.total / 10), key=knobs.__getitem__, reverse=True
-    )
+def recomputing_pays(fewer: ParallelSpec, kept: ParallelSpec, num_devices: int | None) -> bool:
+    """True if layers should be computed again because fewer ranks then fit: to keep them would take several nodes, or
+    leave devices idle that replicas of the smaller layout use."""
+    if fewer.num_ranks >= kept.num_ranks:
+        return False
+    used, used_by_kept = ((num_devices or kept.num_ranks) // each.num_ranks * each.num_ranks for each in (fewer, kept))
+    return kept.num_ranks > DEVICES_PER_NODE or _RECOMPUTED_SPEED * used > used_by_kept
 
 
 @dataclass(frozen=True)
@@ -246,11 +187,7 @@ def remedies(
         return found
     load = load.with_slots(1)
     found = _single_changes(shape, spec, load, device_bytes, num_devices)
-    return [replace(remedy, flags=f"{_slots_flag(load)} 1 {remedy.flags}") for remedy in found]
-
-
-def _slots_flag(load: Workload) -> str:
-    return "--" + load.slots_knob.replace("_", "-")
+    return [replace(remedy, flags=f"{load.slots_flag} 1 {remedy.flags}") for remedy in found]
 
 
 def _single_changes(
@@ -261,7 +198,7 @@ def _single_changes(
         return changed(most) if most else None
 
     if fewer := largest(load.slots - 1, load.with_slots):
-        yield Remedy(f"{_slots_flag(load)} {fewer.slots}", spec, fewer)
+        yield Remedy(f"{load.slots_flag} {fewer.slots}", spec, fewer)
     if less := largest(load.kv_cache_bytes >> 20, lambda number: replace(load, kv_cache_bytes=number << 20)):
         yield Remedy(f"--kv-cache-bytes {less.kv_cache_bytes >> 20}MiB", spec, less)
     if shorter := largest(load.tokens // _STEP, lambda number: load.with_max_tokens(_STEP * number)):

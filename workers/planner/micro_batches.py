@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,11 +16,12 @@ from ..protocol.worker_config import (
     default_pass_tokens,
 )
 from ..resources.machine import loaded_dtype, runs_on_cpu
+from ..shapes.layouts.flops import ModelFlops, OwnFlops
 from ..shapes.model_shape import ModelShape
+from ..shapes.parts import Layer
+from .device_rates import rate_in_passes
 from .estimate import estimate
-from .exchanges import rank_flops
 from .layout_search import largest_that_fits, usable_bytes
-from .speeds import rate_in_passes
 from .workload import Workload
 
 # The token counts of micro-batches that are tried are multiples of this.
@@ -141,3 +143,29 @@ def served_batch_sizes(
     wanted, tokens = size(load)
     _, of_adapters = size(replace(load, training="lora"))
     return BatchSizes(tokens, default_pass_tokens(of_adapters, spec, load.on_cpu), None if given else wanted)
+
+
+def rank_flops(shape: ModelShape, spec: ParallelSpec, load: Workload) -> float:
+    """Returns the operations of a rank for each of its tokens in a pass over sequences of the longest length.
+
+    Counts adapters of all linear layers, the layers that the backward pass computes again, and what each of the ranks
+    along tp computes for the same tokens.
+    """
+    import numpy as np  # imported late: the command line starts without it
+
+    lengths, along_tp = np.array([load.longest]), ParallelSpec(tp=spec.tp, replicated=spec.replicated)
+    counts = ModelFlops(shape, along_tp)
+    own = OwnFlops(_adapter_flops(shape, along_tp, load.effective_lora_rank), trains_base=load.training == "full")
+    of_pass = counts.of_pass(lengths, own, num_trained=load.longest)
+    again = 0.0 if load.activations == "keep" else counts.trunk(lengths) + load.longest * own.trunk
+    return (of_pass + again) / load.longest
+
+
+def _adapter_flops(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> float:
+    """Returns the operations of the adapters' products in a forward pass, for each token."""
+    features = sum(number * _adapter_features(layer, spec) for layer, number in Counter(shape.layers).items())
+    return 2.0 * lora_rank * features
+
+
+def _adapter_features(layer: Layer, spec: ParallelSpec) -> int:
+    return sum(sum(pair) for part in layer.parts for pair in part.of_token.adapter_pairs(spec))

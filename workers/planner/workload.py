@@ -67,6 +67,10 @@ class Workload:
         return "adapter_slots" if self.training == "lora" else "full_slots"
 
     @property
+    def slots_flag(self) -> str:
+        return "--" + self.slots_knob.replace("_", "-")
+
+    @property
     def slots(self) -> int:
         return getattr(self, self.slots_knob)
 

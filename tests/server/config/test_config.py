@@ -432,7 +432,7 @@ def test_every_knob_is_read() -> None:
         if name not in (read_in_workers if name in handed_on else read_in_server)
         and not name.startswith(("sampler", "vllm_"))
     }
-    assert unread == {"shard"}  # it becomes a part of `parallel`
+    assert not unread
     # Knobs of sampling have other names in SamplingConfig and VllmConfig.
     assert {entry.name for target in (SamplingConfig, VllmConfig) for entry in fields(target)} <= read_in_workers
     assert "no_such_knob" not in read_in_server | read_in_workers

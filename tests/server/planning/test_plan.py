@@ -146,39 +146,15 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, model, *knobs, link, "--num-devices=64")
     assert "layout: sp=2,tp=4, 8 ranks" in text
     assert re.search(r"fewer ranks do not fit: sp=\d,tp=\d would need \d+\.\d GB on each", text)
-    assert (
-        "sp=2,tp=4 takes least time for a token, of layouts of 8 ranks that fit (over nvlink, --device-link):" in text
-    )
-    pattern = r"^  (\S+): \S+ GB on each rank, a pass computes for (\S+) us and sends \S+ kB in (\S+) us, .* (\S+) us$"
-    considered = re.findall(pattern, text, re.MULTILINE)
-    times = [sum(map(float, terms)) for _, *terms in considered]
-    assert considered[0][0] == "sp=2,tp=4" and len(times) > 1 and times == sorted(times)
-    assert "--activations keep takes least time for a token (a device computes 400 TFLOP/s, assumed):\n" in text
-    pattern = (
-        r"^  (keep|recompute) with \S+: (\S+) us, of which products (\S+) us, exchanges (\S+) us, sampling (\S+) us$"
-    )
-    ways = re.findall(pattern, text, re.MULTILINE)
-    assert [way for way, *_ in ways] == ["keep", "recompute"]
-    assert all(float(total) == pytest.approx(sum(map(float, terms)), abs=0.2) for _, total, *terms in ways)
-    assert float(ways[0][1]) < float(ways[1][1])
     assert "with 64 of the 64 devices: replicas=8,sp=2,tp=4" in text
     training = printed(capsys, model, *knobs, link, "--train-only")
-    assert "layout: sp=4,tp=2, 8 ranks" in training and "sampling sends" not in training
-    *_, shown = training.replace("--device-link):", "assumed):").partition("--activations keep takes")
-    assert f"--activations keep takes{shown}```\n" in DOCUMENT
+    assert "layout: sp=4,tp=2, 8 ranks" in training
+    *_, shown = training.partition("serve makes micro-batches")
+    assert f"\nserve makes micro-batches{shown}```\n" in DOCUMENT
     found = json.loads(printed(capsys, model, *knobs, link, "--train-only", "--json"))
-    assert found["link"] == {"name": "nvlink", "source": "--device-link"}
-    fitting = [each for each in found["candidates"] if each["cost"] is not None]
-    assert fitting[0]["parallel"] == "sp=4,tp=2" and len(fitting) < len(found["candidates"])
-    assert found["ways"][0] == {"activations": "keep", "parallel": "sp=4,tp=2", "cost": fitting[0]["cost"]}
-    assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
     assert found["products"] == {"flops_per_second": 400e12, "source": "assumed"}
-    assert "(a device computes 140 TFLOP/s, A100's data sheet):" in printed(
-        capsys, model, *knobs, link, "--device-name=A100"
-    )
-    assert "--device-name has no effect without --device-memory or --parallel auto" in refused(
-        capsys, 2, model, "--device-name=A100"
-    )
+    assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
+    assert "--device-name has no effect without --device-memory" in refused(capsys, 2, model, "--device-name=A100")
     assert "H10 is not one of A100" in refused(capsys, 2, model, *knobs, "--device-name=H10")
     assert "recomputed" not in text
     less = printed(capsys, model, *knobs, "--num-devices=2")
@@ -187,7 +163,6 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     pattern = r"fits on 1 devices: single with --activations offload needs least, \d+\.\d GB on each rank \(base "
     assert re.search(pattern, refused(capsys, 1, model, *too_few))
     assert "single with --activations keep needs" in refused(capsys, 1, model, *too_few, "--activations=keep")
-    assert "takes least time for a token (a" not in printed(capsys, model, *knobs, "--activations=keep")
     assert "give --device-memory, such as 80GB" in refused(capsys, 2, model, "--parallel=auto")
 
 
@@ -196,13 +171,13 @@ def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--parallel=tp=2", "--base-model is not given"),
         ("--base-model=M= --parallel=tp=2", "base model 'M=' is not NAME[=PATH_OR_HUB_ID]"),
-        ("--device-memory=80XB", "--device-memory is '80XB': expected a number of bytes, such as 80GB or 1GiB"),
-        ("--num-devices=0", "--num-devices is '0': expected a whole number of at least 1"),
-        ("--lora-rank=many", "--lora-rank is 'many': expected a whole number of at least 1"),
-        ("--tp-activations=some", "--tp-activations is 'some': expected sharded or whole"),
-        ("--activations=none", "--activations is 'none': expected keep, recompute or offload"),
-        ("--device-memory=80", "--device-memory 80 is 80 bytes: give a unit, such as 80GB"),
-        ("--training=some", "--training is 'some': expected lora or full"),
+        ("--device-memory=80XB", "--device-memory is '80XB': expected a number of bytes, such as 268435456 or 256MiB"),
+        ("--num-devices=0", "num_devices is 0: expected at least 1"),
+        ("--lora-rank=many", "--lora-rank is 'many': expected an integer"),
+        ("--tp-activations=some", "tp_activations is 'some': expected sharded or whole"),
+        ("--activations=none", "activations is 'none': expected keep or recompute or offload"),
+        ("--device-memory=80", "--device-memory is 80 bytes: give a unit, such as 80GB"),
+        ("--training=some", "training is 'some': expected lora or full"),
         (
             "--training=full --lora-rank=8",
             "--lora-rank configures adapters, which --training full has none of: leave it",
@@ -253,10 +228,10 @@ def test_auto_finds_a_layout_for_full_fine_tuning(capsys: pytest.CaptureFixture[
     model = f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"
     knobs = ("--training=full", "--parallel=auto", "--device-memory=80GB", "--max-context-length=4096", "--train-only")
     text = printed(capsys, model, *knobs, "--full-slots=1")
-    assert "layout: fsdp=2,tp=2, 4 ranks" in text
-    assert re.search(r"^1 model of 2\.27 billion weights, 22 bytes each +49\.9 GB", text, re.MULTILINE)
+    assert "layout: fsdp=2,sp=2, 4 ranks" in text
+    assert re.search(r"^1 model of 2\.01 billion weights, 22 bytes each +44\.2 GB", text, re.MULTILINE)
     assert re.search(
-        r"^the output head gathered +4\.2 GB +with its gradient, while it computes logits", text, re.MULTILINE
+        r"^the output head gathered +3\.7 GB +with its gradient, while it computes logits", text, re.MULTILINE
     )
     assert re.search(r"fewer ranks do not fit: \S+ would need \d+\.\d GB on each", text)
     sharded = printed(capsys, model, *knobs[:1], *knobs[2:], "--parallel=fsdp=8")
@@ -388,15 +363,9 @@ def test_the_document_plans_what_exceeds_a_node(capsys: pytest.CaptureFixture[st
     assert f"8,192 tokens: {memory['activations']['total'] / 1e9:.1f} GB of 405B, recomputed" in DOCUMENT
     flags = ("--parallel=auto", "--device-link=nvlink", "--num-devices=32", "--max-context-length=8192")
     plan = json.loads(printed(capsys, f"--base-model=M={sparse}", *flags, *knobs))
-    first, second = (each["parallel"] for each in plan["candidates"][:2])
-    assert plan["parallel"] == first and plan["load"]["activations"] == "recompute"
-    shown = f"`{first}` with recomputed layers, {plan['memory']['total'] / 1e9:.1f} GB on each rank, and `{second}`"
+    assert plan["load"]["activations"] == "recompute"
+    shown = f"`{plan['parallel']}` with recomputed layers, {plan['memory']['total'] / 1e9:.1f} GB on each rank"
     assert shown in DOCUMENT
-    assert 1.2 < _seconds(plan["candidates"][1]) / _seconds(plan["candidates"][0]) < 1.3
-
-
-def _seconds(candidate: dict[str, Any]) -> float:
-    return candidate["cost"]["seconds"]
 
 
 def test_the_document_names_every_flag() -> None:

@@ -21,9 +21,9 @@ from trainhouse.schemas.training import (
 from trainhouse.workers.drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
 from trainhouse.workers.drafts.draft_model import DraftModel
+from trainhouse.workers.planner.drafts.draft_estimate import DraftMemory, draft_memory, longest_sequence
 from trainhouse.workers.planner.drafts.draft_layouts import draft_layout_that_fits, draft_spec_of
 from trainhouse.workers.planner.drafts.draft_load import draft_load
-from trainhouse.workers.planner.drafts.draft_memory import DraftMemory, draft_memory, longest_sequence
 from trainhouse.workers.planner.layout_search import usable_bytes
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.pools.base import PoolSpec
@@ -45,6 +45,8 @@ from .test_estimate import OF_KIND, SCALED, public, shape_at
 LENGTH = 1024
 # The largest error of what is held between passes: less than what a small draft's target keeps of positions.
 HELD = 0.001
+# A pass is planned by a ratio of what a draft computes: up to a third more than it needs, never less.
+LEAST, MOST = 1.0, 1.35
 SIZES = {"qwen3_moe": OF_KIND["qwen3_moe"]}
 
 
@@ -162,7 +164,7 @@ CASES = [
             Case(*EAGLE, vocab=4096),
             Case(*EAGLE, dtype="bfloat16"),
             Case("eagle3", UNROLLED, {"ttt_length": 9}, activations="recompute"),
-            Case("eagle3", UNROLLED, {"ttt_length": 9}, dtype="bfloat16", activations="recompute"),
+            Case("eagle3", UNROLLED, {"ttt_length": 14}, dtype="bfloat16", activations="recompute"),
             Case(*EAGLE, "fsdp=2", "tp=2"),
             Case(*EAGLE, "fsdp=2", "sp=2"),
             Case(*DFLASH),
@@ -187,8 +189,8 @@ def test_memory_of_a_rank_that_trains_a_draft_is_as_planned(case: Case, tmp_path
     of_draft, kept = planned.total - planned.target - planned.policy, planned.vectors.kept + planned.rotations
     print(f"\n{case}: held {kept / held:.3f}, peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
     assert near(kept, held, HELD) and not near(planned.vectors.kept, held, HELD)
-    assert near(of_draft, peak)
-    assert not near(more.total - more.target - more.policy, peak)
+    assert as_planned(of_draft, peak)
+    assert not as_planned(more.total - more.target - more.policy, peak)
 
 
 @pytest.mark.full
@@ -197,10 +199,9 @@ def test_a_rank_has_its_part_of_an_operations_gradients_and_one_matrix_of_others
     case = Case("dflash", fields, {}, "fsdp=2,sp=2")
     model = tiny_model("qwen3", tmp_path, **SCALED)
     planned, (_, peak) = case.planned(shape_at(model), fields), measured(model, case)
-    of_draft, num_ranks = planned.total - planned.target - planned.policy, case.knobs["parallel"].num_ranks
+    of_draft = planned.total - planned.target - planned.policy
     print(f"\n{case}: peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB")
-    assert planned.vectors.scratch == planned.vectors.gradients and near(of_draft, peak)
-    assert not near(of_draft + (num_ranks - 1) * planned.vectors.scratch, peak)
+    assert planned.vectors.scratch == planned.vectors.gradients and as_planned(of_draft, peak)
 
 
 @pytest.mark.full
@@ -218,7 +219,11 @@ def test_memory_of_stored_logits_that_ranks_exchange_is_as_planned(tmp_path: Pat
         peak = max(where.of_each("peak"))
     of_draft, without = (each.total - each.target - each.policy for each in (planned, of_hidden))
     print(f"\n{case}: peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB; {without / peak:.3f} as for hidden states")
-    assert near(of_draft, peak) and not near(without, peak)
+    assert as_planned(of_draft, peak) and not as_planned(without, peak)
+
+
+def as_planned(planned: float, found: float) -> bool:
+    return LEAST * found < planned < MOST * found
 
 
 def measured(model: Path, case: Case) -> tuple[int, int]:

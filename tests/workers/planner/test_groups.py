@@ -8,9 +8,9 @@ import pytest
 from trainhouse.schemas.models import Role
 from trainhouse.workers.planner.activations import activations, forward_activations
 from trainhouse.workers.planner.estimate import estimate
-from trainhouse.workers.planner.group_memory import group_memory
-from trainhouse.workers.planner.group_remedies import group_remedies
+from trainhouse.workers.planner.group_memory import RankBytes, group_memory
 from trainhouse.workers.planner.groups_plan import GroupsPlan, PlannedGroup
+from trainhouse.workers.planner.largest_term import largest_term
 from trainhouse.workers.planner.trainable_memory import adapter_size, value_head_size
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import RunSpec
@@ -148,30 +148,15 @@ def test_ranks_on_a_cpu_are_added() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "gigabytes", "wanted"),
+    ("memory", "load", "words"),
     [
-        (("policy@0", "critic@0"), 80, "--shared-devices turns"),
-        (("policy@0", "critic@0"), 80, "--role-group critic=single@cuda:1"),
-        (("policy@0", "critic@0"), 80, "--activations recompute"),
-        (("policy@0", "sampler@0"), 80, "--sampler-device cuda:1"),
-        (("policy@0", "reference@1"), 40, "--activations recompute"),
-        (("policy@0", "reference@2"), 60, "--parallel tp=2"),
-        (("policy@0", "critic@0"), 40, "--shared-devices turns --activations recompute"),
+        (RankBytes(weights=9 * 10**9), {}, "most of it is weights, 9.0 GB: divide them among more ranks"),
+        (RankBytes(kv_cache=5 * 10**8), {}, "key/value cache, 500 MB: lower --kv-cache-bytes"),
+        (RankBytes(activations=2), {}, "activations, 0 MB: use --activations recompute"),
+        (RankBytes(optimizer=2, models=1), {"adapter_slots": 2}, "optimizer, 0 MB: lower --adapter-slots"),
+        (RankBytes(gradients=2), {"training": "full", "full_slots": 2}, "gradients, 0 MB: lower --full-slots"),
+        (RankBytes(models=2), {"training": "full", "full_slots": 1}, "models, 0 MB: use larger devices"),
     ],
 )
-def test_each_remedy_makes_the_groups_fit(groups: tuple[str, ...], gigabytes: int, wanted: str) -> None:
-    named = (each.split("@") for each in groups)
-    found = plan(
-        *(group(name, f"cuda:{number}", samples=name == "sampler") for name, number in named),
-        device_bytes=gigabytes * 10**9,
-    )
-    assert found.fits is False
-    remedies = {each.flags: each.plan for each in group_remedies(found)}
-    assert wanted in remedies, remedies
-    assert all(each.fits for each in remedies.values())
-
-
-def test_remedies_use_only_devices_that_are_there() -> None:
-    found = plan(group("policy", "cuda:0"), group("critic", "cuda:0"))
-    assert any("cuda:1" in each.flags for each in group_remedies(found, num_devices=2))
-    assert not any("cuda:1" in each.flags or "tp=" in each.flags for each in group_remedies(found, num_devices=1))
+def test_the_largest_term_has_a_remedy(memory: RankBytes, load: dict[str, Any], words: str) -> None:
+    assert words in largest_term(memory, Workload(longest=8192, **load))

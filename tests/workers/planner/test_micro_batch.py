@@ -12,10 +12,10 @@ from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.server.cli import commands
 from trainhouse.workers.batch import micro_batch
 from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.planner.device_rates import rate_of
 from trainhouse.workers.planner.estimate import estimate
 from trainhouse.workers.planner.layout_search import usable_bytes
 from trainhouse.workers.planner.micro_batches import fitting_micro_batch_tokens, wanted_micro_batch_tokens
-from trainhouse.workers.planner.speeds import speeds_of
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
@@ -35,7 +35,7 @@ from trainhouse.workers.worker import loading
 from ..training.test_full import a_worker, run, some_data, supervised
 
 LOAD = Workload(8192, samples=False)
-H100 = speeds_of("nvlink", device="NVIDIA H100 80GB HBM3").flops_per_second
+H100 = rate_of("nvlink", device="NVIDIA H100 80GB HBM3").flops_per_second
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "head_dim": 128,

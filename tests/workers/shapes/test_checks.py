@@ -148,7 +148,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         DENSE | {"model_type": "deepseek_v32"},
         "sp=3 does not divide 8 heads of M; valid sp: 1, 2, 4, 8",
     ),
-    "dtype": ("--dtype float16", LLAMA, "dtype float16 is not supported: choose one of auto, float32, bfloat16"),
+    "dtype": ("--dtype float16", LLAMA, "dtype is 'float16': expected auto or float32 or bfloat16"),
     "another latent attention": (
         "--parallel tp=2",
         DENSE | {"model_type": "deepseek_v2", "kv_lora_rank": 512},

@@ -1,44 +1,27 @@
 """Finds the smallest pair of layouts, the target's and the draft's, that fits a device. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...protocol.parallel_spec import ParallelSpec
 from ...resources.machine import gigabytes
 from ...shapes.draft_spec import check_drafts, default_draft_spec
 from ...shapes.layouts.checks import divisors
 from ...shapes.model_shape import ModelShape
-from ..layout_search import MAX_RANKS, layouts, numbers_of_ranks, usable_bytes
-from ..speeds import NVLINK, Speeds
+from ..layout_search import MAX_RANKS, layouts, numbers_of_ranks, recomputing_pays, usable_bytes
 from ..workload import Workload
-from .draft_cost import DraftCost, draft_cost
+from .draft_estimate import DraftMemory, draft_memory
 from .draft_load import DraftLoad
-from .draft_memory import DraftMemory, draft_memory
 
 
 @dataclass(frozen=True)
 class DraftLayout:
-    """Layouts of the ranks that train a draft, and what each rank needs.
-
-    spec: of the target on these ranks. ways: the ways to keep activations that were compared, by cost.
-    """
+    """Layouts of the ranks that train a draft, and what each rank needs. spec: of the target on these ranks."""
 
     spec: ParallelSpec
     draft_spec: ParallelSpec
     load: Workload
     memory: DraftMemory
-    ways: tuple["DraftWay", ...] = ()
-
-
-@dataclass(frozen=True)
-class DraftWay:
-    """A way to keep activations, the layouts that were found for it with as many replicas as the devices have room for,
-    and their cost."""
-
-    activations: str
-    spec: ParallelSpec
-    draft_spec: ParallelSpec
-    cost: DraftCost
 
 
 def draft_layout_that_fits(
@@ -48,33 +31,27 @@ def draft_layout_that_fits(
     device_bytes: int,
     num_devices: int | None = None,
     draft_spec: ParallelSpec | None = None,
-    speeds: Speeds = NVLINK,
 ) -> DraftLayout:
-    """Returns the layouts for one of the loads, which differ in the activations that they keep: those with least time
-    for a token, with replicas on the other devices. Raises ValueError if none fits.
+    """Returns the layouts for one of the loads, which differ in the activations that they keep, see
+    `recomputing_pays`. Raises ValueError if none fits.
 
     For each load these are the layouts with the fewest ranks that fit, and of these the ones whose ranks need least.
 
     Args:
-        num_devices: None for as many as the larger layout has ranks.
         draft_spec: the draft's, None for any.
     """
-    found: list[DraftLayout] = []
+    found: DraftLayout | None = None
     least: DraftLayout | None = None
     for load in loads:
         for num_ranks in numbers_of_ranks(num_devices or MAX_RANKS):
             every = list(_pairs(shape, load, draft, num_ranks, draft_spec))
             best = min(every, key=_need, default=None)
             if best is not None and _need(best) <= usable_bytes(device_bytes):
-                found.append(best)
+                found = best if found is None or recomputing_pays(best.spec, found.spec, num_devices) else found
                 break
             least = min((each for each in (least, best) if each is not None), key=_need, default=None)
-    if found:
-        filled = num_devices or max(each.spec.num_ranks for each in found)
-        ways = [_way(shape, each, draft, filled, speeds) for each in found]
-        seconds = [each.cost.seconds for each in ways]
-        fastest = found[seconds.index(min(seconds))]
-        return replace(fastest, ways=tuple(sorted(ways, key=lambda each: each.cost.seconds)))
+    if found is not None:
+        return found
     where = f" on {num_devices} devices" if num_devices else ""
     if least is None:
         raise ValueError(f"no layout of a draft of {shape.name} is possible{where}: change --draft-parallel")
@@ -85,22 +62,14 @@ def draft_layout_that_fits(
     )
 
 
-def _way(shape: ModelShape, choice: DraftLayout, draft: DraftLoad, num_devices: int, speeds: Speeds) -> DraftWay:
-    number = max(1, num_devices // choice.spec.num_ranks)
-    spec, draft_spec = (replace(each, replicas=each.replicas * number) for each in (choice.spec, choice.draft_spec))
-    cost = draft_cost(shape, spec, choice.load, draft, draft_spec, speeds)
-    return DraftWay(choice.load.activations, spec, draft_spec, cost)
-
-
 def heaviest(memory: DraftMemory) -> str:
     """Returns the largest part of the peak, in words."""
-    of_pass = memory.activations
     parts = {
         "of the target's weights": memory.target + memory.policy,
         "of the key/value cache": memory.kv_cache,
         "of the draft's weights, gradients and moments": memory.vectors.kept + memory.vectors.scratch,
         "of the target's pass": max(memory.target_pass, memory.exchange),
-        "of the draft's pass": of_pass.total + memory.head,
+        "of the draft's pass": memory.draft_pass + memory.head,
     }
     name = max(parts, key=parts.__getitem__)
     return f"{gigabytes(parts[name])} {name}"

@@ -12,7 +12,7 @@ from .latent_attention import LatentAttention
 from .layer import PARTS, FeedForward, Layer, Norms
 from .mamba import Mamba
 from .mixer import Attention, Mixer
-from .part import FLOAT32, CacheEntries, Divisible, Exchange, Flops, IndexFlops, Part, Placement, Share, View, Weight
+from .part import FLOAT32, CacheEntries, Divisible, Flops, IndexFlops, Part, Placement, Share, View, Weight
 from .query_growth import QueryGrowth
 from .routed_experts import ExpertNorms, RoutedExperts
 from .softmax_attention import OutputGate, SoftmaxAttention
@@ -24,7 +24,6 @@ __all__ = [
     "CacheEntries",
     "Dense",
     "Divisible",
-    "Exchange",
     "ExpertNorms",
     "FeedForward",
     "Flops",

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .mixer import Mixer
-from .part import FLOAT32, CacheEntries, Divisible, Exchange, Flops, Placement, Share, Weight, product_flops
+from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "linear_attn"
 _ROWS, _COLUMNS = Placement("linear_attn", 0), Placement("linear_attn", 1)
@@ -109,9 +109,3 @@ class GatedDelta(Mixer):
         reads."""
         states = 6.0 * self._values * self.key_dim / spec.tp_size_of("linear_attn")
         return Flops(product_flops(self.weights(), spec), states=states)
-
-    def exchanges(self, share: Share) -> Iterator[Exchange]:
-        """Yields the rule's inputs and outputs."""
-        if share.spec.sp > 1:
-            numbers = 2 * self.key_heads * self.key_dim + 2 * self._values + 2 * self.value_heads
-            yield share.exchange_by_heads(numbers / share.spec.tp_size_of("linear_attn"), 5, share.spec.sp)

@@ -17,7 +17,6 @@ from .part import (
     INT64,
     CacheEntries,
     Divisible,
-    Exchange,
     Flops,
     IndexFlops,
     Placement,
@@ -165,15 +164,6 @@ class LatentAttention(Attention):
         of_index = FLOAT32 * min(rows * heads * length, MAX_INDEX_SCORES) + (2 * FLOAT32 + INT64) * rows * length
         of_mask = (share.number_bytes + FLOAT32) * queries_of_choice(self.heads, length) * length
         return max(of_index, of_mask)
-
-    def exchanges(self, share: Share) -> Iterator[Exchange]:
-        """Yields for an indexer also its keys, and which tokens it chooses."""
-        yield from super().exchanges(share)
-        indexer = self.own_indexer
-        if indexer is not None and share.spec.sp > 1:
-            chosen = INT32 * indexer.most if self._chooses(share) else 0
-            num_bytes = (share.spec.sp - 1) * (share.number_bytes * indexer.head_dim + chosen)
-            yield Exchange("sp", share.num_forward * num_bytes, 2 * share.num_forward)
 
     def _chooses(self, share: Share) -> bool:
         """True if there are sequences of more tokens than the indexer chooses."""

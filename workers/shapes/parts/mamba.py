@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .mixer import Mixer
-from .part import FLOAT32, CacheEntries, Divisible, Exchange, Flops, Placement, Share, Weight, product_flops
+from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, Weight, product_flops
 
 _NAME = "mamba"
 _ROWS, _COLUMNS = Placement("mamba", 0), Placement("mamba", 1)
@@ -117,10 +117,3 @@ class Mamba(Mixer):
         """Counts for each token what it adds to the state, and what it reads."""
         states = 4.0 * self.sections[0] * self.state_dim / spec.tp_size_of("mamba")
         return Flops(product_flops(self.weights(), spec), states=states)
-
-    def exchanges(self, share: Share) -> Iterator[Exchange]:
-        """Yields the recurrence's inputs and outputs, with copies of b and c for ranks along sp."""
-        if share.spec.sp > 1:
-            features, _, states, _, heads = self.sections
-            numbers = 2 * features + 2 * states * self.copies_along_sp(share.spec) + heads
-            yield share.exchange_by_heads(numbers / share.spec.tp_size_of("mamba"), 5, share.spec.sp)

@@ -1,11 +1,10 @@
 """Sequence mixers: the declarations of all of them, and of those with softmax attention."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
 
 from ...protocol.parallel_spec import ParallelSpec
 from .indexer import Indexer
-from .part import FLOAT32, CacheEntries, Exchange, Part, Share
+from .part import FLOAT32, CacheEntries, Part, Share
 from .query_growth import QueryGrowth
 from .windows import MAX_SCORES, queries_of_mask, queries_of_scores
 
@@ -54,22 +53,6 @@ class Attention(Mixer):
     def head_features(self) -> int | None:
         """The features of each head of queries, keys and values; None if they differ."""
         return None
-
-    @property
-    @abstractmethod
-    def widest_dim(self) -> int:
-        """The features of each head, of queries and keys or of values, whichever are more."""
-
-    def exchanges(self, share: Share) -> Iterator[Exchange]:
-        tp, number, passes = share.spec.tp_size_of("self_attn"), share.number_bytes, share.num_forward + 1
-        queries, keys = self.heads // tp * self.widest_dim, self.kv_heads // tp * self.widest_dim
-        if share.ulysses > 1:
-            repeated = max(1.0, share.ulysses / (self.kv_heads // tp))
-            yield share.exchange_by_heads(2 * queries + 2 * keys * repeated, 4, share.ulysses)
-        if share.ring > 1:
-            # Keys and values travel around in each direction, their gradients in float32 all the way back.
-            steps = (share.ring - 1) * passes
-            yield Exchange("sp", 2 * keys * (number * steps + FLOAT32 * share.ring), steps + share.ring)
 
     def score_bytes(self, share: Share) -> int:
         """Counts for sliding windows the mask of some queries, or with a ring scores, their mask and their softmax.

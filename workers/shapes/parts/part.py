@@ -176,15 +176,6 @@ def product_flops(weights: Iterable[Weight], spec: ParallelSpec = SINGLE) -> flo
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """The bytes that a rank sends along one axis. number: of exchanges."""
-
-    axis: Literal["replicas", "fsdp", "sp", "ep", "tp"]
-    num_bytes: float
-    number: float
-
-
-@dataclass(frozen=True)
 class Share:
     """A rank's share of a pass, as far as parts need it to count bytes for each of its tokens.
 
@@ -192,7 +183,6 @@ class Share:
     base model's dtype. lora_rank: 0 if no adapters are trained. gathers_stream: whether ranks along tp shard the
     residual stream. longest: tokens of the longest sequence. tokens: of a micro-batch, which may have those of several
     adapters if mixes_adapters.
-    num_forward: how often a layer runs forward; 2 if the backward pass computes it again.
     """
 
     spec: ParallelSpec
@@ -202,22 +192,12 @@ class Share:
     gathers_stream: bool
     longest: int
     tokens: int
-    num_forward: int = 1
     ulysses: int = 1
     mixes_adapters: bool = False
 
     @property
     def ring(self) -> int:
         return self.spec.sp // self.ulysses
-
-    def exchange_by_heads(self, numbers: float, num_tensors: int, num_ranks: int) -> Exchange:
-        """Returns what ranks along sp send each other so that each has all tokens for some heads, or vice versa.
-
-        Args:
-            numbers: of each token, in so many tensors, forward and as often backward.
-        """
-        passes, of_others = self.num_forward + 1, (num_ranks - 1) / num_ranks
-        return Exchange("sp", passes * self.number_bytes * numbers * of_others, num_tensors * passes)
 
     def stream(self, hidden: int) -> float:
         """Returns the bytes of a state of the residual stream, and of the inverse of its norm."""
@@ -268,8 +248,3 @@ class Part(ABC):
     @abstractmethod
     def flops(self, spec: ParallelSpec = SINGLE) -> Flops:
         """Returns the operations of one rank along tp, for all tokens that these ranks have in common."""
-
-    def exchanges(self, share: Share) -> Iterator[Exchange]:
-        """Yields what ranks along sp and ep send each other in a pass, but not what each part is gathered for and
-        summed by along tp."""
-        yield from ()

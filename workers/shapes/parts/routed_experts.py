@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .dense import Dense
-from .part import FLOAT32, INT64, Divisible, Exchange, Flops, Part, Placement, Share, Weight, product_flops
+from .part import FLOAT32, INT64, Divisible, Flops, Part, Placement, Share, Weight, product_flops
 
 _NAME = "mlp"
 _WHOLE = Placement("experts", None, is_common=True)
@@ -205,10 +205,3 @@ class RoutedExperts(Part):
         of_router = 2.0 * self.hidden * (self.num / num_router_ranks + self.gates_shared / spec.tp)
         of_shared = self.shared.flops(spec).weights if self.shared is not None else 0.0
         return Flops(of_router + of_experts + product_flops(self._latent_weights(), spec) + of_shared)
-
-    def exchanges(self, share: Share) -> Iterator[Exchange]:
-        """Yields the vectors that experts map, there and back in each direction; and for the gradients of experts'
-        adapters their inputs again."""
-        if (ep := share.spec.ep) > 1:
-            of_expert = share.number_bytes * self._mapped * (ep - 1) / ep
-            yield Exchange("ep", self.per_token * of_expert * (2 * share.num_forward + 3), 2 * share.num_forward + 4)

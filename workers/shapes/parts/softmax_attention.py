@@ -105,10 +105,6 @@ class SoftmaxAttention(Attention):
         return self.head_dim
 
     @property
-    def widest_dim(self) -> int:
-        return self.head_dim
-
-    @property
     def _queries(self) -> int:
         return self.heads * self.head_dim
 

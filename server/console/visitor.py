@@ -26,7 +26,7 @@ class PageLink:
 
 
 MODEL_LISTS = plugin_rows("server.openai.rows", "MODEL_LISTS")
-"""What can be sampled through OpenAI's API, as the playground does; empty without the API."""
+"""Lists what OpenAI's API samples, as the playground does; empty without the API."""
 
 PAGES = (
     PageLink("/console/runs", "Runs", "read"),

@@ -23,4 +23,4 @@ _MISSED = ("/chat/completions", "/completions", "/models")
 
 ERROR_BODIES = dict.fromkeys(("/v1/", *_MISSED), _error_body)
 HINTS = dict.fromkeys(_MISSED, "OpenAI's API is at {base_url}v1 here: end the client's base URL with /v1")
-"""What to say where a path is not found."""
+"""Remedies for paths that are not found."""

@@ -18,6 +18,7 @@ from trainhouse.server.cli.remote.curves import curve
 from trainhouse.server.cli.remote.watching import RunReader
 
 from ...live import LiveServer
+from ..api import needs_openai
 
 MODEL = "tiny/chat"
 KEY = "tml-command-line"
@@ -163,6 +164,7 @@ def test_checkpoints_are_managed(capsys: pytest.CaptureFixture[str], run: str, t
     assert json.loads(captured.out)["status"] == 5 and captured.err.count("\n") == 1
 
 
+@needs_openai
 @pytest.mark.usefixtures("at_server")
 def test_texts_are_sampled_from_models_and_checkpoints(capsys: pytest.CaptureFixture[str], run: str) -> None:
     flags = ("--max-tokens=4", "--temperature=0")
@@ -174,6 +176,7 @@ def test_texts_are_sampled_from_models_and_checkpoints(capsys: pytest.CaptureFix
     assert said(capsys, "sample", MODEL, "the", "-n", "2", *flags).split("\n---\n")[0] == two[0]["text"]
 
 
+@needs_openai
 @pytest.mark.usefixtures("at_server")
 def test_a_chat_keeps_its_messages(capsys: pytest.CaptureFixture[str], run: str) -> None:
     model, flags = f"tinker://{run}/sampler_weights/sampler", ("--max-tokens=4", "--temperature=0")
@@ -185,6 +188,7 @@ def test_a_chat_keeps_its_messages(capsys: pytest.CaptureFixture[str], run: str)
     assert forgotten["messages"] == chat[:3]
 
 
+@needs_openai
 def test_a_piped_chat_ends_with_its_input(shared_server: LiveServer) -> None:
     command = [sys.executable, "-m", "trainhouse.server", "chat", MODEL, "--max-tokens=3", "--temperature=0"]
     flags = [f"--base-url={shared_server.url}", f"--api-key={KEY}", "--json"]
@@ -207,8 +211,8 @@ def test_limits_and_workers_are_shown(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "status", "message"),
     [
         (["runs", "show", "none"], 5, "no training run none exists: list yours with `trainhouse runs list`"),
-        (["sample", "none", "x"], 5, "model none does not exist"),
-        (["chat", "none", "-m", "x"], 5, "model none does not exist"),
+        pytest.param(["sample", "none", "x"], 5, "model none does not exist", marks=needs_openai),
+        pytest.param(["chat", "none", "-m", "x"], 5, "model none does not exist", marks=needs_openai),
         (["runs", "list", "--api-key=wrong"], 4, "the API key does not start with tml-"),
         (["usage", "--base-url=http://127.0.0.1:9"], 3, "Connection refused"),
         (["sample", "m", "x", "--base-url=http://127.0.0.1:9"], 3, "Connection refused"),

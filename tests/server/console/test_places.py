@@ -1,4 +1,4 @@
-"""Where the console meets the rest of the server: what leads to it, and what holds for its requests as for all."""
+"""The console's borders: what leads to it, and what holds for its requests as for all others."""
 
 import re
 from pathlib import Path

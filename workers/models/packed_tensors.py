@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, modeling_utils
 
-from ..shapes.packed_weights import GroupedWeight, PackedWeight, TensorHeader, packed_weights, unpacked_names
-from ..shapes.quantization import MLX, Quantization
-from ..shapes.sparse_weights import sparse_weights
-from .packed import GroupedTensor, ScaledTensor, SparseTensor, StoredTensor, TableTensor, split_projections, unstacked
+from ..shapes.packed_weights import PackedWeight, TensorHeader, packed_weights, unpacked_names
+from ..shapes.quantization import Quantization
+from .packed import ScaledTensor, StoredTensor, TableTensor, split_projections
 
 
 @contextmanager
@@ -51,27 +50,12 @@ def dequantized_tensors(
     Raises:
         ValueError: a weight is packed in a way that is not known, or its tensors do not fit together.
     """
-    stored = _dense(stored)
-    headers = _headers(stored)
+    headers = {name: TensorHeader(each.get_dtype(), tuple(each.get_shape())) for name, each in stored.items()}
     packed = packed_weights(headers, quantization)
     dequantized: dict[str, StoredTensor] = {name: stored[name] for name in unpacked_names(headers, packed)}
     for name, each in packed.items():
         if isinstance(each, PackedWeight):
             dequantized[name] = ScaledTensor(name, each, stored, dtype)
-        elif isinstance(each, GroupedWeight):
-            dequantized[name] = GroupedTensor(name, each, stored, dtype)
         else:
             dequantized[name] = TableTensor(name, each, stored, dtype)
-    return unstacked(dequantized) if quantization.method == MLX else dequantized
-
-
-def _dense(stored: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Returns the tensors with sparse weights that are read with their zeros."""
-    sparse = sparse_weights(_headers(stored))
-    used = {name for each in sparse.values() for name in each.names}
-    dense = {name: SparseTensor(name, each, stored) for name, each in sparse.items()}
-    return {name: each for name, each in stored.items() if name not in used} | dense
-
-
-def _headers(stored: Mapping[str, StoredTensor]) -> dict[str, TensorHeader]:
-    return {name: TensorHeader(each.get_dtype(), tuple(each.get_shape())) for name, each in stored.items()}
+    return dequantized

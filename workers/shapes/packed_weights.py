@@ -1,7 +1,7 @@
 """Finds the weights that a model's files hold in fewer bits: codes in one tensor, their scales in others.
 
 Reads names, dtypes and shapes alone, of the layouts of gpt-oss, DeepSeek, compressed-tensors, NVIDIA's ModelOpt, AMD's
-Quark, torchao, GPTQ, AWQ, bitsandbytes, MLX and HQQ. Imports no torch.
+Quark, torchao, GPTQ, AWQ and bitsandbytes. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Literal
 
-from .quantization import GPTQ_BITS, HQQ, MLX, Quantization
+from .quantization import GPTQ_BITS, Quantization, conversion_error
 
 _EIGHT_BIT = {"F8_E4M3", "F8_E5M2", "I8", "U8"}
 """Dtypes of codes in files, as safetensors names them. A byte can also hold two numbers of 4 bits."""
@@ -27,13 +27,10 @@ _NOT_OF_WEIGHTS = (
 _NOT_READ = {"pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"}
 """Last parts of the names of scales of inputs, and of a matrix that is added."""
 
-_NOT_NEEDED_OF_HQQ = (
-    *("group_size", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero", "compute_dtype"),
-    *("offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero"),
-)
-"""Last parts of the names of tensors with settings that do not change numbers, or that config.json has too."""
+_CONVERTED = {"bitmask": "sparse-bitmask", "W_q": "hqq"}
+"""Last parts of the names of codes that another program has to convert, and how these are packed."""
 
-CodeKind = Literal["float8", "float6", "float4", "integer", "unsigned", "signed"]
+CodeKind = Literal["float8", "float6", "float4", "integer"]
 
 # bitsandbytes divides numbers of 8 bits by the largest code.
 _LARGEST_INT8 = 127
@@ -52,52 +49,54 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight of which files hold codes and scales. Each number is a code times the scale of its block.
+    """A weight of which files hold codes and scales: each number is a code times the scale of its block.
 
-    Names are those of tensors in files. kind: codes are floats of 8, 6 or 4 bits, or integers, of which zero is the
-    middle one or the first, or which are signed. numbers, elements: as many numbers are in as many elements of the
-    codes' last dimension. bits: of an integer code. shape: of the codes' numbers; the last dimension may be padded,
-    see `true_shape`. block: rows and columns that share a scale. factor, divisor: a number that all scales are
-    multiplied or divided by. denominator: another one that they are divided by. has_float8_scales: whether scales in
-    bytes are floats of 8 bits, not powers of two. offsets: are added to the codes times scales. zero_points: are
-    subtracted from the codes. zero_point_axis: the dimension along which these are packed as the codes are, None if
-    they are not. low_zero_points: whether packed ones are one too low. true_shape: a tensor that holds the shape
-    without padding. groups: a tensor that holds the column of scales for each column of numbers. layout: a tensor that
-    holds the layout of the codes as bitsandbytes numbers it, 0 if they are in rows. order: the places in an element at
-    which its numbers are. is_mirrored: whether codes, scales and zero points are transposed in files.
-    has_mirrored_scales: whether scales and offsets alone are. transposed: whether the last two dimensions of the
-    weight are swapped in files.
+    Names are those of tensors in files.
     """
 
     kind: CodeKind
+    """Whether codes are floats or integers, of which zero is the middle one."""
     codes: str
     scales: str
     shape: tuple[int, ...]
+    """Of the codes' numbers. The last dimension may be padded, see `true_shape`."""
     numbers: int
+    """As many numbers are in `elements` elements of the codes' last dimension."""
     block: tuple[int, int]
+    """Rows and columns that share a scale."""
     bits: int = 0
+    """Of an integer code."""
     elements: int = 1
     factor: str | None = None
+    """All scales are multiplied by this number."""
     divisor: str | None = None
+    """All scales are divided by this number."""
     denominator: int = 1
-    has_float8_scales: bool = False
-    offsets: str | None = None
+    """All scales are divided by it, too."""
     zero_points: str | None = None
+    """These are subtracted from the codes."""
     zero_point_axis: int | None = None
+    """The dimension along which zero points are packed as the codes are, None if they are not."""
     low_zero_points: bool = False
+    """Whether packed zero points are one too low."""
     true_shape: str | None = None
+    """A tensor that holds the shape without padding."""
     groups: str | None = None
+    """A tensor that holds the column of scales for each column of numbers."""
     layout: str | None = None
+    """A tensor that holds the layout of the codes as bitsandbytes numbers it, 0 if they are in rows."""
     order: tuple[int, ...] = ()
+    """The places in an element at which its numbers are."""
     is_mirrored: bool = False
-    has_mirrored_scales: bool = False
+    """Whether codes, scales and zero points are transposed in files."""
     transposed: bool = False
+    """Whether the last two dimensions of the weight are swapped in files."""
 
     @property
     def names(self) -> set[str]:
         """The tensors in files that make up this weight."""
         every = (self.codes, self.scales, self.factor, self.divisor, self.zero_points)
-        every += (self.true_shape, self.groups, self.layout, self.offsets)
+        every += (self.true_shape, self.groups, self.layout)
         return {name for name in every if name is not None}
 
     @property
@@ -109,17 +108,20 @@ class PackedWeight:
 class TableWeight:
     """A weight of bitsandbytes in 4 bits: codes are places in a table, and consecutive numbers share a scale.
 
-    Names are those of tensors in files. codes: two in a byte. scales: the scale of each block, or if `nested_scales` is
-    given a code for it, its place in `nested_table`. state: JSON in bytes, which holds the shape and the sizes of
-    blocks. num_numbers: what the codes have room for.
+    Names are those of tensors in files.
     """
 
     codes: str
+    """Two in a byte."""
     scales: str
+    """The scale of each block, or its place in `nested_table` if there are `nested_scales`."""
     table: str
     state: str
+    """JSON in bytes, which holds the shape and the sizes of blocks."""
     num_numbers: int
+    """What the codes have room for."""
     nested_scales: str | None = None
+    """The scales of blocks of scales."""
     nested_table: str | None = None
 
     @property
@@ -129,35 +131,7 @@ class TableWeight:
         return {name for name in every if name is not None}
 
 
-@dataclass(frozen=True)
-class GroupedWeight:
-    """A weight of HQQ: codes less zero points, times scales, of a matrix of groups.
-
-    Names are those of tensors in files. codes: bytes [rows, columns], which hold the codes of several rows of groups.
-    bits: of a code. axis: the dimension of the matrix of groups along which numbers share a scale. settings: hold the
-    weight's shape, the bits and the axis. others: are not needed.
-    """
-
-    codes: str
-    scales: str
-    zero_points: str
-    settings: tuple[str, str, str]
-    others: tuple[str, ...]
-    bits: int
-    axis: int
-    num_numbers: int
-
-    @property
-    def names(self) -> set[str]:
-        """The tensors in files that make up this weight."""
-        return {self.codes, self.scales, self.zero_points, *self.settings, *self.others}
-
-    @property
-    def per_element(self) -> int:
-        return 8 // self.bits
-
-
-Packed = PackedWeight | TableWeight | GroupedWeight
+Packed = PackedWeight | TableWeight
 
 
 def packed_weights(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> dict[str, Packed]:
@@ -170,6 +144,8 @@ def packed_weights(tensors: Mapping[str, TensorHeader], quantization: Quantizati
     used = {name for packed in found.values() for name in packed.names}
     for name, header in tensors.items():
         path, _, leaf = name.rpartition(".")
+        if leaf in _CONVERTED:
+            raise ValueError(f"{name}: {conversion_error(_CONVERTED[leaf])}")
         if leaf in _NOT_READ:
             raise ValueError(f"{path} needs {leaf} to be dequantized, which is not supported: use another release")
         if name in used:
@@ -191,6 +167,13 @@ def unpacked_names(tensors: Mapping[str, TensorHeader], packed: Mapping[str, Pac
     ]
 
 
+def num_elements(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> int:
+    """Returns how many numbers the weights in these files have when none is packed."""
+    packed = packed_weights(tensors, quantization)
+    plain = sum(prod(tensors[name].shape) for name in unpacked_names(tensors, packed))
+    return plain + sum(each.num_numbers for each in packed.values())
+
+
 def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> Iterator[tuple[str, Packed]]:
     for name, header in tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -199,10 +182,6 @@ def _found(tensors: Mapping[str, TensorHeader], quantization: Quantization) -> I
             yield weight, _checked(_experts_of_gpt_oss(name, f"{weight}_scales", tensors), tensors)
         elif leaf == "weight_packed":
             yield f"{path}.weight", _compressed(path, tensors, quantization)
-        elif header.dtype == "U32" and f"{path}.scales" in tensors:
-            yield name, _of_mlx(name, tensors, quantization)
-        elif leaf == "W_q":
-            yield f"{path}.weight", _of_hqq(path, tensors, quantization)
         elif leaf == "qweight":
             yield f"{path}.weight", _of_gptq_or_awq(path, tensors, quantization)
         elif f"{name}.absmax" in tensors:
@@ -238,7 +217,7 @@ def _compressed(path: str, tensors: Mapping[str, TensorHeader], quantization: Qu
     beside = {key: f"{path}.{leaf}" if f"{path}.{leaf}" in tensors else None for key, leaf in others.items()}
     *rows, columns = _matrix(codes, scales, tensors)
     groups = tensors[scales].shape[-1] if tensors[scales].shape else 1
-    has_float6 = any(each.mode == "mxfp6" for each in quantization.groupings_of(path))
+    has_float6 = any(each.is_float for each in quantization.groupings_of(path))
     if tensors[codes].dtype == "U8" and has_float6 and columns == 24 * groups:
         plain = PackedWeight("float6", codes, scales, (*rows, columns * 4 // 3), 4, (1, 1), elements=3)
     elif tensors[codes].dtype == "U8":
@@ -269,7 +248,7 @@ def _integers(bits: int, codes: str, scales: str, shape: tuple[int, ...]) -> Pac
 
 def _bits(path: str, columns: int, num_groups: int, quantization: Quantization) -> int:
     """Returns the bits of a code that fit the numbers of 32-bit integers and of scales in a row."""
-    groupings = [each for each in quantization.groupings_of(path) if not each.mode]
+    groupings = [each for each in quantization.groupings_of(path) if not each.is_float]
     fitting = {
         each.bits
         for each in groupings
@@ -312,62 +291,6 @@ def _of_gptq_or_awq(path: str, tensors: Mapping[str, TensorHeader], quantization
     return _checked(replace(plain, block=block, zero_points=zero_points, zero_point_axis=axis), tensors)
 
 
-def _of_mlx(codes: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> PackedWeight:
-    """Returns a weight of MLX, or the stacked weights of experts: codes in 32-bit integers, from the lowest bits.
-
-    Numbers are codes times scales plus biases (which transformers calls qbiases), or floats of 4 or 8 bits.
-    """
-    path = codes.rpartition(".")[0]
-    scales = f"{path}.scales"
-    offsets = next((name for leaf in ("biases", "qbiases") if (name := f"{path}.{leaf}") in tensors), None)
-    (grouping, *others) = quantization.groupings_of(path) or (None,)
-    is_of_mlx = quantization.method in ("metal", MLX)
-    if grouping is None or others or not is_of_mlx or f"{path}.global_scale" in tensors:
-        raise ValueError(f"{codes} is packed in a way that quantization_config does not say: use another release")
-    if (offsets is None) is (grouping.mode == "affine"):
-        raise ValueError(
-            f"{codes} has {offsets or 'no biases'}, but is packed as {grouping.mode}: download the model again"
-        )
-    (*rows, words), bits = tensors[codes].shape or (0,), grouping.bits
-    columns, size = words * 32 // bits, grouping.size or 1
-    names = (codes, scales, *(() if offsets is None else (offsets,)))
-    if (
-        len(rows) not in (1, 2)
-        or words * 32 % bits
-        or any(tensors[each].shape != (*rows, columns / size) for each in names[1:])
-    ):
-        raise ValueError(f"{unfitting(names, tensors)} ({bits} bits in groups of {size})")
-    packed = replace(_integers(bits, codes, scales, (*rows, columns)), block=(1, size), offsets=offsets)
-    kind: CodeKind = "unsigned" if grouping.mode == "affine" else "float8" if bits == 8 else "float4"
-    return _checked(replace(packed, kind=kind, has_float8_scales=grouping.mode == "nvfp4"), tensors)
-
-
-def _of_hqq(path: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> GroupedWeight:
-    """Returns a weight whose settings are tensors too, as HQQLinear saves them."""
-    codes, scales, zeros, *settings = (f"{path}.{leaf}" for leaf in ("W_q", "scale", "zero", "shape", "nbits", "axis"))
-    if missing := [name for name in (scales, zeros, *settings) if name not in tensors]:
-        raise ValueError(f"{codes} has no {missing[0]}: download the model again, or use another release")
-    (grouping, *others) = quantization.groupings_of(path) or (None,)
-    if grouping is None or others or grouping.mode != HQQ or not grouping.size:
-        raise ValueError(f"{codes} is packed in a way that quantization_config does not say: use another release")
-    of_codes, of_scales, per_element = tensors[codes].shape, tensors[scales].shape, 8 // grouping.bits
-    height, width = of_codes if len(of_codes) == 2 else (0, 0)
-    along_rows = of_scales == (height * per_element, 1) and width == grouping.size
-    if (
-        tensors[codes].dtype != "U8"
-        or tensors[zeros].shape != of_scales
-        or not height * width
-        or not (along_rows or (of_scales == (1, width) and height * per_element == grouping.size))
-    ):
-        raise ValueError(
-            f"{unfitting((codes, scales, zeros), tensors)} ({grouping.bits} bits in groups of {grouping.size})"
-        )
-    rest = tuple(name for leaf in _NOT_NEEDED_OF_HQQ if (name := f"{path}.{leaf}") in tensors)
-    shape, bits, axis = settings
-    number = height * per_element * width
-    return GroupedWeight(codes, scales, zeros, (shape, bits, axis), rest, grouping.bits, int(along_rows), number)
-
-
 def unfitting(names: Sequence[str], tensors: Mapping[str, TensorHeader]) -> ValueError:
     """Returns an error that names these tensors and their sizes."""
     sizes = ", ".join(f"{name} of {tensors[name].dtype} {_sized(tensors[name].shape)}" for name in names)
@@ -401,9 +324,8 @@ def _of_torchao(
     path, _, leaf = codes.rpartition(".")
     own = leaf.removeprefix("_").removesuffix("_qdata")
     scales, zero_points = f"{path}._{own}_scale", f"{path}._{own}_zero_point"
-    has_offsets = zero_points in tensors and tensors[zero_points].dtype in _BYTES
-    if has_offsets and tensors[codes].dtype == "I8" and scales in tensors:
-        return f"{path}.{own}", _int4_of_torchao(codes, scales, zero_points, tensors)
+    if tensors[codes].dtype == "I8" and zero_points in tensors and tensors[zero_points].dtype in _BYTES:
+        raise ValueError(f"{codes}: {conversion_error('torchao INT4')}")
     if tensors[codes].dtype not in ("I8", "F8_E4M3", "F8_E5M2") or scales not in tensors:
         raise ValueError(
             f"{codes} is packed as {tensors[codes].dtype} of {_sized(tensors[codes].shape)}, in the layout of one "
@@ -413,21 +335,6 @@ def _of_torchao(
     plain = PackedWeight(kind, codes, scales, _matrix(codes, scales, tensors), 1, (1, 1), bits=8)
     plain = replace(plain, zero_points=zero_points if zero_points in tensors else None)
     return f"{path}.{own}", _checked(replace(plain, block=_block(plain, tensors[scales].shape, quantization)), tensors)
-
-
-def _int4_of_torchao(codes: str, scales: str, offsets: str, tensors: Mapping[str, TensorHeader]) -> PackedWeight:
-    """Returns a weight of torchao's plain layout: two codes in a byte, and scales of [groups, rows].
-
-    Numbers are codes times scales plus what is called zero points (`int4_row_quantize_zp` of FBGEMM).
-    """
-    of_codes, of_scales = tensors[codes].shape, tensors[scales].shape
-    if (len(of_codes), len(of_scales)) != (2, 2) or tensors[offsets].shape != of_scales or of_scales[1] != of_codes[0]:
-        raise unfitting((codes, scales, offsets), tensors)
-    rows, columns = of_codes[0], 2 * of_codes[1]
-    if not of_scales[0] or columns % of_scales[0]:
-        raise unfitting((codes, scales), tensors)
-    packed = PackedWeight("signed", codes, scales, (rows, columns), 2, (1, columns // of_scales[0]), bits=4)
-    return _checked(replace(packed, offsets=offsets, has_mirrored_scales=True), tensors)
 
 
 def _scaled(codes: str, scales: str, tensors: Mapping[str, TensorHeader], quantization: Quantization) -> PackedWeight:
@@ -496,7 +403,7 @@ def _checked(packed: PackedWeight, tensors: Mapping[str, TensorHeader]) -> Packe
         raise ValueError(
             f"{packed.codes} of {codes.dtype} {_sized(codes.shape)} has no numbers: download the model again"
         )
-    step = -1 if packed.is_mirrored or packed.has_mirrored_scales else 1
+    step = -1 if packed.is_mirrored else 1
     of_scales = tensors[packed.scales].shape[::step]
     num_matrices, grid = prod(packed.shape[:-2]), grid_of(packed.shape, of_scales)
     for name, size in ((packed.scales, prod(grid)), (packed.factor, 1), (packed.divisor, 1)):

@@ -1,7 +1,7 @@
 """Reads how a release packed its weights from its config.json, and refuses what cannot be read. Imports no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .name_patterns import NamePatterns
@@ -9,12 +9,10 @@ from .other_models import text_part_of
 
 MLX = "mlx"
 """Stands for the `quant_method` that MLX's releases do not name."""
-HQQ = "hqq"
 
 METHODS = (
     *("mxfp4", "mxfp8", "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt"),
     *("gptq", "awq", "auto-round", "intel/auto-round", "bitsandbytes", "quark", "torchao"),
-    *("metal", MLX, HQQ),
 )
 """Values of `quant_method` in a config.json whose weights can be dequantized."""
 
@@ -35,6 +33,17 @@ _REFUSED = {
 }
 """Methods whose weights are no codes with scales, or that round inputs too, and why."""
 
+_DECOMPRESS = "decompress them by compressed-tensors 0.12 (ModelCompressor) and save them through transformers"
+_CONVERTED = {
+    MLX: "convert them by `mlx_lm.convert --dequantize`",
+    "metal": "load them in transformers with MetalConfig(dequantize=True) and save them",
+    "hqq": "dequantize each layer by hqq (HQQLinear.dequantize) and save them through transformers",
+    "sparse-bitmask": _DECOMPRESS,
+    "sparse-24-bitmask": _DECOMPRESS,
+    "torchao INT4": "pack the original model in INT8 by torchao (Int8WeightOnlyConfig) or in INT4 by llm-compressor",
+}
+"""Methods and layouts that another program converts, and how."""
+
 _REMEDY = "use a release in bfloat16, GPTQ, AWQ or FP8, or dequantize this one with the program that made it"
 
 # Layouts of compressed-tensors in the order of one kernel.
@@ -46,52 +55,40 @@ _AUTO_ROUND = (
     *("auto_round", _LOW_ZERO_POINTS, "auto_round:gptqmodel", "auto_round:auto_awq"),
     *("auto_round:llm_compressor", "auto_round:fp8", "auto_round:fp8_static"),
 )
-_HQQ_BITS = (8, 4, 2, 1)
 GPTQ_BITS = (2, 3, 4, 5, 6, 7, 8)
-# What MLX packs, by mode: possible bits, the default first, and the numbers that share a scale if it is not said
-# (documentation of mlx.core.quantize).
-_MLX_MODES = {
-    "affine": ((4, 1, 2, 3, 5, 6, 8), 64),
-    "mxfp4": ((4,), 32),
-    "mxfp8": ((8,), 32),
-    "nvfp4": ((4,), 16),
-}
 _MLX_TYPES = (
-    *("llama", "mistral", "ministral3", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "starcoder2"),
-    *("gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "granite", "cohere", "cohere2", "ernie4_5"),
-    *("exaone_moe", "helium", "minimax_m2", "nemotron", "olmo2", "olmo3", "olmoe", "seed_oss", "smollm3"),
-    *("solar_open", "stablelm"),
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "starcoder2", "gemma", "gemma2", "gemma3_text"),
+    *("glm", "glm4", "granite", "cohere", "cohere2", "ernie4_5", "helium", "nemotron", "olmo2", "olmo3", "seed_oss"),
+    *("smollm3", "stablelm"),
 )
-"""Types of models whose weights have the numbers in MLX's releases that they have in transformers', and names that are
-known. mlx-lm adds one to norms of others, splits or swaps matrices, or renames them."""
+"""Types of models whose files have the same names and numbers in mlx-lm as in transformers. mlx-lm adds one to norms of
+others, splits or swaps matrices, stacks experts, or renames them."""
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """The way the weights of some modules are packed.
-
-    bits: of a code. size: columns that share a scale, None if a whole row does. mode: of MLX, mxfp6 or hqq. targets:
-    names of the modules; None if it is all that no other grouping names.
-    """
+    """The way the weights of some modules are packed."""
 
     bits: int
+    """Of a code."""
     size: int | None
-    mode: str = ""
+    """Columns that share a scale, None if a whole row does."""
+    is_float: bool = False
+    """Whether codes are floats (MXFP6), not integers."""
     targets: NamePatterns | None = None
+    """Names of the modules; None if it is all that no other grouping names."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The parts of a `quantization_config` that shapes in files do not show.
-
-    blocks: possible rows and columns that share a scale. groupings: of codes in integers. low_zero_points: whether
-    files of GPTQ hold zero points less one.
-    """
+    """The parts of a `quantization_config` that shapes in files do not show."""
 
     method: str = ""
     blocks: tuple[tuple[int, int], ...] = ()
+    """Possible rows and columns that share a scale."""
     groupings: tuple[Grouping, ...] = ()
     low_zero_points: bool = False
+    """Whether files of GPTQ hold zero points less one."""
 
     @staticmethod
     def of(config: Mapping[str, object]) -> "Quantization":
@@ -104,6 +101,11 @@ class Quantization:
         method = str(given.get("quant_method", ""))
         if method in _REFUSED:
             raise ValueError(f"weights quantized by {method} are not supported, because {_REFUSED[method]}: {_REMEDY}")
+        model_type = config.get("model_type")
+        if method == MLX and model_type is not None and (refused := refusal_of_mlx(str(model_type))) is not None:
+            raise ValueError(refused)
+        if method in _CONVERTED:
+            raise conversion_error(method)
         if given.get("quant_method") is not None and method not in METHODS:
             raise ValueError(
                 f"weights quantized by {method} are not supported, only by {', '.join(METHODS)}: use another release"
@@ -112,9 +114,6 @@ class Quantization:
         if method.endswith("auto-round"):
             low = _packing_of_autoround(given) == _LOW_ZERO_POINTS
         _check_layout(method, given)
-        model_type = config.get("model_type")
-        if method == MLX and model_type is not None and (refused := refusal_of_mlx(str(model_type))) is not None:
-            raise ValueError(refused)
         return Quantization(method, tuple(_blocks(given)), tuple(_groupings(method, given)), low)
 
     def groupings_of(self, module: str) -> Sequence[Grouping]:
@@ -137,13 +136,18 @@ def quantization_of(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def refusal_of_mlx(model_type: str) -> str | None:
-    """Returns why models of this type are not read from MLX's files, packed or not; None if they are."""
+    """Returns why models of this type are not read from MLX's unpacked files, None if they are."""
     if model_type in _MLX_TYPES:
         return None
     return (
         f"{model_type} models in MLX's files are not supported, because these have other names or numbers than"
         f" transformers' files: {_REMEDY}"
     )
+
+
+def conversion_error(packing: str) -> ValueError:
+    """Returns the error for weights that another program has to convert."""
+    return ValueError(f"weights packed by {packing} are not supported: {_CONVERTED[packing]}, or use another release")
 
 
 def quantization_refusal(config: Mapping[str, object]) -> str | None:
@@ -167,6 +171,8 @@ def _check_layout(method: str, given: Any) -> None:
         sparsity = given.get("sparsity_config")
         sparse = sparsity.get("format") if isinstance(sparsity, dict) else None
         for layout in (given.get("format"), sparse, *(each.get("format") for each in groups_of(given))):
+            if layout in _CONVERTED:
+                raise conversion_error(layout)
             if layout in _OTHER_LAYOUTS:
                 raise ValueError(f"weights packed as {layout} are not supported: {_REMEDY}")
         transforms = given.get("transform_config")
@@ -205,11 +211,7 @@ def _blocks(given: Any) -> Iterator[tuple[int, int]]:
 
 
 def _groupings(method: str, given: Any) -> Iterator[Grouping]:
-    if method in ("metal", MLX):
-        yield from _of_mlx(given)
-    elif method == HQQ:
-        yield from _of_hqq(given.get("quant_config"))
-    elif method in ("gptq", "awq") or method.endswith("auto-round"):
+    if method in ("gptq", "awq") or method.endswith("auto-round"):
         bits = given.get("bits", given.get("w_bit", 4))
         if type(bits) is not int or bits not in ((4,) if method == "awq" else GPTQ_BITS):
             raise ValueError(f"quantization_config has bits {bits!r}: {_REMEDY}")
@@ -222,53 +224,13 @@ def _groupings(method: str, given: Any) -> Iterator[Grouping]:
                 raise ValueError(f"quantization_config has num_bits {bits!r}, supported are 1 to 8: {_REMEDY}")
             yield Grouping(bits, size, targets=_targets(group.get("targets")))
         elif (weights.get("type"), bits) == ("float", 6):
-            yield Grouping(6, 32, "mxfp6", _targets(group.get("targets")))
+            yield Grouping(6, 32, True, _targets(group.get("targets")))
 
 
 def _targets(given: object) -> NamePatterns | None:
     """Returns the modules that a group of compressed-tensors is of, None if it names all of a class of modules."""
     names = [str(each) for each in given] if isinstance(given, list) else []
     return None if not names or any(each[:1].isupper() for each in names) else NamePatterns.of(names)
-
-
-def _of_mlx(given: Any) -> Iterator[Grouping]:
-    """Yields how most modules are packed, and how those are that have settings of their own."""
-    yield _mlx_grouping(given, "")
-    modules: dict[Grouping, list[str]] = {}
-    for module, own in given.items():
-        if isinstance(own, dict):
-            modules.setdefault(_mlx_grouping(own, f" of {module}"), []).append(module)
-    yield from (replace(each, targets=NamePatterns.of(names)) for each, names in modules.items())
-
-
-def _of_hqq(given: Any) -> Iterator[Grouping]:
-    """Yields how all modules are packed, or those of each name, such as self_attn.q_proj, that is not None."""
-    is_of_all = not isinstance(given, dict) or "weight_quant_params" in given
-    for module, settings in {"": given}.items() if is_of_all else given.items():
-        if settings is None and module:
-            continue
-        own = settings if isinstance(settings, dict) else {}
-        weights, owner = own.get("weight_quant_params"), f" of {module}" if module else ""
-        bits = weights.get("nbits") if isinstance(weights, dict) else None
-        if not isinstance(weights, dict) or type(bits) is not int or bits not in _HQQ_BITS:
-            known = ", ".join(map(str, _HQQ_BITS))
-            raise ValueError(f"quantization_config has nbits{owner} {bits!r}, supported are {known}: {_REMEDY}")
-        if own.get("scale_quant_params") or own.get("zero_quant_params"):
-            raise ValueError(f"quantization_config has scale_quant_params or zero_quant_params{owner}: {_REMEDY}")
-        size = _positive(f"group_size{owner}", weights.get("group_size"))
-        yield Grouping(bits, size, HQQ, NamePatterns.of([module]) if module else None)
-
-
-def _mlx_grouping(given: Any, owner: str) -> Grouping:
-    mode = given.get("mode", "affine")
-    _check_known(f"mode{owner}", mode, tuple(_MLX_MODES))
-    known, size = _MLX_MODES[mode]
-    bits = given.get("bits", known[0])
-    if type(bits) is not int or bits not in known:
-        raise ValueError(
-            f"quantization_config has bits{owner} {bits!r}, {mode} has {', '.join(map(str, sorted(known)))}: {_REMEDY}"
-        )
-    return Grouping(bits, _positive(f"group_size{owner}", given.get("group_size", size)), mode)
 
 
 def group_size_of(key: str, value: object) -> int | None:

@@ -241,85 +241,12 @@ def int8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     return tensors, codes * (largest / 127).unsqueeze(1)
 
 
-@dataclass(frozen=True)
-class Mlx:
-    """MLX's affine packing: a string of bits, the lowest first, and numbers that are added."""
-
-    bits: int
-    offsets: str = "biases"
-    size: int = 32
-
-    def __call__(self, name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-        groups, path = (shape[0], shape[1] // self.size), name.removesuffix(".weight")
-        scales, offsets = (some_scales(*groups) / (1 << self.bits)).half(), -some_scales(*groups).half()
-        codes = torch.randint(0, 1 << self.bits, shape)
-        tensors = {name: bit_string(codes, self.bits).view(torch.uint32)}
-        numbers = codes * repeated(scales, 1, self.size, shape) + repeated(offsets, 1, self.size, shape)
-        return tensors | {f"{path}.scales": scales, f"{path}.{self.offsets}": offsets}, numbers
-
-
-@dataclass(frozen=True)
-class MlxFloats:
-    """MLX's packing of a layout of floats: `pack` packs codes in bytes, with a power of two or FP8 for each block."""
-
-    pack: Callable[[str, tuple[int, int]], tuple[Tensors, Tensor]]
-
-    def __call__(self, name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-        tensors, numbers = self.pack(name, shape)
-        codes, scales = tensors.values()
-        path = name.removesuffix(".weight")
-        words = codes.view(torch.uint8).contiguous().view(torch.uint32)
-        return {name: words, f"{path}.scales": scales.view(torch.uint8)}, numbers
-
-
-def float8_scaled_float4(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-    codes, numbers = float4_codes(shape)
-    scales = some_scales(shape[0], shape[1] // 16).to(torch.float8_e4m3fn)
-    return {name: codes, f"{name}_scale": scales}, numbers * repeated(scales, 1, 16, shape)
-
-
 def torchao_int8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     """torchao's Int8Tensor, as transformers saves it."""
     codes, scales = torch.randint(-128, 128, shape, dtype=torch.int8), some_scales(shape[0], shape[1] // 32) / 16
     path = name.removesuffix("weight")
     tensors = {f"{path}_weight_qdata": codes, f"{path}_weight_scale": scales}
     return tensors, codes * repeated(scales, 1, 32, shape)
-
-
-def torchao_int4(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-    """torchao's Int4Tensor in the plain layout, with the numbers of FBGEMM's `int4_row_quantize_zp`."""
-    codes, path = torch.randint(-8, 8, shape), name.removesuffix("weight")
-    scales, offsets = (some_scales(shape[0], shape[1] // 32).bfloat16() / each for each in (16, -1))
-    packed = (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8)
-    tensors = {"qdata": packed, "scale": scales.T.contiguous(), "zero_point": offsets.T.contiguous()}
-    numbers = codes * repeated(scales, 1, 32, shape) + repeated(offsets, 1, 32, shape)
-    return {f"{path}_weight_{leaf}": tensor for leaf, tensor in tensors.items()}, numbers
-
-
-@dataclass(frozen=True)
-class Hqq:
-    """HQQ's packing of a matrix of groups: its first rows are in the highest bits."""
-
-    bits: int
-    axis: int = 1
-
-    def __call__(self, name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-        num_groups, path = shape[0] * shape[1] // 64, name.removesuffix("weight")
-        groups = (num_groups, 64) if self.axis else (64, num_groups)
-        codes, parts = torch.randint(0, 1 << self.bits, groups), 8 // self.bits
-        of_groups = (num_groups, 1) if self.axis else (1, num_groups)
-        scales, zeros = some_scales(*of_groups).bfloat16() / (1 << self.bits), torch.rand(of_groups).bfloat16() * 8
-        shifts = torch.arange(8 - self.bits, -1, -self.bits).view(-1, 1, 1)
-        packed = (codes.unflatten(0, (parts, -1)) << shifts).sum(0).to(torch.uint8)
-        settings = {"shape": torch.tensor(shape), "nbits": torch.tensor(self.bits), "axis": torch.tensor(self.axis)}
-        tensors = {"W_q": packed, "scale": scales, "zero": zeros, "packing": torch.zeros(7).byte()} | settings
-        return {f"{path}{leaf}": each for leaf, each in tensors.items()}, (
-            (codes - zeros.float()) * scales.float()
-        ).view(shape)
-
-    def release(self) -> Release:
-        how = {"weight_quant_params": {"nbits": self.bits, "group_size": 64, "axis": self.axis}}
-        return Release({"quant_method": "hqq", "quant_config": how}, self)
 
 
 def quark_mxfp4(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
@@ -349,39 +276,6 @@ def mxfp6(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
     sizes = torch.where(exponents == 0, mantissas, (1 + mantissas) * 2.0 ** (exponents - 1))
     numbers = torch.where(codes < 32, sizes, -sizes) * 2.0 ** (repeated(scales, 1, 32, shape) - 127)
     return {f"{name}_packed": bit_string(codes, 6).view(torch.uint8), f"{name}_scale": scales}, numbers
-
-
-def two_of_four(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-    keep = torch.rand(shape[0], shape[1] // 4, 4).argsort(-1).argsort(-1).flatten(1) < 2
-    numbers, path = (torch.randn(shape).bfloat16() / 32).float().where(keep, 0), name.removesuffix(".weight")
-    tensors = {"compressed": numbers[keep].view(shape[0], -1).bfloat16(), "bitmask": bits_of(keep)}
-    tensors["shape"] = torch.tensor(shape).unsqueeze(1)
-    return {f"{path}.{leaf}": tensor for leaf, tensor in tensors.items()}, numbers
-
-
-def two_of_four_float8(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-    tensors, numbers = two_of_four(name, shape)
-    path, scales = name.removesuffix(".weight"), some_scales(shape[0], 1).bfloat16()
-    tensors[f"{path}.compressed"] = (tensors[f"{path}.compressed"] * 32).to(torch.float8_e4m3fn)
-    return tensors | {f"{name}_scale": scales}, (numbers * 32).to(torch.float8_e4m3fn).float() * scales.float()
-
-
-def sparse(name: str, shape: tuple[int, int]) -> tuple[Tensors, Tensor]:
-    keep = torch.rand(shape) < 0.4
-    numbers, path = (torch.randn(shape).bfloat16() / 32).float().where(keep, 0), name.removesuffix(".weight")
-    counts = keep.sum(1)
-    tensors = {"compressed": numbers[keep].bfloat16(), "bitmask": bits_of(keep), "shape": torch.tensor(shape)}
-    tensors["row_offsets"] = counts.cumsum(0) - counts
-    return {f"{path}.{leaf}": tensor for leaf, tensor in tensors.items()}, numbers
-
-
-def bits_of(keep: Tensor) -> Tensor:
-    return torch.from_numpy(np.packbits(keep.numpy(), axis=1, bitorder="little"))
-
-
-def with_zeros(layout: str, **weights: object) -> dict[str, Any]:
-    packing = compressed("float-quantized", **weights) if weights else {"quant_method": "compressed-tensors"}
-    return packing | {"sparsity_config": {"format": layout}}
 
 
 def compressed(layout: str, **weights: object) -> dict[str, Any]:
@@ -434,22 +328,7 @@ RELEASES = {
     "bitsandbytes NF4 in numbers": Bits4("nf4", storage=torch.bfloat16).release(),
     "bitsandbytes INT8": Release({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8),
     "torchao INT8": Release({"quant_method": "torchao"}, torchao_int8),
-    "torchao INT4": Release({"quant_method": "torchao"}, torchao_int4),
-    "HQQ in 4 bits": Hqq(4).release(),
-    "HQQ in 2 bits along columns": Hqq(2, axis=0).release(),
     "Quark's FP8": Release({"quant_method": "quark"}, float8_whole),
     "Quark's MXFP4": Release({"quant_method": "quark"}, quark_mxfp4),
-    "MLX in 4 bits": Release({"bits": 4, "group_size": 32}, Mlx(4)),
-    "MLX in 3 bits": Release({"bits": 3, "group_size": 32, "mode": "affine"}, Mlx(3)),
-    "MLX in 8 bits": Release({"bits": 8, "group_size": 32}, Mlx(8)),
-    "MLX's MXFP4": Release({"bits": 4, "group_size": 32, "mode": "mxfp4"}, MlxFloats(compressed_mxfp4)),
-    "MLX's MXFP8": Release({"bits": 8, "group_size": 32, "mode": "mxfp8"}, MlxFloats(mxfp8)),
-    "MLX's NVFP4": Release({"bits": 4, "group_size": 16, "mode": "nvfp4"}, MlxFloats(float8_scaled_float4)),
-    "metal": Release({"quant_method": "metal", "bits": 4, "group_size": 32}, Mlx(4, "qbiases")),
     "MXFP6": Release(compressed("mxfp6-pack-quantized", num_bits=6, type="float", group_size=32), mxfp6),
-    "2:4": Release(with_zeros("sparse-24-bitmask"), two_of_four),
-    "2:4 of FP8": Release(
-        with_zeros("sparse-24-bitmask", num_bits=8, type="float", strategy="channel"), two_of_four_float8
-    ),
-    "sparse": Release(with_zeros("sparse-bitmask"), sparse),
 }

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config
-from transformers.utils.quantization_config import CompressedTensorsConfig, MetalConfig, QuantizationConfigMixin
+from transformers.utils.quantization_config import CompressedTensorsConfig, QuantizationConfigMixin
 
 from ...tiny import tiny_model
 from .releases import RELEASES
@@ -72,10 +71,8 @@ def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
 COMPRESSED = [
     layout
     for layout, release in RELEASES.items()
-    # Version 0.20 ignores the order of activations, and does not read sparse weights.
-    if release.config.get("quant_method") == "compressed-tensors"
-    and layout != "INT4 in the order of activations"
-    and "sparsity_config" not in release.config
+    # Version 0.20 ignores the order of activations.
+    if release.config.get("quant_method") == "compressed-tensors" and layout != "INT4 in the order of activations"
 ]
 
 
@@ -102,25 +99,3 @@ def test_mxfp8_equals_transformers_dequantized_model(tmp_path: Path) -> None:
     assert same(parameters(tmp_path / "packed"), theirs)
     shift_scales(tmp_path / "packed")
     assert not same(parameters(tmp_path / "packed"), theirs)
-
-
-@pytest.mark.slow
-def test_metal_equals_transformers_dequantized_model(tmp_path: Path) -> None:
-    model = tiny_model("qwen3", tmp_path / "model", **SHAPE)
-    RELEASES["metal"].write(model, tmp_path / "packed", tmp_path / "plain")
-    # transformers gives the numbers the dtype of their scales.
-    options = MetalConfig(bits=4, group_size=32, modules_to_not_convert=["lm_head"], dequantize=True)
-    in_float32(tmp_path / "packed")
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "packed", dtype=torch.float32, quantization_config=options, device_map="cpu"
-    )
-    theirs = dict(loaded.named_parameters())
-    assert same(parameters(tmp_path / "packed"), theirs)
-    shift_scales(tmp_path / "packed")
-    assert not same(parameters(tmp_path / "packed"), theirs)
-
-
-def in_float32(release: Path) -> None:
-    weights = load_file(release / "model.safetensors")
-    weights = {name: each.float() if each.is_floating_point() else each for name, each in weights.items()}
-    save_file(weights, release / "model.safetensors", metadata={"format": "pt"})

@@ -1,8 +1,6 @@
 """Releases in fewer bits load as the numbers that they stand for."""
 
 import json
-import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +14,13 @@ from trainhouse.workers.models.packed_tensors import dequantized_tensors, dequan
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.footprint import loaded_bytes
 from trainhouse.workers.shapes.model_shape import refusal_of
-from trainhouse.workers.shapes.quantization import METHODS, MLX, Grouping, Quantization
+from trainhouse.workers.shapes.quantization import METHODS, Grouping, Quantization
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ...tiny import tiny_model
 from ..parallel.live_bytes import LiveBytes
-from .releases import RELEASES, Bits4, Gptq, Hqq, Mlx, bit_string, compressed, float8_codes, some_scales
+from .releases import RELEASES, Bits4, Gptq, bit_string, compressed, float8_codes, some_scales
 from .releases import integers as packed_integers
 from .test_survey import image_model
 
@@ -35,12 +33,9 @@ VARIANTS = {
     *("MXFP8 of transformers", "INT8 in bytes", "GPTQ in 2 bits", "GPTQ in 8 bits", "GPTQ in 3 bits, version 2"),
     *("AutoRound", "AutoRound without a packing format", "AutoRound, its own zero points", "AutoRound as AWQ"),
     *("bitsandbytes FP4", "bitsandbytes NF4 in numbers", "torchao INT8", "Quark's FP8", "Quark's MXFP4"),
-    *("MLX in 8 bits", "MLX's MXFP4", "MLX's MXFP8", "metal"),
-    *("2:4 of FP8", "sparse", "torchao INT4", "HQQ in 2 bits along columns"),
 }
 # Consecutive numbers share their scales there, so that whole rows are read.
-OF_HQQ = ("HQQ in 4 bits", "HQQ in 2 bits along columns")
-BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers", "sparse", *OF_HQQ)
+BY_ROWS = ("bitsandbytes NF4", "bitsandbytes FP4", "bitsandbytes NF4 in numbers")
 
 
 def a_config(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> WorkerConfig:
@@ -64,13 +59,10 @@ def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
 
 
 def shift_scales(release: Path) -> None:
-    """Gives each block of the weights that have several blocks its neighbour's scale, or each number its place."""
+    """Gives each block of the weights that have several blocks its neighbour's scale."""
     weights = load_file(release / "model.safetensors")
     for name, scales in weights.items():
-        if (
-            name.endswith(("_scale", "scales", "_scale_inv", ".SCB", ".absmax", ".compressed", ".scale"))
-            and scales.numel() > 1
-        ):
+        if name.endswith(("_scale", "scales", "_scale_inv", ".SCB", ".absmax")) and scales.numel() > 1:
             weights[name] = scales.flatten().float().roll(1).view(scales.shape).to(scales.dtype)
     save_file(weights, release / "model.safetensors", metadata={"format": "pt"})
 
@@ -137,23 +129,6 @@ def mxfp4_release(directory: Path) -> Path:
     return directory
 
 
-def test_a_release_of_mlx_loads_with_stacked_experts_and_settings_of_its_own_for_some_layers(tmp_path: Path) -> None:
-    """Embedding, output head and routers are packed too. The settings fit the same sizes of tensors."""
-    packed, plain = mlx_release(tmp_path)
-    assert same(parameters(packed), parameters(plain))
-    assert loaded_bytes(a_config(packed)) == loaded_bytes(a_config(plain))
-    config = json.loads((packed / "config.json").read_text())
-    config["quantization"] = {"bits": 4, "group_size": 32}
-    (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"2 weights do not fit .*q_proj\.weight of \[128, 96\], .* \[128, 192\]"):
-        parameters(packed)
-    (packed / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_next"}))
-    with pytest.raises(
-        ValueError, match="qwen3_next models in MLX's files are not supported, because these have other"
-    ):
-        parameters(packed)
-
-
 def test_unpacked_files_of_mlx_are_read_only_of_types_with_the_same_numbers(tmp_path: Path) -> None:
     """mlx-lm adds one to norms of others, and config.json does not say so."""
     taken, refused = tiny_model("qwen3", tmp_path / "taken"), tiny_model("qwen3_next", tmp_path / "refused")
@@ -173,30 +148,6 @@ def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
         parameters(tmp_path / "model")
 
 
-def mlx_release(directory: Path) -> tuple[Path, Path]:
-    """Returns a release as mlx-lm saves it, with the older key of its settings, and one that holds its numbers."""
-    model = tiny_model("qwen3_moe", directory / "model", **EXPERTS)
-    own, plain, stacks = {"bits": 2, "group_size": 64}, {}, dict[str, list[Tensor]]()
-    settings: dict[str, Any] = {"bits": 4, "group_size": 32}
-    torch.manual_seed(0)
-    for name, weight in load_file(model / "model.safetensors").items():
-        path, is_own = name.removesuffix(".weight"), name.endswith("q_proj.weight")
-        if weight.ndim == 1:
-            plain[name], tensors = weight, {name: weight}
-        else:
-            tensors, plain[name] = Mlx(2, size=64)(name, weight.shape) if is_own else Mlx(4)(name, weight.shape)
-            settings |= {path: own} if is_own else {}
-        for each, tensor in tensors.items():
-            stacks.setdefault(re.sub(r"experts\.\d+", "switch_mlp", each), []).append(tensor)
-    stored = {name: torch.stack(each) if "switch_mlp" in name else each[0] for name, each in stacks.items()}
-    config = json.loads((model / "config.json").read_text())
-    for where, tensors, extra in (("packed", stored, {"quantization": settings}), ("plain", plain, {})):
-        shutil.copytree(model, directory / where)
-        (directory / where / "config.json").write_text(json.dumps(config | extra))
-        save_file(tensors, directory / where / "model.safetensors", metadata={"format": "mlx"})
-    return directory / "packed", directory / "plain"
-
-
 def loaded_by_transformers(directory: Path) -> dict[str, Tensor]:
     config = AutoConfig.from_pretrained(directory)
     with dequantizing(config, torch.float32):
@@ -207,18 +158,14 @@ def loaded_by_transformers(directory: Path) -> dict[str, Tensor]:
 # file -> its number of cases
 PACKED_BY_LIBRARIES = {
     "compressed_tensors.json": 7,
-    "sparse.json": 3,
-    "hqq.json": 6,
     "gptq_and_awq.json": 5,
-    "mlx.json": 9,
 }
 
 
 @pytest.mark.parametrize("file", PACKED_BY_LIBRARIES)
 def test_numbers_equal_those_of_the_library_of_the_format(file: str) -> None:
-    """The tensors are of compressed-tensors 0.20.0 (sparse ones of 0.12.2), MLX 0.32.4 and HQQ 0.2.8, which packed and
-    unpacked them, the last two in float32; of AutoRound 0.16.1, which packed numbers; and of AutoAWQ 0.2.9, which
-    unpacked random codes.
+    """The tensors are of compressed-tensors 0.20.0, which packed and unpacked them; of AutoRound 0.16.1, which packed
+    numbers; and of AutoAWQ 0.2.9, which unpacked random codes.
     """
     cases: dict[str, Any] = json.loads((Path(__file__).parent / file).read_text())
     assert len(cases) == PACKED_BY_LIBRARIES[file]
@@ -259,7 +206,6 @@ DTYPES = {
     torch.int8: "I8",
     torch.int32: "I32",
     torch.int64: "I64",
-    torch.uint32: "U32",
 }
 
 
@@ -278,8 +224,7 @@ def test_any_part_equals_that_of_the_whole_and_only_its_codes_are_read(layout: s
     (weight,) = dequantized_tensors(stored, config, torch.float32).values()
     assert tuple(weight.get_shape()) == shape
     codes = next(stored[name] for name in CODES if name in stored)
-    # HQQ's bytes hold numbers of distant rows, so that one is read for each number.
-    numbers_per_code = 1 if layout in OF_HQQ else numbers.numel() / codes[...].numel()
+    numbers_per_code = numbers.numel() / codes[...].numel()
     for part in [(slice(40, 140), slice(33, 97)), (slice(149, 150),), (slice(0, 75), slice(None))]:
         codes.num_read = 0
         assert torch.equal(weight[part], numbers[part])
@@ -292,10 +237,8 @@ def test_any_part_equals_that_of_the_whole_and_only_its_codes_are_read(layout: s
 CODES = [
     "a.b_proj.weight_packed",
     "a.b_proj.weight",
-    "a.b_proj.W_q",
     "a.b_proj.qweight",
     "a.b_proj._weight_qdata",
-    "a.b_proj.compressed",
 ]
 
 
@@ -358,77 +301,6 @@ def by_path(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     return {f"a.{leaf}": each for leaf, each in tensors.items()}
 
 
-def mlx_weight(**changed: Tensor | None) -> dict[str, Tensor]:
-    """Returns a weight of 64 x 64 in groups of 32, with these tensors instead of its own, or without them."""
-    torch.manual_seed(0)
-    tensors, _ = Mlx(4)("a.weight", (64, 64))
-    return {name: each for name, each in (tensors | by_path(changed)).items() if each is not None}
-
-
-BROKEN_MLX: dict[str, tuple[dict[str, Tensor], str]] = {
-    "no biases": (mlx_weight(biases=None), "a.weight has no biases, but is packed as affine: download"),
-    "no scales": (mlx_weight(scales=None), r"a\.weight is packed as U32, without scales that are known"),
-    "other scales": (
-        mlx_weight(scales=some_scales(64, 3)),
-        r"a\.weight of U32 64 x 8, a\.scales of F32 64 x 3, a\.biases of F16 64 x 2: .* \(4 bits in groups of 32\)",
-    ),
-    "one dimension": (mlx_weight(weight=torch.ones(8).int().view(torch.uint32)), r"a\.weight of U32 8, a\.scales"),
-    "a number": (mlx_weight(weight=torch.tensor(8).int().view(torch.uint32)), r"a\.weight of U32 1, a\.scales"),
-    "scale of a whole": (mlx_weight(global_scale=torch.ones(1)), "in a way that quantization_config does not say"),
-    "flat stack": (
-        {"a.switch_mlp.up_proj.bias": torch.ones(4)},
-        r"a\.switch_mlp\.up_proj\.bias is of \[4\], but must be a stack of all experts",
-    ),
-    "stack of nothing": (
-        {"a.switch_mlp.up_proj.weight": torch.ones(10**12, 0, 4)},
-        r"up_proj\.weight is of \[1000000000000, 0, 4\], but .*, at most 65536: use another release",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN_MLX)
-def test_tensors_of_mlx_that_do_not_fit_are_refused_by_name(case: str) -> None:
-    stored, reason = BROKEN_MLX[case]
-    with pytest.raises(ValueError, match=reason):
-        read(stored, Quantization.of({"quantization": {"bits": 4, "group_size": 32}}))
-
-
-def sparse_weight(layout: str, **changed: Tensor | None) -> dict[str, Tensor]:
-    """Returns a weight of 8 x 32, with these tensors instead of its own, or without them."""
-    torch.manual_seed(0)
-    tensors, _ = RELEASES[layout].pack("a.weight", (8, 32))
-    return {name: each for name, each in (tensors | by_path(changed)).items() if each is not None}
-
-
-ROWS = torch.arange(8) * 13
-BROKEN_SPARSE: dict[str, tuple[dict[str, Tensor], str]] = {
-    "no numbers": (sparse_weight("2:4", compressed=None), r"a\.bitmask has no a\.compressed: download"),
-    "no shape": (sparse_weight("2:4", shape=None), r"a\.bitmask has no a\.shape"),
-    "other numbers": (
-        sparse_weight("2:4", compressed=torch.ones(8, 18)),
-        "a.compressed of F32 8 x 18, a.bitmask of U8",
-    ),
-    "no rows": (sparse_weight("2:4", bitmask=torch.ones(0, 4).byte()), "a.bitmask of U8 0 x 4"),
-    "one dimension": (sparse_weight("2:4", bitmask=torch.ones(4).byte()), "a.bitmask of U8 4"),
-    "other shape": (
-        sparse_weight("2:4", shape=torch.tensor([8, 28])),
-        r"a\.shape is \[8, 28\], but a\.weight is",
-    ),
-    "bits": (sparse_weight("2:4", bitmask=torch.full((8, 4), 7).byte()), "a.bitmask has not two bits of each four"),
-    "many numbers": (sparse_weight("sparse", compressed=torch.ones(3)), "in rows 0 to 7, or not of 3: download"),
-    "other rows": (sparse_weight("sparse", row_offsets=ROWS), r"a\.row_offsets and a\.bitmask are not of the same"),
-    "few rows": (sparse_weight("sparse", row_offsets=ROWS[:3]), r"a\.bitmask of U8 8 x 4, a\.row_offsets of I64 3"),
-    "wide": (sparse_weight("sparse", shape=torch.tensor([8, 33])), r"a\.shape is \[8, 33\]"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN_SPARSE)
-def test_sparse_tensors_that_do_not_fit_are_refused_by_name(case: str) -> None:
-    stored, reason = BROKEN_SPARSE[case]
-    with pytest.raises(ValueError, match=reason):
-        read(stored, Quantization("compressed-tensors"))
-
-
 @pytest.mark.parametrize("shape", [(), (4,), (0,)])
 @pytest.mark.parametrize("other", [(), (4,), (2, 3, 5), (4, 1, 1, 1)])
 def test_codes_and_scales_of_too_few_or_too_many_dimensions_are_refused_by_name(
@@ -440,13 +312,10 @@ def test_codes_and_scales_of_too_few_or_too_many_dimensions_are_refused_by_name(
     of_words = {"a.weight_packed": words, "a.weight_scale": scales}
     of_torchao = {"a._weight_qdata": torch.ones(shape).char(), "a._weight_scale": scales}
     of_gpt_oss = {"a.up_blocks": torch.ones(shape).byte(), "a.up_scales": scales.byte()}
-    of_mlx = {"a.weight": words.view(torch.uint32), "a.scales": scales, "a.biases": scales}
     groupings = (Grouping(4, 32),)
     for stored in (of_float8, of_bytes, of_words, of_torchao, of_gpt_oss):
         with pytest.raises(ValueError, match=r"a\.\S+ of \w+ \S+"):
             read(stored, Quantization("compressed-tensors", groupings=groupings))
-    with pytest.raises(ValueError, match=r"a\.weight of U32 .*, a\.scales of F32"):
-        read(of_mlx, Quantization(MLX, groupings=(Grouping(4, 32, "affine"),)))
 
 
 @pytest.mark.parametrize("other", [(0,), (2, 3, 5), (5, 1, 1), (4, 1, 1, 1, 2)])
@@ -476,50 +345,6 @@ def test_bits_of_a_weight_are_those_of_the_group_that_names_it() -> None:
         read(stored, Quantization.of({"quantization_config": config}))
 
 
-HQQ = {"weight_quant_params": {"nbits": 4, "group_size": 64}}
-
-
-def hqq(**weights: object) -> dict[str, object]:
-    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": weights}}
-
-
-def hqq_weight(**changed: Tensor | None) -> dict[str, Tensor]:
-    """Returns a weight of 8 x 64, with these tensors instead of its own, or without them."""
-    torch.manual_seed(0)
-    tensors, _ = Hqq(4)("a.weight", (8, 64))
-    return {name: each for name, each in (tensors | by_path(changed)).items() if each is not None}
-
-
-BROKEN_HQQ: dict[str, tuple[dict[str, Tensor], str]] = {
-    "no zero points": (hqq_weight(zero=None), r"a\.W_q has no a\.zero: download the model again"),
-    "other scales": (hqq_weight(scale=torch.ones(7, 1)), r"a\.W_q of U8 4 x 64, a\.scale of F32 7 x 1, .* \(4 bits in"),
-    "other zero points": (hqq_weight(zero=torch.ones(8)), r"a\.zero of F32 8"),
-    "words": (hqq_weight(W_q=torch.ones(4, 64).int()), r"a\.W_q of I32 4 x 64"),
-    "one dimension": (hqq_weight(W_q=torch.ones(64).byte()), r"a\.W_q of U8 64"),
-    "other shape": (hqq_weight(shape=torch.tensor([8, 63])), r"a\.shape is \[8, 63\], but a\.weight has 512 numbers"),
-    "negative shape": (hqq_weight(shape=torch.tensor([-8, -64])), r"a\.shape is \[-8, -64\]"),
-    "other bits": (hqq_weight(nbits=torch.tensor(2)), r"a\.nbits, a\.axis are \[2\] and \[1\], but a\.W_q has 4 bits"),
-    "other axis": (hqq_weight(axis=torch.tensor(0)), r"are \[4\] and \[0\], but a\.W_q has 4 bits in groups along 1"),
-}
-
-
-@pytest.mark.parametrize("case", BROKEN_HQQ)
-def test_tensors_of_hqq_that_do_not_fit_are_refused_by_name(case: str) -> None:
-    stored, reason = BROKEN_HQQ[case]
-    with pytest.raises(ValueError, match=reason):
-        read(stored, Quantization.of({"quantization_config": Hqq(4).release().config}))
-
-
-def test_settings_of_hqq_are_those_of_the_layer_that_they_name() -> None:
-    stored, numbers = Hqq(2)("model.layers.3.mlp.up_proj.weight", (8, 64))
-    settings = {"mlp.up_proj": hqq(nbits=2, group_size=64)["quant_config"], "self_attn.q_proj": HQQ, "lm_head": None}
-    config = {"quantization_config": {"quant_method": "hqq", "quant_config": settings}}
-    assert same(read(stored, Quantization.of(config)), {"model.layers.3.mlp.up_proj.weight": numbers.bfloat16()})
-    settings["mlp.up_proj"] = HQQ
-    with pytest.raises(ValueError, match=r"up_proj\.W_q of U8 2 x 64, .* \(4 bits in groups of 64\)"):
-        read(stored, Quantization.of(config))
-
-
 UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": ({"a.weight": float8_codes((4, 4))}, "a.weight is packed as F8_E4M3, without scales that are known"),
     "no scales of integers": ({"a.weight_packed": torch.ones(4, 4, dtype=torch.int32)}, "download the model again"),
@@ -539,7 +364,17 @@ UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
         {"a.weight_packed": torch.ones(4, 3, dtype=torch.int32), "a.weight_scale": some_scales(4, 2)},
         "a: 3 integers with 2 scales in a row fit 0 of what quantization_config says, 3 bits in groups of 32",
     ),
-    "MLX's codes": (mlx_weight(), "a.weight is packed in a way that quantization_config does not say"),
+    "sparse": ({"a.bitmask": torch.ones(4, 1).byte()}, r"a\.bitmask: weights packed by .* by compressed-tensors 0\.12"),
+    "HQQ": ({"a.W_q": torch.ones(4, 4).byte()}, r"a\.W_q: weights packed by hqq .* by hqq \(HQQLinear\.dequantize\)"),
+    "torchao INT4": (
+        {"a._weight_qdata": torch.ones(4, 4).char(), "a._weight_scale": torch.ones(1, 4)}
+        | {"a._weight_zero_point": torch.ones(1, 4).bfloat16()},
+        r"a\._weight_qdata: weights packed by torchao INT4 .* pack the original model in INT8 by torchao",
+    ),
+    "MLX without its config": (
+        {"a.weight": torch.ones(4, 4).int(), "a.scales": torch.ones(4, 1)},
+        "a.weight is packed as I32, without scales that are known",
+    ),
 }
 
 
@@ -568,12 +403,25 @@ OTHERS = ("quanto", "bitnet", "gemma", "fouroversix", "nvfp4")
 
 def test_methods_are_refused_by_config_if_their_layout_is_not_known() -> None:
     for method in METHODS:
-        how = {"quant_config": HQQ} if method == "hqq" else {}
-        assert not refusal(quant_method=method, **how)
+        assert not refusal(quant_method=method)
     for method in ("aqlm", "vptq", "spqr", "higgs", "quip", "eetq", "fp_quant", "sinq", *OTHERS, "a new one"):
         assert refusal(quant_method=method).startswith(f"weights quantized by {method} are not supported")
     assert "because its layers also round inputs to 8 bits" in refusal(quant_method="bitnet")
     assert "trained codebooks, which its own program decodes: use a release in bfloat16" in refusal(quant_method="vptq")
+
+
+def test_what_another_program_converts_is_refused_with_its_name() -> None:
+    mlx: dict[str, object] = {"group_size": 64, "bits": 4}
+    assert "`mlx_lm.convert --dequantize`" in refusal(**mlx)
+    assert "`mlx_lm.convert --dequantize`" in (refusal_of({"model_type": "llama", "quantization": mlx}) or "")
+    others = refusal_of({"model_type": "qwen3_moe", "quantization": mlx}) or ""
+    assert others.startswith("qwen3_moe models in MLX's files are not supported, because these have other names")
+    assert "MetalConfig(dequantize=True)" in refusal(quant_method="metal")
+    assert "HQQLinear.dequantize" in refusal(quant_method="hqq")
+    for layout in ("sparse-24-bitmask", "sparse-bitmask"):
+        sparse: dict[str, object] = {"quant_method": "compressed-tensors", "sparsity_config": {"format": layout}}
+        assert "by compressed-tensors 0.12" in refusal(**sparse)
+    assert not refusal(quant_method="compressed-tensors", sparsity_config={"format": "dense"})
 
 
 INT4 = {"num_bits": 4, "type": "int"}
@@ -607,24 +455,6 @@ WRONG: dict[str, tuple[Mapping[str, object], str]] = {
         compressed("pack-quantized", **INT4) | {"sparsity_config": {"format": "marlin-24"}},
         "weights packed as marlin-24 are not supported",
     ),
-    "bits of HQQ": (hqq(nbits=3, group_size=64), "has nbits 3, supported are 8, 4, 2, 1"),
-    "group of HQQ": (hqq(nbits=4, group_size=None), "has group_size None"),
-    "no settings of HQQ": ({"quant_method": "hqq"}, "has nbits None"),
-    "nested scales of HQQ": (
-        {"quant_method": "hqq", "quant_config": HQQ | {"scale_quant_params": {"nbits": 8}}},
-        "has scale_quant_params or zero_quant_params",
-    ),
-    "one layer of HQQ": (
-        {"quant_method": "hqq", "quant_config": {"self_attn.q_proj": {"weight_quant_params": {"nbits": 5}}}},
-        "has nbits of self_attn.q_proj 5",
-    ),
-    "bits of MLX": ({"bits": 7, "group_size": 32}, "has bits 7, affine has 1, 2, 3, 4, 5, 6, 8"),
-    "mode of MLX": (
-        {"bits": 4, "group_size": 32, "mode": "x"},
-        "has mode 'x', supported is affine, mxfp4, mxfp8, nvfp4",
-    ),
-    "bits of one layer": ({"bits": 4, "group_size": 32, "a.b": {"bits": "8"}}, "has bits of a.b '8'"),
-    "group of one layer": ({"bits": 4, "group_size": 32, "a.b": {"group_size": -1}}, "has group_size of a.b -1"),
     "rotated": (
         compressed("pack-quantized", **INT4) | {"transform_config": {"config_groups": {"R1": {}}}},
         "weights in a rotated basis (transform_config) are not supported",
@@ -676,11 +506,6 @@ def empty_fp8(rows: int, columns: int) -> dict[str, Tensor]:
     return {"a.weight": float8_codes((rows, columns)), "a.weight_scale": torch.tensor(1.0)}
 
 
-def int4_weight(**changed: Tensor) -> dict[str, Tensor]:
-    tensors, _ = RELEASES["torchao INT4"].pack("a.weight", (64, 64))
-    return tensors | {f"a._weight_{leaf}": tensor for leaf, tensor in changed.items()}
-
-
 BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
     "no scales": (broken_gptq(scales=None), r"a\.qweight has no a\.scales: download the model again"),
     "no zero points": (broken_gptq(qzeros=None), r"a\.qweight has no a\.qzeros"),
@@ -705,15 +530,6 @@ BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
         | {"a._weight_act_pre_scale": some_scales(4)},
         "a needs _weight_act_pre_scale",
     ),
-    "other scales of torchao": (
-        int4_weight(scale=torch.ones(64, 2)),
-        r"a\._weight_qdata of I8 64 x 32, a\._weight_scale of F32 64 x 2, a\._weight_zero_point of BF16 2 x 64",
-    ),
-    "other groups of torchao": (
-        int4_weight(scale=torch.ones(3, 64), zero_point=torch.ones(3, 64)),
-        r"a\._weight_qdata of I8 64 x 32, a\._weight_scale of F32 3 x 64",
-    ),
-    "flat codes of torchao": (int4_weight(qdata=torch.ones(4).char()), r"a\._weight_qdata of I8 4, "),
     "tiles of a GPU": ({"a._weight_qdata": torch.ones(2, 2, 2, 2).int()}, "is packed as I32 of 2 x 2 x 2 x 2"),
     "col32": (int8_in_layout(torch.tensor(1)), r"a\.weight_format is 1, .* save the model again with a current"),
     "turing": (int8_in_layout(torch.tensor([2], dtype=torch.uint8)), r"a\.weight_format is 2"),

@@ -30,12 +30,7 @@ OF_INTEGERS = (
     "AWQ",
     "bitsandbytes NF4",
     "bitsandbytes INT8",
-    "MLX in 3 bits",
     "MXFP6",
-    "2:4",
-    "sparse",
-    "HQQ in 4 bits",
-    "torchao INT4",
 )
 LAYOUTS = [("fsdp=2", "qwen3_moe"), ("tp=2", "qwen3_moe"), ("ep=2", "qwen3_moe"), ("tp=2", "phi3")]
 PRODUCTS = [("fsdp=2,tp=2", "qwen3_moe"), ("fsdp=2,ep=2", "qwen3_moe")]

@@ -37,7 +37,7 @@ class Codes:
         if self._packed.kind == "float6":
             return _of_float6(codes)
         if self._table is None:
-            return _of_stream(codes, bits, int(plus_one)) - _zero_code(self._packed)
+            return _of_stream(codes, bits, int(plus_one)) - (1 << bits - 1)
         if plus_one:
             # Added to the whole integers, as it was subtracted: a zero borrowed from the next code.
             codes = (codes.long() + sum(1 << place for place in range(0, 32, bits))).int()
@@ -64,14 +64,7 @@ def _table(packed: PackedWeight, dtype: str) -> Tensor:
     if dtype == "I8" and packed.bits == 8:
         return every.view(torch.int8).float().unsqueeze(1)
     shifts = torch.arange(0, 8, packed.bits, dtype=torch.uint8)
-    if packed.kind == "signed":
-        every = every ^ 0x88  # two codes in two's complement, as those of which zero is the middle one
-    return (every.unsqueeze(1) >> shifts & (1 << packed.bits) - 1).float() - _zero_code(packed)
-
-
-def _zero_code(packed: PackedWeight) -> int:
-    """Returns the integer that stands for zero."""
-    return 0 if packed.kind == "unsigned" else 1 << (packed.bits - 1)
+    return (every.unsqueeze(1) >> shifts & (1 << packed.bits) - 1).float() - (1 << packed.bits - 1)
 
 
 def _of_stream(words: Tensor, bits: int, added: int) -> Tensor:

@@ -21,10 +21,7 @@ class ScaledTensor:
             ValueError: the files say that it has another shape than its codes, or that these are not in rows.
         """
         self._name, self._packed, self._dtype = name, packed, dtype
-        mirrored = packed.names if packed.is_mirrored else set[str | None]()
-        if packed.has_mirrored_scales:
-            mirrored = {packed.scales, packed.offsets}
-        self._stored = {each: Mirrored(stored[each]) if each in mirrored else stored[each] for each in packed.names}
+        self._stored = {name: Mirrored(stored[name]) if packed.is_mirrored else stored[name] for name in packed.names}
         self._codes = Codes(packed, stored[packed.codes].get_dtype())
         self._grid = grid_of(packed.shape, self._stored[packed.scales].get_shape())
         self._check_layout()
@@ -76,7 +73,6 @@ class ScaledTensor:
         held = self._codes.elements_of(columns)
         codes = self._stored[self._packed.codes][(*lead, rows, held)].reshape(num_rows, -1)
         scales, zeros, groups = self._scales(lead), self._zero_points(lead), self._groups(columns)
-        offsets = self._offsets(lead)
         scale_rows = self._scale_rows(prod(sizes[:-2]), rows)
         out = torch.empty(num_rows, num_columns, dtype=self._dtype)
         step = max(1, NUMBERS_AT_ONCE // max(1, num_columns))
@@ -84,8 +80,7 @@ class ScaledTensor:
             values = self._codes.unpacked(codes[part])[:, own]
             if zeros is not None:
                 values = values - self._spread(zeros[scale_rows[part]], columns, groups)
-            values = values * self._spread(scales[scale_rows[part]], columns, groups)
-            out[part] = values if offsets is None else values + self._spread(offsets[scale_rows[part]], columns, groups)
+            out[part] = values * self._spread(scales[scale_rows[part]], columns, groups)
         return out.view(sizes)
 
     def _scale_rows(self, num_matrices: int, rows: slice) -> Tensor:
@@ -129,7 +124,7 @@ class ScaledTensor:
         packed, num_matrices = self._packed, prod(each.stop - each.start for each in lead)
         scales = self._of_matrices(packed.scales, lead)
         if scales.dtype == torch.uint8:
-            is_float8 = packed.factor or packed.divisor or packed.has_float8_scales
+            is_float8 = packed.factor or packed.divisor
             scales = scales.view(torch.float8_e4m3fn if is_float8 else torch.float8_e8m0fnu)
         scales = scales.float().reshape(-1, self._grid[0] * self._grid[1])
         if packed.factor is not None:
@@ -137,12 +132,6 @@ class ScaledTensor:
         if packed.divisor is not None:
             scales = scales / self._of_matrices(packed.divisor, lead).float().reshape(-1, 1)
         return (scales / packed.denominator).expand(num_matrices, -1).reshape(-1, self._grid[1])
-
-    def _offsets(self, lead: tuple[slice, ...]) -> Tensor | None:
-        """Returns float32 in the shape of the scales, or None if there are none."""
-        if self._packed.offsets is None:
-            return None
-        return self._of_matrices(self._packed.offsets, lead).float().reshape(-1, self._grid[1])
 
     def _zero_points(self, lead: tuple[slice, ...]) -> Tensor | None:
         """Returns float32 in the shape of the scales, or None if there are none."""

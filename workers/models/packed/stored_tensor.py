@@ -1,6 +1,5 @@
 """Tensors in files, of which parts are read by slices."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -36,36 +35,6 @@ class Mirrored:
     def __getitem__(self, index: Index) -> Tensor:
         part = self._stored[(*reversed(spans(index, self.get_shape())),)]
         return part.permute(*reversed(range(part.dim())))
-
-
-class Dequantized(ABC):
-    """Implements StoredTensor for a weight of [rows, columns] whose columns are read all at once."""
-
-    _shape: Sequence[int]
-    _dtype: torch.dtype
-
-    @abstractmethod
-    def _rows(self, rows: slice) -> Tensor:
-        """Returns whole rows of the weight as float32."""
-
-    def get_shape(self) -> Sequence[int]:
-        return self._shape
-
-    def get_dtype(self) -> str:
-        return dtype_name(self._dtype)
-
-    def __getitem__(self, index: Index) -> Tensor:
-        """Returns a part. An index is a slice of consecutive numbers, or the ellipsis for the whole.
-
-        Reads the codes of all columns of these rows.
-        """
-        rows, columns = spans(index, self._shape)
-        out = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=self._dtype)
-        step = max(1, NUMBERS_AT_ONCE // self._shape[1])
-        for start in range(rows.start, rows.stop, step):
-            part = slice(start, min(start + step, rows.stop))
-            out[part.start - rows.start : part.stop - rows.start] = self._rows(part)[:, columns]
-        return out
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,7 +2,7 @@
 consecutive numbers share a scale, which may itself be a code with a scale.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil, prod
 from typing import Any
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from ....schemas.bounds import load_json
 from ...shapes.packed_weights import TableWeight
 from .codes import looked_up
-from .stored_tensor import Dequantized, StoredTensor
+from .stored_tensor import NUMBERS_AT_ONCE, Index, StoredTensor, dtype_name, spans
 
 # What the JSON of a weight with the longest numbers takes several times.
 _MOST_STATE_BYTES = 4096
 
 
-class TableTensor(Dequantized):
-    """A weight of [rows, columns] whose codes are one row of rows."""
+class TableTensor:
+    """Implements StoredTensor for a weight of [rows, columns] whose codes are one row of rows, by whole rows."""
 
     def __init__(self, name: str, packed: TableWeight, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
         """name: of the weight. Raises ValueError if its tensors do not fit together."""
@@ -46,7 +46,24 @@ class TableTensor(Dequantized):
                 raise self._wrong("nested_offset", offset, "it must be a number")
             self._offset = float(offset)
 
+    def get_shape(self) -> Sequence[int]:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return dtype_name(self._dtype)
+
+    def __getitem__(self, index: Index) -> Tensor:
+        """Returns a part. An index is a slice of consecutive numbers, or the ellipsis for the whole."""
+        rows, columns = spans(index, self._shape)
+        out = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=self._dtype)
+        step = max(1, NUMBERS_AT_ONCE // self._shape[1])
+        for start in range(rows.start, rows.stop, step):
+            part = slice(start, min(start + step, rows.stop))
+            out[part.start - rows.start : part.stop - rows.start] = self._rows(part)[:, columns]
+        return out
+
     def _rows(self, rows: slice) -> Tensor:
+        """Returns whole rows of the weight as float32."""
         width, block = self._shape[1], self._block
         first, stop = rows.start * width, rows.stop * width
         blocks = slice(first // block, -(-stop // block))

@@ -12,9 +12,8 @@ from ...protocol.worker_config import WorkerConfig
 from ...resources.machine import available_bytes, gigabytes, loaded_dtype, runs_on_cpu
 from ...shapes.layouts.parameters import BYTES_PER_NUMBER, num_parameters, parameters
 from ...shapes.model_shape import ModelShape, read_model
-from ...shapes.packed_weights import TensorHeader
+from ...shapes.packed_weights import TensorHeader, num_elements
 from ...shapes.quantization import Quantization
-from ...shapes.sparse_weights import num_elements
 
 
 def check_fit(groups: Iterable[Sequence[WorkerConfig]], take_turns: bool = False) -> None:

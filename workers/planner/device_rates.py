@@ -1,5 +1,5 @@
-"""How fast devices compute: as a worker measured it on this machine, by the maker's data sheet, or assumed by the link
-between them. Imports no torch.
+"""Compute rates of devices: measured by a worker on this machine, from the data sheet, or assumed by the link between
+devices. Imports no torch.
 """
 
 import re

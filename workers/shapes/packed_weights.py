@@ -55,17 +55,17 @@ class PackedWeight:
     """
 
     kind: CodeKind
-    """Whether codes are floats or integers, of which zero is the middle one."""
+    """The codes are floats, or integers whose middle one is zero."""
     codes: str
     scales: str
     shape: tuple[int, ...]
-    """Of the codes' numbers. The last dimension may be padded, see `true_shape`."""
+    """Shape of the weight. The last dimension may be padded, see `true_shape`."""
     numbers: int
-    """As many numbers are in `elements` elements of the codes' last dimension."""
+    """Codes that are packed in `elements` elements of the codes' last dimension."""
     block: tuple[int, int]
     """Rows and columns that share a scale."""
     bits: int = 0
-    """Of an integer code."""
+    """Bits of an integer code."""
     elements: int = 1
     factor: str | None = None
     """All scales are multiplied by this number."""
@@ -78,7 +78,7 @@ class PackedWeight:
     zero_point_axis: int | None = None
     """The dimension along which zero points are packed as the codes are, None if they are not."""
     low_zero_points: bool = False
-    """Whether packed zero points are one too low."""
+    """True if packed zero points are one too low."""
     true_shape: str | None = None
     """A tensor that holds the shape without padding."""
     groups: str | None = None
@@ -88,9 +88,9 @@ class PackedWeight:
     order: tuple[int, ...] = ()
     """The places in an element at which its numbers are."""
     is_mirrored: bool = False
-    """Whether codes, scales and zero points are transposed in files."""
+    """True if codes, scales and zero points are transposed in files."""
     transposed: bool = False
-    """Whether the last two dimensions of the weight are swapped in files."""
+    """True if the last two dimensions of the weight are swapped in files."""
 
     @property
     def names(self) -> set[str]:
@@ -119,7 +119,7 @@ class TableWeight:
     state: str
     """JSON in bytes, which holds the shape and the sizes of blocks."""
     num_numbers: int
-    """What the codes have room for."""
+    """Numbers for which the codes have room."""
     nested_scales: str | None = None
     """The scales of blocks of scales."""
     nested_table: str | None = None

@@ -70,11 +70,11 @@ class Grouping:
     """The way the weights of some modules are packed."""
 
     bits: int
-    """Of a code."""
+    """Bits of a code."""
     size: int | None
     """Columns that share a scale, None if a whole row does."""
     is_float: bool = False
-    """Whether codes are floats (MXFP6), not integers."""
+    """True if codes are floats (MXFP6), not integers."""
     targets: NamePatterns | None = None
     """Names of the modules; None if it is all that no other grouping names."""
 
@@ -88,7 +88,7 @@ class Quantization:
     """Possible rows and columns that share a scale."""
     groupings: tuple[Grouping, ...] = ()
     low_zero_points: bool = False
-    """Whether files of GPTQ hold zero points less one."""
+    """True if files of GPTQ hold zero points less one."""
 
     @staticmethod
     def of(config: Mapping[str, object]) -> "Quantization":

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 TRAINS_AND_SAMPLES = "tests/acceptance/test_official_sdk.py"
 TESTS = {
     "planner": ("tests/workers/worker/test_worker.py", "tests/workers/scheduler", "tests/server/serving"),
+    "formats": ("tests/workers/worker/test_worker.py", "tests/workers/shapes", "tests/workers/scheduler"),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""
 
@@ -38,6 +39,17 @@ def test_auto_is_refused_without_the_planner(tiny_models: dict[str, Path], tmp_p
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode and "--parallel auto needs the planner" in done.stderr, done.stderr
+
+
+def test_a_packed_release_is_refused_without_the_formats(tmp_path: Path) -> None:
+    copy = without("formats", tmp_path)
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    code = f"from trainhouse.workers.shapes.model_shape import refusal_of; print(refusal_of({config}))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=copy, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert "by fp8 are not supported, because this installation is without workers/formats" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

@@ -28,10 +28,11 @@ cli/checkup cli/remote cli cli/verification serving routes runs operations sampl
 journal tenants http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
-planner/drafts planner engines/vllm engines/groups engines scheduler scheduler/supervision pools/ray pools
+planner/drafts planner formats/readers formats engines/vllm engines/groups engines scheduler scheduler/supervision
+pools/ray pools
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
 checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
-models/layers models/packed batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
+models/layers models/stored batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
 resources shapes/layouts shapes shapes/families shapes/parts protocol
 """
 FOLDERS = [
@@ -50,6 +51,7 @@ PLUGINS = {
     "console": ("server/console",),
     "openai": ("server/openai",),
     "standby": ("server/replication",),
+    "formats": ("workers/formats",),
 }
 
 # Modules and whole folders of workers that a process without torch may import.
@@ -254,6 +256,7 @@ def test_ray_is_imported_only_by_its_pool() -> None:
         "trainhouse.server.cli.commands",
         "trainhouse.server.serving.app",
         "trainhouse.server.planning.plan",
+        "trainhouse.workers.formats.rows",
     ],
 )
 def test_server_and_client_do_not_load_torch_or_ray(module: str) -> None:

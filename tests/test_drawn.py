@@ -11,7 +11,7 @@ EXACT = {
     "schemas/test_codec.py",
     "server/http/test_decoding.py",
     "workers/batch/test_micro_batch.py",
-    "workers/parallel/test_released_weights.py",
+    "workers/formats/test_released_ranks.py",
 }
 """Test files that compare data that were sent, or what must be the same to the bit."""
 ONE = Drawn([5, 9, 7], [-1.0, -2.0, -3.0])

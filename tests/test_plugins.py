@@ -21,6 +21,7 @@ TESTS = {
     "console": ("tests/server/routes", "tests/server/tenants", "tests/server/serving"),
     "standby": ("tests/server/serving", "tests/server/files", "tests/server/store"),
     "openai": ("tests/server/http", "tests/server/routes", "tests/server/tenants", "tests/schemas"),
+    "formats": ("tests/workers/worker/test_worker.py", "tests/workers/shapes", "tests/workers/scheduler"),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""
 
@@ -100,6 +101,13 @@ async def ask(state_dir):
 
 asyncio.run(ask(Path(tempfile.mkdtemp())))
 """
+
+
+def test_a_packed_release_is_refused_without_the_formats(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    code = f"from trainhouse.workers.shapes.model_shape import refusal_of; print(refusal_of({config}))"
+    done = run_without("formats", tmp_path, "-c", code)
+    assert "by fp8 are not supported, because this installation is without workers/formats" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

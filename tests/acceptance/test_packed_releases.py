@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from ..live import live_server
 from ..official import official_service
 from ..tiny import tiny_model
-from ..workers.models.releases import RELEASES
+from ..workers.formats.releases import RELEASES
 from .test_official_sdk import batch, datum, download, logprobs_of, token_logprobs, train
 
 # The SDK leaves connections to its interpreter's end, and peft calls what transformers renamed.

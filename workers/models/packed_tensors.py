@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, modeling_utils
 
-from ..shapes.packed_weights import PackedWeight, TensorHeader, packed_weights, unpacked_names
-from ..shapes.quantization import Quantization
-from .packed import ScaledTensor, StoredTensor, TableTensor, split_projections
+from ..protocol.plugins import plugin_rows
+from ..shapes.packed_format import Quantization, TensorHeader
+from ..shapes.packed_weights import packed_weights, unpacked_names
+from ..shapes.quantization import read_quantization
+from .stored.fused_projections import split_projections
+from .stored.stored_tensor import StoredTensor
 
 
 @contextmanager
@@ -22,7 +25,7 @@ def dequantizing(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[None]
 
     Removes the config's `quantization_config`, so that the model counts as one that never was quantized.
     """
-    quantization = Quantization.of(config.to_dict())
+    quantization = read_quantization(config.to_dict())
     for each in (config, config.get_text_config()):
         for key in ("quantization_config", "quantization"):
             vars(each).pop(key, None)
@@ -53,9 +56,7 @@ def dequantized_tensors(
     headers = {name: TensorHeader(each.get_dtype(), tuple(each.get_shape())) for name, each in stored.items()}
     packed = packed_weights(headers, quantization)
     dequantized: dict[str, StoredTensor] = {name: stored[name] for name in unpacked_names(headers, packed)}
-    for name, each in packed.items():
-        if isinstance(each, PackedWeight):
-            dequantized[name] = ScaledTensor(name, each, stored, dtype)
-        else:
-            dequantized[name] = TableTensor(name, each, stored, dtype)
+    if packed:
+        readers = plugin_rows("workers.formats.readers.rows", "READERS")
+        dequantized |= {name: readers[type(each)](name, each, stored, dtype) for name, each in packed.items()}
     return dequantized

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, modeling_utils
 
 from ..shapes.other_models import TEXT_MODELS, TRANSPOSED_EXPERTS, WITH_HEAD, text_settings, text_type_of
-from .packed.stored_tensor import Index, StoredTensor, spans
+from .stored.stored_tensor import Index, StoredTensor, spans
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 _ROOT = __name__.rpartition(".workers.")[0]
 
 
-def plugin_rows(module: str, table: str) -> Mapping[str, Any]:
+def plugin_rows(module: str, table: str) -> Mapping[Any, Any]:
     """Returns the rows that a module adds to a table, none where its folder was taken away.
 
     Args:

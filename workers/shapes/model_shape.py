@@ -28,9 +28,9 @@ from .other_models import (
     text_type_of,
     unsupported_setting,
 )
+from .packed_weights import ReleasedWeights
 from .parts import FLOAT32, Attention, Divisible, Layer, Mixer, RoutedExperts, Weight
 from .quantization import MLX, quantization_refusal, refusal_of_mlx
-from .released_format import ReleasedWeights
 from .sequence_split import SequenceSplit
 
 # The meaning of a config.json without RoPE scaling: rotations depend on the position only.

@@ -1,23 +1,20 @@
 """Patterns of layers' names in a `quantization_config`: names, wildcards, and regular expressions.
 
 A file is not trusted: expressions are matched in time that grows with the square of a name's length, not by `re`, which
-may take exponential time. Lookarounds and references to groups are not supported.
+may take exponential time for more than one character. Lookarounds and references to groups are not supported.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 _LONGEST, _MOST_NESTED, _MOST, _MOST_WILDCARDS = 1000, 20, 100_000, 1000
-_WILDCARDS, _SPECIAL = "*?[", "|)*+?{"
-_CLASSES = {
-    "d": str.isdigit,
-    "D": lambda character: not character.isdigit(),
-    "w": lambda character: character.isalnum() or character == "_",
-    "W": lambda character: not (character.isalnum() or character == "_"),
-    "s": str.isspace,
-    "S": lambda character: not character.isspace(),
-}
+_WILDCARDS = "*?["
+# Beginnings of groups, sets of characters, escaped characters, repetitions, and other characters.
+_TOKEN = re.compile(r"\(\?:|\[\^?\]?(?:\\.|[^\\\]])*\]|\\.|[*+?]\??|\{[^}]*\}\??|.", re.DOTALL)
+_UNENDED = ("[", "\\", "{")
+_REPETITIONS: Mapping[str, tuple[int, int | None] | None] = {"*": (0, None), "+": (1, None), "?": (0, 1), "{": None}
 
 # Maps a name and the positions in it at which a part of an expression may begin to those at which it may end.
 _Step = Callable[[str, frozenset[int]], frozenset[int]]
@@ -25,9 +22,10 @@ _Step = Callable[[str, frozenset[int]], frozenset[int]]
 
 @dataclass(frozen=True)
 class NamePatterns:
-    """Patterns of names. names: those without wildcards. wildcards, expressions: the others."""
+    """Patterns of names."""
 
     names: frozenset[str] = frozenset()
+    """Names without wildcards."""
     wildcards: tuple[str, ...] = ()
     expressions: tuple[_Step, ...] = field(default=(), compare=False)
 
@@ -73,9 +71,10 @@ class _Parser:
     """Reads a regular expression from its beginning to its end, once."""
 
     def __init__(self, pattern: str) -> None:
-        self._pattern, self._rest, self._depth = pattern, list(reversed(pattern.removeprefix("re:"))), 0
+        self._pattern, self._depth = pattern, 0
         if len(pattern) > _LONGEST:
             raise self._error(f"it has {len(pattern)} characters, and at most {_LONGEST} are read")
+        self._rest = _TOKEN.findall(pattern.removeprefix("re:"))[::-1]
 
     def step(self) -> _Step:
         found = self._choice()
@@ -85,7 +84,8 @@ class _Parser:
 
     def _choice(self) -> _Step:
         steps = [self._sequence()]
-        while self._takes("|"):
+        while self._rest[-1:] == ["|"]:
+            self._next()
             steps.append(self._sequence())
         return steps[0] if len(steps) == 1 else lambda name, starts: _union(step(name, starts) for step in steps)
 
@@ -102,23 +102,30 @@ class _Parser:
         return run
 
     def _one(self) -> _Step:
-        character = self._next()
-        if character == "(":
+        token = self._next()
+        if token in ("(", "(?:"):
             return self._group()
-        if character == "[":
-            return _character(self._set())
-        if character == "\\":
-            return _character(self._escaped())
-        if character in _SPECIAL:
-            raise self._error(f"{character!r} has nothing to repeat")
-        if character == "^":
+        if token == "^":
             return lambda name, starts: starts & {0}
-        if character == "$":
+        if token == "$":
             return lambda name, starts: starts & {len(name)}
-        return _character(lambda each: True) if character == "." else _character(character.__eq__)
+        if token in _UNENDED:
+            raise self._error("it ends too early")
+        if token[0] in _REPETITIONS:
+            raise self._error(f"{token[0]!r} has nothing to repeat")
+        if token[0] == "\\" and token[1].isalnum() and token[1] not in "dDsSwW":
+            raise self._error(f"{token} is not read")
+        return self._character(token)
+
+    def _character(self, token: str) -> _Step:
+        try:
+            one = re.compile(token, re.DOTALL)
+        except re.error as error:
+            raise self._error(f"{token} is wrong: {error}") from None
+        return lambda name, starts: frozenset(start + 1 for start in starts if one.match(name, start))
 
     def _group(self) -> _Step:
-        if self._takes("?") and not self._takes(":"):
+        if self._rest and self._rest[-1][0] == "?":
             raise self._error("only plain groups are read")
         self._depth += 1
         if self._depth > _MOST_NESTED:
@@ -131,63 +138,27 @@ class _Parser:
 
     def _repeated(self, step: _Step) -> _Step:
         """Returns the step with the repetitions that follow it. Lazy ones match the same names."""
-        while self._rest and self._rest[-1] in "*+?{":
-            sign = self._next()
-            fewest, most = self._counts() if sign == "{" else {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
-            step = _repeat(step, fewest, most)
-            self._takes("?")
+        while self._rest and self._rest[-1][0] in _REPETITIONS:
+            token = self._next()
+            step = _repeat(step, *(_REPETITIONS[token[0]] or self._counts(token)))
         return step
 
-    def _counts(self) -> tuple[int, int | None]:
-        written = ""
-        while (character := self._next()) != "}":
-            written += character
-        fewest, comma, most = written.partition(",")
+    def _counts(self, token: str) -> tuple[int, int | None]:
+        if token in _UNENDED:
+            raise self._error("it ends too early")
+        written = token.removesuffix("?")
+        fewest, comma, most = written[1:-1].partition(",")
         if not all(each.isdecimal() for each in (fewest or "0", most or "0")):
-            raise self._error(f"{{{written}}} is no number of repetitions")
+            raise self._error(f"{written} is no number of repetitions")
         return int(fewest or 0), (int(most) if most else None) if comma else int(fewest)
-
-    def _set(self) -> Callable[[str], bool]:
-        is_negative, members = self._takes("^"), []
-        while not members or self._rest[-1:] != ["]"]:
-            character = self._next()
-            if character == "\\":
-                members.append(self._escaped())
-            elif self._rest[-1:] == ["-"] and self._rest[-2:-1] not in ([], ["]"]):
-                self._next()
-                members.append(_between(character, self._next()))
-            else:
-                members.append(character.__eq__)
-        self._next()
-        return lambda character: any(has(character) for has in members) is not is_negative
-
-    def _escaped(self) -> Callable[[str], bool]:
-        character = self._next()
-        if character.isalnum() and character not in _CLASSES:
-            raise self._error(f"\\{character} is not read")
-        return _CLASSES.get(character, character.__eq__)
 
     def _next(self) -> str:
         if not self._rest:
             raise self._error("it ends too early")
         return self._rest.pop()
 
-    def _takes(self, sign: str) -> bool:
-        is_next = self._rest[-1:] == [sign]
-        if is_next:
-            self._rest.pop()
-        return is_next
-
     def _error(self, reason: str) -> ValueError:
         return ValueError(f"quantization_config has the pattern {self._pattern[:80]!r}: {reason}")
-
-
-def _character(is_member: Callable[[str], bool]) -> _Step:
-    return lambda name, starts: frozenset(start + 1 for start in starts if start < len(name) and is_member(name[start]))
-
-
-def _between(first: str, last: str) -> Callable[[str], bool]:
-    return lambda character: first <= character <= last
 
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:

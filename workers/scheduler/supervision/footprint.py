@@ -12,8 +12,9 @@ from ...protocol.worker_config import WorkerConfig
 from ...resources.machine import available_bytes, gigabytes, loaded_dtype, runs_on_cpu
 from ...shapes.layouts.parameters import BYTES_PER_NUMBER, num_parameters, parameters
 from ...shapes.model_shape import ModelShape, read_model
-from ...shapes.packed_weights import TensorHeader, num_elements
-from ...shapes.quantization import Quantization
+from ...shapes.packed_format import Quantization, TensorHeader
+from ...shapes.packed_weights import num_elements
+from ...shapes.quantization import read_quantization
 
 
 def check_fit(groups: Iterable[Sequence[WorkerConfig]], take_turns: bool = False) -> None:
@@ -76,7 +77,7 @@ def _quantization(directory: Path) -> Quantization:
         config = load_json((directory / "config.json").read_text())
     except (OSError, ValueError):
         return Quantization()  # reading the model reports it
-    return Quantization.of(config) if isinstance(config, dict) else Quantization()
+    return read_quantization(config) if isinstance(config, dict) else Quantization()
 
 
 def _headers(file: Path) -> Iterator[tuple[str, TensorHeader]]:

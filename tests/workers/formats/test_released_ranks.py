@@ -9,8 +9,8 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import Quantization
 
 from ...tiny import tiny_model
-from ..models.releases import RELEASES
-from .training import Numbers, greedy, layout, train
+from ..parallel.training import Numbers, greedy, layout, train
+from .releases import RELEASES
 
 # Ranks' parts begin and end within blocks.
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 160, "head_dim": 32}

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...shapes.packed_weights import PackedWeight
+from ..packed_weight import PackedWeight
 
 # The numbers of 4 bits, by code: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0, E2M1).
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

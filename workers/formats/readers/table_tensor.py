@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ....schemas.bounds import load_json
-from ...shapes.packed_weights import TableWeight
+from ...models.stored.stored_tensor import NUMBERS_AT_ONCE, Index, StoredTensor, dtype_name, spans
+from ..bitsandbytes import TableWeight
 from .codes import looked_up
-from .stored_tensor import NUMBERS_AT_ONCE, Index, StoredTensor, dtype_name, spans
 
 # What the JSON of a weight with the longest numbers takes several times.
 _MOST_STATE_BYTES = 4096

@@ -6,9 +6,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...shapes.packed_weights import PackedWeight, grid_of
+from ...models.stored.stored_tensor import NUMBERS_AT_ONCE, Index, Mirrored, StoredTensor, dtype_name, spans
+from ..packed_weight import PackedWeight, grid_of
 from .codes import Codes
-from .stored_tensor import NUMBERS_AT_ONCE, Index, Mirrored, StoredTensor, dtype_name, spans
 
 
 class ScaledTensor:

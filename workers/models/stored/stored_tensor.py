@@ -1,4 +1,4 @@
-"""Tensors in files, of which parts are read by slices."""
+"""A tensor in a file, and views of it."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

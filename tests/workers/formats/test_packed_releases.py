@@ -6,9 +6,9 @@ import pytest
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 from ...tiny import tiny_model
-from ..models.releases import RELEASES
-from .digesting_worker import DIGESTING
-from .training import layout
+from ..parallel.digesting_worker import DIGESTING
+from ..parallel.training import layout
+from .releases import RELEASES
 
 pytestmark = pytest.mark.slow
 

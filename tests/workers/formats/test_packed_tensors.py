@@ -9,20 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainhouse.workers.formats.rows import METHODS
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.models.packed_tensors import dequantized_tensors, dequantizing
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.footprint import loaded_bytes
 from trainhouse.workers.shapes.model_shape import refusal_of
-from trainhouse.workers.shapes.quantization import METHODS, Grouping, Quantization
+from trainhouse.workers.shapes.packed_format import Grouping, Quantization
+from trainhouse.workers.shapes.quantization import read_quantization
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.utils.quantization_config import Mxfp4Config
 
 from ...tiny import tiny_model
+from ..models.test_survey import image_model
 from ..parallel.live_bytes import LiveBytes
 from .releases import RELEASES, Bits4, Gptq, bit_string, compressed, float8_codes, some_scales
 from .releases import integers as packed_integers
-from .test_survey import image_model
 
 # Blocks of 128 end within matrices, and those of other layouts with them.
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 32}
@@ -171,7 +173,7 @@ def test_numbers_equal_those_of_the_library_of_the_format(file: str) -> None:
     assert len(cases) == PACKED_BY_LIBRARIES[file]
     for layout, case in cases.items():
         stored = {name: tensor_of(each["bytes"], each["dtype"], each["shape"]) for name, each in case["stored"].items()}
-        (ours,) = read(stored, Quantization.of({"quantization_config": case["config"]})).values()
+        (ours,) = read(stored, read_quantization({"quantization_config": case["config"]})).values()
         assert torch.equal(ours, tensor_of(case["bfloat16"], "bfloat16", list(ours.shape))), layout
 
 
@@ -220,7 +222,7 @@ def test_any_part_equals_that_of_the_whole_and_only_its_codes_are_read(layout: s
     release, shape = RELEASES[layout], (160, 192)
     tensors, numbers = release.pack("a.b_proj.weight", shape)
     stored = {name: Stored(tensor) for name, tensor in tensors.items()}
-    config = Quantization.of({"quantization_config": release.config})
+    config = read_quantization({"quantization_config": release.config})
     (weight,) = dequantized_tensors(stored, config, torch.float32).values()
     assert tuple(weight.get_shape()) == shape
     codes = next(stored[name] for name in CODES if name in stored)
@@ -339,10 +341,10 @@ def test_bits_of_a_weight_are_those_of_the_group_that_names_it() -> None:
         numbers[f"{path}.weight"] = (codes * scales.float()).bfloat16()
         groups[path] = {"targets": targets, "weights": weights | {"type": "int", "strategy": "channel"}}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
-    assert same(read(stored, Quantization.of({"quantization_config": config})), numbers)
+    assert same(read(stored, read_quantization({"quantization_config": config})), numbers)
     groups["a.down_proj"]["targets"] = ["Linear"]
     with pytest.raises(ValueError, match=r"a\.q_proj: 4 integers with 1 scales in a row fit 2 of .* 8 bits"):
-        read(stored, Quantization.of({"quantization_config": config}))
+        read(stored, read_quantization({"quantization_config": config}))
 
 
 UNREADABLE: dict[str, tuple[dict[str, Tensor], str]] = {
@@ -472,7 +474,7 @@ def test_wrong_settings_are_refused_with_their_value(case: str) -> None:
 def test_autoround_packs_as_gptq_if_its_config_does_not_say_how(method: str) -> None:
     def is_low(**packing: str | None) -> bool:
         config = {"quant_method": method, "bits": 4, "group_size": 32} | packing
-        return Quantization.of({"quantization_config": config}).low_zero_points
+        return read_quantization({"quantization_config": config}).low_zero_points
 
     assert is_low() and is_low(packing_format="auto") and is_low(packing_format=None)
     assert not is_low(packing_format="auto_round") and not is_low(packing_format="auto_round:gptqmodel")
@@ -578,7 +580,7 @@ BROKEN: dict[str, tuple[dict[str, Tensor], str]] = {
 def test_tensors_that_do_not_fit_are_refused_by_name(case: str) -> None:
     stored, reason = BROKEN[case]
     with pytest.raises(ValueError, match=reason):
-        read(stored, Quantization.of({"quantization_config": Gptq(4).config()}))
+        read(stored, read_quantization({"quantization_config": Gptq(4).config()}))
 
 
 def test_zero_points_of_zero_borrow_from_the_next_as_they_were_written() -> None:

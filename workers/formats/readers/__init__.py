@@ -1,0 +1,1 @@
+"""Reads parts of packed weights from files, dequantized."""

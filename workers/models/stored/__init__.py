@@ -1,0 +1,1 @@
+"""Tensors in files, of which parts are read by slices."""

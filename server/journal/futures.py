@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +25,6 @@ from ..http.digests import Fingerprint
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import OperationRecord, ResultRecord, Store
 from .journal import Header
-from .kept_bytes import KeptBytes
-from .long_polls import LongPolls
 from .strikes import STRIKES
 
 logger = logging.getLogger(__name__)
@@ -39,6 +37,11 @@ _MAX_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
 _LINGER_SECONDS = 0.25
 """Results that arrive within this time of the first one go to the store in the same batch."""
+
+_RECORD_BYTES = 512
+"""Approximate disk space of a kept result without its body: its header, and its row in the store."""
+_SUM_SHARE = 0.02
+"""Maximum share of time that summing up kept results may occupy the database."""
 
 Encoding = Literal["json", "forward_backward", "sample", "user_error", "server_error"]
 
@@ -131,6 +134,66 @@ class Future:
         """Calls `on_stored`, and drops the references to the operation, which no callback needs any more."""
         self.on_stored()
         self.pending, self.on_stored = Pending, _nothing
+
+
+class LongPolls:
+    """The waits in progress, which a server that stops ends early."""
+
+    def __init__(self) -> None:
+        self._deadlines: set[asyncio.Timeout] = set()
+
+    async def wait(self, event: asyncio.Event, seconds: float) -> bool:
+        """True if the event was set within `seconds`."""
+        deadline = asyncio.timeout(seconds)
+        try:
+            async with deadline:
+                self._deadlines.add(deadline)
+                await event.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._deadlines.discard(deadline)
+        return True
+
+    def stop(self) -> None:
+        """Ends all waits as if they had timed out."""
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(now)
+
+
+class KeptBytes:
+    """Counts the bytes that each tenant's results take on disk. Adds new results at once; `recount` takes expired ones
+    off."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._by_tenant: Counter[str] = Counter()
+        self._sum_again_at = 0.0
+
+    def of(self, tenant_id: str) -> int:
+        """Returns about how many bytes the tenant's results take on disk."""
+        return self._by_tenant[tenant_id]
+
+    def add(self, tenant_id: str, body_bytes: int) -> None:
+        self._by_tenant[tenant_id] += body_bytes + _RECORD_BYTES
+
+    async def recount(self, not_stored: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        """Sums up all results, unless that would occupy the database too often.
+
+        Args:
+            not_stored: returns tenant and size of the body of each result that the store lacks.
+        """
+        began_at = time.monotonic()
+        if began_at < self._sum_again_at:
+            return
+        sums = await self._store.results.sum_by_tenant()
+        self._by_tenant = Counter({tenant_id: num * _RECORD_BYTES + size for tenant_id, (num, size) in sums.items()})
+        for tenant_id, body_bytes in not_stored():
+            self.add(tenant_id, body_bytes)
+        now = time.monotonic()
+        self._sum_again_at = now + (now - began_at) / _SUM_SHARE
 
 
 class Futures:

@@ -16,7 +16,7 @@ from ..config.sections import MemorySection, ModelsSection, RanksSection, Sampli
 
 @dataclass(frozen=True)
 class PlanSection(Section):
-    """What only a plan has, or counts otherwise by default."""
+    """Options that only a plan has, or that it counts otherwise by default."""
 
     training: Training = knob(Workload.training, "what is trained: adapters, or all weights")
     lora_rank: int = knob(Workload.lora_rank, "of each adapter", check=POSITIVE)

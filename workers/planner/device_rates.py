@@ -1,5 +1,5 @@
-"""How fast devices compute: as a worker measured it on this machine, by the maker's data sheet, or assumed by the link
-between them. Imports no torch.
+"""The rate of products on devices: as a worker measured it on this machine, by the maker's data sheet, or assumed by
+the link between them. Imports no torch.
 """
 
 import re

@@ -138,12 +138,12 @@ def draft_memory(
     )
 
 
-def _of_pass(draft: DraftLoad, spec: ParallelSpec, load: Workload, num_sequences: int) -> tuple[int, int]:
+def _of_pass(draft: DraftLoad, spec: ParallelSpec, load: Workload, at_once: int) -> tuple[int, int]:
     """Returns what a pass over sequences of the longest length keeps for its backward pass, and needs at its end."""
     sizes, number, is_eagle = draft.sizes, load.number_bytes, draft.algorithm == "eagle3"
     hidden, queries, keys = sizes.hidden, sizes.queries // spec.tp, sizes.keys // spec.tp
     computed = number * (2 * hidden + sizes.intermediate // spec.tp + queries) + 3 * hidden
-    layer, tokens = _RATIO * computed, num_sequences * load.longest
+    layer, tokens = _RATIO * computed, at_once * load.longest
     if is_eagle:
         # Every step runs the layer for all tokens.
         rows, depth, vocabulary = -(-tokens // spec.sp), draft.ttt_length, sizes.vocabulary
@@ -152,7 +152,7 @@ def _of_pass(draft: DraftLoad, spec: ParallelSpec, load: Workload, num_sequences
         working = _FLOAT32 * sum(prod(shape) for name, shape in draft.shapes(spec.tp).items() if name != "lm_head")
     else:
         # Each layer runs for all blocks, and reads the keys of all tokens.
-        rows = -(-num_sequences * min(draft.num_anchors, load.longest) // spec.sp)
+        rows = -(-at_once * min(draft.num_anchors, load.longest) // spec.sp)
         depth, vocabulary = draft.block_size - 1, sizes.target_vocabulary
         kept = rows * draft.block_size * sizes.layers * layer
         kept += tokens * number * (3 * hidden + 2 * keys * sizes.layers)

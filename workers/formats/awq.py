@@ -1,10 +1,9 @@
 """AWQ in 4 bits, packed for `gemm`: codes along outputs, and packed zero points for each group of inputs."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..shapes.packed_format import Grouping, PackedFormat, Quantization, Tensors
+from ..shapes.packed_format import PackedFormat, Quantization, Tensors
 from ..shapes.quantization import check_known
 from .gptq import grouping_in_bits, names_beside
 from .packed_weight import PackedWeight, block_of, checked, integer_weight, unfitting
@@ -30,12 +29,9 @@ def _find(name: str, tensors: Tensors, quantization: Quantization) -> tuple[str,
     return f"{path}.weight", checked(replace(plain, block=block, zero_points=zero_points, zero_point_axis=-1), tensors)
 
 
-def _check(given: Any) -> None:
+def _settings(given: Any) -> Quantization:
     check_known("version", str(given.get("version", given.get("format", "gemm"))).lower(), ("gemm",))
+    return Quantization(groupings=(grouping_in_bits(given, (4,)),))
 
 
-def _groupings(given: Any) -> Iterator[Grouping]:
-    yield grouping_in_bits(given, (4,))
-
-
-AWQ = PackedFormat(_find, _check, _groupings)
+AWQ = PackedFormat(_find, _settings)

@@ -62,7 +62,7 @@ def _bits(path: str, columns: int, num_groups: int, quantization: Quantization) 
     )
 
 
-def _check(given: Any) -> None:
+def _settings(given: Any) -> Quantization:
     sparsity, transforms = given.get("sparsity_config"), given.get("transform_config")
     sparse = sparsity.get("format") if isinstance(sparsity, dict) else None
     for layout in (given.get("format"), sparse, *(each.get("format") for each in groups_of(given))):
@@ -71,6 +71,7 @@ def _check(given: Any) -> None:
             raise ValueError(f"weights packed as {layout} are not supported: {REMEDY}")
     if isinstance(transforms, dict) and transforms.get("config_groups"):
         raise ValueError(f"weights in a rotated basis (transform_config) are not supported: {REMEDY}")
+    return Quantization()
 
 
 def _kept(given: Any) -> Iterator[ReleasedFormat]:
@@ -93,4 +94,4 @@ def _kept_of(weights: Any, layout: str) -> Iterator[ReleasedFormat]:
         yield ReleasedFormat("float8", scales, (int(block[0]), int(block[1])) if block else (1, columns))
 
 
-COMPRESSED_TENSORS = PackedFormat(_find, _check, kept=_kept)
+COMPRESSED_TENSORS = PackedFormat(_find, _settings, _kept)

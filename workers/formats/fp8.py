@@ -13,9 +13,5 @@ def _kept(given: Any) -> Iterator[ReleasedFormat]:
     yield ReleasedFormat("float8", "float32", (int(block[0]), int(block[1])) if block else (1, None))
 
 
-def _kept_mxfp8(given: Any) -> Iterator[ReleasedFormat]:
-    yield ReleasedFormat("float8", "power of two", (1, 32))
-
-
 FP8 = PackedFormat(find_plain_codes, kept=_kept)
-MXFP8 = PackedFormat(find_plain_codes, kept=_kept_mxfp8)
+MXFP8 = PackedFormat(find_plain_codes, kept=lambda given: [ReleasedFormat("float8", "power of two", (1, 32))])

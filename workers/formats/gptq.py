@@ -1,6 +1,5 @@
 """GPTQ in 2 to 8 bits, also by AutoRound: codes along inputs, and packed zero points for each group of inputs."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -58,28 +57,18 @@ def grouping_in_bits(given: Any, known: tuple[int, ...]) -> Grouping:
     return Grouping(bits, group_size_of("group_size", given.get("group_size", given.get("q_group_size"))))
 
 
-def _groupings(given: Any) -> Iterator[Grouping]:
-    yield grouping_in_bits(given, _BITS)
+def _settings(given: Any) -> Quantization:
+    version = given.get("checkpoint_format", given.get("format", "gptq"))
+    check_known("checkpoint_format", version, ("gptq", "gptq_v2"))
+    return Quantization(groupings=(grouping_in_bits(given, _BITS),), low_zero_points=version != "gptq_v2")
 
 
-def _version(given: Any) -> object:
-    return given.get("checkpoint_format", given.get("format", "gptq"))
-
-
-def _check(given: Any) -> None:
-    check_known("checkpoint_format", _version(given), ("gptq", "gptq_v2"))
-
-
-GPTQ = PackedFormat(_find, _check, _groupings, lambda given: _version(given) != "gptq_v2")
-
-
-def _packing(given: Any) -> object:
+def _settings_of_auto_round(given: Any) -> Quantization:
     packing = given.get("packing_format")
-    return _LOW_ZERO_POINTS if packing in (None, "auto") else packing
+    packing = _LOW_ZERO_POINTS if packing in (None, "auto") else packing
+    check_known("packing_format", packing, _AUTO_ROUND)
+    return Quantization(groupings=(grouping_in_bits(given, _BITS),), low_zero_points=packing == _LOW_ZERO_POINTS)
 
 
-def _check_auto_round(given: Any) -> None:
-    check_known("packing_format", _packing(given), _AUTO_ROUND)
-
-
-AUTO_ROUND = PackedFormat(_find, _check_auto_round, _groupings, lambda given: _packing(given) == _LOW_ZERO_POINTS)
+GPTQ = PackedFormat(_find, _settings)
+AUTO_ROUND = PackedFormat(_find, _settings_of_auto_round)

@@ -1,8 +1,5 @@
 """MXFP4 of gpt-oss: the matrices of all experts of a layer, with a power of two for each 32 floats of 4 bits."""
 
-from collections.abc import Iterator
-from typing import Any
-
 from ..shapes.packed_format import PackedFormat, Quantization, Tensors
 from ..shapes.released_format import ReleasedFormat
 from .packed_weight import PackedWeight, checked, unfitting
@@ -22,8 +19,4 @@ def _find(name: str, tensors: Tensors, quantization: Quantization) -> tuple[str,
     return weight, checked(packed, tensors)
 
 
-def _kept(given: Any) -> Iterator[ReleasedFormat]:
-    yield ReleasedFormat("float4", "power of two", (1, 32))
-
-
-MXFP4 = PackedFormat(_find, kept=_kept)
+MXFP4 = PackedFormat(_find, kept=lambda given: [ReleasedFormat("float4", "power of two", (1, 32))])

@@ -2,7 +2,7 @@
 `workers/formats`. Imports no torch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,21 +56,13 @@ class Quantization:
     blocks: tuple[tuple[int, int], ...] = ()
     """Possible rows and columns that share a scale."""
     groupings: tuple[Grouping, ...] = ()
-    low_zero_points: bool = False
+    low_zero_points: bool = True
     """True if files of GPTQ hold zero points less one."""
 
     def groupings_of(self, module: str) -> Sequence[Grouping]:
         """Returns how the weight of a module may be packed."""
         named = [each for each in self.groupings if each.targets is not None and each.targets.match(module)]
         return named or [each for each in self.groupings if each.targets is None] or self.groupings
-
-
-def _accept(given: Any) -> None:
-    """Refuses nothing."""
-
-
-def _none(given: Any) -> Iterator[Any]:
-    yield from ()
 
 
 @dataclass(frozen=True)
@@ -83,14 +75,10 @@ class PackedFormat:
     find: Callable[[str, Tensors, Quantization], tuple[str, Packed] | None]
     """Returns the weight whose codes are the tensor of this name, with the name that it has in an unpacked model; None
     if the tensor is no weight's codes in this format."""
-    check: Callable[[Any], None] = _accept
-    """Raises ValueError if `given` describes weights that cannot be read."""
-    groupings: Callable[[Any], Iterator[Grouping]] = _none
-    """Yields how all weights are packed, where `given` says so for the whole model."""
-    has_low_zero_points: Callable[[Any], bool] = lambda given: True
-    """True if files hold zero points of GPTQ's layout less one."""
-    kept: Callable[[Any], Iterator[ReleasedFormat]] = _none
-    """Yields the formats in which memory can hold the weights."""
+    settings: Callable[[Any], Quantization] = lambda given: Quantization()
+    """Returns what `given` says in the format's own way. Raises ValueError if such weights cannot be read."""
+    kept: Callable[[Any], Iterable[ReleasedFormat]] = lambda given: ()
+    """Returns the formats in which memory can hold the weights."""
 
 
 def packed_formats() -> Mapping[str, PackedFormat]:

@@ -64,16 +64,14 @@ def read_quantization(config: Mapping[str, object]) -> Quantization:
         raise ValueError(refused)
     if method in _CONVERTED:
         raise conversion_error(method)
-    if given.get("quant_method") is None:
-        return Quantization("", tuple(_blocks(given)), tuple(_groupings_of_groups(given)), low_zero_points=True)
-    formats = packed_formats()
-    if method not in formats:
+    formats, own = packed_formats(), Quantization()
+    if method in formats:
+        own = formats[method].settings(given)
+    elif given.get("quant_method") is not None:
         known = f"only by {', '.join(formats)}" if formats else "because this installation is without workers/formats"
         raise ValueError(f"weights quantized by {method} are not supported, {known}: use another release")
-    format = formats[method]
-    format.check(given)
-    blocks, groupings = tuple(_blocks(given)), (*format.groupings(given), *_groupings_of_groups(given))
-    return Quantization(method, blocks, groupings, format.has_low_zero_points(given))
+    groupings = (*own.groupings, *_groupings_of_groups(given))
+    return Quantization(method, tuple(_blocks(given)), groupings, own.low_zero_points)
 
 
 def quantization_of(config: Mapping[str, object]) -> Mapping[str, object]:

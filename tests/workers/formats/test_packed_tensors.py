@@ -408,6 +408,7 @@ def test_methods_are_refused_by_config_if_their_layout_is_not_known() -> None:
         assert not refusal(quant_method=method)
     for method in ("aqlm", "vptq", "spqr", "higgs", "quip", "eetq", "fp_quant", "sinq", *OTHERS, "a new one"):
         assert refusal(quant_method=method).startswith(f"weights quantized by {method} are not supported")
+    assert "a new one are not supported, only by mxfp4, mxfp8, fp8, " in refusal(quant_method="a new one")
     assert "because its layers also round inputs to 8 bits" in refusal(quant_method="bitnet")
     assert "trained codebooks, which its own program decodes: use a release in bfloat16" in refusal(quant_method="vptq")
 

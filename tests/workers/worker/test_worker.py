@@ -328,7 +328,7 @@ UNSUPPORTED = {
     ),
     "quantized weights": (
         {"model_type": "llama", "quantization_config": {"quant_method": "a new one"}},
-        "weights quantized by a new one are not supported, only by mxfp4, mxfp8, fp8, ",
+        "weights quantized by a new one are not supported, ",
     ),
     "position biases": ({"model_type": "bloom"}, "bloom models are not supported: it was not verified that sequences"),
 }

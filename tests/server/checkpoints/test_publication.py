@@ -77,7 +77,11 @@ async def wait_until_swept(place: str, published: set[str]) -> None:
     """Waits until every directory at the URL has its manifest."""
     async with asyncio.timeout(SOON_SECONDS):
         while True:
-            names = names_at(place)
+            try:
+                names = names_at(place)
+            except OSError:  # moto answers 500 if a file is deleted while it lists them
+                await asyncio.sleep(0.01)
+                continue
             whole = {name.removesuffix("/manifest.json") for name in names if name.endswith("/manifest.json")}
             if {name.rpartition("/")[0] for name in names} == whole:
                 break

@@ -129,7 +129,7 @@ class ChatTokenizer:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer of a chat: the tokenizer's, and the one that the template writes."""
+        """The tokens that end a chat answer: the tokenizer's end token and the template's."""
         written = None if self.chat_end is None else self._added[self.chat_end]
         return tuple(dict.fromkeys(each for each in (self.end_token_id, written) if each is not None))
 

@@ -1,5 +1,5 @@
-"""Imports uploaded PEFT adapters as checkpoints. The server reads only the list of the matrices, in a process apart:
-workers read and convert them.
+"""Imports uploaded PEFT adapters as checkpoints. The server only lists their tensors, in a separate process; workers
+read and convert them.
 """
 
 import asyncio

@@ -74,12 +74,11 @@ def tokens_that_fit(
 def wanted_micro_batch_tokens(
     shape: ModelShape, spec: ParallelSpec, load: Workload, flops_per_second: float | None
 ) -> int:
-    """Returns the size of micro-batches if memory sets no limit: what takes a GPU a tenth of a second, or the usual
-    number if that is more, since short micro-batches wait for their launches. In float32 all but the smallest models
-    take longer for that number.
+    """Returns the tokens of a micro-batch, apart from memory: what a GPU computes in 0.1 s, and at least the default,
+    below which launching kernels takes most of the time. CPUs and float32 keep the default.
 
     Args:
-        flops_per_second: of products in 16 bits in a GPU's passes; None if unknown.
+        flops_per_second: the GPU's rate in 16 bits during passes; None if unknown.
     """
     if load.on_cpu or load.dtype == "float32" or flops_per_second is None:
         return DEFAULT_MICRO_BATCH_TOKENS

@@ -45,7 +45,7 @@ class Grouping:
     is_float: bool = False
     """True if codes are floats (MXFP6), not integers."""
     targets: NamePatterns | None = None
-    """Names of the modules; None if it is all that no other grouping names."""
+    """The modules packed this way, by name; None for all modules that no other grouping names."""
 
 
 @dataclass(frozen=True)

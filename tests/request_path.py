@@ -70,7 +70,8 @@ def trace_request(directory: Path) -> tuple[ProcessPath, ProcessPath]:
     """Returns the path in the server's process and in the worker's."""
     (directory / "sitecustomize.py").write_text(HOOK)
     switch = directory / "switch"
-    names = {OUTPUT: str(directory / "trace"), SWITCH: str(switch), "PYTHONPATH": str(directory)}
+    path = os.pathsep.join(filter(None, (str(directory), os.environ.get("PYTHONPATH"))))
+    names = {OUTPUT: str(directory / "trace"), SWITCH: str(switch), "PYTHONPATH": path}
     model = tiny_model("qwen3", directory / "model")
     with environment(names), live_server({"tiny": model}, directory / "state") as server:
         data = [Datum([5, 6, 7, 8], {"target_tokens": [6, 7, 8, 9], "weights": [1.0] * 4})]

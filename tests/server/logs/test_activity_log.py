@@ -16,6 +16,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.pools.base import RankTime
 from trainhouse.workers.protocol.log_lines import LineFormatter
 from trainhouse.workers.scheduler.calls import EndedCall, StepsCall
+from trainhouse.workers.scheduler.work import CallSize
 
 from ...live import live_server
 from ..real import ALICE, BOB, MODEL, Server, batch, running_server, sample_body, server_config
@@ -171,7 +172,7 @@ class _Slice(StepsCall):
     kind, activity = "sampling", "sampling"
 
     def __init__(self) -> None:
-        self.works = ()
+        self.works, self.size = (), CallSize(0, 0)
 
 
 @pytest.mark.slow

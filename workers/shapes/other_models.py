@@ -96,7 +96,7 @@ TEXT_MODELS = frozenset({"idefics2", "idefics3", "smolvlm"})
 # Those whose files have the matrices of a layer's experts in one tensor of [experts, in, out].
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})
 
-# Defaults of the part for text in place of those of its type, besides what transformers' config classes declare.
+# Defaults of the part for text in place of those of its type, in addition to what transformers' config classes declare.
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     whole: {"head_dim": None, "partial_rotary_factor": 1.0} for whole in ("glm46v", "glm4v", "glmga")
 }
@@ -173,7 +173,7 @@ def text_settings(whole: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def text_defaults(whole: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns values of fields that the text part of a model's config.json may leave out, besides the family's."""
+    """Returns values of fields that the text part of a model's config.json may leave out, in addition to the family's."""
     model_type = str(whole.get("model_type"))
     return {**TEXT_PART_DEFAULTS.get(model_type, {}), **_TEXT_DEFAULTS.get(model_type, {})}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 _DECLARED = json.loads(Path(__file__).with_name("defaults.json").read_text("utf-8"))
 
 TYPES: Mapping[str, Mapping[str, object]] = _DECLARED["types"]
-"""By model_type of a text model."""
+"""Keyed by the model_type of a text model."""
 
 TEXT_PARTS: Mapping[str, Mapping[str, object]] = _DECLARED["text_parts"]
-"""By model_type of a multimodal model whose part for text has other defaults than the text part's own type."""
+"""Keyed by the model_type of a multimodal model whose text part has other defaults than its own type."""

@@ -33,7 +33,7 @@ def text_defaults(whole: str) -> dict[str, Any]:
 
     `tie_word_embeddings` is left out, because the whole decides it.
     """
-    whole_config = CONFIG_MAPPING[whole]
+    whole_config: Any = CONFIG_MAPPING[whole]
     kind = type(whole_config().text_config)
     of_type, of_part = fields_of(CONFIG_MAPPING[TEXT_PARTS[whole]]), fields_of(kind)
     in_whole, alone = vars(whole_config(text_config={"model_type": kind.model_type}).text_config), vars(kind())

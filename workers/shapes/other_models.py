@@ -173,7 +173,7 @@ def text_settings(whole: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def text_defaults(whole: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns values of fields that the text part of a model's config.json may leave out, in addition to the family's."""
+    """Returns values of fields that the text part of a model's config.json may leave out, where the family's differ."""
     model_type = str(whole.get("model_type"))
     return {**TEXT_PART_DEFAULTS.get(model_type, {}), **_TEXT_DEFAULTS.get(model_type, {})}
 

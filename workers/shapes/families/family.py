@@ -125,7 +125,7 @@ class Family:
         return " or ".join((f"another activation than {self.activation}", *self.unknown_settings))
 
     def with_defaults(self, fields: Mapping[str, object]) -> "Family":
-        """Returns the family with these values for fields that a config.json may leave out, besides its own."""
+        """Returns the family with these values for fields that a config.json may leave out, where it has none."""
         return replace(self, defaults={**self._renamed(fields), **self.defaults})
 
     def _renamed(self, fields: Mapping[str, object]) -> Mapping[str, object]:

@@ -28,10 +28,11 @@ cli/checkup cli/remote cli cli/verification serving routes runs operations sampl
 journal tenants http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
-planner/drafts planner formats/readers formats engines/vllm engines/groups engines scheduler scheduler/supervision
+planner/drafts planner drafts drafts/training drafts/model drafts/algorithms drafts/losses drafts/sequences
+formats/readers formats engines/vllm engines/groups engines scheduler scheduler/supervision
 pools/ray pools
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
-checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
+checkpoint registry heads full lora programs models
 models/layers models/stored batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
 resources shapes/layouts shapes shapes/families shapes/parts protocol
 """
@@ -82,9 +83,7 @@ CORE = (
         "training/rank_operation",
         "training/scoring_pass",
         "training/batch_failure",
-        "training/feature_capture",
     ),
-    "training/draft_pass",
 )
 
 

@@ -64,7 +64,7 @@ class SliceModels:
         wanted = dict.fromkeys(
             sequence.job.spec.draft_id for sequence in [*self._scheduler.with_drafts(), *self._draft_candidates()]
         )
-        known = [one for one in wanted if one is not None and self._models.is_draft(one)]
+        known = [one for one in wanted if one is not None and one in self._models]
         is_loaded = dict.fromkeys(known[: self._config.full_slots], False)
         for draft_id in is_loaded:
             with suppress(OperationError):

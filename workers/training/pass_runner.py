@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...schemas.errors import OperationError
-from ...schemas.training import FeatureLocation
 from ..batch.micro_batch import MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..batch.partial_result import PartialResult
 from ..batch.validated import ModelLimits, validate_request
-from ..drafts.sequences.captured_features import CapturedFeatures
-from ..heads import LogprobHead
-from ..losses import CAPTURES
+from ..losses import Loss
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
 from ..protocol.calls import Failure, OperationPart, PartAnswer
 from ..protocol.log_lines import log_remote_failure
+from ..protocol.plugins import plugin_rows
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
 from ..resources.device_speed import DeviceSpeed
@@ -30,11 +28,10 @@ from ..resources.lanes import Lanes
 from ..resources.memory import bounded_memory
 from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
+from ..state.program import Program
 from ..state.trainable import Trainable
 from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
-from .draft_pass import DraftPassRunner
-from .feature_capture import CapturingPassRunner
 from .rank_operation import RankOperation
 from .rounds import rounds
 from .scoring_pass import RunMicroBatch, ScoringPassRunner
@@ -43,7 +40,22 @@ logger = logging.getLogger(__name__)
 
 
 class PassStrategy(Protocol):
-    """Runs the micro-batches of a round, in one way for each kind of model."""
+    """Runs the micro-batches of a round in its own way."""
+
+    def takes(self, parts: Sequence[OperationPart]) -> bool:
+        """True if the parts of a round must run in this way; the same on all ranks."""
+        ...
+
+    def losses(self, part: OperationPart, program: Program) -> Mapping[str, Loss]:
+        """Returns the losses that the part may have. Raises OperationError if it wants what this way cannot do."""
+        ...
+
+    def prepare(self, operation: RankOperation) -> None:
+        """Finds what the part needs besides its data, which are valid, and keeps it in `operation.prepared`.
+
+        Raises OperationError if the part cannot run.
+        """
+        ...
 
     def plan(self, operations: Sequence[RankOperation]) -> Any:
         """Returns what the ranks that share collectives must know of each other's operations before they run."""
@@ -101,9 +113,8 @@ class PassRunner:
         self._lanes = Lanes(base.device)
         self._max_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self.scoring = ScoringPassRunner(base, models.lora, mesh, config.head_chunk_tokens)
-        head = LogprobHead(base, config.head_chunk_tokens)
-        self._capturing = CapturingPassRunner(base, models, self.scoring, head)
-        self._draft_passes = DraftPassRunner(base, models, mesh, head, self.scoring.shard_of)
+        others = plugin_rows("workers.drafts.rows", "STRATEGIES").values()
+        self.strategies: Sequence[PassStrategy] = (*(make(base, models, self.scoring) for make in others), self.scoring)
         self._token_budget = config.micro_batch_tokens
         self._exclusive_budget = exclusive_tokens or config.micro_batch_tokens
         self._max_runs = config.adapter_slots
@@ -114,8 +125,9 @@ class PassRunner:
         answers: dict[int, PartAnswer] = {}
         for members in rounds(parts, self._max_runs, self._models.is_exclusive):
             started = time.perf_counter()
-            operations = [self._begin(parts[i]) for i in members]
-            strategy = self._strategy([parts[i] for i in members])
+            of_round = [parts[i] for i in members]
+            strategy = next(each for each in self.strategies if each.takes(of_round))
+            operations = [self._begin(part, strategy) for part in of_round]
             if self._mesh.has_forward_collectives:
                 self._run_coupled(operations, strategy)
             else:
@@ -132,15 +144,7 @@ class PassRunner:
         """Drops the run's unfinished operations; their remaining parts will fail."""
         self._unfinished = {key: each for key, each in self._unfinished.items() if each.run_id != run_id}
 
-    def _strategy(self, parts: Sequence[OperationPart]) -> PassStrategy:
-        """Returns how the parts of a round run; the same on all ranks, whichever of them fail there."""
-        if self._models.is_draft(parts[0].request.model_id):
-            return self._draft_passes
-        locations = [part.request.features for part in parts]
-        captures = any(each is not None and each.draft is not None for each in locations)
-        return self._capturing if captures else self.scoring
-
-    def _begin(self, part: OperationPart) -> RankOperation:
+    def _begin(self, part: OperationPart, strategy: PassStrategy) -> RankOperation:
         """Returns the part's operation; it has failed already if it cannot run."""
         operation = self._unfinished.get(part.operation_id) if part.first_datum else None
         if operation is None:
@@ -148,41 +152,33 @@ class PassRunner:
         else:
             operation.begin(part)
         try:
-            self._validate(operation)
+            self._validate(operation, strategy)
         except Exception as error:
             self._give_up(operation, batch_failure_of(error))
         return operation
 
-    def _validate(self, operation: RankOperation) -> None:
+    def _validate(self, operation: RankOperation, strategy: PassStrategy) -> None:
         """Reads the part's data. Raises OperationError if it cannot run."""
         part, request = operation.part, operation.part.request
         if operation.run_id not in self._models:
             raise OperationError(f"run {operation.run_id} is not on this worker: create it first", "server")
         model = self._models.get(operation.run_id)
-        program, location = model.program, request.features
+        program = model.program
         if not (program.trains or operation.forward_only):
             raise OperationError(f"a {program.role} is not trained: use forward, or create a model of another role")
-        losses = CAPTURES if location is not None and location.captures else program.losses
+        losses = strategy.losses(part, program)
         operation.batch = validate_request(request, self._limits, part.share, losses)
-        if losses is not CAPTURES and model.missing_state is not None:
+        if losses is program.losses and model.missing_state is not None:
             raise OperationError(model.missing_state)
-        if losses is not CAPTURES and self._flops is not None and model.flops is not None:
+        if self._flops is not None and model.flops is not None:
             operation.count_flops(self._flops, model.flops)
-        if location is not None:
-            operation.stored = self._stored(operation, location)
+        strategy.prepare(operation)
         if operation.num_data != part.first_datum:
             raise OperationError(
                 f"the results of the {part.first_datum} data before these are gone: since they were computed, the run's"
                 " gradients were cleared or its weights loaded; send the whole operation again",
                 "server",
             )
-
-    def _stored(self, operation: RankOperation, location: FeatureLocation) -> dict[int, CapturedFeatures]:
-        """Returns the stored features by example. Raises OperationError unless the run is a draft and they are its."""
-        if location.draft is not None:
-            self._capturing.check(operation.run_id, location)
-            return {}
-        return self._draft_passes.find_stored(operation.part.request, location, operation.batch.datum_indices)
 
     def _run_coupled(self, operations: list[RankOperation], strategy: PassStrategy) -> None:
         """Runs a round on ranks that share collectives in forward or backward.
@@ -207,7 +203,7 @@ class PassRunner:
     def _budget_of(self, operations: Sequence[RankOperation]) -> int:
         """Returns the most tokens of a micro-batch of these operations, which can share one."""
         run_id = operations[0].run_id
-        replaces_base = self._models.is_exclusive(run_id) and not self._models.is_draft(run_id)
+        replaces_base = run_id in self._models and self._models.get(run_id).replaces_base
         return self._exclusive_budget if replaces_base else self._token_budget
 
     def _load_models(self, operations: list[RankOperation], held: ExitStack) -> dict[str, Trainable]:

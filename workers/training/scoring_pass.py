@@ -1,20 +1,24 @@
 """Runs micro-batches of models with heads: hidden states, scores and losses, and gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch
 from ..heads import HEADS
 from ..lora import Adapter, LoraLayers, Segment
 from ..lora.segment import clip_segments
+from ..losses import Loss
 from ..models.model import BaseModel
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
+from ..protocol.calls import OperationPart
+from ..state.program import Program
 from ..state.trainable import Trainable
 from .rank_operation import RankOperation
 from .scoring import Heads, ScoredTokens, score, score_with_gradient
@@ -29,8 +33,20 @@ class ScoringPassRunner:
     """The PassStrategy of models with heads."""
 
     def __init__(self, base: BaseModel, adapters: LoraLayers, mesh: Mesh, head_chunk_tokens: int) -> None:
-        self._base, self._adapters, self._mesh = base, adapters, mesh
+        self._base, self._adapters, self.mesh = base, adapters, mesh
+        self.head_chunk_tokens = head_chunk_tokens
         self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
+
+    def takes(self, parts: Sequence[OperationPart]) -> bool:
+        return True
+
+    def losses(self, part: OperationPart, program: Program) -> Mapping[str, Loss]:
+        if part.request.features is not None:
+            raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
+        return program.losses
+
+    def prepare(self, operation: RankOperation) -> None:
+        """Prepares nothing: the data are all that is needed."""
 
     def plan(self, operations: Sequence[RankOperation]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""
@@ -53,18 +69,18 @@ class ScoringPassRunner:
             {name: head.split_budget(num_lanes) for name, head in self._heads.items()},
             operations,
             models,
-            _expert_adapters(operations, models) if self._mesh.along("ep").size > 1 else [],
+            _expert_adapters(operations, models) if self.mesh.along("ep").size > 1 else [],
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
             # Ranks along tp route the same tokens.
-            bool(self._base.experts) and self._mesh.along("tp").index == 0,
+            bool(self._base.experts) and self.mesh.along("tp").index == 0,
         )
         return joint.forward if operations[0].forward_only else joint.forward_backward
 
     def shard_of(self, micro_batch: MicroBatch) -> TokenShard:
         """Returns this rank's shard of a micro-batch's tokens."""
         ring = self._base.sequence_split.ring
-        return TokenShard(len(micro_batch.tokens), self._mesh, self._base.shards_activations, ring)
+        return TokenShard(len(micro_batch.tokens), self.mesh, self._base.shards_activations, ring)
 
     @torch.no_grad()
     def bare_hidden_states(self, micro_batch: MicroBatch) -> Tensor:

@@ -8,16 +8,14 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig, LoraConfig, Utilization
-from ..checkpoint import read_draft, read_new_model
+from ..checkpoint import read_new_model
 from ..checkpoint.peft_import import import_adapter
-from ..drafts.draft_model import DraftModel
-from ..drafts.groups import DraftGroups
 from ..lora import Adapter, LoraLayers
 from ..models.model import resolve_device, unique_name
 from ..models.model_cache import with_local_model
@@ -39,9 +37,10 @@ from ..protocol.calls import (
     SavedContents,
     SliceResult,
 )
+from ..protocol.plugins import plugin_rows
 from ..protocol.shared_fs import SharedFileProbe
 from ..protocol.worker_config import WorkerConfig
-from ..registry.model_registry import KINDS, ModelRegistry
+from ..registry.model_registry import KINDS, ModelKind, ModelRegistry
 from ..registry.programs import program_of
 from ..resources.allocator import tune_allocator
 from ..resources.device_speed import DeviceSpeed
@@ -82,6 +81,13 @@ class Worker:
         self._rendezvous: Rendezvous | None = None
         if config.parallel.num_ranks == 1:
             self._load(Mesh())
+
+    def __getattr__(self, verb: str) -> Any:
+        """Returns a verb that a plugin adds."""
+        try:
+            return vars(self)["_verbs"][verb]
+        except KeyError:
+            raise AttributeError(f"this worker has no {verb}") from None
 
     def open_rendezvous(self) -> str | None:
         """Returns the address at which the first rank waits for the others; None on the other ranks."""
@@ -125,11 +131,13 @@ class Worker:
         config = replace(config, micro_batch_tokens=tokens["lora"])
         config = sized_for_device(config, self._base, lora, mesh)
         self._micro_batch_tokens = config.micro_batch_tokens
-        slots = dict.fromkeys(KINDS, config.full_slots) | {Adapter.kind: config.adapter_slots}
+        others = plugin_rows("workers.drafts.rows", "KINDS").items()
+        kinds: dict[Any, ModelKind] = {training: make(self._base, mesh, config) for training, make in others}
+        names = (*KINDS, *(kind.name for kind in kinds.values()))
+        slots = dict.fromkeys(names, config.full_slots) | {Adapter.kind: config.adapter_slots}
         residency = Residency(self._base.device, slots, config.host_adapter_bytes, config.page_directory)
-        groups = DraftGroups.of(mesh, self._base.config, config.draft_parallel)
         self._models = ModelRegistry(
-            self._base, lora, residency, config.max_full_models, config.optimizer_states, groups
+            self._base, lora, residency, config.max_full_models, config.optimizer_states, kinds
         )
         if self._base.device.type == "cuda" and self._base.dtype != torch.float32:
             keep_rate(torch.cuda.get_device_name(self._base.device), rate)
@@ -146,7 +154,11 @@ class Worker:
         self._memory = RankMemory(self._base, residency, self._sampler, agreement.on_all, config.page_directory)
         self._rank_models = RankModels(self._models, self._memory, agreement)
         writer = SnapshotWriter(self._base.device, self._name)
-        self._loader = RunLoader(self._models, self._rank_models, self._passes, mesh, agreement)
+        rows = plugin_rows("workers.drafts.rows", "VERBS").values()
+        plugins = [make(self._models, self._rank_models, self._passes, mesh) for make in rows]
+        self._verbs = {verb: getattr(plugin, verb) for plugin in plugins for verb in plugin.verbs}
+        after_load = [plugin.after_load for plugin in plugins]
+        self._loader = RunLoader(self._models, self._rank_models, self._passes, mesh, agreement, after_load)
         self._snapshots = RunSaver(self._rank_models, writer, mesh, agreement, self._name)
 
     def info(self) -> ModelInfo:
@@ -179,11 +191,10 @@ class Worker:
         )
         model.base_name = spec.base_name
         targets, others = (model.targets, model.not_adapted) if isinstance(model, Adapter) else ((), ())
-        feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
         names = tuple(target.name for target in targets)
         frozen = self._models.lora.frozen_experts(model.lora) if isinstance(model, Adapter) else ()
         num_trained = model.layout.num_weights if model.program.trains else 0
-        return RunInfo(num_trained, names, model.training, feature_bytes, others, frozen)
+        return RunInfo(num_trained, names, model.training, model.feature_bytes, others, frozen)
 
     def drop_run(self, run_id: str) -> None:
         """Drops the run; ignores unknown ones."""
@@ -235,28 +246,6 @@ class Worker:
         """
         self._loader.load(run_id, Path(directory), optimizer)
 
-    def set_target(self, run_id: str, directory: str | None) -> None:
-        """Makes the draft predict the policy saved in `directory`; None means the bare base model."""
-        self._loader.set_target(run_id, None if directory is None else Path(directory))
-
-    def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
-        """Sets the tokens that a draft can propose, int64 ascending. Raises OperationError after its training has
-        begun.
-        """
-        self._rank_models.check_draft(run_id)
-        self._passes.forget(run_id)
-        with self._rank_models.resident(run_id, FORWARD_VECTORS):
-            self._models.draft(run_id).set_vocabulary(token_ids)
-
-    def vocabulary(self, run_id: str) -> np.ndarray:
-        """Returns the tokens that a draft can propose, int64 ascending. Raises OperationError if they were not
-        chosen."""
-        self._rank_models.check_draft(run_id)
-        draft = self._models.draft(run_id)
-        if draft.missing_state is not None:
-            raise OperationError(draft.missing_state)
-        return draft.vocabulary.cpu().numpy()
-
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for a sampler, overwriting the same id. See WorkerConfig.full_sampling."""
         self._rank_models.check_samples(run_id)
@@ -271,12 +260,8 @@ class Worker:
             return
         self._rank_models.put(adapter_id, partial(read_new_model, self._models, Path(directory)), is_copy=True)
 
-    def load_draft(self, draft_id: str, directory: str) -> None:
-        """Loads the weights of a draft checkpoint for speculative decoding; `drop_adapter` drops it."""
-        self._rank_models.put(draft_id, partial(read_draft, self._models, Path(directory)))
-
     def drop_adapter(self, adapter_id: str) -> None:
-        """Drops the adapter or draft; ignores unknown ones."""
+        """Drops the model of a sampler; ignores unknown ones."""
         self._models.drop(adapter_id)
 
     def export_adapter(self, run_id: str) -> AdapterWeights | None:

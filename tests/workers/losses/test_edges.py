@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.losses import DRAFT_LOSSES, LOSSES, VALUE_LOSSES
-from trainhouse.workers.losses.draft_scores import DraftGradients, DraftScores
+from trainhouse.workers.drafts.losses import DRAFT_LOSSES
+from trainhouse.workers.drafts.losses.draft_scores import DraftGradients, DraftScores
+from trainhouse.workers.losses import LOSSES, VALUE_LOSSES
 from trainhouse.workers.losses.loss import LossOutput
 
 EVERY = LOSSES | VALUE_LOSSES

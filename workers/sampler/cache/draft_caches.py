@@ -2,7 +2,7 @@
 
 from weakref import WeakKeyDictionary
 
-from ...drafts.draft_model import DraftModel
+from ...drafts.model.draft_model import DraftModel
 from ...models.model import BaseModel
 from .cache import KVCache
 from .cache_budget import CacheBudget

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...drafts.draft_model import DraftModel
+from ...drafts.model.draft_model import DraftModel
 from ..decoding.rank_sync import RankSync
 from ..logits.noise import DRAFT_STREAM, derive_keys, uniforms
 from ..logits.token_choice import SamplingSettings, SamplingTensors, invert_cdf, probabilities

@@ -2,7 +2,7 @@
 
 from weakref import WeakKeyDictionary
 
-from ...drafts.draft_model import DraftModel
+from ...drafts.model.draft_model import DraftModel
 from ...models.model import BaseModel
 from ...registry.model_registry import ModelRegistry
 from ..requests.jobs import AcceptanceStats, SequenceState
@@ -26,7 +26,9 @@ def draft_of(sequence: SequenceState, models: ModelRegistry) -> DraftModel:
     """Returns the draft that the sequence's request names, which must exist."""
     draft_id = sequence.job.spec.draft_id
     assert draft_id is not None
-    return models.draft(draft_id)
+    draft = models.get(draft_id)
+    assert isinstance(draft, DraftModel)
+    return draft
 
 
 class DraftPayoff:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...drafts.draft_model import DraftModel
+from ...drafts.model.draft_model import DraftModel
 from ...drafts.sequences.drafting import TargetStates
 from ...heads import LogprobHead
 from ...lora import Segment

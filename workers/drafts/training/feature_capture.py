@@ -11,34 +11,41 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from shutil import disk_usage
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.errors import OperationError
-from ...schemas.training import DraftFeatures, FeatureLocation
-from ..batch.micro_batch import MicroBatch, MicroBatchSegment
-from ..drafts.algorithms.draft_programs import DRAFT_PROGRAMS
-from ..drafts.sequences.captured_features import CapturedFeatures, FeatureKind
-from ..drafts.sequences.target_form import target_form
-from ..drafts.training.feature_source import TargetFeatures
-from ..drafts.training.target_outputs import TargetLogits, TargetOutputs
-from ..drafts.version import version_of_parts
-from ..heads import LogprobHead
-from ..lora import Segment
-from ..models.model import BaseModel
-from ..parallel.expert_counts import ExpertCounts
-from ..parallel.token_shard import TokenShard
-from ..registry.model_registry import ModelRegistry
-from ..resources.machine import gigabytes
-from ..shapes.logit_budget import LogitBudget
-from ..state.trainable import Trainable
-from .rank_operation import RankOperation
-from .scoring_pass import RunMicroBatch, ScoringPassRunner
+from ....schemas.errors import OperationError
+from ....schemas.training import DraftFeatures, FeatureLocation
+from ...batch.micro_batch import MicroBatch, MicroBatchSegment
+from ...heads import LogprobHead
+from ...lora import Segment
+from ...losses import Loss
+from ...models.model import BaseModel
+from ...parallel.expert_counts import ExpertCounts
+from ...parallel.token_shard import TokenShard
+from ...protocol.calls import OperationPart
+from ...registry.model_registry import ModelRegistry
+from ...resources.machine import gigabytes
+from ...shapes.logit_budget import LogitBudget
+from ...state.program import Program
+from ...state.trainable import Trainable
+from ...training.rank_operation import RankOperation
+from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
+from ..algorithms.draft_programs import DRAFT_PROGRAMS
+from ..model.draft_kind import target_versions
+from ..model.version import version_of_parts
+from ..sequences.captured_features import CapturedFeatures, FeatureKind
+from ..sequences.target_form import target_form
+from .feature_source import TargetFeatures
+from .target_outputs import TargetLogits, TargetOutputs
 
 logger = logging.getLogger(__name__)
+
+_FEATURES = "features"
+"""Key of a datum's output that holds the address of its features and their size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,23 @@ class TargetChunks:
 
     logits: TargetLogits
     num_tokens: int
+
+
+def stored_of(operation: RankOperation) -> Mapping[int, CapturedFeatures]:
+    """Returns the captured features of the part's examples, by their indices."""
+    return operation.prepared or {}
+
+
+def capture_directory(operation: RankOperation) -> Path | None:
+    """Returns the directory for features if the part only captures, else None."""
+    location = operation.part.request.features
+    return Path(location.directory) if location is not None and location.captures else None
+
+
+def check_captures(program: Program, location: FeatureLocation) -> None:
+    """Raises OperationError if a pass captures for a draft, and its run is no policy."""
+    if location.draft is not None and not program.samples:
+        raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
 
 
 def store_features(
@@ -69,13 +93,14 @@ def store_features(
         return None
     failure: OSError | None = None
     for example, tokens in _examples_of(segment):
-        features = operation.stored.get(example)
+        features = stored_of(operation).get(example)
         try:
             if features is None:
                 address = kind.address(operation.batch.examples[example].tokens)
                 parts = target_features.stored(tokens, kind, chunks.logits, chunks.num_tokens)
                 features = CapturedFeatures.store(directory, address, kind, tokens.stop - tokens.start, parts)
-            operation.record_features(example, features)
+            address = f"{features.address} {features.num_bytes}".encode()
+            operation.add_output(example, _FEATURES, np.frombuffer(address, np.uint8))
         except OSError as error:
             failure = error
     return failure
@@ -100,26 +125,34 @@ class CapturingPassRunner:
     these weights. If features cannot be stored, they are missing from the result; the operation still succeeds.
     """
 
-    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringPassRunner, head: LogprobHead) -> None:
-        """Creates the runner. `head` computes the policies' logits."""
-        self._base, self._models, self._scoring, self._head = base, models, scoring, head
+    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringPassRunner) -> None:
+        self._base, self._models, self._scoring = base, models, scoring
+        self._head = LogprobHead(base, scoring.head_chunk_tokens)  # computes the policies' logits
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
+        self._warned: WeakSet[RankOperation] = WeakSet()
 
-    def check(self, run_id: str, location: FeatureLocation) -> None:
+    def takes(self, parts: Sequence[OperationPart]) -> bool:
+        locations = [part.request.features for part in parts]
+        return any(each is not None and each.draft is not None for each in locations)
+
+    def losses(self, part: OperationPart, program: Program) -> Mapping[str, Loss]:
+        location = part.request.features
+        return self._scoring.losses(part, program) if location is None or location.draft is None else program.losses
+
+    def prepare(self, operation: RankOperation) -> None:
         """Raises OperationError if the run is not a policy."""
-        program = self._models.get(run_id).program
-        if not program.samples:
-            raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
-        num_layers = int(self._base.config.get_text_config().num_hidden_layers)
-        assert location.draft is not None
-        assert all(layer < num_layers for layer in location.draft.layers), "the draft has the same base model"
+        if (location := operation.part.request.features) is not None:
+            check_captures(self._models.get(operation.run_id).program, location)
+            num_layers = int(self._base.config.get_text_config().num_hidden_layers)
+            assert location.draft is not None
+            assert all(layer < num_layers for layer in location.draft.layers), "the draft has the same base model"
 
     def plan(self, operations: Sequence[RankOperation]) -> dict[str, str]:
         """Returns the version by run of this rank's part of the weights, for runs that capture features.
 
         These runs must be on the device.
         """
-        run_ids = {each.run_id for each in operations if each.policy_capture is not None}
+        run_ids = {each.run_id for each in operations if _wanted_features(each) is not None}
         return {run_id: self._version(self._models.get(run_id)) for run_id in run_ids}
 
     def start(
@@ -130,13 +163,13 @@ class CapturingPassRunner:
         plans: Sequence[Mapping[str, str]] = (),
     ) -> RunMicroBatch:
         of_ranks = plans or [self.plan(operations)]
-        run_ids = {each.run_id for each in operations if each.policy_capture is not None}
+        run_ids = {each.run_id for each in operations if _wanted_features(each) is not None}
         versions = {run_id: version_of_parts([of_rank[run_id] for of_rank in of_ranks]) for run_id in run_ids}
         kinds = [
-            None if (capture := each.policy_capture) is None else self._kind(capture, versions[each.run_id])
+            None if (capture := _wanted_features(each)) is None else self._kind(capture, versions[each.run_id])
             for each in operations
         ]
-        capture = _PolicyCapture(self._base, self._head, operations, models, kinds, num_lanes)
+        capture = _PolicyCapture(self._base, self._head, operations, models, kinds, num_lanes, self._warned)
         return self._scoring.start(operations, models, num_lanes, hidden_states=capture.hidden_states)
 
     def _kind(self, wanted: DraftFeatures, version: str) -> FeatureKind:
@@ -160,7 +193,7 @@ class CapturingPassRunner:
         """Returns the version of the model's weights; it is computed only after a change."""
         num_changes, version = self._versions.get(model, (-1, ""))
         if num_changes != model.vectors.num_changes:
-            version = self._models.version_of(model)
+            version = target_versions(self._models).of(model)
             self._versions[model] = model.vectors.num_changes, version
         return version
 
@@ -170,6 +203,7 @@ class _PolicyCapture:
     """Runs the base model in a pass of policies, and stores features.
 
     models, kinds: of each operation; the kind is that of the features that it captures, None = it captures none.
+    warned: operations for which a warning about features that could not be stored was logged.
     """
 
     base: BaseModel
@@ -178,6 +212,7 @@ class _PolicyCapture:
     models: Sequence[Trainable]
     kinds: Sequence[FeatureKind | None]
     num_lanes: int
+    warned: WeakSet[RankOperation]
 
     def hidden_states(self, micro_batch: MicroBatch, share: TokenShard, expert_counts: ExpertCounts | None) -> Tensor:
         """Returns the hidden states of the base model, and stores those of the layers that operations capture."""
@@ -224,12 +259,18 @@ class _PolicyCapture:
             budget.chunk_rows(self.num_lanes, self.num_lanes * self.base.vocab_size),
         )
         failure = store_features(directory, kind, operation, segment, features, chunks)
-        if failure is not None and not operation.has_warned:
-            operation.has_warned = True
+        if failure is not None and operation not in self.warned:
+            self.warned.add(operation)
             message = write_failure_message(directory, failure)
             logger.warning(
                 "run %s continues without the features it should have captured: %s", operation.run_id, message
             )
+
+
+def _wanted_features(operation: RankOperation) -> DraftFeatures | None:
+    """Returns the features that a policy's part captures in addition to training, None if it does not."""
+    location = operation.part.request.features
+    return None if location is None else location.draft
 
 
 def _examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:

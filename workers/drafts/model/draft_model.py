@@ -8,22 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.errors import OperationError
-from ...schemas.models import DraftConfig
-from ..models.model import BaseModel
-from ..state.backward_sums import BackwardSums
-from ..state.flat_params import FlatLayout
-from ..state.moments import MomentFormat
-from ..state.trainable import SEED_MASK, Trainable
-from ..state.zero import ZeroShards
-from .algorithms.algorithm import DraftNetwork
-from .algorithms.draft_programs import DraftProgram
-from .algorithms.draft_shape import DraftShape
-from .algorithms.parameter_sharding import shard_parameters
+from ....schemas.errors import OperationError
+from ....schemas.models import DraftConfig
+from ...models.model import BaseModel
+from ...state.backward_sums import BackwardSums
+from ...state.flat_params import FlatLayout
+from ...state.moments import MomentFormat
+from ...state.trainable import SEED_MASK, Trainable
+from ...state.zero import ZeroShards
+from ..algorithms.algorithm import DraftNetwork
+from ..algorithms.draft_programs import DraftProgram
+from ..algorithms.draft_shape import DraftShape
+from ..algorithms.parameter_sharding import shard_parameters
+from ..sequences.captured_features import FeatureKind
+from ..sequences.labels import Options
+from ..sequences.target_form import TargetForm, target_form
 from .groups import DraftGroups
-from .sequences.captured_features import FeatureKind
-from .sequences.labels import Options
-from .sequences.target_form import TargetForm, target_form
 
 
 class DraftModel(Trainable):
@@ -39,6 +39,7 @@ class DraftModel(Trainable):
     """
 
     kind = "drafts"
+    runs_alone = True
 
     def __init__(
         self,
@@ -80,6 +81,10 @@ class DraftModel(Trainable):
     def trunk_model(self) -> Trainable | None:
         """Returns the model whose weights the base model uses when it runs for this draft: the target."""
         return self.target
+
+    @property
+    def feature_bytes(self) -> int:
+        return self.feature_kind.token_bytes
 
     @property
     def capture_layers(self) -> Sequence[int]:

@@ -1,6 +1,6 @@
 """Runs passes of draft models: the target runs without gradients, then the draft runs over its hidden states."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,20 +10,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...schemas.errors import OperationError
-from ...schemas.training import FeatureLocation, ForwardBackwardRequest
-from ..batch.micro_batch import MicroBatch, select_examples
-from ..batch.partial_result import PartialResult
-from ..batch.validated import ValidatedBatch
-from ..drafts.algorithms.algorithm import DraftPass
-from ..drafts.draft_model import DraftModel
-from ..drafts.sequences.captured_features import CapturedFeatures, Checksums, address_of
-from ..drafts.sequences.features import DraftInputs
-from ..drafts.sequences.target_distribution import TargetDistribution
-from ..drafts.training.acceptance import Survivals, SurvivalTable, acceptance_lengths
-from ..drafts.training.feature_source import FeatureSource, HookedTarget, StoredFeatureSource, TargetFeatures
-from ..drafts.training.pass_flops import DraftSequence, draft_pass_flops
-from ..drafts.training.sharding import (
+from ....schemas.errors import OperationError
+from ....schemas.training import FeatureLocation, ForwardBackwardRequest
+from ...batch.micro_batch import MicroBatch, select_examples
+from ...batch.partial_result import PartialResult
+from ...batch.validated import ValidatedBatch
+from ...heads import LogprobHead
+from ...heads.head import chunks
+from ...lora import LoraPair, Segment
+from ...losses import Loss
+from ...losses.loss import LossOutput
+from ...models.model import BaseModel
+from ...ops.linear import soft_cap_derivatives
+from ...protocol.calls import Failure, OperationPart
+from ...registry.model_registry import ModelRegistry
+from ...shapes.layouts.flops import ModelFlops
+from ...shapes.logit_budget import LogitBudget
+from ...shapes.model_shape import ModelShape
+from ...state.program import Program
+from ...state.trainable import Trainable
+from ...training.rank_operation import RankOperation
+from ...training.scoring import ScoredTokens
+from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
+from ..algorithms.algorithm import DraftPass
+from ..losses import CAPTURES
+from ..losses.draft_scores import DraftGradients, DraftScores
+from ..model.draft_model import DraftModel
+from ..sequences.captured_features import CapturedFeatures, Checksums, address_of
+from ..sequences.features import DraftInputs
+from ..sequences.target_distribution import TargetDistribution
+from .acceptance import Survivals, SurvivalTable, acceptance_lengths
+from .feature_capture import (
+    TargetChunks,
+    capture_directory,
+    check_captures,
+    store_features,
+    stored_of,
+    write_failure_message,
+)
+from .feature_source import FeatureSource, HookedTarget, StoredFeatureSource, TargetFeatures
+from .pass_flops import DraftSequence, draft_pass_flops
+from .sharding import (
     DraftBatch,
     DraftBatchShare,
     DraftDistribution,
@@ -32,26 +59,7 @@ from ..drafts.training.sharding import (
     gather_draft_batches,
     tokens_by_rank,
 )
-from ..drafts.training.target_outputs import TargetLogits
-from ..heads import LogprobHead
-from ..heads.head import chunks
-from ..lora import LoraPair, Segment
-from ..losses.draft_scores import DraftGradients, DraftScores
-from ..losses.loss import LossOutput
-from ..models.model import BaseModel
-from ..ops.linear import soft_cap_derivatives
-from ..parallel.mesh import Mesh
-from ..parallel.token_shard import TokenShard
-from ..protocol.calls import Failure
-from ..registry.model_registry import ModelRegistry
-from ..shapes.layouts.flops import ModelFlops
-from ..shapes.logit_budget import LogitBudget
-from ..shapes.model_shape import ModelShape
-from ..state.trainable import Trainable
-from .feature_capture import TargetChunks, store_features, write_failure_message
-from .rank_operation import RankOperation
-from .scoring import ScoredTokens
-from .scoring_pass import RunMicroBatch
+from .target_outputs import TargetLogits
 
 
 @dataclass(frozen=True)
@@ -89,20 +97,28 @@ class DraftPassRunner:
         self,
         base: BaseModel,
         models: ModelRegistry,
-        mesh: Mesh,
-        head: LogprobHead,
-        shard_of: Callable[[MicroBatch], TokenShard],
+        scoring: ScoringPassRunner,
     ) -> None:
-        """Creates the runner of draft passes.
-
-        Args:
-            head: computes the target's logits.
-            shard_of: returns this rank's shard of a micro-batch's tokens.
-        """
-        self._base, self._models, self._mesh, self._head, self._shard_of = base, models, mesh, head, shard_of
+        self._base, self._models, self._mesh, self._shard_of = base, models, scoring.mesh, scoring.shard_of
+        self._head = head = LogprobHead(base, scoring.head_chunk_tokens)  # computes the target's logits
         self._checksums = Checksums()
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
+
+    def takes(self, parts: Sequence[OperationPart]) -> bool:
+        run_id = parts[0].request.model_id
+        return run_id in self._models and isinstance(self._models.get(run_id), DraftModel)
+
+    def losses(self, part: OperationPart, program: Program) -> Mapping[str, Loss]:
+        location = part.request.features
+        return CAPTURES if location is not None and location.captures else program.losses
+
+    def prepare(self, operation: RankOperation) -> None:
+        """Finds the captured features of the part's examples."""
+        request = operation.part.request
+        if request.features is not None:
+            check_captures(self._draft(request.model_id).program, request.features)
+            operation.prepared = self.find_stored(request, request.features, operation.batch.datum_indices)
 
     def find_stored(
         self, request: ForwardBackwardRequest, location: FeatureLocation, datum_indices: Sequence[int]
@@ -117,9 +133,7 @@ class DraftPassRunner:
         Raises:
             OperationError: the features do not fit the draft or the data.
         """
-        if not self._models.is_draft(request.model_id):
-            raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        draft = self._models.draft(request.model_id)
+        draft = self._draft(request.model_id)
         if location.captures and draft.needs_vocabulary_to_capture and draft.missing_state is not None:
             raise OperationError(draft.missing_state)
         kind = draft.feature_kind
@@ -136,8 +150,8 @@ class DraftPassRunner:
 
     def plan(self, operations: Sequence[RankOperation]) -> DraftPlan:
         """Returns the sources of features that this rank's share of the data needs, and what it has found."""
-        found = [each.stored.get(example) for each in operations for example in range(len(each.batch.examples))]
-        stored = {each.part.operation_id: frozenset(each.stored) for each in operations if each.stored}
+        found = [stored_of(each).get(example) for each in operations for example in range(len(each.batch.examples))]
+        stored = {each.part.operation_id: frozenset(stored_of(each)) for each in operations if stored_of(each)}
         return DraftPlan(NeededSources.for_examples(found), stored)
 
     def start(
@@ -152,7 +166,7 @@ class DraftPassRunner:
             _drop_partly_stored(operations, [plans[rank].stored for rank in self._mesh.along("sp", "tp").ranks])
         if self._flops is not None:
             for operation in operations:
-                if operation.capture_directory is None:
+                if capture_directory(operation) is None:
                     operation.flops = self._num_flops(self._flops, operation)
         return partial(self._run, operations, not operations[0].forward_only, needed)
 
@@ -169,9 +183,9 @@ class DraftPassRunner:
             trains: whether gradients are needed.
             needed: what any of the ranks that run together needs; None if this rank runs alone.
         """
-        draft = self._models.draft(operations[0].run_id)
+        draft = self._draft(operations[0].run_id)
         needed = needed or NeededSources.for_examples(_stored(micro_batch, operations))
-        captures = [operation.capture_directory is not None for operation in operations]
+        captures = [capture_directory(operation) is not None for operation in operations]
         # Otherwise the features are those of the tokens that this rank scores.
         covers_all = needed.stored or any(captures)
         if covers_all:
@@ -215,10 +229,10 @@ class DraftPassRunner:
         """Returns the operations that this rank's share of an operation's data needs."""
         batch = operation.batch
         sequences = [
-            DraftSequence(example.inputs["weights"], number, index in operation.stored)
+            DraftSequence(example.inputs["weights"], number, index in stored_of(operation))
             for index, (example, number) in enumerate(zip(batch.examples, batch.datum_indices, strict=True))
         ]
-        draft = self._models.draft(operation.run_id)
+        draft = self._draft(operation.run_id)
         return draft_pass_flops(draft, target, sequences, batch.config, trains=not operation.forward_only)
 
     def _features_of_all_tokens(
@@ -241,6 +255,11 @@ class DraftPassRunner:
             parts.append((of_source, source.features(select_examples(micro_batch, own))))
         return TargetFeatures.join(parts)
 
+    def _draft(self, run_id: str) -> DraftModel:
+        draft = self._models.get(run_id)
+        assert isinstance(draft, DraftModel)
+        return draft
+
     def _hooked(self, draft: DraftModel) -> HookedTarget:
         return HookedTarget(self._base, self._models.lora, draft, self._shard_of)
 
@@ -253,7 +272,7 @@ class DraftPassRunner:
         with self._head.gathered() if kind.stores_logits else nullcontext():
             for segment in micro_batch.segments:
                 operation = operations[segment.operation]
-                if (directory := operation.capture_directory) is not None:
+                if (directory := capture_directory(operation)) is not None:
                     error = store_features(directory, kind, operation, segment, own, chunks_of)
                     if error is not None:
                         operation.fail(Failure(write_failure_message(directory, error), "server"))
@@ -338,15 +357,15 @@ def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[
         of_ranks: DraftPlan.stored of each of these ranks.
     """
     for operation in operations:
-        if operation.stored:
+        if stored := stored_of(operation):
             operation_id = operation.part.operation_id
             on_all = frozenset.intersection(*(found.get(operation_id, frozenset()) for found in of_ranks))
-            operation.stored = {example: each for example, each in operation.stored.items() if example in on_all}
+            operation.prepared = {example: each for example, each in stored.items() if example in on_all}
 
 
 def _stored(micro_batch: MicroBatch, operations: Sequence[RankOperation]) -> list[CapturedFeatures | None]:
     """Returns the stored features of each example, in order."""
-    return [operations[each.operation].stored.get(each.example) for each in micro_batch.packed_examples()]
+    return [stored_of(operations[each.operation]).get(each.example) for each in micro_batch.packed_examples()]
 
 
 @dataclass(eq=False)

@@ -1,4 +1,8 @@
-"""Stores drafts in the form that inference engines read: published tensor names, and their keys in the config."""
+"""Stores drafts in the form that inference engines read: published tensor names, and their keys in the config.
+
+model.safetensors        or several and their index; also d2t and t2d if its vocabulary is a part of the target's
+target/                  in snapshots of earlier versions: the weights of its target, unless that is the bare base model
+"""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -9,9 +13,9 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
-from ..drafts.draft_model import DraftModel
-from .description import CheckpointDescription, write_json
-from .tensor_files import Place
+from ..checkpoint.description import CheckpointDescription, write_json
+from ..checkpoint.tensor_files import Place
+from .model.draft_model import DraftModel
 
 
 class DraftFormat:
@@ -52,7 +56,8 @@ class DraftFormat:
         if not self._model.has_full_vocabulary:
             offsets = constants["d2t"]
             self._model.vocabulary = (offsets + torch.arange(len(offsets))).to(self._model.vocabulary.device)
-            self._model.vocabulary_is_chosen = saved.vocabulary_is_chosen
+            # Files of earlier versions do not say, and a draft may have been trained without one.
+            self._model.vocabulary_is_chosen = saved.content.get("vocabulary_is_chosen", True)
 
     def constants(self) -> Mapping[str, Tensor]:
         """Returns the vocabulary of a draft that has only a part of the target's tokens.

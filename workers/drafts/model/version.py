@@ -4,6 +4,7 @@ trained for."""
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...schemas.adapters.model_files import model_directory
-from ..models.model import BaseModel
-from ..state.trainable import Trainable
+from ....schemas.adapters.model_files import model_directory
+from ...models.model import BaseModel
+from ...state.trainable import Trainable
 
 _DIGITS = 16
 _CHUNK = 1 << 22
@@ -22,6 +23,21 @@ _BLOCK = 1 << 16
 # Bytes hashed at the beginning of each weight file, where the tensor names are, and at its end.
 _ENDS_BYTES = 1 << 16
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
+
+
+class TargetVersions:
+    """The versions of a base model and of models trained on it; those of the latter must be on the device."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+
+    def of(self, target: Trainable | None) -> str:
+        """Returns the version of this rank's part of the target, None = the bare base model."""
+        return self._of_base if target is None else learned_version(self._of_base, target)
+
+    @cached_property
+    def _of_base(self) -> str:
+        return base_version(self._base)
 
 
 def base_version(base: BaseModel) -> str:

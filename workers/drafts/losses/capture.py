@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from .loss import Config, Loss, LossOutput
+from ...losses.loss import Config, Loss, LossOutput
 
 
 def capture(scores: object, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:

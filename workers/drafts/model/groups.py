@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..parallel.mesh import Mesh, Team
-from ..protocol.parallel_spec import SINGLE, ParallelSpec
-from ..shapes.draft_spec import check_draft_spec, default_draft_spec, sums_in_backward
+from ...parallel.mesh import Mesh, Team
+from ...protocol.parallel_spec import SINGLE, ParallelSpec
+from ...shapes.draft_spec import check_draft_spec, default_draft_spec, sums_in_backward
 
 
 @dataclass(frozen=True, eq=False)

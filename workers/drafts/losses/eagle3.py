@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...losses.loss import Config, Loss, LossOutput, count_problem
 from .draft_metrics import draft_token_metrics
 from .draft_scores import DraftScores
-from .loss import Config, Loss, LossOutput, count_problem
 
 # Replaces an acceptance of 0, which has no logarithm.
 _MIN_ACCEPTANCE = 1e-12

@@ -28,7 +28,8 @@ cli/checkup cli/remote cli cli/verification serving routes runs operations sampl
 journal tenants http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
-planner/drafts planner drafts drafts/training drafts/model drafts/algorithms drafts/losses drafts/sequences
+planner/drafts planner
+drafts drafts/training drafts/speculation drafts/model drafts/algorithms drafts/losses drafts/sequences
 formats/readers formats engines/vllm engines/groups engines scheduler scheduler/supervision
 pools/ray pools
 worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits

@@ -2,10 +2,10 @@
 
 from weakref import WeakKeyDictionary
 
-from ...drafts.model.draft_model import DraftModel
 from ...models.model import BaseModel
 from ...registry.model_registry import ModelRegistry
-from ..requests.jobs import AcceptanceStats, SequenceState
+from ...sampler.requests.jobs import AcceptanceStats, SequenceState
+from ..model.draft_model import DraftModel
 
 # Passes before statistics count; and before the statistics of a draft start over.
 _PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 128
@@ -17,16 +17,10 @@ _MAX_REMEMBERED = 1000
 _TOKENS_FOR_WEIGHTS = {"cpu": 9, "cuda": 150}
 
 
-def may_use_draft(sequence: SequenceState) -> bool:
-    """True if the sequence's parameters allow a draft, and draft tokens pay off."""
-    return not (sequence.needs_processors or sequence.without_draft)
-
-
 def draft_of(sequence: SequenceState, models: ModelRegistry) -> DraftModel:
     """Returns the draft that the sequence's request names, which must exist."""
     draft_id = sequence.job.spec.draft_id
-    assert draft_id is not None
-    draft = models.get(draft_id)
+    draft = None if draft_id is None else models.get(draft_id)
     assert isinstance(draft, DraftModel)
     return draft
 

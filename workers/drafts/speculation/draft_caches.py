@@ -2,11 +2,11 @@
 
 from weakref import WeakKeyDictionary
 
-from ...drafts.model.draft_model import DraftModel
 from ...models.model import BaseModel
-from .cache import KVCache
-from .cache_budget import CacheBudget
-from .config_size import size_of_config
+from ...sampler.cache.cache import KVCache
+from ...sampler.cache.cache_budget import CacheBudget
+from ...sampler.cache.config_size import size_of_config
+from ..model.draft_model import DraftModel
 
 
 class DraftCaches:

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
+from trainhouse.workers.drafts.speculation.payoff import DraftPayoff
 from trainhouse.workers.protocol.calls import SampleJob
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.speculation.payoff import DraftPayoff
 from trainhouse.workers.sampler.speculation.pending_states import PendingStates
-from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
 from trainhouse.workers.sampler.speculation.verification import DraftTokens
 from trainhouse.workers.worker.worker import Worker
 
-from ...tiny import tiny_model
-from ..jobs import job
-from .test_prefixes import BLOCK
+from ....tiny import tiny_model
+from ...jobs import job
+from ...sampler.test_prefixes import BLOCK
+from ...sampler.test_states import pass_sizes
 from .test_speculation import assert_same_samples, make_draft, preempted_lengths, run
-from .test_states import pass_sizes
 
 __all__ = ["pass_sizes", "preempted_lengths"]
 
@@ -61,7 +61,7 @@ def propose_right_tokens(
 ) -> None:
     """Proposes in a sequence's n-th pass the next n modulo k + 1 of the wanted tokens, and k in all."""
 
-    def propose(self: SpeculativeDecoder, sequences: Any, table: Any) -> dict[Any, DraftTokens]:
+    def propose(self: DraftProposer, sequences: Any, table: Any) -> dict[Any, DraftTokens]:
         found = proposed(self, sequences, table)
         for sequence, each in found.items():
             if num := len(each.tokens):
@@ -73,8 +73,8 @@ def propose_right_tokens(
                 found[sequence] = DraftTokens(tokens, one_hot)
         return found
 
-    proposed = SpeculativeDecoder.propose
-    monkeypatch.setattr(SpeculativeDecoder, "propose", propose)
+    proposed = DraftProposer.propose
+    monkeypatch.setattr(DraftProposer, "propose", propose)
 
 
 def advance_by_one(self: PendingStates, lengths: Mapping[Any, int]) -> None:

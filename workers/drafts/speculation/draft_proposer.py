@@ -4,29 +4,33 @@ Leviathan, Kalman and Matias, Fast Inference from Transformers via Speculative D
 https://arxiv.org/abs/2211.17192: the distribution of the samples does not change.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...drafts.model.draft_model import DraftModel
-from ...drafts.sequences.drafting import TargetStates
+from ....schemas.errors import OperationError
 from ...heads import LogprobHead
 from ...lora import Segment
 from ...models.model import BaseModel
 from ...ops.kv_cache import ContinuationChunk
 from ...registry.model_registry import ModelRegistry
+from ...sampler.cache.prefix_cache import StoredRange, num_tokens_of
+from ...sampler.decoding.rank_sync import RankSync
+from ...sampler.requests.jobs import SequenceState
+from ...sampler.requests.sequence_table import SequenceTable
+from ...sampler.speculation.proposer import Proposer
+from ...sampler.speculation.verification import DraftTokens
 from ...state.trainable import Trainable
-from ..cache.draft_caches import DraftCaches
-from ..cache.prefix_cache import StoredRange, num_tokens_of
-from ..decoding.rank_sync import RankSync
-from ..requests.jobs import SequenceState
-from ..requests.sequence_table import SequenceTable
+from ...state.vectors import FORWARD_VECTORS
+from ..model.draft_model import DraftModel
+from ..sequences.drafting import TargetStates
+from .draft_caches import DraftCaches
 from .draft_sampling import DraftSampling
-from .payoff import DraftPayoff, draft_of, may_use_draft
-from .verification import DraftTokens
+from .payoff import DraftPayoff, draft_of
 
 
 @dataclass(eq=False)
@@ -49,35 +53,35 @@ class _State:
         return self.num_cached + sum(map(len, self.pending_features))
 
 
-class SpeculativeDecoder:
-    """The drafts of one sampler.
-
-    A sequence uses its draft from its prefill on, as long as the draft's cache has room: the draft needs the captured
-    features of all tokens.
-    """
+class DraftProposer(Proposer):
+    """The drafts of one sampler."""
 
     def __init__(
-        self, base: BaseModel, models: ModelRegistry, head: LogprobHead, ranks: RankSync, caches: DraftCaches
+        self, base: BaseModel, models: ModelRegistry, caches: DraftCaches, head: LogprobHead, ranks: RankSync
     ) -> None:
         self._base, self._models, self._ranks = base, models, ranks
         self._head, self._caches = head, caches
         self._served: Collection[str] = ()
         self._states: dict[SequenceState, _State] = {}
-        self.payoff = DraftPayoff(base, models)
+        self._payoff = DraftPayoff(base, models)
+
+    def load(self, draft_ids: Iterable[str | None], most: int, held: ExitStack) -> dict[str, bool]:
+        known = [one for one in dict.fromkeys(draft_ids) if one is not None and self._is_draft(one)]
+        is_loaded = dict.fromkeys(known[:most], False)
+        for draft_id in is_loaded:
+            with suppress(OperationError):
+                held.enter_context(self._models.resident([draft_id], FORWARD_VECTORS))
+                is_loaded[draft_id] = True
+        return is_loaded
 
     def serve(self, draft_ids: Collection[str]) -> None:
-        """Uses these drafts, which are on the device, from now on.
-
-        Sequences of other drafts stop using them: they would miss captured features.
-        """
         self._served = draft_ids
         for sequence, state in list(self._states.items()):
             if not self.uses_draft(sequence) or self._draft(sequence) is not state.draft:
                 self.forget(sequence)
 
     def uses_draft(self, sequence: SequenceState) -> bool:
-        """True if the sequence's draft is available and should be used for it."""
-        return sequence.job.spec.draft_id in self._served and may_use_draft(sequence)
+        return sequence.job.spec.draft_id in self._served and sequence.may_use_draft
 
     def num_draft_tokens(self, sequence: SequenceState) -> int:
         """Returns the number of draft tokens per pass; fewer at the end of the sequence."""
@@ -85,25 +89,27 @@ class SpeculativeDecoder:
         return lengths.default if requested is None else min(requested, lengths.most)
 
     def num_logits(self, sequence: SequenceState) -> int:
-        """Returns how many rows of logits one pass computes for the sequence."""
         return 1 + (self.num_draft_tokens(sequence) if self.uses_draft(sequence) else 0)
 
     def is_ready(self, sequence: SequenceState) -> bool:
         return sequence in self._states and self.uses_draft(sequence)
 
+    def pays(self, sequence: SequenceState, num_sampled: int) -> bool:
+        return self._payoff.pays(sequence, num_sampled)
+
+    def may_pay(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> bool:
+        return self._payoff.may_pay(sequence, weight_version, num_sampled)
+
     def captured(self, sequences: Sequence[SequenceState]) -> dict[int, Tensor] | None:
-        """Returns the layers to capture in a pass with these sequences: see BaseModel.hidden_states."""
         drafts = [self._states[sequence].draft for sequence in sequences if sequence in self._states]
         layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
         return dict.fromkeys(layers, torch.empty(0)) if layers else None
 
     def num_bytes(self, sequence: SequenceState, count: int) -> int:
-        """Returns the bytes that the draft's cache needs after `count` sampled tokens."""
         draft = self._draft(sequence)
         return self._caches.of(draft).num_bytes_for(self._num_cached(sequence, draft, count))
 
     def place(self, sequence: SequenceState, count: int) -> bool:
-        """Gives the sequence a slot in the draft's cache. The draft must then get the features of all its tokens."""
         draft = self._draft(sequence)
         if not self._caches.of(draft).allocate(sequence, self._num_cached(sequence, draft, count)):
             return False
@@ -113,23 +119,15 @@ class SpeculativeDecoder:
     def find_prefix(
         self, sequence: SequenceState, weight_version: int, tokens: np.ndarray, most: int
     ) -> list[StoredRange]:
-        """Returns the longest prefix in the draft's prefix cache, at most `most` tokens long.
-
-        Args:
-            weight_version: of the sampled weights.
-            tokens: int64.
-        """
         draft = self._draft(sequence)
         return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, weight_version), tokens, most)
 
     def restore(self, sequence: SequenceState, ranges: Sequence[StoredRange]) -> None:
-        """Fills the draft's slot with a cached prefix. The draft then needs the features of later tokens only."""
         state = self._states[sequence]
         self._caches.of(state.draft).load_prefix(sequence, ranges)
         state.num_cached = num_tokens_of(ranges)
 
     def keep(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
-        """Stores those of `tokens`, int64, that the draft has processed in its prefix cache."""
         state = self._states.get(sequence)
         if state is not None and state.num_changes == state.draft.vectors.num_changes:
             known = tokens[: state.num_cached + 1]
@@ -140,10 +138,6 @@ class SpeculativeDecoder:
     def observe(
         self, sequence: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], tokens: np.ndarray
     ) -> None:
-        """Gives the draft the captured features of those of `tokens`, int64, that have run, from position `first` on.
-
-        If the draft missed earlier ones, the sequence stops using it.
-        """
         state = self._states.get(sequence)
         if state is None or first != state.num_seen:
             self.forget(sequence)
@@ -159,7 +153,6 @@ class SpeculativeDecoder:
             state.pending_features = [waiting[known:]]
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState]) -> None:
-        """Copies the state to other sequences, which have slots and continue from the same tokens."""
         state = self._states.get(leader)
         placed = [sequence for sequence in others if sequence in self._states]
         if state is None:
@@ -171,11 +164,9 @@ class SpeculativeDecoder:
             self._states[sequence] = replace(state, pending_features=list(state.pending_features))
 
     def num_next(self, sequence: SequenceState, count: int) -> int:
-        """Returns the number of draft tokens after `count` sampled ones. The last token is never a draft token."""
         return min(self.num_draft_tokens(sequence), sequence.job.max_new_tokens - count - 1)
 
     def has_room(self, sequence: SequenceState, count: int) -> bool:
-        """True if the draft's slot has room for draft tokens after `count` sampled ones; grows it if necessary."""
         state = self._states[sequence]
         length, cache = self._num_cached(sequence, state.draft, count), self._caches.of(state.draft)
         slot = cache.slot_of(sequence)
@@ -183,7 +174,6 @@ class SpeculativeDecoder:
         return length <= slot.capacity or cache.grow(sequence, length)
 
     def propose(self, sequences: Sequence[SequenceState], table: SequenceTable) -> dict[SequenceState, DraftTokens]:
-        """Proposes draft tokens for each sequence. All must have room."""
         found: dict[SequenceState, DraftTokens] = {}
         by_draft: dict[tuple[DraftModel, int], list[SequenceState]] = {}
         for sequence in sequences:
@@ -198,22 +188,15 @@ class SpeculativeDecoder:
         return found
 
     def accept(self, sequence: SequenceState, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
-        """Records that `num` draft tokens were accepted.
-
-        Args:
-            part: where the newest token and the draft tokens ran.
-        """
         state = self._states.get(sequence)
         if state is not None:
             state.pending_features.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
-            self.payoff.recent_stats(state.draft, sequence.weight_version).add(part.stop - part.start - 1, num)
+            self._payoff.recent_stats(state.draft, sequence.weight_version).add(part.stop - part.start - 1, num)
 
     def vocabulary(self, sequence: SequenceState) -> Tensor:
-        """Returns the tokens that the draft can propose, int64, ascending."""
         return self._states[sequence].draft.vocabulary
 
     def forget(self, sequence: SequenceState) -> None:
-        """Stops using a draft for the sequence. Ignored if it uses none."""
         state = self._states.pop(sequence, None)
         if state is None:
             return
@@ -230,6 +213,9 @@ class SpeculativeDecoder:
         """Returns how many tokens the draft's cache holds when it proposes tokens after `count` sampled ones."""
         num = self.num_next(sequence, count)
         return len(sequence.job.prompt) + count - 1 + (draft.draft_lengths.num_ahead(num) if num > 0 else 0)
+
+    def _is_draft(self, draft_id: str) -> bool:
+        return draft_id in self._models and isinstance(self._models.get(draft_id), DraftModel)
 
     def _draft(self, sequence: SequenceState) -> DraftModel:
         return draft_of(sequence, self._models)

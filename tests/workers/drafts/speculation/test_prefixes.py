@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.drafts.speculation import draft_caches
+from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
+from trainhouse.workers.drafts.speculation.payoff import DraftPayoff
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import RunSpec, SampleJob, SamplingSlice
-from trainhouse.workers.sampler.cache import draft_caches
 from trainhouse.workers.sampler.cache.cache import KVCache
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
-from trainhouse.workers.sampler.speculation.payoff import DraftPayoff
-from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
 from trainhouse.workers.sampler.speculation.verification import DraftTokens
 from trainhouse.workers.worker.worker import Worker
 
-from ..jobs import job
+from ...jobs import job
 from .test_speculation import Target, assert_same_samples, run, tokens
 from .test_speculation import target as target
 
@@ -69,8 +69,8 @@ def probabilities(monkeypatch: pytest.MonkeyPatch) -> Probabilities:
         found.extend(each.probabilities.clone() for each in draft_tokens.values() if each.probabilities is not None)
         return draft_tokens
 
-    propose = SpeculativeDecoder.propose
-    monkeypatch.setattr(SpeculativeDecoder, "propose", recorded)
+    propose = DraftProposer.propose
+    monkeypatch.setattr(DraftProposer, "propose", recorded)
     return found
 
 
@@ -241,7 +241,7 @@ def test_draft_prefixes_are_counted_evicted_and_dropped_with_the_draft(worker: W
     for number in range(30):
         answer(small, drafting_job(DRAFTS[number % 2], text(60 + number, number), max_tokens=12))
         memory = small.memory()
-        kept = [cache.prefixes.num_bytes for cache in small._sampler._shared.draft_caches._caches.values()]
+        kept = [cache.prefixes.num_bytes for cache in small._sampler._of_base._proposer._caches._caches.values()]
         assert memory["kv_cache"] <= small._config.kv_cache_bytes and budget.held_bytes() == 0
         assert memory["kv_cache_of_drafts"] == sum(kept) > 0
         on_device = sum(each.nbytes for each in budget.tensors())

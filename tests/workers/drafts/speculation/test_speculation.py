@@ -11,21 +11,21 @@ import torch
 from trainhouse.schemas.models import DraftConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import draft_verifier
 from trainhouse.workers.sampler.cache.cache import KVCache
 from trainhouse.workers.sampler.decoding.rank_sync import VerifyResult
 from trainhouse.workers.sampler.sequence_scheduler import SequenceScheduler
-from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
 from trainhouse.workers.sampler.speculation.verification import DraftTokens, verify
 from trainhouse.workers.worker.worker import Worker
 
-from ...drawn import as_drawn
-from ...tiny import tiny_model
-from ..jobs import answers, job, slices
-from .test_distribution import CASES, LEAST_P_VALUE, LENGTH, NUM_SEQUENCES, PROMPT, Model, p_value, tokens_of
-from .test_distribution import model as model
+from ....drawn import as_drawn
+from ....tiny import tiny_model
+from ...jobs import answers, job, slices
+from ...sampler.test_distribution import CASES, LEAST_P_VALUE, LENGTH, NUM_SEQUENCES, PROMPT, Model, p_value, tokens_of
+from ...sampler.test_distribution import model as model
 
 pytestmark = pytest.mark.slow
 
@@ -244,7 +244,7 @@ def test_preempted_samples_draft_again(
     same = [each.job_id for each in jobs if each.job_id not in flipped]
     assert [found[job_id].guesses for job_id in same] == [wanted[job_id].guesses for job_id in same]
     assert small_cache._sampler.held_bytes() == 0
-    assert not small_cache._sampler._of_base._speculation._states
+    assert not small_cache._sampler._of_base._proposer._states
 
 
 def test_draft_caches_are_reported_within_the_budget_and_offloaded(target: Target, small_cache: Worker) -> None:
@@ -270,7 +270,7 @@ def test_draft_caches_are_reported_within_the_budget_and_offloaded(target: Targe
 
 
 def draft_caches(worker: Worker) -> list[KVCache]:
-    return list(worker._sampler._shared.draft_caches._caches.values())
+    return list(worker._sampler._of_base._proposer._caches._caches.values())
 
 
 def longer_jobs(num: int, rollouts: np.ndarray, **options: Any) -> list[SampleJob]:
@@ -341,7 +341,7 @@ def test_all_tokens_of_a_perfect_draft_are_accepted(target: Target, monkeypatch:
     with_random = [each.guesses for each in run(target.worker, *jobs).values()]
     assert all(each is not None and each.acceptance_length < 1.5 for each in with_random)
 
-    def perfect(self: SpeculativeDecoder, sequences: Any, table: Any) -> dict[Any, DraftTokens]:
+    def perfect(self: DraftProposer, sequences: Any, table: Any) -> dict[Any, DraftTokens]:
         found = propose(self, sequences, table)
         for sequence, each in found.items():
             first, num = int(table.length[sequence.line]), len(each.tokens)
@@ -350,8 +350,8 @@ def test_all_tokens_of_a_perfect_draft_are_accepted(target: Target, monkeypatch:
                 each.probabilities.zero_()[np.arange(num), each.tokens] = 1
         return found
 
-    propose = SpeculativeDecoder.propose
-    monkeypatch.setattr(SpeculativeDecoder, "propose", perfect)
+    propose = DraftProposer.propose
+    monkeypatch.setattr(DraftProposer, "propose", perfect)
     found = run(target.worker, *jobs)
     for job_id, response in found.items():
         np.testing.assert_array_equal(tokens(response), target.rollouts[int(job_id)][5:26])

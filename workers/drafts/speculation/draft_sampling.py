@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...drafts.model.draft_model import DraftModel
-from ..decoding.rank_sync import RankSync
-from ..logits.noise import DRAFT_STREAM, derive_keys, uniforms
-from ..logits.token_choice import SamplingSettings, SamplingTensors, invert_cdf, probabilities
-from ..requests.jobs import SequenceState
-from ..requests.sequence_table import SequenceTable
-from .verification import DraftTokens
+from ...sampler.decoding.rank_sync import RankSync
+from ...sampler.logits.noise import DRAFT_STREAM, derive_keys, uniforms
+from ...sampler.logits.token_choice import SamplingSettings, SamplingTensors, invert_cdf, probabilities
+from ...sampler.requests.jobs import SequenceState
+from ...sampler.requests.sequence_table import SequenceTable
+from ...sampler.speculation.verification import DraftTokens
+from ..model.draft_model import DraftModel
 
 
 class DraftSampling:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
@@ -323,13 +323,13 @@ def json_parameter(model: type[BaseModel]) -> Any:
     return Depends(read)
 
 
-def json_body(model: type[BaseModel], example: dict[str, object]) -> JsonSchema:
+def json_body(model: type[BaseModel], example: Mapping[str, object]) -> JsonSchema:
     """Returns the `openapi_extra` of a route that decodes its body itself."""
     model.model_validate(example)
     return {"requestBody": {"required": True, "content": {"application/json": _json_content(model, example)}}}
 
 
-def json_or_protobuf_body(schema: JsonSchema, example: dict[str, object], message: str) -> JsonSchema:
+def json_or_protobuf_body(schema: JsonSchema, example: Mapping[str, object], message: str) -> JsonSchema:
     content = {
         "application/json": {"schema": schema, "example": example},
         PROTOBUF: {"schema": {"type": "string", "format": "binary", "description": message}},
@@ -337,7 +337,7 @@ def json_or_protobuf_body(schema: JsonSchema, example: dict[str, object], messag
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _json_content(model: type[BaseModel], example: dict[str, object]) -> JsonSchema:
+def _json_content(model: type[BaseModel], example: Mapping[str, object]) -> JsonSchema:
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
     return {"schema": _inlined(schema, definitions), "example": example}

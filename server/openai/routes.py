@@ -14,7 +14,9 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.openai import (
     AnyCompletion,
     BaseCompletionRequest,
+    ChatCompletion,
     ChatCompletionRequest,
+    Completion,
     CompletionRequest,
     ErrorBody,
     Model,
@@ -22,11 +24,11 @@ from ...schemas.openai import (
     OpenAiError,
     decoder,
 )
-from ...schemas.openai_responses import ChatCompletion, Completion
+from ...schemas.verbs import BASE_MODEL
 from ..config.base_model_lookup import require_served
 from ..http.bodies import json_body
 from ..http.event_stream import EventStream
-from ..routes.examples import BASE_MODEL, ModelPath
+from ..routes.examples import ModelPath
 from ..routes.services import Services, ServicesDependency
 from ..routes.submission import receive_unordered
 from ..sampling.draft_loader import DraftNotFound

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...schemas.training import ForwardBackwardRequest
+from ...schemas.training import SEED, ForwardBackwardRequest
 from ..files.segment_log import RecordPosition
 from ..journal.journal import Journal, draw_seed
 from ..journal.request_decoding import RunRequest, decode_entry
@@ -34,16 +34,11 @@ CLEARING_KINDS = {each.kind for each in OPERATIONS.values() if each.clears_gradi
 """Kinds of operations that clear pending gradients, so that failures before them do not taint the next step."""
 
 
-_SEED = "seed"
-_SEEDED_LOSSES = {"dflash"}
-
-
 def operation_of(request: RunRequest) -> Operation:
     """Returns the operation of a live run that was requested, with the seeds drawn that the request lacks."""
     if isinstance(request, ForwardBackwardRequest):
-        lacks_seed = request.loss_fn in _SEEDED_LOSSES and _SEED not in request.loss_fn_config
-        return _pass_of(request, {_SEED: draw_seed()} if lacks_seed else {})
-    return OPERATIONS[request.type].of(request)
+        return _pass_of(request, {SEED: draw_seed()} if request.lacks_seed else {})
+    return OPERATIONS[request.type].of(request)  # pyright: ignore[reportAttributeAccessIssue]  (of every verb in JSON)
 
 
 async def read_operation(journal: Journal, place: RecordPosition, outcome: Outcome | None = None) -> Operation:

@@ -23,8 +23,6 @@ from .context import OperationContext
 from .operation import WEIGHT, Operation, json_result
 from .scheduled_work import ScheduledWork
 
-STABLE_REINFORCE = "stable_reinforce"
-
 
 @dataclass(eq=False)
 class ForwardBackward(Operation):
@@ -42,8 +40,7 @@ class ForwardBackward(Operation):
 
     @property
     def is_chained(self) -> bool:
-        # stable_reinforce first reads what earlier samples recorded.
-        return self.request.loss_fn != STABLE_REINFORCE
+        return not self.request.reads_recordings
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +59,7 @@ class ForwardBackward(Operation):
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         request = replace(self.request, seq_id=self.seq_id)
-        if request.loss_fn == STABLE_REINFORCE:
+        if request.reads_recordings:
             request = await context.recordings.fill_in(run.tenant_id, request)
         if self.feature_uses:
             request = context.features.with_feature_location(run, request)

@@ -28,6 +28,7 @@ from ...schemas.checkpoints import (
 )
 from ...schemas.models import lora_of
 from ...schemas.training import Natural
+from ...schemas.verbs import CHECKPOINT
 from ..checkpoints.archive import Archive
 from ..checkpoints.download_urls import SignedFile
 from ..checkpoints.importing import ImportRequest, import_checkpoint, read_upload
@@ -35,7 +36,7 @@ from ..http.bodies import Decoder, json_body, json_parameter
 from ..store import CheckpointRecord, SessionRecord, checkpoint_path
 from ..tenants.auth import Tenant, TenantDependency
 from ..tenants.reservation import Reservation
-from .examples import CHECKPOINT, IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
+from .examples import IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
 from .services import Services, ServicesDependency
 from .submission import receive_unordered
 

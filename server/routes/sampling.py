@@ -10,10 +10,11 @@ from ...schemas.sampling import (
     SampleRequest,
     SamplerInfo,
 )
+from ...schemas.verbs import BASE_MODEL, SESSION_ID
 from ..http.bodies import json_body, json_decoder, receive_json
 from ..tenants.auth import TenantDependency
 from ..tenants.reservation import Reservation
-from .examples import BASE_MODEL, SAMPLER_ID, SESSION_ID, SamplerIdPath
+from .examples import SAMPLER_ID, SamplerIdPath
 from .services import ServicesDependency
 from .submission import SUBMIT_RESPONSES, receive_unordered, submit_response
 

@@ -12,7 +12,6 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ...schemas.checkpoints import LoadWeightsRequest
 from ...schemas.codec import (
     JSON,
     PROTOBUF,
@@ -27,6 +26,7 @@ from ...schemas.codec import (
 )
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
+from ...schemas.verbs import Verb
 from ..features.space import FeatureLimitExceeded
 from ..http.bodies import (
     LARGE_BYTES,
@@ -41,7 +41,7 @@ from ..http.bodies import (
 )
 from ..http.digests import digesting
 from ..journal.futures import Result
-from ..journal.request_decoding import RunRequest, operation_decoder
+from ..journal.request_decoding import RunRequest, decoder_of
 from ..operations.drafts import FeatureCapture
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
@@ -60,7 +60,7 @@ _SLICE_BYTES = 1 << 18
 _JSON_TIMES = 3
 """Memory that sending a result as JSON takes, in multiples of its size: it is decoded, then encoded piece by piece."""
 
-AnyRequest = TypeVar("AnyRequest", bound=RunRequest | LoadWeightsRequest)
+AnyRequest = TypeVar("AnyRequest", bound=RunRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "model": SubmitResponse,
@@ -110,7 +110,7 @@ async def receive_operation(
     services: Services,
     tenant: Tenant,
     reservation: Reservation,
-    kind: str,
+    verb: Verb,
     decode: Callable[[bytes], Decoded],
 ) -> ReceivedRequest[Decoded]:
     """Receives an operation of a run.
@@ -134,15 +134,15 @@ async def receive_operation(
         return await _decoded(request, raw, decode, is_numbered=True)
     except RequestError as error:
         await confirm_key(request)
-        await _count_as_refused(services, tenant, kind, raw, error)
+        await _count_as_refused(services, tenant, verb.name, raw, error)
         raise
 
 
-async def submit_request(request: Request, services: Services, tenant: Tenant, kind: str) -> Response:
+async def submit_request(request: Request, services: Services, tenant: Tenant, verb: Verb) -> Response:
     """Handles an operation of a live run from the request to the response. Raises RequestError."""
-    decode = operation_decoder(kind, content_type(request))
+    decode = decoder_of(verb, content_type(request))
     with Reservation(services.quotas, tenant.id) as reservation:
-        received = await receive_operation(request, services, tenant, reservation, kind, decode)
+        received = await receive_operation(request, services, tenant, reservation, verb, decode)
         operation = operation_of(received.content)
         if isinstance(operation, FeatureCapture):
             await _reserve_features(services, tenant, received, operation, reservation)
@@ -182,7 +182,7 @@ async def _claim_features(
     services: Services, tenant: Tenant, content: RunRequest, operation: FeatureCapture, reservation: Reservation
 ) -> None:
     """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
-    run, draft = [await services.runs.get(tenant, one) for one in (content.model_id, operation.draft_id)]
+    run, draft = [await services.runs.get(tenant, one) for one in (content.model_id or "", operation.draft_id)]
     if content.seq_id and run.arrived_before(content.seq_id):  # 0 requests the next free one
         return
     services.features.check_ttl(operation.ttl_seconds)

@@ -23,8 +23,8 @@ MAY_IMPORT = {
 }
 # Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
-planning console openai replication
-cli/checkup cli/remote cli cli/verification serving routes runs operations sampling checkpoints features
+planning console openai replication drafts
+cli/checkup cli/remote cli cli/verification serving routes runs operations sampling checkpoints
 journal tenants http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
@@ -54,6 +54,7 @@ PLUGINS = {
     "openai": ("server/openai",),
     "standby": ("server/replication",),
     "formats": ("workers/formats",),
+    "drafts": ("workers/drafts", "server/drafts"),
 }
 
 # Modules and whole folders of workers that a process without torch may import.

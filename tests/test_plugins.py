@@ -22,6 +22,8 @@ TESTS = {
     "standby": ("tests/server/serving", "tests/server/files", "tests/server/store"),
     "openai": ("tests/server/http", "tests/server/routes", "tests/server/tenants", "tests/schemas"),
     "formats": ("tests/workers/worker/test_worker.py", "tests/workers/shapes", "tests/workers/scheduler"),
+    "drafts": ("tests/workers/worker/test_worker.py", "tests/workers/training", "tests/workers/sampler/test_sampler.py")
+    + ("tests/server/routes", "tests/server/runs", "tests/server/tenants"),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""
 
@@ -108,6 +110,36 @@ def test_a_packed_release_is_refused_without_the_formats(tmp_path: Path) -> None
     code = f"from trainhouse.workers.shapes.model_shape import refusal_of; print(refusal_of({config}))"
     done = run_without("formats", tmp_path, "-c", code)
     assert "by fp8 are not supported, because this installation is without workers/formats" in done.stdout, done.stderr
+
+
+def test_drafts_are_refused_without_them(tmp_path: Path) -> None:
+    done = run_without("drafts", tmp_path, "-c", _CREATE)
+    refusals = "draft models need server/drafts", "draft models need workers/drafts"
+    assert done.returncode == 0 and all(refusal in done.stdout for refusal in refusals), done.stdout + done.stderr
+
+
+_CREATE = """
+import asyncio, tempfile
+from pathlib import Path
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import DraftConfig
+from trainhouse.tests.server.api import MODEL, running_api
+from trainhouse.workers.registry.programs import program_of
+
+async def ask(state_dir):
+    async with running_api(state_dir) as api:
+        client = await api.client()
+        session = (await client.post("/api/v1/create_session", json={"sdk_version": "0.38.0", "tags": []})).json()
+        draft = {"base_model": MODEL, "model_seq_id": 0, "model_role": "draft", "draft": {"algorithm": "eagle3"}}
+        answer = await client.post("/api/v1/create_model", json={"session_id": session["session_id"], **draft})
+    print(answer.text)
+
+asyncio.run(ask(Path(tempfile.mkdtemp())))
+try:
+    program_of("draft", DraftConfig(algorithm="eagle3"))
+except OperationError as error:
+    print(error.message)
+"""
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config.server_config import ServerConfig
-from ..features.feature_store import FeatureStore
 from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
+from ..operations.features import Features
 from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..telemetry.telemetry import Telemetry
 from ..tenants.quotas import Quotas
@@ -28,7 +28,7 @@ class RunServices:
     journal: Journal
     snapshot_store: SnapshotStore
     pinned_checkpoints: PinnedCheckpoints
-    features: FeatureStore
+    features: Features
     context: OperationContext
     sessions: Sessions
     quotas: Quotas

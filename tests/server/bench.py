@@ -13,7 +13,7 @@ import pytest
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.features.feature_store import FeatureStore
+from trainhouse.server.drafts.feature_store import FeatureStore
 from trainhouse.server.files.segment_log import RecordPosition
 from trainhouse.server.http.bodies import UNLIMITED, ReceivedBody
 from trainhouse.server.journal.futures import Futures, Result

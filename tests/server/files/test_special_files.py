@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.bounds import load_json
 from trainhouse.server.checkpoints.download_urls import load_secret
-from trainhouse.server.features.feature_cache import FeatureFiles
+from trainhouse.server.drafts.feature_cache import FeatureFiles
 from trainhouse.server.files.directories import read_regular, remove_tree, sweep_runs, sync_files
 from trainhouse.server.files.manifest import MANIFEST, ManifestMismatch, check_directory, write_manifest
 from trainhouse.server.files.segment import Damage, complete_bytes, scan_segment

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.features.feature_cache import FeatureFiles
-from trainhouse.server.features.feature_store import FeatureStore
+from trainhouse.server.drafts.feature_cache import FeatureFiles
+from trainhouse.server.drafts.feature_store import FeatureStore
 from trainhouse.server.serving import app
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import RunInfo

@@ -16,9 +16,10 @@ from urllib.parse import quote, unquote
 
 from ...schemas.drafts import CaptureResponse
 from ...schemas.errors import OperationError, RequestError
-from ...schemas.models import FeatureStock
+from ...schemas.models import FeatureStock, Limit
 from ...schemas.training import FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
 from ..config.server_config import ServerConfig
+from ..operations.features import Features
 from ..store import RunRecord
 from .feature_cache import FeatureCache, FeatureHold, FeatureReference
 from .space import FeatureSpace
@@ -29,7 +30,7 @@ FEATURES = "features"
 _OVER = "the run that captured it has ended"
 
 
-class FeatureStore:
+class FeatureStore(Features):
     """Owns the captured features of all tenants; `space` limits what they take on disk.
 
     clock: seconds since 1970.
@@ -67,6 +68,12 @@ class FeatureStore:
             num_waiting=self.space.num_waiting,
             num_put_off=self.space.num_put_off,
         )
+
+    def limits(self, tenant_id: str) -> Mapping[str, Limit]:
+        return self.space.limits(tenant_id)
+
+    def reserve_again(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
+        return self.space.reserve_unchecked(tenant_id, num_bytes)
 
     def check_ttl(self, ttl_seconds: float | None) -> None:
         """Raises RequestError if a capture requests a longer TTL than the server allows."""
@@ -183,7 +190,7 @@ class FeatureStore:
             OperationError: the run is no draft, or a reference cannot be used.
         """
         if run.role != "draft":
-            raise OperationError(f"feature_ref is only for draft models, and this is a {run.role}: leave it out")
+            return super().with_feature_location(run, request)
         hold = self._holds[run.run_id].get(request.seq_id)
         if hold is not None and hold.refusal is not None:
             raise OperationError(hold.refusal)
@@ -254,6 +261,11 @@ class FeatureStore:
             directory = self._root / quote(tenant_id, safe="")
             self._caches[tenant_id] = FeatureCache(tenant_id, directory, self.space, may_delete=self._is_swept)
         return self._caches[tenant_id]
+
+
+def store_of(features: Features) -> FeatureStore:
+    assert isinstance(features, FeatureStore)
+    return features
 
 
 def _tenants_in(root: Path) -> list[str]:

@@ -23,9 +23,9 @@ from trainhouse.schemas.verbs import MODEL_ID
 from trainhouse.server.cli.commands import main
 from trainhouse.server.config.knob_values import parse_role_group
 from trainhouse.server.config.server_config import ServerConfig
+from trainhouse.server.drafts.vocabulary import build_vocabulary
 from trainhouse.server.files.manifest import read_manifest, write_manifest
 from trainhouse.server.journal.journal import Header, Journal, read_journal
-from trainhouse.server.operations.vocabulary import build_vocabulary
 from trainhouse.server.store import CheckpointKind
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel

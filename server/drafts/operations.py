@@ -1,29 +1,60 @@
-"""Operations for draft models: build_vocab_map, capture, and passes of a policy that capture features for a draft."""
+"""Operations for draft models: set_target, build_vocab_map, capture, and passes of a policy that capture features."""
 
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 
-from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest
+from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest, SetTargetResponse
 from ...schemas.errors import OperationError
 from ...schemas.models import draft_of
 from ...schemas.training import Datum, DraftFeatures, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
-from ..features.feature_store import FEATURES
+from ..checkpoints.checkpoint_paths import full_path
 from ..journal.futures import Result
 from ..journal.journal import Header
+from ..operations.context import OperationContext
+from ..operations.loading import load_target
+from ..operations.operation import Operation, json_result
+from ..operations.training import Forward, ForwardBackward
 from ..store import RunRecord
-from .context import OperationContext
-from .operation import Operation, json_result
-from .training import Forward, ForwardBackward
+from .feature_store import FEATURES, store_of
 from .vocabulary import build_vocabulary
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class SetTarget(Operation):
+    """Changes a draft's target; pending gradients and the draft's weights stay as they are."""
+
+    kind = "set_target"
+    changes_state = True
+    changes_record = True
+    sets_target = True
+    request: SetTargetRequest
+
+    @property
+    def loads_files(self) -> bool:
+        return self.request.path is not None
+
+    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
+        if run.role != "draft":
+            raise OperationError(f"a {run.role} has no target: set_target is only for draft models")
+        find = partial(context.checkpoints.resolve_for, readers={run.tenant_id})
+        path = self.request.path and full_path(self.request.path)
+        await load_target(context, run, self.seq_id, path, find, is_replay=False)
+        await context.store.runs.set_target(run.run_id, path)
+        return json_result(SetTargetResponse(target_path=path))
+
+    async def replay(self, context: OperationContext, run: RunRecord) -> None:
+        find, path = context.find_checkpoint, self.request.path
+        await load_target(context, run, self.seq_id, path, find, is_replay=True)
 
 
 @dataclass(eq=False)
@@ -54,6 +85,7 @@ class FeatureCapture(Operation):
     has_room: false if it does so.
     """
 
+    stores_features = True
     can_skip: ClassVar[bool]
     has_room = True
 
@@ -107,7 +139,7 @@ class Capture(FeatureCapture):
             )
             output = await context.dispatch.forward_backward(request, self.mark_begun)
             uses, seconds = self.request.uses, self.request.ttl_seconds
-            kept = await context.features.keep(run, run.request_id(self.seq_id), output, uses, seconds)
+            kept = await store_of(context.features).keep(run, run.request_id(self.seq_id), output, uses, seconds)
             if kept is None:
                 what = f"features have disappeared from {location.directory}: capture again"
                 raise OperationError(what, "server")
@@ -135,6 +167,9 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
     @property
     def sequence_lengths(self) -> Sequence[int]:
         return [len(datum.tokens) for datum in self.request.data]
+
+    def recall(self, header: Header) -> None:
+        self.has_room = header.feature_bytes is not None
 
     def header(self, base: Header) -> Header:
         header = super().header(base)
@@ -176,14 +211,14 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
     ) -> ForwardBackwardOutput:
         """Returns the output with references to the captured features in place of what the workers wrote about them."""
         captured = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
-        request_id = run.request_id(self.seq_id)
+        features, request_id = store_of(context.features), run.request_id(self.seq_id)
         try:
-            kept = await context.features.keep(draft, request_id, replace(output, loss_fn_outputs=captured), uses=1)
+            kept = await features.keep(draft, request_id, replace(output, loss_fn_outputs=captured), uses=1)
         except OSError as error:
             logger.error("run %s captures nothing for %s: %s", run.run_id, draft.run_id, error)
             kept = None
         if kept is not None and not context.sessions.is_open(draft.session_id):  # it may have ended during the pass
-            await context.features.release(draft, kept.feature_refs)
+            await features.release(draft, kept.feature_refs)
             kept = None
         # If some features have already disappeared, no references are returned.
         refs = iter(kept.feature_refs if kept is not None else [None] * len(captured))
@@ -194,6 +229,11 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
 
 class ForwardWithCapture(ForwardBackwardWithCapture, Forward):
     """A policy's forward pass that captures features."""
+
+
+OPERATIONS: Mapping[str, type[Operation]] = {each.kind: each for each in (SetTarget, BuildVocabMap, Capture)}
+PASSES = {"backward": ForwardBackwardWithCapture, "forward": ForwardWithCapture}
+"""Passes of policies that capture features."""
 
 
 def _check_draft(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:
@@ -223,7 +263,7 @@ async def _features_of(context: OperationContext, draft: RunRecord) -> DraftFeat
 async def _open_capture(context: OperationContext, run: RunRecord, held: AsyncExitStack) -> FeatureLocation:
     """Enters FeatureStore.capturing until `held` is closed. Raises OperationError if features cannot be written."""
     try:
-        return await held.enter_async_context(context.features.capturing(run.tenant_id))
+        return await held.enter_async_context(store_of(context.features).capturing(run.tenant_id))
     except OSError as error:
         raise OperationError(
             f"features cannot be written: {error}: make room on this disk, and see that the server may write there",

@@ -22,8 +22,10 @@ TESTS = {
     "standby": ("tests/server/serving", "tests/server/files", "tests/server/store"),
     "openai": ("tests/server/http", "tests/server/routes", "tests/server/tenants", "tests/schemas"),
     "formats": ("tests/workers/worker/test_worker.py", "tests/workers/shapes", "tests/workers/scheduler"),
-    "drafts": ("tests/workers/worker/test_worker.py", "tests/workers/training", "tests/workers/sampler/test_sampler.py")
-    + ("tests/server/routes", "tests/server/runs", "tests/server/tenants"),
+    "drafts": (
+        *("tests/workers/worker/test_worker.py", "tests/workers/training", "tests/workers/sampler/test_sampler.py"),
+        *("tests/server/routes", "tests/server/runs", "tests/server/tenants"),
+    ),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""
 

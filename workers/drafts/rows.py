@@ -27,6 +27,6 @@ PROGRAMS = DRAFT_PROGRAMS
 LOSSES = {**DRAFT_LOSSES, **CAPTURES}
 KINDS = {DraftConfig: DraftKind}
 FORMATS = {DraftKind.name: DraftFormat}
-STRATEGIES = {"drafts": DraftPassRunner, "captures": CapturingPassRunner}
+STRATEGIES = {DraftKind.name: DraftPassRunner, "captures": CapturingPassRunner}
 VERBS = {"drafts": DraftVerbs}
 PROPOSERS: Mapping[str, ProposerRow] = {"drafts": _proposers}

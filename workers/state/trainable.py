@@ -96,11 +96,6 @@ class Trainable(ABC):
         return self
 
     @property
-    def missing_state(self) -> str | None:
-        """The state that is missing for scoring anything with it, in words; None if complete."""
-        return None
-
-    @property
     def weights(self) -> Tensor:
         """The weights that this rank keeps in float32: all of its layout [P], or its part of them.
 

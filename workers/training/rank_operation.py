@@ -10,8 +10,8 @@ from ..batch.micro_batch import MicroBatchSegment, split_by_example
 from ..batch.partial_result import PartialResult, narrowed, sum_counts
 from ..batch.validated import ValidatedBatch
 from ..protocol.calls import Failure, OperationPart, PartAnswer, RankOutput
-from ..shapes.layouts.flops import ModelFlops, OwnFlops
 from ..state.trainable import Trainable
+from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .scoring import ScoredTokens
 
 
@@ -19,7 +19,8 @@ class RankOperation:
     """Holds an operation's running part and the results of its finished parts.
 
     part, batch: the running part and its data; a part that is refused before it runs has no batch.
-    prepared: what its strategy has found for the part, see PassStrategy.prepare.
+    prepared: what its strategy has found for the part, see PassStrategy.read.
+    vectors: those of its model that must be on the device.
     failure: why the part contributes nothing; None so far.
     flops: the operations that the model needs for this rank's share of the running part.
     computed: true if nothing remains to be computed for the part.
@@ -33,6 +34,7 @@ class RankOperation:
 
     def __init__(self, part: OperationPart) -> None:
         self.run_id, self.forward_only = part.request.model_id, part.request.forward_only
+        self.vectors = FORWARD_VECTORS if self.forward_only else BACKWARD_VECTORS
         self.finished = PartialResult()
         self.num_data = 0
         self.outputs: dict[int, dict[str, np.ndarray]] = {}
@@ -75,11 +77,6 @@ class RankOperation:
     def add_expert_counts(self, segment: MicroBatchSegment, of_layers: tuple[np.ndarray, ...]) -> None:
         """Adds the tokens of each expert, for those of the segment's tokens that this rank has run."""
         self._expert_counts[segment.examples[0]] = of_layers
-
-    def count_flops(self, base: ModelFlops, own: OwnFlops) -> None:
-        """Counts the operations that the model needs for this rank's share of the running part."""
-        lengths = np.array([len(example.tokens) for example in self.batch.examples], np.int64)
-        self.flops = base.of_pass(lengths, own, None if self.forward_only else self.batch.num_tokens)
 
     def refuse(self, reason: str) -> None:
         self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))

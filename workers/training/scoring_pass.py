@@ -1,6 +1,6 @@
 """Runs micro-batches of models with heads: hidden states, scores and losses, and gradients."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -9,16 +9,14 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch
+from ..batch.validated import ModelLimits, validate_request
 from ..heads import HEADS
 from ..lora import Adapter, LoraLayers, Segment
 from ..lora.segment import clip_segments
-from ..losses import Loss
 from ..models.model import BaseModel
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
-from ..protocol.calls import OperationPart
-from ..state.program import Program
 from ..state.trainable import Trainable
 from .rank_operation import RankOperation
 from .scoring import Heads, ScoredTokens, score, score_with_gradient
@@ -37,16 +35,11 @@ class ScoringPassRunner:
         self.head_chunk_tokens = head_chunk_tokens
         self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
 
-    def takes(self, parts: Sequence[OperationPart]) -> bool:
-        return True
-
-    def losses(self, part: OperationPart, program: Program) -> Mapping[str, Loss]:
+    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+        part = operation.part
         if part.request.features is not None:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        return program.losses
-
-    def prepare(self, operation: RankOperation) -> None:
-        """Prepares nothing: the data are all that is needed."""
+        operation.batch = validate_request(part.request, limits, part.share, model.program.losses)
 
     def plan(self, operations: Sequence[RankOperation]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""

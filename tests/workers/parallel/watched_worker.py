@@ -14,6 +14,7 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import FeatureLocation, ForwardBackwardRequest
 from trainhouse.workers.checkpoint import TrainedState, tensor_files
+from trainhouse.workers.drafts.model.draft_model import DraftModel
 from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
 from trainhouse.workers.drafts.training.draft_pass import DraftPassRunner
 from trainhouse.workers.lora import Adapter, lora_layers
@@ -154,7 +155,8 @@ class WatchedWorker(CountingWorker):
 
     def miss_features(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Makes ranks miss the stored features of these rows, by rank."""
-        [draft_runner] = [each for each in self._passes.strategies if isinstance(each, DraftPassRunner)]
+        draft_runner = self._passes.strategies[DraftModel.kind]
+        assert isinstance(draft_runner, DraftPassRunner)
         vars(draft_runner).pop("find_stored", None)
         find, missed = draft_runner.find_stored, rows.get(self._mesh.rank, ())
 

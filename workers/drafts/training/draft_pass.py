@@ -14,20 +14,18 @@ from ....schemas.errors import OperationError
 from ....schemas.training import FeatureLocation, ForwardBackwardRequest
 from ...batch.micro_batch import MicroBatch, select_examples
 from ...batch.partial_result import PartialResult
-from ...batch.validated import ValidatedBatch
+from ...batch.validated import ModelLimits, ValidatedBatch, validate_request
 from ...heads import LogprobHead
 from ...heads.head import chunks
 from ...lora import LoraPair, Segment
-from ...losses import Loss
 from ...losses.loss import LossOutput
 from ...models.model import BaseModel
 from ...ops.linear import soft_cap_derivatives
-from ...protocol.calls import Failure, OperationPart
+from ...protocol.calls import Failure
 from ...registry.model_registry import ModelRegistry
 from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...state.program import Program
 from ...state.trainable import Trainable
 from ...training.rank_operation import RankOperation
 from ...training.scoring import ScoredTokens
@@ -43,7 +41,6 @@ from .acceptance import Survivals, SurvivalTable, acceptance_lengths
 from .feature_capture import (
     TargetChunks,
     capture_directory,
-    check_captures,
     store_features,
     stored_of,
     write_failure_message,
@@ -105,20 +102,15 @@ class DraftPassRunner:
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
-    def takes(self, parts: Sequence[OperationPart]) -> bool:
-        run_id = parts[0].request.model_id
-        return run_id in self._models and isinstance(self._models.get(run_id), DraftModel)
-
-    def losses(self, part: OperationPart, program: Program) -> Mapping[str, Loss]:
-        location = part.request.features
-        return CAPTURES if location is not None and location.captures else program.losses
-
-    def prepare(self, operation: RankOperation) -> None:
-        """Finds the captured features of the part's examples."""
-        request = operation.part.request
-        if request.features is not None:
-            check_captures(self._draft(request.model_id).program, request.features)
-            operation.prepared = self.find_stored(request, request.features, operation.batch.datum_indices)
+    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+        """Also finds the captured features of the part's examples."""
+        draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
+        losses = CAPTURES if location is not None and location.captures else draft.program.losses
+        operation.batch = validate_request(part.request, limits, part.share, losses)
+        if losses is not CAPTURES and draft.missing_state is not None:
+            raise OperationError(draft.missing_state)
+        if location is not None:
+            operation.prepared = self.find_stored(part.request, location, operation.batch.datum_indices)
 
     def find_stored(
         self, request: ForwardBackwardRequest, location: FeatureLocation, datum_indices: Sequence[int]

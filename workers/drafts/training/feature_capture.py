@@ -18,19 +18,17 @@ import torch
 from torch import Tensor
 
 from ....schemas.errors import OperationError
-from ....schemas.training import DraftFeatures, FeatureLocation
+from ....schemas.training import DraftFeatures
 from ...batch.micro_batch import MicroBatch, MicroBatchSegment
+from ...batch.validated import ModelLimits, validate_request
 from ...heads import LogprobHead
 from ...lora import Segment
-from ...losses import Loss
 from ...models.model import BaseModel
 from ...parallel.expert_counts import ExpertCounts
 from ...parallel.token_shard import TokenShard
-from ...protocol.calls import OperationPart
 from ...registry.model_registry import ModelRegistry
 from ...resources.machine import gigabytes
 from ...shapes.logit_budget import LogitBudget
-from ...state.program import Program
 from ...state.trainable import Trainable
 from ...training.rank_operation import RankOperation
 from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
@@ -65,12 +63,6 @@ def capture_directory(operation: RankOperation) -> Path | None:
     """Returns the directory for features if the part only captures, else None."""
     location = operation.part.request.features
     return Path(location.directory) if location is not None and location.captures else None
-
-
-def check_captures(program: Program, location: FeatureLocation) -> None:
-    """Raises OperationError if a pass captures for a draft, and its run is no policy."""
-    if location.draft is not None and not program.samples:
-        raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
 
 
 def store_features(
@@ -131,21 +123,16 @@ class CapturingPassRunner:
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
         self._warned: WeakSet[RankOperation] = WeakSet()
 
-    def takes(self, parts: Sequence[OperationPart]) -> bool:
-        locations = [part.request.features for part in parts]
-        return any(each is not None and each.draft is not None for each in locations)
-
-    def losses(self, part: OperationPart, program: Program) -> Mapping[str, Loss]:
-        location = part.request.features
-        return self._scoring.losses(part, program) if location is None or location.draft is None else program.losses
-
-    def prepare(self, operation: RankOperation) -> None:
-        """Raises OperationError if the run is not a policy."""
-        if (location := operation.part.request.features) is not None:
-            check_captures(self._models.get(operation.run_id).program, location)
-            num_layers = int(self._base.config.get_text_config().num_hidden_layers)
-            assert location.draft is not None
-            assert all(layer < num_layers for layer in location.draft.layers), "the draft has the same base model"
+    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+        part, location, program = operation.part, operation.part.request.features, model.program
+        if location is None or location.draft is None:
+            self._scoring.read(operation, model, limits)
+            return
+        operation.batch = validate_request(part.request, limits, part.share, program.losses)
+        if not program.samples:
+            raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
+        num_layers = int(self._base.config.get_text_config().num_hidden_layers)
+        assert all(layer < num_layers for layer in location.draft.layers), "the draft has the same base model"
 
     def plan(self, operations: Sequence[RankOperation]) -> dict[str, str]:
         """Returns the version by run of this rank's part of the weights, for runs that capture features.

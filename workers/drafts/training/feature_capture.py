@@ -42,7 +42,7 @@ from .target_outputs import TargetLogits, TargetOutputs
 
 logger = logging.getLogger(__name__)
 
-_FEATURES = "features"
+FEATURES = "features"
 """Key of a datum's output that holds the address of its features and their size in bytes."""
 
 
@@ -92,7 +92,7 @@ def store_features(
                 parts = target_features.stored(tokens, kind, chunks.logits, chunks.num_tokens)
                 features = CapturedFeatures.store(directory, address, kind, tokens.stop - tokens.start, parts)
             address = f"{features.address} {features.num_bytes}".encode()
-            operation.add_output(example, _FEATURES, np.frombuffer(address, np.uint8))
+            operation.add_output(example, FEATURES, np.frombuffer(address, np.uint8))
         except OSError as error:
             failure = error
     return failure

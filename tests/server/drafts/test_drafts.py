@@ -28,7 +28,6 @@ from trainhouse.server.files.manifest import read_manifest, write_manifest
 from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.server.store import CheckpointKind
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.protocol.worker_config import ServedModel
 
 from ...workers.requests import repeatable
 from ..noting import RESOLVED, with_noting_worker
@@ -45,10 +44,10 @@ from ..real import (
     server_config,
     started_dispatch,
 )
+from ..runs.test_repeated_requests import OTHER, config_of
 
 pytestmark = pytest.mark.anyio
 
-OTHER = "tiny/other"
 EAGLE = {"algorithm": "eagle3", "seed": 5}
 DATA = [{"model_input": [5, 6, 7], "loss_fn_inputs": {}}]
 BARE = -1
@@ -58,11 +57,6 @@ BARE = -1
 @pytest.fixture
 def config(tiny_models: dict[str, Path], tmp_path: Path) -> ServerConfig:
     return config_of(tiny_models, tmp_path / "state")
-
-
-def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
-    config = server_config(tiny_models["qwen3"], state_dir)
-    return config.with_knobs(base_models=(*config.models.base_models, ServedModel(OTHER, str(tiny_models["qwen3"]))))
 
 
 @pytest.fixture(scope="module")

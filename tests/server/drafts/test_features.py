@@ -26,7 +26,7 @@ from trainhouse.workers.protocol.calls import RunInfo
 
 from ..operations.test_pinned_checkpoints import until
 from ..real import ALICE, BOB, MODEL, Run, Server, running_server, server_config, started_dispatch
-from ..runs.test_drafts import EAGLE, create_draft, create_policy, kill_worker, saved_policy
+from .test_drafts import EAGLE, create_draft, create_policy, kill_worker, saved_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
@@ -967,3 +967,9 @@ async def test_a_pass_whose_draft_ended_fails_again_after_a_restart(
         assert "forward_backward with seq_id 3 failed" in (await policy.optim_step())["error"]
         assert "error" not in await policy.do("forward_backward", **asked)
         assert (await policy.optim_step())["metrics"]["window_tokens:sum"] == 3 * LENGTH
+
+
+def test_features_whose_references_are_nested_too_deeply_are_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").touch()
+    (tmp_path / "a.json").write_text("[" * 1_000_000)
+    assert FeatureFiles(tmp_path).read() == []

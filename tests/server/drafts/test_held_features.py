@@ -19,7 +19,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..operations.test_pinned_checkpoints import until
 from ..real import Run, Server, running_server
-from ..runs.test_drafts import create_draft
+from .test_drafts import create_draft
 from .test_features import (
     LOSS,
     capture,

@@ -24,7 +24,7 @@ from ...drawn import Drawn, all_drawn, as_drawn, assert_same_sample
 from ...letters import save_letter_tokenizer
 from ..api import needs_openai
 from ..real import ALICE, BOB, MODEL, Server, batch, running_server, sample, sample_body, server_config
-from ..runs.test_drafts import create_draft, create_policy, publish, remove
+from .test_drafts import create_draft, create_policy, publish, remove
 
 pytestmark = pytest.mark.anyio
 

@@ -15,51 +15,36 @@ class TokenShard:
     attention, a rank's tokens are `ring` positions apart (see SequenceSplit); otherwise they are contiguous. The end is
     padded with tokens of no sequence.
 
-    num_padded: the number of tokens with padding. tokens: those that this rank runs.
+    is_all: this rank alone runs all of them. is_first: it is the first of the ranks that run them.
+    num_padded: the number of tokens with padding. num_padding: of padding. tokens: those that this rank runs.
     scored: those that it scores, and has the targets of. hidden: those whose final hidden states it has.
+    own_of_tokens: which of the tokens that it runs are its own between linear layers, None = all.
     """
 
     def __init__(self, num_tokens: int, mesh: Mesh, sharded: bool = False, ring: int = 1) -> None:
         """Computes the share. `sharded` says whether ranks along tp have hidden states only of the tokens that they
         score."""
-        self.num_tokens = num_tokens
-        self._ring = ring
-        self._sharded = sharded and mesh.along("tp").size > 1
-        self._scorers, self._among_tokens = mesh.along("sp", "tp"), mesh.along("tp")
+        self.num_tokens, self._ring = num_tokens, ring
+        self._scorers, self._among_tokens, sp = mesh.along("sp", "tp"), mesh.along("tp"), mesh.along("sp")
+        self._sharded = sharded and self._among_tokens.size > 1
+        self.is_all, self.is_first = self._scorers.size == 1, self._scorers.index == 0
         each = -(-num_tokens // self._scorers.size)
         self.num_padded = each * self._scorers.size
-        self.tokens = _part(self.num_padded, mesh.along("sp").index, mesh.along("sp").size, ring)
+        self.num_padding = self.num_padded - num_tokens
+        self.tokens = _part(self.num_padded, sp.index, sp.size, ring)
         self.scored = _part(self.num_padded, self._scorers.index, self._scorers.size, ring)
-
-    @property
-    def is_all(self) -> bool:
-        return self._scorers.size == 1
-
-    @property
-    def is_first(self) -> bool:
-        """True if this is the first of the ranks that run these tokens."""
-        return self._scorers.index == 0
-
-    @property
-    def hidden(self) -> slice:
-        return self.scored if self._sharded else self.tokens
-
-    @property
-    def own_of_tokens(self) -> slice | None:
-        """Returns which of the tokens that this rank runs are its own between linear layers, None = all."""
-        return self._scored_within(self.tokens) if self._sharded else None
-
-    @property
-    def num_padding(self) -> int:
-        return self.num_padded - self.num_tokens
+        first = (self.scored.start - self.tokens.start) // ring
+        own = slice(first, first + each)
+        self.hidden, self.own_of_tokens = (self.scored, own) if self._sharded else (self.tokens, None)
+        self._own_of_hidden = slice(0, each) if self._sharded else own
 
     def of_tokens(self, whole: Tensor) -> Tensor:
         """Selects the tokens that this rank runs from [num_tokens, ...]."""
-        return self._filled(whole)[self.tokens]
+        return whole if self.is_all else self._filled(whole)[self.tokens]
 
     def of_scored(self, whole: Tensor) -> Tensor:
         """Selects the tokens that this rank scores from [num_tokens, ...]."""
-        return self._filled(whole)[self.scored]
+        return whole if self.is_all else self._filled(whole)[self.scored]
 
     def in_micro_batch(self, scored: slice) -> slice:
         """Returns which tokens of the micro-batch some of this rank's scored tokens are.
@@ -72,7 +57,7 @@ class TokenShard:
 
     def select_scored(self, hidden: Tensor) -> Tensor:
         """Selects the hidden states that this rank scores from those that it has."""
-        return hidden[self._scored_within(self.hidden)]
+        return hidden[self._own_of_hidden]
 
     def joined(self, own: Tensor) -> Tensor:
         """Gathers the ranks' scored tokens [scored, ...] to all tokens [num_tokens, ...]."""
@@ -91,11 +76,6 @@ class TokenShard:
         """Reorders the ranks' concatenated tokens [num_padded, ...] to those of the micro-batch [num_tokens, ...]."""
         by_stripe = of_ranks.unflatten(0, (self._ring, -1))
         return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
-
-    def _scored_within(self, tokens: slice) -> slice:
-        """Returns which of these tokens, counted from their first, this rank scores."""
-        first = (self.scored.start - tokens.start) // self._ring
-        return slice(first, first + num_tokens_in(self.scored))
 
     def _filled(self, whole: Tensor) -> Tensor:
         if not self.num_padding:

@@ -69,10 +69,7 @@ class RankOperation:
             denominator=scored.denominator,
         )
         for example, scores in split_by_example(segment, scored.scores, self.batch):
-            self.add_output(example, self.batch.loss.scores, scores)
-
-    def add_output(self, example: int, name: str, values: np.ndarray) -> None:
-        self.outputs.setdefault(self.batch.datum_indices[example], {})[name] = values
+            self.outputs.setdefault(self.batch.datum_indices[example], {})[self.batch.loss.scores] = scores
 
     def add_expert_counts(self, segment: MicroBatchSegment, of_layers: tuple[np.ndarray, ...]) -> None:
         """Adds the tokens of each expert, for those of the segment's tokens that this rank has run."""
@@ -105,7 +102,7 @@ class RankOperation:
                 along sp each route some of the tokens.
         """
         result = PartialResult(self.failure)
-        if self.failure is None:
+        if self.failure is None and self._expert_counts:
             result.expert_counts = narrowed(sum_counts(self._expert_counts.values()))
         if counts and self.failure is None:
             result.num_tokens, result.denominator = self.batch.num_tokens, self.batch.denominator
@@ -137,9 +134,6 @@ class RankOperation:
         if not self.forward_only:
             losses = {f"loss/{self.batch.loss_name}": self.finished.loss}
             model.gradients.commit(self.finished.num_tokens, self.finished.denominator, losses)
-        return self._output()
-
-    def _output(self) -> ForwardBackwardOutput | RankOutput:
         outputs, metrics = self.outputs, self.finished.client_metrics()
         if self.part.shared:
             return RankOutput(outputs, metrics)

@@ -59,7 +59,9 @@ class ScoringPassRunner:
         """
         joint = _JointPass(
             self._adapters,
-            {name: head.split_budget(num_lanes) for name, head in self._heads.items()},
+            {name: head.split_budget(num_lanes) for name, head in self._heads.items()}
+            if num_lanes > 1
+            else self._heads,
             operations,
             models,
             _expert_adapters(operations, models) if self.mesh.along("ep").size > 1 else [],

@@ -92,7 +92,8 @@ def store_features(
                 parts = target_features.stored(tokens, kind, chunks.logits, chunks.num_tokens)
                 features = CapturedFeatures.store(directory, address, kind, tokens.stop - tokens.start, parts)
             address = f"{features.address} {features.num_bytes}".encode()
-            operation.add_output(example, FEATURES, np.frombuffer(address, np.uint8))
+            outputs = operation.outputs.setdefault(operation.batch.datum_indices[example], {})
+            outputs[FEATURES] = np.frombuffer(address, np.uint8)
         except OSError as error:
             failure = error
     return failure

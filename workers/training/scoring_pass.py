@@ -57,11 +57,12 @@ class ScoringPassRunner:
         Args:
             hidden_states: None for those of the base model.
         """
+        heads = self._heads
+        if num_lanes > 1:
+            heads = {name: head.split_budget(num_lanes) for name, head in heads.items()}
         joint = _JointPass(
             self._adapters,
-            {name: head.split_budget(num_lanes) for name, head in self._heads.items()}
-            if num_lanes > 1
-            else self._heads,
+            heads,
             operations,
             models,
             _expert_adapters(operations, models) if self.mesh.along("ep").size > 1 else [],

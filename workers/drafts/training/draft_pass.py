@@ -90,12 +90,7 @@ class DraftPlan:
 class DraftPassRunner:
     """The PassStrategy of drafts."""
 
-    def __init__(
-        self,
-        base: BaseModel,
-        models: ModelRegistry,
-        scoring: ScoringPassRunner,
-    ) -> None:
+    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringPassRunner) -> None:
         self._base, self._models, self._mesh, self._shard_of = base, models, scoring.mesh, scoring.shard_of
         self._head = head = LogprobHead(base, scoring.head_chunk_tokens)  # computes the target's logits
         self._checksums = Checksums()
@@ -103,7 +98,7 @@ class DraftPassRunner:
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
     def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
-        """Also finds the captured features of the part's examples."""
+        """Validates the part's data and finds the captured features of its examples."""
         draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
         losses = CAPTURES if location is not None and location.captures else draft.program.losses
         operation.batch = validate_request(part.request, limits, part.share, losses)

@@ -10,6 +10,7 @@ from ..full import FullWeights
 from ..lora import Adapter, LoraLayers
 from ..models.model import BaseModel
 from ..programs.policy import POLICY
+from ..protocol.calls import RunInfo
 from ..protocol.worker_config import OptimizerStateDtype
 from ..state.moments import MOMENTS, MomentFormat
 from ..state.program import Program
@@ -117,6 +118,14 @@ class ModelRegistry:
         model = self.build(training, program)
         model.initialize()
         return model
+
+    def describe(self, model: Trainable) -> RunInfo:
+        """Describes a new run's model."""
+        num_trained = model.layout.num_weights if model.program.trains else 0
+        if not isinstance(model, Adapter):
+            return RunInfo(num_trained, (), model.training, model.feature_bytes)
+        names, frozen = tuple(target.name for target in model.targets), self.lora.frozen_experts(model.lora)
+        return RunInfo(num_trained, names, model.training, not_adapted=model.not_adapted, frozen_experts=frozen)
 
     def copy_weights(self, model_id: str) -> Trainable:
         """Returns a copy of the model's weights as a model without an id yet. Raises as `resident`."""

@@ -54,16 +54,16 @@ class Verb(Generic[Answer]):
     """An operation of a run, as clients ask for it at /api/v1/NAME with the scope train."""
 
     name: str
-    """Also the operation's kind in the journal."""
+    """The last part of the path, and the operation's kind in the journal."""
     request: type[Request] | type[ForwardBackwardRequest]
     """Bodies of ForwardBackwardRequest are JSON or protobuf, others JSON."""
     answer: type[Answer]
     example: Mapping[str, object]
     description: str
     alias: str | None = None
-    """Another name of the route."""
+    """Another last part of the path."""
     is_large: bool = False
-    """Its bodies carry training data, so they may be as large as --max-body-bytes."""
+    """True if bodies carry training data, so that they may be as large as --max-body-bytes."""
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -4,10 +4,11 @@ import logging
 
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending
+from ..http.bodies import Body
 from ..journal.request_decoding import RunRequest
 from ..operations.operation import Operation
 from ..routes.services import Services
-from ..routes.submission import ReceivedRequest, count_as_refused
+from ..routes.submission import count_as_refused
 from ..runs.run import Run
 from ..tenants.auth import Tenant
 from ..tenants.reservation import Reservation
@@ -24,7 +25,8 @@ _NOT_CREATED_SECONDS = 1.0
 async def reserve_features(
     services: Services,
     tenant: Tenant,
-    received: ReceivedRequest[RunRequest],
+    content: RunRequest,
+    body: Body,
     operation: Operation,
     reservation: Reservation,
 ) -> None:
@@ -38,14 +40,13 @@ async def reserve_features(
     """
     assert isinstance(operation, FeatureCapture)
     try:
-        await _claim_features(services, tenant, received.content, operation, reservation)
+        await _claim_features(services, tenant, content, operation, reservation)
     except RequestError as error:
         if isinstance(error, FeatureLimitExceeded) and operation.can_skip:
-            run_id = received.content.model_id
-            logger.warning("run %s captures nothing for %s: %s", run_id, operation.draft_id, error.message)
+            logger.warning("run %s captures nothing for %s: %s", content.model_id, operation.draft_id, error.message)
             operation.has_room = False
             return
-        await count_as_refused(services, tenant, operation.kind, received.raw, error)
+        await count_as_refused(services, tenant, operation.kind, body, error)
         raise
 
 
@@ -54,7 +55,7 @@ async def _claim_features(
 ) -> None:
     """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
     run, draft = [await services.runs.get(tenant, one) for one in (content.model_id or "", operation.draft_id)]
-    if content.seq_id and run.arrived_before(content.seq_id):  # 0 requests the next free one
+    if content.seq_id and run.queue.arrived_before(content.seq_id):  # 0 requests the next free one
         return
     features = store_of(services.features)
     features.check_ttl(operation.ttl_seconds)

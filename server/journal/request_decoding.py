@@ -14,8 +14,8 @@ from ...schemas.training import ForwardBackwardRequest, Request
 from ...schemas.verbs import CREATE_EVALUATION, FORWARD_BACKWARD, Verb
 from ..http.bodies import (
     UNLIMITED,
+    Body,
     Decoder,
-    ReceivedBody,
     decode_body,
     forward_backward_decoder,
     ignoring_unknown,
@@ -65,18 +65,18 @@ async def decode_entry(entry: JournalEntry) -> Decoded:
     Raises RequestError if this version would not accept it.
     """
     header, decode = entry.header, ignoring_unknown(_decoder(entry.header.kind, entry.header.content_type))
-    received = ReceivedBody(entry.body, UNLIMITED, header.content_type, header.content_encoding)
+    body = Body(entry.body, UNLIMITED, header.content_type, header.content_encoding)
     try:
-        return await decode_body(received, decode)
+        return await decode_body(body, decode)
     except RequestError as error:
         if error.status not in (413, 503):
             raise
         # The process that decodes large bodies ran out of memory or time: no reason to lose an accepted request.
-        return await asyncio.to_thread(_decode_here, decode, received)
+        return await asyncio.to_thread(_decode_here, decode, body)
 
 
-def _decode_here(decode: Callable[[bytes], Decoded], received: ReceivedBody) -> Decoded:
-    return decode(decompress(received.body, received.content_encoding, received.limits.decompressed_bytes))
+def _decode_here(decode: Callable[[bytes], Decoded], body: Body) -> Decoded:
+    return decode(decompress(body.received, body.content_encoding, body.limits.decompressed_bytes))
 
 
 def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:

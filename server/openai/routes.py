@@ -133,14 +133,13 @@ async def _complete(
 ) -> Response:
     with ExitStack() as stack:
         reservation = stack.enter_context(Reservation(services.quotas, tenant.id))
-        received = await receive_unordered(request, reservation, decoder(kind.request))
-        completion = received.content
+        completion = await receive_unordered(request, reservation, decoder(kind.request))
         kind.check(completion)
         check_alternatives(completion, services.config.limits.max_logprobs)
         try:
             prepared = await _prepare(services, tenant, kind, completion, reservation.num_bytes)
             await confirm_key(request)
-            _admit(services, tenant, stack, reservation, prepared, len(received.raw.body))
+            _admit(services, tenant, stack, reservation, prepared, len(request.state.body.received))
             batch = SampleBatch(
                 services.sampling, prepared.jobs, reservation, completion.stream and not completion.wants_prompt_only
             )

@@ -19,7 +19,7 @@ from ...schemas.errors import OperationError
 from ...workers.protocol.work_context import WorkContext
 from ...workers.scheduler.work import CallSize
 from ..files.segment_log import RecordPosition
-from ..http.bodies import ReceivedBody
+from ..http.bodies import Body
 from ..http.digests import Fingerprint
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
@@ -211,9 +211,9 @@ class Operation(ABC):
         """
         return Counter()
 
-    def size(self, received: ReceivedBody) -> int:
+    def size(self, body: Body) -> int:
         """Returns the bytes that it holds in memory until it has ended."""
-        return len(received.body)
+        return len(body.received)
 
     def header(self, base: Header) -> Header:
         """Returns the journal header with what is needed, in addition to the body, to read the operation again."""

@@ -15,7 +15,7 @@ from ...schemas.training import (
     OptimStepResponse,
 )
 from ...workers.protocol.calls import OptimizerStep, RunInfo
-from ..http.bodies import LARGE_BYTES, ReceivedBody
+from ..http.bodies import LARGE_BYTES, Body
 from ..journal.futures import Result
 from ..journal.journal import Header
 from ..store import RunRecord
@@ -50,9 +50,9 @@ class ForwardBackward(Operation):
     def feature_uses(self) -> Counter[str]:
         return Counter(datum.feature_ref for datum in self.request.data if datum.feature_ref is not None)
 
-    def size(self, received: ReceivedBody) -> int:
+    def size(self, body: Body) -> int:
         arrays = (array for datum in self.request.data for array in datum.loss_fn_inputs.values())
-        return max(sum(array.nbytes for array in arrays) + 4 * self.num_tokens, len(received.body))
+        return max(sum(array.nbytes for array in arrays) + 4 * self.num_tokens, len(body.received))
 
     def header(self, base: Header) -> Header:
         return replace(base, drawn=self.drawn)

@@ -257,8 +257,8 @@ async def import_weights(
     """
     with Reservation(services.quotas, tenant.id) as reservation:
         decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
-        received = await receive_unordered(request, reservation, decode)
-        imported = ImportRequest(received.content, base_model, name, ttl_seconds)
+        upload = await receive_unordered(request, reservation, decode)
+        imported = ImportRequest(upload, base_model, name, ttl_seconds)
         session = _closed_session_record(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services.dispatch, services.checkpoints, tenant, imported, session)
     lora = lora_of(checkpoint.training)

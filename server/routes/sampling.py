@@ -86,6 +86,6 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     counts the proposed and the accepted ones.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        received = await receive_unordered(request, reservation, json_decoder(SampleRequest), is_numbered=True)
-        submitted = await services.sampling.submit(tenant, received.content, received.raw, reservation)
+        wanted = await receive_unordered(request, reservation, json_decoder(SampleRequest), is_numbered=True)
+        submitted = await services.sampling.submit(tenant, wanted, request.state.body, reservation)
     return await submit_response(request, services, tenant, submitted)

@@ -5,8 +5,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -28,17 +27,7 @@ from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.verbs import Verb
 from ...workers.protocol.plugins import plugin_rows
-from ..http.bodies import (
-    LARGE_BYTES,
-    Decoded,
-    ReceivedBody,
-    content_type,
-    declared_size,
-    decode_body,
-    limits_of,
-    receive_body,
-    size_of,
-)
+from ..http.bodies import LARGE_BYTES, Body, Decoded, decode_body, receive_body, size_of
 from ..http.digests import digesting
 from ..journal.futures import Result
 from ..journal.request_decoding import RunRequest, decoder_of
@@ -56,7 +45,6 @@ _SLICE_BYTES = 1 << 18
 _JSON_TIMES = 3
 """Memory that sending a result as JSON takes, in multiples of its size: it is decoded, then encoded piece by piece."""
 
-AnyRequest = TypeVar("AnyRequest", bound=RunRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "model": SubmitResponse,
@@ -65,17 +53,9 @@ SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class ReceivedRequest(Generic[Decoded]):
-    """The body of a request, as received and decoded."""
-
-    raw: ReceivedBody
-    content: Decoded
-
-
 async def receive_unordered(
     request: Request, reservation: Reservation, decode: Callable[[bytes], Decoded], is_numbered: bool = False
-) -> ReceivedRequest[Decoded]:
+) -> Decoded:
     """Receives a request that has no order but holds a reservation until it is answered.
 
     Args:
@@ -83,32 +63,22 @@ async def receive_unordered(
     Raises:
         RequestError: the request is refused or throttled.
     """
-    if not reservation.try_claim(num_bytes := _num_bytes(request)):
-        reservation.claim(num_bytes, UNORDERED)
-    raw = await receive_body(request)
-    reservation.grow(await size_of(raw), UNORDERED)
-    return await _decoded(request, raw, decode, is_numbered)
-
-
-async def _decoded(
-    request: Request, raw: ReceivedBody, decode: Callable[[bytes], Decoded], is_numbered: bool
-) -> ReceivedRequest[Decoded]:
+    body: Body = request.state.body
+    if not reservation.try_claim(body.most_bytes):
+        reservation.claim(body.most_bytes, UNORDERED)
+    await receive_body(request)
+    reservation.grow(await size_of(body), UNORDERED)
     if is_numbered:
-        content, digest = await decode_body(raw, digesting(decode))
+        content, body.digest = await decode_body(body, digesting(decode))
     else:
-        content, digest = await decode_body(raw, decode), None
+        content = await decode_body(body, decode)
     await confirm_key(request)
-    return ReceivedRequest(replace(raw, digest=digest), content)
+    return content
 
 
-async def receive_operation(
-    request: Request,
-    services: Services,
-    tenant: Tenant,
-    reservation: Reservation,
-    verb: Verb,
-    decode: Callable[[bytes], Decoded],
-) -> ReceivedRequest[Decoded]:
+async def receive(
+    request: Request, services: Services, tenant: Tenant, verb: Verb, reservation: Reservation
+) -> RunRequest:
     """Receives an operation of a run.
 
     A refused operation still uses up its seq_id, so that the run does not wait for it; a throttled one (429, 503) does
@@ -117,55 +87,51 @@ async def receive_operation(
     Raises:
         RequestError: the operation is refused or throttled.
     """
-    num_bytes = _num_bytes(request)
+    body: Body = request.state.body
 
     async def claim(beginning: bytes) -> None:
-        reservation.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type(request)))
+        position = await _queue_position(services, tenant, beginning, body.content_type)
+        reservation.claim(body.most_bytes, position)
 
-    check = None if reservation.try_claim(num_bytes) else claim
-    raw = await receive_body(request, check)
+    await receive_body(request, None if reservation.try_claim(body.most_bytes) else claim)
     try:
-        if (num_bytes := await size_of(raw)) > reservation.num_bytes:
-            reservation.grow(num_bytes, await _queue_position(services, tenant, raw.body, raw.content_type))
-        return await _decoded(request, raw, decode, is_numbered=True)
+        if (num_bytes := await size_of(body)) > reservation.num_bytes:
+            position = await _queue_position(services, tenant, body.received, body.content_type)
+            reservation.grow(num_bytes, position)
+        content, body.digest = await decode_body(body, digesting(decoder_of(verb, body.content_type)))
+        await confirm_key(request)
     except RequestError as error:
         await confirm_key(request)
-        await count_as_refused(services, tenant, verb.name, raw, error)
+        await count_as_refused(services, tenant, verb.name, body, error)
         raise
+    return content
 
 
 async def submit_request(request: Request, services: Services, tenant: Tenant, verb: Verb) -> Response:
     """Handles an operation of a live run from the request to the response. Raises RequestError."""
-    decode = decoder_of(verb, content_type(request))
     with Reservation(services.quotas, tenant.id) as reservation:
-        received = await receive_operation(request, services, tenant, reservation, verb, decode)
-        operation = operation_of(received.content)
+        content = await receive(request, services, tenant, verb, reservation)
+        operation, body = operation_of(content), request.state.body
         if operation.stores_features:
             reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
-            await reserve(services, tenant, received, operation, reservation)
+            await reserve(services, tenant, content, body, operation, reservation)
             await confirm_key(request)
-        submitted = await submit_operation(services, tenant, received, operation, reservation)
+        submitted = await submit_operation(services, tenant, content, operation, body, reservation)
     return await submit_response(request, services, tenant, submitted)
 
 
 async def submit_operation(
     services: Services,
     tenant: Tenant,
-    received: ReceivedRequest[AnyRequest],
+    content: RunRequest,
     operation: Operation,
+    body: Body,
     reservation: Reservation,
 ) -> SubmitResponse:
     """Submits the operation to its run. Raises RequestError."""
-    content = received.content
     run = await services.runs.get(tenant, content.model_id or "")
-    submitted = await run.submit(content.seq_id or 0, operation, received.raw, reservation)
+    submitted = await run.submit(content.seq_id or 0, operation, body, reservation)
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
-
-
-def _num_bytes(request: Request) -> int:
-    """Returns the declared size of the body in bytes; the maximum if it is not declared."""
-    declared, most = declared_size(request), limits_of(request).received_bytes
-    return most if declared is None else min(declared, most)
 
 
 async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, content_type: str) -> QueuePosition:
@@ -173,16 +139,14 @@ async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, 
     if operation.model_id is None:
         return UNORDERED
     run = await services.runs.get(tenant, operation.model_id)
-    return run.position_of(operation.seq_id or 0)
+    return run.queue.position_of(operation.seq_id or 0)
 
 
-async def count_as_refused(
-    services: Services, tenant: Tenant, kind: str, received: ReceivedBody, error: RequestError
-) -> None:
+async def count_as_refused(services: Services, tenant: Tenant, kind: str, body: Body, error: RequestError) -> None:
     """Uses up the operation's seq_id, unless it is throttled."""
     if error.status in (429, 503):
         return
-    operation = peek_operation(received.body, received.content_type)
+    operation = peek_operation(body.received, body.content_type)
     if operation.model_id is None or not operation.seq_id:
         return
     with contextlib.suppress(RequestError):  # the model does not exist; the client receives `error` in any case

@@ -12,7 +12,7 @@ from ...schemas.models import CreateModelRequest, UnloadModelRequest
 from ...schemas.training import MAX_INTEGER, ForwardBackwardRequest
 from ...schemas.verbs import CREATE_MODEL, LOAD_WEIGHTS, MODEL_ID, Verb
 from ..http.bodies import (
-    ReceivedBody,
+    Body,
     json_body,
     json_decoder,
     json_or_protobuf_body,
@@ -26,8 +26,7 @@ from .fast import Endpoint
 from .services import ServicesDependency
 from .submission import (
     SUBMIT_RESPONSES,
-    ReceivedRequest,
-    receive_operation,
+    receive,
     receive_unordered,
     submit_operation,
     submit_request,
@@ -99,24 +98,27 @@ def _submitting(verb: Verb) -> Endpoint:
 
 async def _create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     with Reservation(services.quotas, tenant.id) as reservation:
-        received = await receive_unordered(request, reservation, json_decoder(CreateModelRequest))
-        submitted = await services.runs.create(tenant, received.content, received.raw, reservation)
-    return await submit_response(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
+        model = await receive_unordered(request, reservation, json_decoder(CreateModelRequest))
+        created = await services.runs.create(tenant, model, request.state.body, reservation)
+    return await submit_response(request, services, tenant, SubmitResponse(request_id=created.request_id))
 
 
 async def _load_weights(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     with Reservation(services.quotas, tenant.id) as reservation:
-        decode = json_decoder(LoadWeightsRequest)
-        received = await receive_operation(request, services, tenant, reservation, LOAD_WEIGHTS, decode)
-        load, received = received.content, _without_secret(received)
+        load = await receive(request, services, tenant, LOAD_WEIGHTS, reservation)
+        assert isinstance(load, LoadWeightsRequest)
+        body, token = request.state.body, load.weights_access_token
+        if token is not None:
+            # It is another tenant's API key, and bodies are journaled as received.
+            shown = load.model_copy(update={"weights_access_token": None})
+            body = Body(shown.model_dump_json(exclude_none=True).encode(), body.limits, digest=body.digest)
         if load.model_id is not None:
-            reader = await services.checkpoints.reader_id(load.weights_access_token)
-            operation = LoadWeights(load.path, load.optimizer, reader)
-            response = await submit_operation(services, tenant, received, operation, reservation)
+            operation = LoadWeights(load.path, load.optimizer, await services.checkpoints.reader_id(token))
+            submitted = await submit_operation(services, tenant, load, operation, body, reservation)
         else:
-            created = await services.runs.create_from_checkpoint(tenant, load, received.raw, reservation)
-            response = SubmitResponse(request_id=created.request_id)
-    return await submit_response(request, services, tenant, response)
+            created = await services.runs.create(tenant, load, body, reservation)
+            submitted = SubmitResponse(request_id=created.request_id)
+    return await submit_response(request, services, tenant, submitted)
 
 
 _ENDPOINTS: Mapping[str, Endpoint] = {CREATE_MODEL.name: _create_model, LOAD_WEIGHTS.name: _load_weights}
@@ -148,12 +150,3 @@ async def unload_model(
     request_id = await services.runs.unload(tenant, request.model_id)
     submitted = SubmitResponse(request_id=request_id, model_id=request.model_id)
     return await submit_response(http_request, services, tenant, submitted)
-
-
-def _without_secret(received: ReceivedRequest[LoadWeightsRequest]) -> ReceivedRequest[LoadWeightsRequest]:
-    """The access token is another tenant's API key, and bodies are journaled as received."""
-    if received.content.weights_access_token is None:
-        return received
-    shown = received.content.model_copy(update={"weights_access_token": None})
-    body = shown.model_dump_json(exclude_none=True).encode()
-    return ReceivedRequest(ReceivedBody(body, received.raw.limits, digest=received.raw.digest), shown)

@@ -33,7 +33,7 @@ from ..routes import auth, checkpoints, futures, history, listing, models, pages
 from ..routes.fast import FastRoutes, find_endpoints
 from ..routes.services import Services, found_files
 from ..runs.history import RunHistory
-from ..runs.run_services import RunServices
+from ..runs.run_state import RunServices
 from ..runs.runs import Runs
 from ..sampling.constraint_checks import ConstraintChecks
 from ..sampling.draft_loader import DraftLoader

@@ -14,37 +14,35 @@ class TokenShard:
     Ranks along sp run equally many tokens, in order, and ranks along tp each score an equal part of these. With ring
     attention, a rank's tokens are `ring` positions apart (see SequenceSplit); otherwise they are contiguous. The end is
     padded with tokens of no sequence.
-
-    is_all: this rank alone runs all of them. is_first: it is the first of the ranks that run them.
-    num_padded: the number of tokens with padding. num_padding: of padding. tokens: those that this rank runs.
-    scored: those that it scores, and has the targets of. hidden: those whose final hidden states it has.
-    own_of_tokens: which of the tokens that it runs are its own between linear layers, None = all.
     """
 
     def __init__(self, num_tokens: int, mesh: Mesh, sharded: bool = False, ring: int = 1) -> None:
         """Computes the share. `sharded` says whether ranks along tp have hidden states only of the tokens that they
         score."""
-        self.num_tokens, self._ring = num_tokens, ring
-        self._scorers, self._among_tokens, sp = mesh.along("sp", "tp"), mesh.along("tp"), mesh.along("sp")
-        self._sharded = sharded and self._among_tokens.size > 1
-        self.is_all, self.is_first = self._scorers.size == 1, self._scorers.index == 0
-        each = -(-num_tokens // self._scorers.size)
-        self.num_padded = each * self._scorers.size
-        self.num_padding = self.num_padded - num_tokens
-        self.tokens = _part(self.num_padded, sp.index, sp.size, ring)
+        runners, self._among_tokens, self._scorers = (mesh.along(*axes) for axes in (("sp",), ("tp",), ("sp", "tp")))
+        self._ring, self._sharded = ring, sharded and self._among_tokens.size > 1
+        self.is_all = self._scorers.size == 1
+        self.is_first = self._scorers.index == 0
+        """True if this is the first of the ranks that run these tokens."""
+        self.num_tokens = num_tokens
+        self.num_padding = -num_tokens % self._scorers.size
+        self.num_padded = num_tokens + self.num_padding
+        self.tokens = _part(self.num_padded, runners.index, runners.size, ring)
+        """The tokens that this rank runs."""
         self.scored = _part(self.num_padded, self._scorers.index, self._scorers.size, ring)
-        first = (self.scored.start - self.tokens.start) // ring
-        own = slice(first, first + each)
-        self.hidden, self.own_of_tokens = (self.scored, own) if self._sharded else (self.tokens, None)
-        self._own_of_hidden = slice(0, each) if self._sharded else own
+        """The tokens that this rank scores, and has the targets of."""
+        self.hidden = self.scored if self._sharded else self.tokens
+        """The tokens whose final hidden states this rank has."""
+        self.own_of_tokens = self._scored_within(self.tokens) if self._sharded else None
+        """Which of `tokens` are this rank's own between linear layers, None = all."""
 
     def of_tokens(self, whole: Tensor) -> Tensor:
         """Selects the tokens that this rank runs from [num_tokens, ...]."""
-        return whole if self.is_all else self._filled(whole)[self.tokens]
+        return self._filled(whole)[self.tokens]
 
     def of_scored(self, whole: Tensor) -> Tensor:
         """Selects the tokens that this rank scores from [num_tokens, ...]."""
-        return whole if self.is_all else self._filled(whole)[self.scored]
+        return self._filled(whole)[self.scored]
 
     def in_micro_batch(self, scored: slice) -> slice:
         """Returns which tokens of the micro-batch some of this rank's scored tokens are.
@@ -57,7 +55,7 @@ class TokenShard:
 
     def select_scored(self, hidden: Tensor) -> Tensor:
         """Selects the hidden states that this rank scores from those that it has."""
-        return hidden[self._own_of_hidden]
+        return hidden[self._scored_within(self.hidden)]
 
     def joined(self, own: Tensor) -> Tensor:
         """Gathers the ranks' scored tokens [scored, ...] to all tokens [num_tokens, ...]."""
@@ -77,6 +75,11 @@ class TokenShard:
         by_stripe = of_ranks.unflatten(0, (self._ring, -1))
         return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
 
+    def _scored_within(self, tokens: slice) -> slice:
+        """Returns which of these tokens, counted from their first, this rank scores."""
+        first = (self.scored.start - tokens.start) // self._ring
+        return slice(first, first + num_tokens_in(self.scored))
+
     def _filled(self, whole: Tensor) -> Tensor:
         if not self.num_padding:
             return whole
@@ -95,7 +98,8 @@ def num_tokens_in(tokens: slice) -> int:
 
 def overlap(tokens: slice, start: int, stop: int) -> slice:
     """Returns which of `tokens`, counted from their first, are in start:stop."""
-    step, number = tokens.step or 1, num_tokens_in(tokens)
+    step = tokens.step or 1
+    number = len(range(tokens.start, tokens.stop, step))
     first, end = (min(max(0, -((tokens.start - bound) // step)), number) for bound in (start, stop))
     return slice(first, end)
 

@@ -258,6 +258,7 @@ def test_ray_is_imported_only_by_its_pool() -> None:
         "trainhouse.server.serving.app",
         "trainhouse.server.planning.plan",
         "trainhouse.workers.formats.rows",
+        "trainhouse.server.drafts.rows",
     ],
 )
 def test_server_and_client_do_not_load_torch_or_ray(module: str) -> None:

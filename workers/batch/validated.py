@@ -99,7 +99,7 @@ def validate_request(
         config=config,
         weight=float(request.loss_weight),
         examples=examples,
-        num_tokens=sum(map(_num_counted, counts)),
+        num_tokens=sum(int(np.count_nonzero(each if each.ndim == 1 else (each != 0).any(axis=1))) for each in counts),
         denominator=loss.denominator(_joined(counts)),
         datum_indices=share.indices,
     )
@@ -261,10 +261,6 @@ def _targets(datum: Datum, loss: Loss) -> np.ndarray:
 
 def _required(loss: Loss) -> tuple[str, ...]:
     return (TARGETS, *loss.required) if loss.scores == "logprobs" else loss.required
-
-
-def _num_counted(counts: np.ndarray) -> int:
-    return int(np.count_nonzero(counts if counts.ndim == 1 else (counts != 0).any(axis=1)))
 
 
 def _inputs(loss: Loss) -> str:

@@ -109,7 +109,7 @@ class _JointPass:
     def forward(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
         segments = _segments(micro_batch, self.models, share)
-        expert_counts = self._new_expert_counts(micro_batch, share)
+        expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
         with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, expert_counts)
         with self._heads_in_use():
@@ -121,7 +121,7 @@ class _JointPass:
     def forward_backward(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
         segments = _segments(micro_batch, self.models, share)
-        expert_counts = self._new_expert_counts(micro_batch, share)
+        expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
         with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, expert_counts)
             own, scored = share.select_scored(hidden.detach()), clip_segments(segments, share.scored)
@@ -149,7 +149,7 @@ class _JointPass:
             yield
 
     def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard) -> ExpertCounts | None:
-        if not self.counts_experts or not micro_batch.segments:
+        if not micro_batch.segments:
             return None
         return ExpertCounts(share, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
 

@@ -114,33 +114,32 @@ def test_a_packed_release_is_refused_without_the_formats(tmp_path: Path) -> None
     assert "by fp8 are not supported, because this installation is without workers/formats" in done.stdout, done.stderr
 
 
-def test_drafts_are_refused_without_them(tmp_path: Path) -> None:
-    done = run_without("drafts", tmp_path, "-c", _CREATE)
+def test_drafts_are_refused_without_them(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    done = run_without("drafts", tmp_path, "-c", _CREATE, str(tiny_models["qwen3"]))
     refusals = "draft models need server/drafts", "draft models need workers/drafts"
     assert done.returncode == 0 and all(refusal in done.stdout for refusal in refusals), done.stdout + done.stderr
 
 
 _CREATE = """
-import asyncio, tempfile
+import asyncio, sys, tempfile
 from pathlib import Path
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.tests.server.api import MODEL, running_api
+from trainhouse.tests.server.noting import with_noting_worker
+from trainhouse.tests.server.real import MODEL, running_server, server_config, started_dispatch
 from trainhouse.workers.registry.programs import program_of
 
-async def ask(state_dir):
-    async with running_api(state_dir) as api:
-        client = await api.client()
-        session = (await client.post("/api/v1/create_session", json={"sdk_version": "0.38.0", "tags": []})).json()
+async def ask(config):
+    async with started_dispatch(config, with_noting_worker) as dispatch, running_server(config, dispatch) as server:
         draft = {"base_model": MODEL, "model_seq_id": 0, "model_role": "draft", "draft": {"algorithm": "eagle3"}}
-        answer = await client.post("/api/v1/create_model", json={"session_id": session["session_id"], **draft})
-    print(answer.text)
+        print(await server.post("create_model", draft | {"session_id": await server.create_session()}, status=400))
 
-asyncio.run(ask(Path(tempfile.mkdtemp())))
-try:
-    program_of("draft", DraftConfig(algorithm="eagle3"))
-except OperationError as error:
-    print(error.message)
+if __name__ == "__main__":
+    asyncio.run(ask(server_config(Path(sys.argv[1]), Path(tempfile.mkdtemp()))))
+    try:
+        program_of("draft", DraftConfig(algorithm="eagle3"))
+    except OperationError as error:
+        print(error.message)
 """
 
 

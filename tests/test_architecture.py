@@ -30,8 +30,7 @@ journal tenants http telemetry logs config files store store/tables store/databa
 WORKERS = """
 planner/drafts planner formats/readers formats engines/vllm engines/groups engines scheduler scheduler/supervision
 pools/ray pools
-worker training drafts/speculation
-sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
+worker training drafts/speculation sampler sampler/decoding sampler/cache sampler/requests sampler/logits
 checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
 models/layers models/stored batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
 resources shapes/layouts shapes shapes/families shapes/parts protocol

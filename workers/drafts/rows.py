@@ -6,7 +6,7 @@ from functools import partial
 from ..models.model import BaseModel
 from ..registry.model_registry import ModelRegistry
 from ..sampler.cache.cache_budget import CacheBudget
-from ..sampler.speculation.proposer import NewProposer, ProposerRow
+from ..sampler.speculation import NewProposer, ProposerRow
 from .speculation.draft_caches import DraftCaches
 from .speculation.draft_proposer import DraftProposer
 

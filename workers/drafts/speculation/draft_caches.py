@@ -3,9 +3,8 @@
 from weakref import WeakKeyDictionary
 
 from ...models.model import BaseModel
-from ...sampler.cache.cache import KVCache
+from ...sampler.cache.cache import KVCache, size_of_config
 from ...sampler.cache.cache_budget import CacheBudget
-from ...sampler.cache.config_size import size_of_config
 from ..draft_model import DraftModel
 
 

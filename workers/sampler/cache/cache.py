@@ -6,9 +6,11 @@ rest of the budget keeps prefixes for later requests.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ...models.model import BaseModel
 from ...ops.kv_cache import SlotTensors
@@ -17,7 +19,6 @@ from ...shapes.cache_size import CacheSize
 from ...shapes.model_shape import ModelShape
 from ..requests.jobs import SequenceState
 from .cache_budget import CacheBudget
-from .config_size import size_of_config
 from .prefix_cache import PrefixCache, StoredRange, restore
 
 # Slots hold this many tokens or a larger power of two; from _FINE on also the lengths half way between these.
@@ -254,3 +255,23 @@ class KVCache:
     def _bytes(self, pool: SlotPool) -> int:
         """Returns the bytes of one slot."""
         return self.size.bytes_of(pool.tensors.capacity)
+
+
+def size_of_config(config: PreTrainedConfig, bytes_per_value: int, num_ranks: int = 1) -> CacheSize:
+    """Returns the size of the cache of a model whose layers all have softmax attention, perhaps of different shapes.
+
+    Args:
+        config: of the model, or of one that has it as its text part.
+        num_ranks: ranks that share the heads.
+    """
+    text = config.get_text_config()
+    layers = [text.per_layer_config[layer] for layer in range(text.num_hidden_layers)]
+    values = sum(map(_values_per_token, layers)) // num_ranks
+    return CacheSize(values * bytes_per_value, 0, values // len(layers))
+
+
+def _values_per_token(layer: Any) -> int:
+    """Returns how many numbers the keys and values of a token have in one layer."""
+    heads = layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return 2 * (getattr(layer, "num_key_value_heads", None) or heads) * head_dim

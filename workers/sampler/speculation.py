@@ -7,15 +7,15 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from ...heads import LogprobHead
-from ...models.model import BaseModel
-from ...registry.model_registry import ModelRegistry
-from ..cache.cache_budget import CacheBudget
-from ..cache.prefix_cache import StoredRange
-from ..decoding.rank_sync import RankSync
-from ..requests.jobs import SequenceState
-from ..requests.sequence_table import SequenceTable
-from .verification import DraftTokens
+from ..heads import LogprobHead
+from ..models.model import BaseModel
+from ..registry.model_registry import ModelRegistry
+from .cache.cache_budget import CacheBudget
+from .cache.prefix_cache import StoredRange
+from .decoding.rank_sync import RankSync
+from .logits.verification import DraftTokens
+from .requests.jobs import SequenceState
+from .requests.sequence_table import SequenceTable
 
 
 class Proposer:

@@ -145,10 +145,6 @@ class Operation(ABC):
     def seq_id(self) -> int:
         return self.log_entry.seq_id
 
-    def take_turn(self, turns: Turns) -> None:
-        """Notes that the operations before it in the run have taken theirs."""
-        self.turns, self.ready_at = turns, turns.queue(self.arrived_at)
-
     def mark_begun(self, size: CallSize | None = None) -> None:
         """Notes that the workers have received it, or a part of it, in a call of this size."""
         free_at = self.turns.begin(self.seq_id, size)

@@ -73,12 +73,11 @@ class Body:
     content_encoding: str | None = None
     declared_bytes: int | None = None
     """The size according to Content-Length; None without a valid one."""
+    user_agent: str = ""
     too_large: bool = False
     """True if it exceeded the limits, and `received` is only its beginning."""
     digest: str | None = None
     """The digest of its decoded content (see digests.py); None where it is not needed."""
-    tolerance: Tolerance = "none"
-    """The treatment of unknown fields."""
     ignored: list[str] = field(default_factory=list)
     """The descriptions of unknown fields that were ignored."""
 
@@ -87,15 +86,21 @@ class Body:
         """Returns the body that follows the head of the request."""
         headers = request.headers
         declared = headers.get("content-length", "")
-        body = cls(b"", limits, headers.get("content-type", JSON), headers.get("content-encoding"))
-        body.declared_bytes = int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None
-        if limits.warns_of_unknown:
-            body.tolerance = "all"
-        elif is_newer_than_tested(sdk_version(request)):
-            # The program of an SDK that sends more than this version knows should run as long as its results are the
-            # same.
-            body.tolerance = "without effect on results"
-        return body
+        return cls(
+            limits=limits,
+            content_type=headers.get("content-type", JSON),
+            content_encoding=headers.get("content-encoding"),
+            declared_bytes=int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None,
+            user_agent=headers.get("user-agent", ""),
+        )
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """Returns which unknown fields are ignored."""
+        if self.limits.warns_of_unknown:
+            return "all"
+        # The program of an SDK that sends more than this version knows should run as long as its results are the same.
+        return "without effect on results" if is_newer_than_tested(sdk_version(self.user_agent)) else "none"
 
     @property
     def most_bytes(self) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from ...schemas.checkpoints import LoadWeightsRequest
-from ...schemas.codec import JsonObject, decode_forward_backward, decode_model, is_protobuf
+from ...schemas.codec import JsonObject, decode_forward_backward, decode_model, format_of
 from ...schemas.errors import RequestError
 from ...schemas.sampling import SampleRequest
 from ...schemas.training import ForwardBackwardRequest, Request
@@ -59,7 +59,7 @@ def decoder_of(verb: Verb, content_type: str, was_accepted: bool = False) -> Cal
         evaluates=verb is CREATE_EVALUATION,
         was_accepted=was_accepted,
     )
-    return Decoder(decode, PROCESS_PROTOBUF_BYTES if is_protobuf(content_type) else PROCESS_JSON_BYTES)
+    return Decoder(decode, PROCESS_PROTOBUF_BYTES if format_of(content_type) == "protobuf" else PROCESS_JSON_BYTES)
 
 
 async def decode_entry(entry: JournalEntry) -> Decoded:

@@ -20,7 +20,6 @@ from ...workers.protocol.work_context import WorkContext
 from ...workers.scheduler.work import CallSize
 from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
-from ..http.digests import Fingerprint
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
 from ..store import OperationRecord, RunRecord
@@ -169,10 +168,6 @@ class Operation(ABC):
             error=error and error[:_MAX_ERROR],
             metrics={name: value for name, value in self.metrics.items() if math.isfinite(value)},
         )
-
-    @property
-    def fingerprint(self) -> Fingerprint | None:
-        return None if self.digest is None else Fingerprint(self.kind, self.digest)
 
     @property
     def num_bytes(self) -> int:

@@ -11,6 +11,7 @@ from functools import partial
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending
 from ..http.bodies import Body
+from ..http.digests import Fingerprint
 from ..operations.operation import MISSING, Operation, Outcome, RefusedOperation
 from ..tenants.reservation import Reservation
 from .operation_queue import OperationQueue
@@ -134,7 +135,8 @@ class Arrivals:
     def _create_future(self, operation: Operation) -> None:
         entry, record = operation.log_entry, self._state.record
         pending, answered = partial(self._pending, entry.seq_id), partial(self._state.log.mark_result_stored, entry)
-        request_id, fingerprint = record.request_id(entry.seq_id), operation.fingerprint
+        request_id = record.request_id(entry.seq_id)
+        fingerprint = None if operation.digest is None else Fingerprint(operation.kind, operation.digest)
         operation.future = self._services.futures.create(request_id, record.tenant_id, pending, answered, fingerprint)
 
     def refuse_missing(self, seq_ids: Sequence[int], reason: str) -> None:

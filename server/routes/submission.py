@@ -35,11 +35,12 @@ from ..operations.drafts import FeatureCapture
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
 from ..runs.run import Run
-from ..tenants.auth import Tenant
+from ..tenants.auth import Tenant, TenantDependency
 from ..tenants.gate import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
 from ..tenants.reservation import Reservation
-from .services import Services
+from .fast import Endpoint
+from .services import Services, ServicesDependency
 
 logger = logging.getLogger(__name__)
 
@@ -111,16 +112,20 @@ async def receive(
     return content
 
 
-async def submit_request(request: Request, services: Services, tenant: Tenant, verb: Verb) -> Response:
-    """Handles an operation of a live run from the request to the response. Raises RequestError."""
-    with Reservation(services.quotas, tenant.id) as reservation:
-        content = await receive(request, services, tenant, verb, reservation)
-        operation, body = operation_of(content), request.state.body
-        if isinstance(operation, FeatureCapture):
-            await _reserve_features(services, tenant, content, body, operation, reservation)
-            await confirm_key(request)
-        submitted = await submit_operation(services, tenant, content, operation, body, reservation)
-    return await submit_response(request, services, tenant, submitted)
+def submitting(verb: Verb) -> Endpoint:
+    """Returns the endpoint that handles an operation of a live run from the request to the response."""
+
+    async def submit(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+        with Reservation(services.quotas, tenant.id) as reservation:
+            content = await receive(request, services, tenant, verb, reservation)
+            operation, body = operation_of(content), request.state.body
+            if isinstance(operation, FeatureCapture):
+                await _reserve_features(services, tenant, content, body, operation, reservation)
+                await confirm_key(request)
+            submitted = await submit_operation(services, tenant, content, operation, body, reservation)
+        return await submit_response(request, services, tenant, submitted)
+
+    return submit
 
 
 async def _reserve_features(

@@ -31,8 +31,8 @@ from .submission import (
     receive,
     receive_unordered,
     submit_operation,
-    submit_request,
     submit_response,
+    submitting,
 )
 
 router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
@@ -91,13 +91,6 @@ def _body_of(verb: Verb) -> dict[str, object]:
     return json_or_protobuf_body(_PASS_SCHEMA, verb.example, "trainhouse.wire.ForwardBackwardRequest; may be zstd")
 
 
-def _submitting(verb: Verb) -> Endpoint:
-    async def submit(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-        return await submit_request(request, services, tenant, verb)
-
-    return submit
-
-
 async def _create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     with Reservation(services.quotas, tenant.id) as reservation:
         model = await receive_unordered(request, reservation, partial(decode_model, CreateModelRequest))
@@ -130,7 +123,7 @@ for _verb in VERBS.values():
     for _path in _verb.paths:
         router.add_api_route(
             f"/{_path}",
-            _ENDPOINTS.get(_verb.name) or _submitting(_verb),
+            _ENDPOINTS.get(_verb.name) or submitting(_verb),
             methods=["POST"],
             name=_verb.name,
             description=cleandoc(_verb.description),

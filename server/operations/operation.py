@@ -88,6 +88,8 @@ class Operation(ABC):
     changes_record: it changes the run's stored record.
     taints_if_failed: the next optimizer step would be wrong without it.
     reports_begin: it calls mark_begun itself, when the workers receive it.
+    sets_target: it sets the target of a draft, or may.
+    stores_features: it stores features, for which room is reserved when it is accepted.
     is_chained: it can be handed to the dispatch, which keeps a run's order, before the run's earlier operations ended.
     num_tokens: to be trained on or scored.
 
@@ -112,6 +114,8 @@ class Operation(ABC):
     changes_record: ClassVar[bool] = False
     taints_if_failed: ClassVar[bool] = False
     reports_begin: ClassVar[bool] = False
+    sets_target: ClassVar[bool] = False
+    stores_features: ClassVar[bool] = False
 
     log_entry: ReplayEntry = field(init=False)
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)

@@ -57,6 +57,9 @@ class ForwardBackward(Operation):
     def header(self, base: Header) -> Header:
         return replace(base, drawn=self.drawn)
 
+    def recall(self, header: Header) -> None:
+        """Takes what its journal header has, in addition to the seeds, when it is read again."""
+
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         request = replace(self.request, seq_id=self.seq_id)
         if request.reads_recordings:

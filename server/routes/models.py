@@ -84,7 +84,7 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
         "metric_bytes": await services.history.logged_bytes.limit(tenant.id),
         **await services.checkpoints.limits(tenant.id),
     }
-    limits = limits.model_copy(update={**services.features.space.limits(tenant.id), **stored})
+    limits = limits.model_copy(update={**services.features.limits(tenant.id), **stored})
     return limits if is_operator else limits.without_other_tenants()
 
 

@@ -26,15 +26,13 @@ from ...schemas.codec import (
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.verbs import Verb
-from ..features.space import FeatureLimitExceeded
+from ...workers.protocol.plugins import plugin_rows
 from ..http.bodies import LARGE_BYTES, Body, Decoded, decode_body, receive_body, size_of
 from ..http.digests import digesting
 from ..journal.futures import Result
 from ..journal.request_decoding import RunRequest, decoder_of
-from ..operations.drafts import FeatureCapture
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
-from ..runs.run import Run
 from ..tenants.auth import Tenant, TenantDependency
 from ..tenants.gate import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
@@ -44,8 +42,6 @@ from .services import Services, ServicesDependency
 
 logger = logging.getLogger(__name__)
 
-_FEATURE_HEADER_BYTES = 1024
-_NOT_CREATED_SECONDS = 1.0
 _SLICE_BYTES = 1 << 18
 _JSON_TIMES = 3
 """Memory that sending a result as JSON takes, in multiples of its size: it is decoded, then encoded piece by piece."""
@@ -107,7 +103,7 @@ async def receive(
         await confirm_key(request)
     except RequestError as error:
         await confirm_key(request)
-        await _count_as_refused(services, tenant, verb.name, body, error)
+        await count_as_refused(services, tenant, verb.name, body, error)
         raise
     return content
 
@@ -119,70 +115,14 @@ def submitting(verb: Verb) -> Endpoint:
         with Reservation(services.quotas, tenant.id) as reservation:
             content = await receive(request, services, tenant, verb, reservation)
             operation, body = operation_of(content), request.state.body
-            if isinstance(operation, FeatureCapture):
-                await _reserve_features(services, tenant, content, body, operation, reservation)
+            if operation.stores_features:
+                reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
+                await reserve(services, tenant, content, body, operation, reservation)
                 await confirm_key(request)
             submitted = await submit_operation(services, tenant, content, operation, body, reservation)
         return await submit_response(request, services, tenant, submitted)
 
     return submit
-
-
-async def _reserve_features(
-    services: Services,
-    tenant: Tenant,
-    content: RunRequest,
-    body: Body,
-    operation: FeatureCapture,
-    reservation: Reservation,
-) -> None:
-    """Reserves room for the features that the operation captures.
-
-    A policy's pass runs without capturing if there is no room: it must not fail because of its draft, and waiting could
-    deadlock, if the room is released only by operations behind this one.
-
-    Raises:
-        RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
-    """
-    try:
-        await _claim_features(services, tenant, content, operation, reservation)
-    except RequestError as error:
-        if isinstance(error, FeatureLimitExceeded) and operation.can_skip:
-            logger.warning("run %s captures nothing for %s: %s", content.model_id, operation.draft_id, error.message)
-            operation.has_room = False
-            return
-        await _count_as_refused(services, tenant, operation.kind, body, error)
-        raise
-
-
-async def _claim_features(
-    services: Services, tenant: Tenant, content: RunRequest, operation: FeatureCapture, reservation: Reservation
-) -> None:
-    """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
-    run, draft = [await services.runs.get(tenant, one) for one in (content.model_id or "", operation.draft_id)]
-    if content.seq_id and run.queue.arrived_before(content.seq_id):  # 0 requests the next free one
-        return
-    services.features.check_ttl(operation.ttl_seconds)
-    of_token = await _feature_bytes(services, draft)
-    num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
-    reservation.add_features(num_bytes, await services.features.space.reserve(tenant.id, num_bytes))
-
-
-async def _feature_bytes(services: Services, draft: Run) -> int:
-    """Returns the bytes of captured features per token; 0 if the model is no draft or could not be created.
-
-    Raises:
-        RequestError: 429 if the draft is not created within feature_wait_seconds.
-    """
-    try:
-        return (await draft.info()).feature_bytes
-    except RequestError:
-        record, seconds = draft.record, services.config.features.feature_wait_seconds
-    created = await services.futures.wait(record.request_id(0), record.tenant_id, seconds)
-    if isinstance(created, Pending):
-        message = f"draft {record.run_id} is not created yet: retry when its create_model has finished"
-        raise RequestError(message, 429, retry_after_seconds=_NOT_CREATED_SECONDS)
-    return 0 if created.is_error else (await draft.info()).feature_bytes
 
 
 async def submit_operation(
@@ -207,7 +147,7 @@ async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, 
     return run.queue.position_of(operation.seq_id or 0)
 
 
-async def _count_as_refused(services: Services, tenant: Tenant, kind: str, body: Body, error: RequestError) -> None:
+async def count_as_refused(services: Services, tenant: Tenant, kind: str, body: Body, error: RequestError) -> None:
     """Uses up the operation's seq_id, unless it is throttled."""
     if error.status in (429, 503):
         return

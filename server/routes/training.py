@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 
 from ...schemas.checkpoints import LoadWeightsRequest
 from ...schemas.codec import decode_model
-from ...schemas.drafts import DRAFT_ID, ReleaseFeaturesRequest, ReleaseFeaturesResponse
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest, UnloadModelRequest
 from ...schemas.training import MAX_INTEGER, ForwardBackwardRequest
@@ -145,18 +144,3 @@ async def unload_model(
     request_id = await services.runs.unload(tenant, request.model_id)
     submitted = SubmitResponse(request_id=request_id, model_id=request.model_id)
     return await submit_response(http_request, services, tenant, submitted)
-
-
-@router.post("/release_features", openapi_extra=json_body(ReleaseFeaturesRequest, {"model_id": DRAFT_ID}))
-async def release_features(
-    request: Annotated[ReleaseFeaturesRequest, json_parameter(ReleaseFeaturesRequest)],
-    services: ServicesDependency,
-    tenant: TenantDependency,
-) -> ReleaseFeaturesResponse:
-    """Releases features captured for this model, all or `feature_refs`; immediately, out of the order of operations.
-
-    Features that an accepted operation still needs are deleted after the optimizer step that follows it.
-    """
-    run = await services.runs.get(tenant, request.model_id)
-    num_released = await services.features.release(run.record, request.feature_refs)
-    return ReleaseFeaturesResponse(num_released=num_released)

@@ -126,7 +126,7 @@ class Arrivals:
             self._create_future(operation)
             operation.reservation = Reservation(self._services.quotas, record.tenant_id)
             num_bytes = earlier.feature_bytes or 0
-            release = self._services.features.space.reserve_unchecked(record.tenant_id, num_bytes)
+            release = self._services.features.reserve_again(record.tenant_id, num_bytes)
             operation.reservation.add_features(num_bytes, release)
         if operation.future is not None or operation.changes_state:
             self._services.features.restore_hold(record, seq_id, operation.feature_uses)

@@ -21,6 +21,7 @@ from ...schemas.models import (
 )
 from ...schemas.schedules import CHECKPOINTS_KEY, NO_SCHEDULES, CheckpointSchedule, RunSchedules
 from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import base_model_of, require_served
 from ..http.digests import content_of
@@ -154,6 +155,8 @@ def _requested_training(request: CreateModelRequest) -> TrainingConfig:
 
 
 def _requested_draft(request: CreateModelRequest) -> DraftConfig:
+    if not plugin_rows("server.drafts.operations", "OPERATIONS"):
+        raise RequestError("draft models need server/drafts and workers/drafts, which this installation is without")
     if request.model_role != "draft":
         given = "draft" if request.draft is not None else "target_path"
         raise RequestError(

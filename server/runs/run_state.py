@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..config.server_config import ServerConfig
-from ..features.feature_store import FeatureStore
 from ..journal.futures import Futures
 from ..journal.journal import Header, Journal
 from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
+from ..operations.features import Features
 from ..operations.loading import CreateRun
 from ..operations.operation import RefusedOperation
 from ..operations.pinned_checkpoints import PinnedCheckpoints
@@ -40,7 +40,7 @@ class RunServices:
     journal: Journal
     snapshot_store: SnapshotStore
     pinned_checkpoints: PinnedCheckpoints
-    features: FeatureStore
+    features: Features
     context: OperationContext
     sessions: Sessions
     quotas: Quotas

@@ -49,7 +49,6 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "PUT /api/v1/sessions/{session_id}/project": _WORK,
     **{route: ("train",) for verb in VERBS.values() for route in _routes_of(verb)},
     "POST /api/v1/unload_model": ("train",),
-    "POST /api/v1/release_features": ("train",),
     "POST /api/v1/copy_weights": ("train",),
     "POST /api/v1/import_weights": ("train",),
     "POST /api/v1/create_sampling_session": ("sample",),
@@ -81,6 +80,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
     "PUT /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": ("admin",),
     "DELETE /api/v1/auth/apikey/me": ("admin",),
+    **plugin_rows("server.drafts.verbs", "SCOPES"),
     **plugin_rows("server.openai.paths", "SCOPES"),
     **plugin_rows("server.console.paths", "SCOPES"),
 }

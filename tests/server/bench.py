@@ -13,7 +13,6 @@ import pytest
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.features.feature_store import FeatureStore
 from trainhouse.server.files.segment_log import RecordPosition
 from trainhouse.server.http.bodies import UNLIMITED, Body
 from trainhouse.server.journal.futures import Futures, Result
@@ -21,6 +20,7 @@ from trainhouse.server.journal.journal import EntryLocation, Header, Journal, re
 from trainhouse.server.journal.request_decoding import RunRequest
 from trainhouse.server.journal.restore_marker import RestoreMarker
 from trainhouse.server.journal.snapshot_store import RunSnapshot, SnapshotStore
+from trainhouse.server.operations.features import Features
 from trainhouse.server.operations.loading import CreateRun
 from trainhouse.server.operations.operation import Operation
 from trainhouse.server.operations.pinned_checkpoints import PinnedCheckpoints
@@ -229,7 +229,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 journal=journal,
                 snapshot_store=snapshots,
                 pinned_checkpoints=PinnedCheckpoints(tmp_path / "loaded", sync=False),
-                features=FeatureStore(tmp_path / "features", config),
+                features=Features(),
                 context=operations,  # pyright: ignore[reportArgumentType]
                 sessions=Sessions(store, 300.0),
                 quotas=quotas,

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from ..ops.grouped_gemm import GroupedRows
 from .adapter import Adapter
-from .segment import Segment
-from .shared_factors import SharedFactors, SharedGroup, SharedTerms, width_of
+from .segment import RowGroup, Segment
+from .shared_factors import SharedFactors, SharedTerms, width_of
 from .target import DOWN, feature_kinds
 
 # On CUDA, ranks are padded to a multiple of this, so that rows of 16-bit numbers are multiples of 16 bytes.
@@ -53,7 +53,7 @@ class ExpertPlan:
     def __init__(
         self,
         segments: Sequence[Segment],
-        groups: Sequence[SharedGroup],
+        groups: Sequence[RowGroup],
         pass_adapters: Sequence[Adapter],
         device: torch.device,
         before: "ExpertPlan | None" = None,

@@ -22,6 +22,7 @@ from trainhouse.server.http.verbs import VERBS
 from trainhouse.server.journal.request_decoding import decoder_of
 from trainhouse.workers.dispatch import WorkerDispatch
 
+from ..api import DRAFTS
 from ..real import ALICE, MODEL, PROTOBUF, Server, running_server, server_config
 
 pytestmark = pytest.mark.anyio
@@ -85,9 +86,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         "optimizer_config": {"type": "sgd", "version": 2},
         "model_role": "policy",
     },
-    "set_target": {"path": PATH},
-    "build_vocab_map": {"tokens": [[5, 6], [7]], "weights": [[1.0, 0.0], [1.0]]},
-    "capture": {"data": [{"model_input": [5, 6]}, {"model_input": [7]}], "ttl_seconds": 60.0, "uses": 1},
     "schedule_checkpoints": {
         "checkpoints": {
             "every": 10,
@@ -101,6 +99,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "delete_evaluation": {"name": "held"},
 }
+if DRAFTS:
+    FIELDS |= {
+        "set_target": {"path": PATH},
+        "build_vocab_map": {"tokens": [[5, 6], [7]], "weights": [[1.0, 0.0], [1.0]]},
+        "capture": {"data": [{"model_input": [5, 6]}, {"model_input": [7]}], "ttl_seconds": 60.0, "uses": 1},
+    }
 SAMPLE: dict[str, Any] = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}, {"type": "encoded_text", "tokens": [7]}]},
     "sampling_params": PARAMS,

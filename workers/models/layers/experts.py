@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.grouped_gemm import GroupedRows
-from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels, training_kernels_for
+from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels
 from ...parallel.collectives import ResidualStream, all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from ...shapes.parts import RoutedExperts
@@ -394,7 +394,7 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
         of_pairs, places, weights = ctx.saved_tensors
-        kernels = training_kernels_for(of_pairs)
+        kernels = kernels_for(of_pairs)
         assert kernels is not None
         of_x, of_weights = kernels.combine_pairs_gradient(grads[0], of_pairs, places, weights)
         return of_x, None, of_weights

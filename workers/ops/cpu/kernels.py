@@ -58,13 +58,13 @@ class _ExpertTerms(ctypes.Structure):
     ]
 
 
-class CpuKernels:
+class CpuKernels(CpuTrainingKernels):
     """`Kernels` in C. Tensors whose rows are not contiguous are copied."""
 
     def __init__(self, library: CompiledLibrary) -> None:
+        super().__init__(library)
         library.declare(_ARGUMENTS, _FALLIBLE)
-        self.library, self._most_threads = library, torch.get_num_threads()
-        self.training = CpuTrainingKernels(library)
+        self._most_threads = torch.get_num_threads()
         # On registers of 16 numbers (AVX-512) torch's products are as fast, and faster if all dimensions are large.
         self.outdo_torch = library.register_size() < _WIDE_REGISTER
 
@@ -137,7 +137,8 @@ class CpuKernels:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
-        x, (columns, inner) = with_rows(x), weight.shape
+        columns, inner = weight.shape
+        x = x if x.stride(1) == 1 else x.contiguous()
         y = x.new_empty(len(x), columns) if addend is None else with_rows(addend)
         if bias is not None:
             y = y.copy_(bias.expand_as(y)) if addend is None else y.add_(bias)

@@ -33,11 +33,12 @@ from ..journal.futures import Result
 from ..journal.request_decoding import RunRequest, decoder_of
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
-from ..tenants.auth import Tenant
+from ..tenants.auth import Tenant, TenantDependency
 from ..tenants.gate import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
 from ..tenants.reservation import Reservation
-from .services import Services
+from .fast import Endpoint
+from .services import Services, ServicesDependency
 
 logger = logging.getLogger(__name__)
 
@@ -107,17 +108,21 @@ async def receive(
     return content
 
 
-async def submit_request(request: Request, services: Services, tenant: Tenant, verb: Verb) -> Response:
-    """Handles an operation of a live run from the request to the response. Raises RequestError."""
-    with Reservation(services.quotas, tenant.id) as reservation:
-        content = await receive(request, services, tenant, verb, reservation)
-        operation, body = operation_of(content), request.state.body
-        if operation.stores_features:
-            reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
-            await reserve(services, tenant, content, body, operation, reservation)
-            await confirm_key(request)
-        submitted = await submit_operation(services, tenant, content, operation, body, reservation)
-    return await submit_response(request, services, tenant, submitted)
+def submitting(verb: Verb) -> Endpoint:
+    """Returns the endpoint that handles an operation of a live run from the request to the response."""
+
+    async def submit(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+        with Reservation(services.quotas, tenant.id) as reservation:
+            content = await receive(request, services, tenant, verb, reservation)
+            operation, body = operation_of(content), request.state.body
+            if operation.stores_features:
+                reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
+                await reserve(services, tenant, content, body, operation, reservation)
+                await confirm_key(request)
+            submitted = await submit_operation(services, tenant, content, operation, body, reservation)
+        return await submit_response(request, services, tenant, submitted)
+
+    return submit
 
 
 async def submit_operation(
@@ -156,8 +161,8 @@ async def count_as_refused(services: Services, tenant: Tenant, kind: str, body: 
 
 async def submit_response(request: Request, services: Services, tenant: Tenant, submitted: SubmitResponse) -> Response:
     """Returns the submit response, or the result itself if `Prefer: wait=SECONDS` is sent and it is ready in time."""
-    seconds = _seconds_to_wait(request)
-    if seconds:
+    preferred = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))  # RFC 7240
+    if preferred and (seconds := float(preferred[1])):
         seconds = min(seconds, services.config.network.long_poll_seconds)
         try:
             response = await result_response(request, services, tenant, submitted.request_id, seconds)
@@ -255,9 +260,3 @@ def _json_pieces(result: Result) -> Iterator[bytes]:
     if result.encoding == "sample":
         return sample_response_json_pieces(decode_sample_response(result.body))
     return forward_backward_output_json_pieces(decode_forward_backward_output(result.body))
-
-
-def _seconds_to_wait(request: Request) -> float:
-    """Returns SECONDS of the header `Prefer: wait=SECONDS` (RFC 7240), 0 without it."""
-    found = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))
-    return float(found[1]) if found else 0.0

@@ -1,12 +1,14 @@
 """Routes that create models and submit operations to their runs; submission.py has the code that they share."""
 
 from collections.abc import Mapping
+from functools import partial
 from inspect import cleandoc
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
 from ...schemas.checkpoints import LoadWeightsRequest
+from ...schemas.codec import decode_model
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest, UnloadModelRequest
 from ...schemas.training import MAX_INTEGER, ForwardBackwardRequest
@@ -14,7 +16,6 @@ from ...schemas.verbs import CREATE_MODEL, LOAD_WEIGHTS, MODEL_ID, Verb
 from ..http.bodies import (
     Body,
     json_body,
-    json_decoder,
     json_or_protobuf_body,
     json_parameter,
 )
@@ -29,8 +30,8 @@ from .submission import (
     receive,
     receive_unordered,
     submit_operation,
-    submit_request,
     submit_response,
+    submitting,
 )
 
 router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
@@ -89,16 +90,9 @@ def _body_of(verb: Verb) -> dict[str, object]:
     return json_or_protobuf_body(_PASS_SCHEMA, verb.example, "trainhouse.wire.ForwardBackwardRequest; may be zstd")
 
 
-def _submitting(verb: Verb) -> Endpoint:
-    async def submit(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-        return await submit_request(request, services, tenant, verb)
-
-    return submit
-
-
 async def _create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     with Reservation(services.quotas, tenant.id) as reservation:
-        model = await receive_unordered(request, reservation, json_decoder(CreateModelRequest))
+        model = await receive_unordered(request, reservation, partial(decode_model, CreateModelRequest))
         created = await services.runs.create(tenant, model, request.state.body, reservation)
     return await submit_response(request, services, tenant, SubmitResponse(request_id=created.request_id))
 
@@ -128,7 +122,7 @@ for _verb in VERBS.values():
     for _path in _verb.paths:
         router.add_api_route(
             f"/{_path}",
-            _ENDPOINTS.get(_verb.name) or _submitting(_verb),
+            _ENDPOINTS.get(_verb.name) or submitting(_verb),
             methods=["POST"],
             name=_verb.name,
             description=cleandoc(_verb.description),

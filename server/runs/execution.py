@@ -106,7 +106,7 @@ class Execution:
         """
         entry, state, window = operation.log_entry, self._state, self._state.window
         self._services.quotas.mark_unstalled(state.record.tenant_id, state.record.run_id)
-        operation.take_turn(state.turns)
+        operation.turns, operation.ready_at = state.turns, state.turns.queue(operation.arrived_at)
         entry.num_bytes = operation.num_bytes
         state.log.add(entry)
         self._queue.begin(operation)
@@ -115,18 +115,20 @@ class Execution:
             return
         if operation.is_step:
             state.window = OperationWindow()
-        task = self._tasks[entry.seq_id] = asyncio.create_task(self._execute(operation, window))
-        # Not in the task: one that is cancelled before its first step runs nothing.
-        task.add_done_callback(lambda _: self._ended(operation))
+        task = self._tasks[entry.seq_id] = asyncio.create_task(self._take_turn(operation, window))
+        # A task that is cancelled before its first step never reaches its `finally`.
+        task.add_done_callback(lambda _: self._ended(entry.seq_id))
         if operation.is_chained:
             boundary = Boundary(entry.seq_id, state.window, entry, task)
             self._snapshots.take_if_due(boundary, is_step=operation.is_step)
 
-    def _ended(self, operation: Operation) -> None:
-        """Removes an operation that has ended or was cancelled."""
-        state = self._state
-        del self._queue.in_progress[operation.seq_id], self._tasks[operation.seq_id]
-        state.turns.end(operation.seq_id)
+    def _ended(self, seq_id: int) -> None:
+        """Removes an operation that has ended or was cancelled. Calling it again is a no-op."""
+        state, operation = self._state, self._queue.in_progress.pop(seq_id, None)
+        if operation is None:
+            return
+        del self._tasks[seq_id]
+        state.turns.end(seq_id)
         if operation.future is None:
             state.log.mark_result_stored(operation.log_entry)
         elif state.unusable is not None:
@@ -134,16 +136,21 @@ class Execution:
         operation.release()
         state.one_ended.set()
 
+    async def _take_turn(self, operation: Operation, window: OperationWindow) -> None:
+        enter_work(operation.context)
+        try:
+            # Without a client that waits, it is run only for its effect: it must not be published again.
+            if operation.future is not None or operation.changes_state:
+                await self._execute(operation, window)
+        finally:
+            self._ended(operation.seq_id)
+
     async def _execute(self, operation: Operation, window: OperationWindow) -> None:
         """Performs the operation and answers it. The outcome is in the operation's log entry.
 
         Args:
             window: the gradient window that the operation is part of, or ends.
         """
-        enter_work(operation.context)
-        # Without a client that waits, it is run only for its effect: it must not be published again.
-        if operation.future is None and not operation.changes_state:
-            return
         try:
             result = await self._perform(operation, window)
         except Exception as error:

@@ -68,9 +68,12 @@ class BatchPlan:
         self._folded: dict[LinearSite, list[tuple[RowGroup, FoldedFactors]]] = {}
         self._copies: dict[tuple[LinearSite, tuple[Adapter, ...]], FoldedFactors] = {}
         previous = previous if previous is not None and previous.is_current else None
-        of_experts = previous.experts if previous is not None else None
-        sharing = [group for group in self._groups if group.adapters[0].shares_factors]
-        self.experts = ExpertPlan(self._segments, sharing, pass_adapters or adapters, device, of_experts)
+        self.experts: ExpertPlan | None = None
+        """The part of the plan for sparse layers; None if no adapter adapts experts."""
+        if adapting := [adapter for adapter in pass_adapters or adapters if adapter.adapts_experts]:
+            sharing = [group for group in self._groups if group.adapters[0].shares_factors]
+            of_experts = None if previous is None else previous.experts
+            self.experts = ExpertPlan(self._segments, sharing, adapting, device, of_experts)
         if previous is not None:
             wanted = {group.adapters for group in self._groups}
             self._copies = {key: factors for key, factors in previous._copies.items() if key[1] in wanted}

@@ -19,7 +19,7 @@ from ..checkpoint.peft_import import import_adapter
 from ..drafts.draft_model import DraftModel
 from ..drafts.groups import DraftGroups
 from ..lora import Adapter, LoraLayers
-from ..models.model import resolve_device, unique_name
+from ..models.loading import resolve_device, unique_name
 from ..models.model_cache import with_local_model
 from ..models.packing_checks import check_ranks
 from ..models.twin import check_twin, needs_twin

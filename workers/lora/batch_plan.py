@@ -173,7 +173,7 @@ class GroupTerms:
         sum would lose what is small in the terms.
         """
         rows, adapters = self.group.rows, self.group.adapters
-        if len(adapters) > 1 or not isinstance(weight, Tensor) or rows.stop - rows.start < max(weight.shape):
+        if len(adapters) != 1 or not isinstance(weight, Tensor) or rows.stop - rows.start < max(weight.shape):
             return None
         if not weight.is_cpu or weight.dtype != torch.float32:
             return None

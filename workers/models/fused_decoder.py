@@ -236,8 +236,10 @@ class TransformersTrunk:
     experts: Mapping[str, GroupedExperts] = {}
 
     def __init__(self, trunk: Any, embedding: Any, num_layers: int) -> None:
-        self._trunk, self._num_layers = trunk, num_layers
-        self.embed: Callable[[Tensor], Tensor] = embedding
+        self._trunk, self._embedding, self._num_layers = trunk, embedding, num_layers
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embedding(tokens)
 
     def parameters_changed(self, are_original: bool) -> None:
         """Does nothing: the modules derive nothing from their parameters."""

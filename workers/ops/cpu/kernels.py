@@ -139,7 +139,9 @@ class CpuKernels(CpuTrainingKernels):
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
         columns, inner = weight.shape
         x = x if x.stride(1) == 1 else x.contiguous()
-        y = x.new_empty(len(x), columns) if addend is None else with_rows(addend)
+        if addend is not None and addend.stride(1) != 1:
+            addend = addend.contiguous()
+        y = x.new_empty(len(x), columns) if addend is None else addend
         if bias is not None:
             y = y.copy_(bias.expand_as(y)) if addend is None else y.add_(bias)
         transposed = weight.stride(1) == 1

@@ -12,7 +12,7 @@ from .model_runner import ModelRunner, PassOutput
 from .requests.jobs import NOWHERE, SequenceState
 from .sampled_flops import SampledFlops
 from .sequence_scheduler import SequenceScheduler
-from .speculation.speculative_decoder import SpeculativeDecoder
+from .speculation.proposer import Proposer
 from .speculation.verification import DraftTokens, verify
 from .token_recorder import AcceptedTokens, TokenRecorder
 
@@ -23,13 +23,13 @@ class DraftVerifier:
     def __init__(
         self,
         scheduler: SequenceScheduler,
-        speculation: SpeculativeDecoder,
+        proposer: Proposer,
         runner: ModelRunner,
         recorder: TokenRecorder,
         ranks: RankSync,
         flops: SampledFlops,
     ) -> None:
-        self._scheduler, self._speculation, self._ranks, self._flops = scheduler, speculation, ranks, flops
+        self._scheduler, self._proposer, self._ranks, self._flops = scheduler, proposer, ranks, flops
         self._runner, self._recorder = runner, recorder
 
     def verify(self, batch: Batch, proposed: Mapping[SequenceState, DraftTokens], output: PassOutput) -> None:
@@ -81,7 +81,7 @@ class DraftVerifier:
         own = []
         for part, here in zip(parts, places, strict=True):
             key, length = table.noise_key[part.sequence.line], int(table.length[part.sequence.line])
-            vocabulary = self._speculation.vocabulary(part.sequence)
+            vocabulary = self._proposer.vocabulary(part.sequence)
             own.append(verify(proposed[part.sequence], target[here], vocabulary, key, length))
         return self._ranks.agree_on_verified(own)
 
@@ -89,8 +89,8 @@ class DraftVerifier:
         self, part: DraftTokensPart, start: int, logits: Tensor, verified: VerifyResult, output: PassOutput
     ) -> AcceptedTokens:
         sequence, num = part.sequence, verified.num_accepted
-        self._speculation.accept(sequence, slice(start, start + part.length), output.captured, num)
+        self._proposer.accept(sequence, slice(start, start + part.length), output.captured, num)
         sequence.draft_stats.add(part.length - 1, num)
         self._flops.add_steps([AdapterSpan(sequence.job.adapter_id, 1)], np.array([part.start]), num + 1)
-        sequence.without_draft = not self._speculation.payoff.pays(sequence, self._scheduler.num_sampled)
+        sequence.without_draft = not self._proposer.pays(sequence, self._scheduler.num_sampled)
         return AcceptedTokens(sequence, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])

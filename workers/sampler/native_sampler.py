@@ -34,7 +34,6 @@ from .sequence_scheduler import KVCacheFull, SequenceScheduler
 from .sequence_slots import SequenceSlots
 from .shared_state import SharedState
 from .slice_models import SliceModels
-from .speculation.speculative_decoder import SpeculativeDecoder
 from .token_recorder import TokenRecorder
 
 
@@ -67,16 +66,16 @@ class NativeSampler:
         # Exchanges between ranks are not captured.
         is_captured = base.device.type == "cuda" and not mesh.has_forward_collectives
         self.graphs = StepGraphs(base.device) if is_captured else None
-        self._speculation = SpeculativeDecoder(base, models, head, self._ranks, shared.draft_caches)
-        slots = SequenceSlots(shared.cache, self._speculation, shared.weight_versions)
-        self._scheduler = SequenceScheduler(slots, self._speculation, config, base)
+        self._proposer = shared.new_proposer(head, self._ranks)
+        slots = SequenceSlots(shared.cache, self._proposer, shared.weight_versions)
+        self._scheduler = SequenceScheduler(slots, self._proposer, config, base)
         self._jobs = ActiveJobs(self._scheduler, limits, shared.text, self._ranks.is_leader)
-        self._models = SliceModels(models, config, self._jobs, self._scheduler, self._speculation, self._ranks)
+        self._models = SliceModels(models, config, self._jobs, self._scheduler, self._proposer, self._ranks)
         self._runner = ModelRunner(base, models, head, self._ranks, shared.cache)
         self._recorder = TokenRecorder(self._scheduler, self._jobs, self._ranks)
         self._flops = shared.flops
         self._verifier = DraftVerifier(
-            self._scheduler, self._speculation, self._runner, self._recorder, self._ranks, self._flops
+            self._scheduler, self._proposer, self._runner, self._recorder, self._ranks, self._flops
         )
         self._sampling: SamplingBatch | None = None
         self._loop: DecodeLoop | None = None
@@ -161,7 +160,7 @@ class NativeSampler:
         """Runs one iteration. Returns False if nothing could run, as when other samplers fill the cache."""
         try:
             self._scheduler.make_room_for_drafts()
-            proposed = self._speculation.propose(self._scheduler.with_drafts(), self._scheduler.table)
+            proposed = self._proposer.propose(self._scheduler.with_drafts(), self._scheduler.table)
             batch = self._scheduler.next_batch(proposed)
         except KVCacheFull as error:
             self._jobs.fail(error.sequence.job.spec.job_id, error.message, error.category)
@@ -169,7 +168,7 @@ class NativeSampler:
         if batch.decoding is not None and not batch.parts:
             self._decode(batch.decoding, deadline)
         elif batch.num_tokens:
-            captured = self._speculation.captured([part.sequence for part in batch.parts])
+            captured = self._proposer.captured([part.sequence for part in batch.parts])
             self._flops.add_batch(batch, self._scheduler.table)
             output = self._runner.run(batch, self._scheduler.table, captured)
             self._extend(batch, output)
@@ -232,8 +231,8 @@ class NativeSampler:
             start: the index of its first token in the packed row.
         """
         rows, prefill = slice(start, start + part.length), part.prefill
-        if part.cached and part.sequence.needs_cache and self._speculation.uses_draft(part.sequence):
-            self._speculation.observe(part.sequence, part.start, rows, output.captured, prefill.tokens)
+        if part.cached and part.sequence.needs_cache and self._proposer.uses_draft(part.sequence):
+            self._proposer.observe(part.sequence, part.start, rows, output.captured, prefill.tokens)
         if (scores := prefill.job.scores) is not None:
             logits_of = self._runner.logits_with(prefill.job.adapter_id)
             scores.score(part.start, output.hidden[rows], logits_of, self._config.head_chunk_tokens)

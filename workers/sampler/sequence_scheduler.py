@@ -15,7 +15,7 @@ from .decoding.batch import Batch, DecodeBatch, DraftTokensPart, Prefill, Prefil
 from .requests.jobs import NOWHERE, Job, SequenceState
 from .requests.sequence_table import SequenceTable
 from .sequence_slots import SequenceSlots
-from .speculation.speculative_decoder import SpeculativeDecoder
+from .speculation.proposer import Proposer
 from .speculation.verification import DraftTokens
 
 
@@ -34,11 +34,9 @@ class KVCacheFull(OperationError):
 class SequenceScheduler:
     """Decides what each pass runs; `table` has a line for each sequence that is admitted."""
 
-    def __init__(
-        self, slots: SequenceSlots, speculation: SpeculativeDecoder, config: WorkerConfig, base: BaseModel
-    ) -> None:
+    def __init__(self, slots: SequenceSlots, proposer: Proposer, config: WorkerConfig, base: BaseModel) -> None:
         self.slots, self.table = slots, SequenceTable()
-        self._speculation, self._config, self._base = speculation, config, base
+        self._proposer, self._config, self._base = proposer, config, base
         self._served: Collection[str] = ()
         self._waiting: deque[SequenceState] = deque()
         self._prefills: list[Prefill] = []
@@ -119,7 +117,7 @@ class SequenceScheduler:
         self.slots.fork(leader, others, prefill.cached)
         for sequence in prefill.sequences:
             sequence.weight_version = prefill.weight_version
-            joined = self._drafting if self._speculation.is_ready(sequence) else self._decoding
+            joined = self._drafting if self._proposer.is_ready(sequence) else self._decoding
             joined[sequence] = None
         self._decode_batch = None
 
@@ -214,10 +212,10 @@ class SequenceScheduler:
         A sequence whose adapter is not served blocks those behind it, or it could wait forever.
         """
         budget = self._prefill_budget() - sum(prefill.remaining for prefill in self._prefills)
-        num_logits = sum(map(self._speculation.num_logits, self.admitted()))
+        num_logits = sum(map(self._proposer.num_logits, self.admitted()))
         while self._waiting and num_logits < self._config.head_chunk_tokens:
             sequence = self._waiting[0]
-            num_logits += self._speculation.num_logits(sequence)
+            num_logits += self._proposer.num_logits(sequence)
             if not self._is_served(sequence):
                 return
             if self._prefills and self._prefills[-1].matches(sequence):

@@ -12,7 +12,7 @@ from .decoding.batch import Prefill, PrefillChunk
 from .requests.jobs import Job, SequenceState
 from .requests.sequence_table import SequenceTable
 from .speculation.pending_states import PendingStates
-from .speculation.speculative_decoder import SpeculativeDecoder
+from .speculation.proposer import Proposer
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class SequenceSlots:
     pending: the states that a pass with draft tokens leaves behind.
     """
 
-    def __init__(self, cache: KVCache, speculation: SpeculativeDecoder, weight_versions: WeightVersions) -> None:
+    def __init__(self, cache: KVCache, proposer: Proposer, weight_versions: WeightVersions) -> None:
         self.cache, self.pending = cache, PendingStates(cache)
-        self._speculation, self._weight_versions = speculation, weight_versions
+        self._proposer, self._weight_versions = proposer, weight_versions
 
     def weight_version_of(self, job: Job) -> int:
         """Returns the version of the weights that the job samples, see WeightVersions."""
@@ -43,7 +43,7 @@ class SequenceSlots:
 
     def uses_draft(self, sequence: SequenceState) -> bool:
         """True if the sequence uses a draft from its first sampled token on."""
-        return sequence.needs_cache and self._speculation.uses_draft(sequence)
+        return sequence.needs_cache and self._proposer.uses_draft(sequence)
 
     def decide_drafting(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> None:
         """Decides to decode without the draft if both exceed an empty cache or it has not paid off lately.
@@ -52,13 +52,11 @@ class SequenceSlots:
             num_sampled: sequences in a pass, with this one.
         """
         if self.uses_draft(sequence):
-            of_draft = self._speculation.num_bytes(sequence, _next_count(sequence))
+            of_draft = self._proposer.num_bytes(sequence, _next_count(sequence))
             is_too_large = (
                 self.cache.num_bytes_for(self._length_to_draft(sequence)) + of_draft > self.cache.budget_bytes
             )
-            sequence.without_draft = is_too_large or not self._speculation.payoff.may_pay(
-                sequence, weight_version, num_sampled
-            )
+            sequence.without_draft = is_too_large or not self._proposer.may_pay(sequence, weight_version, num_sampled)
 
     def place(self, sequence: SequenceState, is_alone: bool) -> bool:
         """Gives the sequence its slots. Returns False if there is no room.
@@ -82,9 +80,9 @@ class SequenceSlots:
         slot = self.cache.slot_of(sequence)
         assert slot is not None
         count = int(table.count[sequence.line])
-        length = int(table.length[sequence.line]) + self._speculation.num_next(sequence, count)
+        length = int(table.length[sequence.line]) + self._proposer.num_next(sequence, count)
         has_room = length <= slot.capacity or self.grow(sequence, length)
-        return has_room and self._speculation.has_room(sequence, count)
+        return has_room and self._proposer.has_room(sequence, count)
 
     def find_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> CachedPrefix:
         """Returns the longest cached prefix of `tokens`, int64. The last token must always run."""
@@ -95,7 +93,7 @@ class SequenceSlots:
             return CachedPrefix(of_model, ())
         # Both must start at the same token: the draft needs the target's hidden states of all later ones. The draft can
         # start at any token, but the model, if it has states, only where they were stored.
-        of_draft = self._speculation.find_prefix(sequence, weight_version, tokens, most)
+        of_draft = self._proposer.find_prefix(sequence, weight_version, tokens, most)
         if num_tokens_of(of_draft) < num_tokens_of(of_model):
             of_model = self.cache.prefixes.find(weight_version, tokens, num_tokens_of(of_draft))
         return CachedPrefix(of_model, truncate(of_draft, num_tokens_of(of_model)))
@@ -119,14 +117,14 @@ class SequenceSlots:
         if prefix.of_model:
             self.cache.load_prefix(sequence, prefix.of_model)
         if prefix.of_draft:
-            self._speculation.restore(sequence, prefix.of_draft)
+            self._proposer.restore(sequence, prefix.of_draft)
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState], cached: bool) -> None:
         """Copies the leader's slots to others that continue from the same tokens. cached: whether they have slots."""
         others = [sequence for sequence in others if sequence.needs_cache]
         if cached:
             self.cache.fork(leader, others)
-        self._speculation.fork(leader, others)
+        self._proposer.fork(leader, others)
 
     def store_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores the sequence in the prefix caches, unless the weights have changed since.
@@ -142,7 +140,7 @@ class SequenceSlots:
     def store_draft_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores the sequence in the draft's prefix cache, unless the weights have changed since."""
         if weight_version == self.weight_version_of(sequence.job):
-            self._speculation.keep(sequence, weight_version, tokens)
+            self._proposer.keep(sequence, weight_version, tokens)
 
     def store_chunk(self, chunk: PrefillChunk) -> None:
         """Stores a prefill of which a chunk has run.
@@ -167,28 +165,28 @@ class SequenceSlots:
         """Frees the draft's slot of a sequence that continues without it. The draft's prefix cache keeps the tokens."""
         table.copy_to(sequence)
         self.store_draft_prefix(sequence, sequence.weight_version, sequence.token_ids())
-        self._speculation.forget(sequence)
+        self._proposer.forget(sequence)
 
     def free(self, sequence: SequenceState) -> None:
         self.cache.free(sequence)
         self.pending.forget(sequence)
-        self._speculation.forget(sequence)
+        self._proposer.forget(sequence)
 
     def clear(self) -> None:
         self.cache.clear()
         self.pending.clear()
-        self._speculation.clear()
+        self._proposer.clear()
 
     def _length_to_draft(self, sequence: SequenceState) -> int:
         """Returns how many tokens the cache must hold for the next draft tokens."""
         count = _next_count(sequence)
-        return len(sequence.job.prompt) + count + self._speculation.num_next(sequence, count)
+        return len(sequence.job.prompt) + count + self._proposer.num_next(sequence, count)
 
     def _place_with_draft(self, sequence: SequenceState, is_alone: bool) -> bool:
         length, count = self._length_to_draft(sequence), _next_count(sequence)
         for wanted in [_with_headroom(sequence, length), *([length] if is_alone else [])]:
             if self.cache.allocate(sequence, wanted):
-                if self._speculation.place(sequence, count):
+                if self._proposer.place(sequence, count):
                     return True
                 self.cache.free(sequence)
         return False

@@ -2,22 +2,25 @@
 
 from dataclasses import dataclass
 
+from ..heads import LogprobHead
 from ..models.model import BaseModel
+from ..protocol.plugins import plugin_rows
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
 from .cache.cache import KVCache
-from .cache.draft_caches import DraftCaches
 from .cache.weight_versions import WeightVersions
+from .decoding.rank_sync import RankSync
 from .requests.lazy_tokenizer import LazyTokenizer
 from .sampled_flops import SampledFlops
+from .speculation.proposer import NewProposer, Proposer
 
 
 @dataclass(frozen=True)
 class SharedState:
-    """The parts that all samplers of a rank share. The draft caches use the cache's budget."""
+    """The parts that all samplers of a rank share. Caches of drafts use the cache's budget."""
 
     cache: KVCache
-    draft_caches: DraftCaches
+    new_proposer: NewProposer
     weight_versions: WeightVersions
     text: LazyTokenizer
     flops: SampledFlops
@@ -25,5 +28,11 @@ class SharedState:
     @classmethod
     def of(cls, base: BaseModel, models: ModelRegistry, config: WorkerConfig) -> "SharedState":
         cache = KVCache.of(base, config)
-        drafts, text = DraftCaches(base, cache.budget), LazyTokenizer(config.model.source, base)
-        return cls(cache, drafts, WeightVersions(models), text, SampledFlops(base, models))
+        with_drafts = plugin_rows("workers.drafts.rows", "PROPOSERS").get("drafts")
+        new_proposer = with_drafts(base, models, cache.budget) if with_drafts else _without_drafts
+        text = LazyTokenizer(config.model.source, base)
+        return cls(cache, new_proposer, WeightVersions(models), text, SampledFlops(base, models))
+
+
+def _without_drafts(head: LogprobHead, ranks: RankSync) -> Proposer:
+    return Proposer()

@@ -28,8 +28,8 @@ from trainhouse.server.http.bodies import (
     PROCESS_JSON_BYTES,
     PROCESS_PROTOBUF_BYTES,
     UNLIMITED,
+    Body,
     Decoder,
-    ReceivedBody,
     decode_body,
     forward_backward_decoder,
 )
@@ -50,14 +50,12 @@ def padded(body: bytes, num_bytes: int) -> bytes:
 
 
 async def test_a_large_body_is_decoded_in_another_process() -> None:
-    assert await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES - 1), UNLIMITED), eval) == os.getpid()
-    assert await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), eval) != os.getpid()
-    compressed = ReceivedBody(
-        zstandard.compress(padded(PROCESS_ID, PROCESS_JSON_BYTES)), UNLIMITED, content_encoding="zstd"
-    )
+    assert await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES - 1), UNLIMITED), eval) == os.getpid()
+    assert await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), eval) != os.getpid()
+    compressed = Body(zstandard.compress(padded(PROCESS_ID, PROCESS_JSON_BYTES)), UNLIMITED, content_encoding="zstd")
     assert await decode_body(compressed, eval) != os.getpid()
     for decode, is_here in ((Decoder(eval, PROCESS_JSON_BYTES + 1), True), (Decoder(eval, PROCESS_JSON_BYTES), False)):
-        where = await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), decode)
+        where = await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), decode)
         assert (where == os.getpid()) == is_here
     assert forward_backward_decoder(JSON).process_bytes == PROCESS_JSON_BYTES
     assert forward_backward_decoder(PROTOBUF).process_bytes == PROCESS_PROTOBUF_BYTES

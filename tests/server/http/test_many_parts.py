@@ -23,7 +23,7 @@ from trainhouse.server.http.bodies import (
     PROCESS_JSON_BYTES,
     QUICK_BYTES,
     UNLIMITED,
-    ReceivedBody,
+    Body,
     decode_body,
     forward_backward_decoder,
     json_decoder,
@@ -209,5 +209,5 @@ def test_the_first_wrong_part_ends_the_decoding_of_a_large_body(name: str) -> No
 async def test_larger_bodies_are_decoded_in_a_thread() -> None:
     here = threading.get_ident()
     for size in (QUICK_BYTES - 1, QUICK_BYTES):
-        where = await decode_body(ReceivedBody(bytes(size), UNLIMITED), lambda body: threading.get_ident())
+        where = await decode_body(Body(bytes(size), UNLIMITED), lambda body: threading.get_ident())
         assert (where == here) == (size < QUICK_BYTES)

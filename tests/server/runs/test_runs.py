@@ -63,7 +63,7 @@ async def test_the_operation_is_journaled_as_received_before_the_answer(make_ben
     (segment,) = bench.journal_directory.glob("*.segment")
     entries = list(read_journal(segment))
     assert [(entry.header.kind, entry.header.seq_id, entry.header.refused, entry.body) for entry in entries] == [
-        ("create_model", 0, None, CREATION.body),
+        ("create_model", 0, None, CREATION.received),
         ("optim_step", 2, None, b"as received"),
         ("forward_backward", 1, "not protobuf", b""),
     ]

@@ -21,12 +21,12 @@ from trainhouse.schemas.training import (
     ForwardBackwardOutput,
     ForwardBackwardRequest,
 )
+from trainhouse.workers.drafts.model.version import sums_of
 from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
-from trainhouse.workers.drafts.version import sums_of
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.planner.drafts.draft_load import draft_load
 from trainhouse.workers.planner.workload import Workload
-from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, RunSpec
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
@@ -291,7 +291,7 @@ def test_checksums_distinguish_vectors() -> None:
 
 
 def refused(worker: Worker, requested: ForwardBackwardRequest) -> str:
-    (answer,) = worker.run_pass(Pass((OperationPart(0, requested),)))
+    (answer,) = worker.run_pass((OperationPart(0, requested),))
     assert isinstance(answer, Failure) and answer.category == "user", answer
     return answer.message
 
@@ -388,7 +388,7 @@ def test_features_of_an_earlier_version_are_refused(stored_data: Stored, tmp_pat
 
 def test_features_of_another_target_are_refused(stored_data: Stored, tmp_path: Path) -> None:
     worker, data, addresses = stored_data
-    version = worker._models.draft("draft").target_version
+    version = worker._models.get("draft").target_version
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
     message = refusal(worker, data, addresses, tmp_path)
     assert f"names features captured from target {version}, but the draft's target is" in message
@@ -463,7 +463,7 @@ def test_unwritable_directory_fails_only_the_capture(tiny_models: dict[str, Path
     place = FeatureLocation(str(tmp_path / "none"), captures=True)
     requested = ForwardBackwardRequest("draft", 1, some_data(1), "capture", forward_only=True, features=place)
     failure, output = worker.run_pass(
-        Pass((OperationPart(0, requested), OperationPart(1, request(some_data(1), forward_only=True))))
+        (OperationPart(0, requested), OperationPart(1, request(some_data(1), forward_only=True)))
     )
     assert isinstance(failure, Failure) and failure.category == "server" and "cannot be written to" in failure.message
     assert isinstance(output, ForwardBackwardOutput)
@@ -552,7 +552,7 @@ class Pair:
             for each in data
         ]
         weighted = [replace(each, loss_fn_inputs={**each.loss_fn_inputs, "weights": _ones(each)}) for each in weighted]
-        draft = self.worker._models.draft("draft")
+        draft = self.worker._models.get("draft")
         wanted = DraftFeatures(
             self.algorithm,
             tuple(draft.capture_layers),

@@ -119,6 +119,11 @@ class SequenceState:
         penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         return bool(self.job.is_constrained or params.logit_bias or params.min_tokens or penalties)
 
+    @property
+    def may_use_draft(self) -> bool:
+        """True if its parameters allow a draft, and draft tokens pay off."""
+        return not (self.needs_processors or self.without_draft)
+
     def token_ids(self) -> np.ndarray:
         """Returns prompt and sampled tokens, int64."""
         return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt

@@ -161,9 +161,10 @@ class LoraPair:
         `grad` [tokens, out] is the gradient of y; x and reduced are those of `project_down` and `add_projection_up`.
         """
         a, b_t = self._adapter.vectors.weight_views()[self._name]
+        grad_a, grad_b_t = self._adapter.gradients.of_lane().views[self._name]
         grad_reduced = (grad @ b_t.t()).mul_(self.scale)
-        _add_product(self.a_grad, grad_reduced.t(), x, 1.0)
-        _add_product(self.b_grad.t(), reduced.t(), grad, self.scale)
+        _add_product(grad_a, grad_reduced.t(), x, 1.0)
+        _add_product(grad_b_t, reduced.t(), grad, self.scale)
         if grad_x is not None:
             grad_x.addmm_(grad_reduced, a)
 

@@ -1,7 +1,7 @@
 """The adapters of one packed row: the matrices that its adapted layers multiply with, and the terms that they add.
 
 A layer's terms are scale * (x A^T) B^T, on the rows of an adapter. With gradients they are summed from A and B (see
-GroupTerms), without from copies of both for fewer products (see FoldedFactors).
+GroupTerms), without from copies of both for fewer products (see `fold`).
 """
 
 from collections.abc import Sequence
@@ -65,12 +65,15 @@ class BatchPlan:
         adapters = [adapter for group in self._groups for adapter in group.adapters]
         self._versions = [(adapter, _version(adapter)) for adapter in adapters]
         self._terms: dict[LinearSite, GroupTerms | SeveralTerms | None] = {}
-        self._folded: dict[LinearSite, list[tuple[RowGroup, FoldedFactors]]] = {}
-        self._copies: dict[tuple[LinearSite, tuple[Adapter, ...]], FoldedFactors] = {}
+        self._folded: dict[LinearSite, list[tuple[RowGroup, tuple[Tensor, Tensor]]]] = {}
+        self._copies: dict[tuple[LinearSite, tuple[Adapter, ...]], tuple[Tensor, Tensor]] = {}
         previous = previous if previous is not None and previous.is_current else None
-        of_experts = previous.experts if previous is not None else None
-        sharing = [group for group in self._groups if group.adapters[0].shares_factors]
-        self.experts = ExpertPlan(self._segments, sharing, pass_adapters or adapters, device, of_experts)
+        self.experts: ExpertPlan | None = None
+        """The part of the plan for sparse layers; None if no adapter adapts experts."""
+        if adapting := [adapter for adapter in pass_adapters or adapters if adapter.adapts_experts]:
+            sharing = [group for group in self._groups if group.adapters[0].shares_factors]
+            of_experts = None if previous is None else previous.experts
+            self.experts = ExpertPlan(self._segments, sharing, adapting, device, of_experts)
         if previous is not None:
             wanted = {group.adapters for group in self._groups}
             self._copies = {key: factors for key, factors in previous._copies.items() if key[1] in wanted}
@@ -102,12 +105,12 @@ class BatchPlan:
         assert not self._folded[site] or len(x) == self._num_rows, self._misfit(site, len(x))
         for group, factors in self._folded[site]:
             own_y, own_x = (y, x) if group.is_whole else (y[group.rows], x[group.rows])
-            group.matmul.add_product(own_y, own_x, factors.a, factors.b)
+            group.matmul.add_product(own_y, own_x, *factors)
 
     def _misfit(self, site: LinearSite, num_rows: int) -> str:
         return f"{site.names[0]}: {num_rows} tokens, but the segments end at {self._num_rows}"
 
-    def _copy_of(self, site: LinearSite, group: RowGroup) -> "FoldedFactors":
+    def _copy_of(self, site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
         key = site, group.adapters
         if key not in self._copies:
             self._copies[key] = fold(site, group)
@@ -170,7 +173,7 @@ class GroupTerms:
         sum would lose what is small in the terms.
         """
         rows, adapters = self.group.rows, self.group.adapters
-        if len(adapters) > 1 or not isinstance(weight, Tensor) or rows.stop - rows.start < max(weight.shape):
+        if len(adapters) != 1 or not isinstance(weight, Tensor) or rows.stop - rows.start < max(weight.shape):
             return None
         if not weight.is_cpu or weight.dtype != torch.float32:
             return None
@@ -209,20 +212,12 @@ class SeveralTerms:
         return empty
 
 
-@dataclass(frozen=True)
-class FoldedFactors:
-    """Both factors of all layers of a site, for products without gradients: x a b are the terms, scale included.
+def fold(site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
+    """Returns a and b, for products without gradients: x a b are the terms of all layers of a site, scale included.
 
-    They are copies, so they may be kept while the adapters are offloaded.
+    They are copies, so they may be kept while the adapters are offloaded: [in, R] and [R, out], or [n, in, R] and
+    [n, R, out] for n adapters, where R is the sum of the layers' ranks. b is zero but for one block per layer.
     """
-
-    a: Tensor
-    """[in, R], or [n, in, R] for n adapters, where R is the sum of the layers' ranks."""
-    b: Tensor
-    """[R, out] or [n, R, out], zero but for one block per layer."""
-
-
-def fold(site: LinearSite, group: RowGroup) -> FoldedFactors:
     stacked, bs = _stacked(site, group)
     a = stacked.mT.clone(memory_format=torch.contiguous_format)
     b = a.new_zeros(*a.shape[:-2], a.shape[-1], site.num_columns)
@@ -230,10 +225,10 @@ def fold(site: LinearSite, group: RowGroup) -> FoldedFactors:
     for own_ranks, columns, own in zip(ranks, site.columns, bs, strict=True):
         b[..., own_ranks, columns] = own
     if b.dim() == 2:
-        return FoldedFactors(a, b.mul_(group.adapters[0].scale))
+        return a, b.mul_(group.adapters[0].scale)
     # In float32 even if the factors are not, as in products with gradients.
     scales = torch.tensor([adapter.scale for adapter in group.adapters], device=b.device)
-    return FoldedFactors(a, b.mul_(scales.view(-1, 1, 1)))
+    return a, b.mul_(scales.view(-1, 1, 1))
 
 
 def _stacked(site: LinearSite, group: RowGroup) -> tuple[Tensor, list[Tensor]]:

@@ -132,12 +132,11 @@ class LoraLayers:
         A plan serves any number of rows of the same segments, until a weight changes. For `pass_adapters` see
         BatchPlan.
         """
-        plan = (
-            segments
-            if isinstance(segments, BatchPlan)
-            else BatchPlan(segments, self._base.device, self._aligned, pass_adapters=pass_adapters)
-        )
-        assert plan.is_current, "an adapter's weights have changed since the plan was made"
+        if isinstance(segments, BatchPlan):
+            assert segments.is_current, "an adapter's weights have changed since the plan was made"
+            plan = segments
+        else:
+            plan = BatchPlan(segments, self._base.device, self._aligned, pass_adapters=pass_adapters)
         with self._active.activated(plan):
             yield
 

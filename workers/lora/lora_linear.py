@@ -109,7 +109,7 @@ class ActivePlan:
 
 
 class _ThreadPlan(threading.local):
-    """Of this thread, since each lane has a plan of its own."""
+    """The active plan of this thread, since each lane has a plan of its own."""
 
     plan: BatchPlan | None = None
 

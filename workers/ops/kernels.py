@@ -299,7 +299,9 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
 
 def device_kernels_for(x: Tensor) -> "Kernels | TritonKernels | None":
     """Returns the kernels of x's device, or None if x needs torch's own operations."""
-    return kernels_for(x) if x.is_cpu else triton_kernels_for(x)
+    if x.is_cuda:
+        return load_triton_kernels(x.device)
+    return load_kernels() if x.is_cpu and x.dtype == torch.float32 else None
 
 
 def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:

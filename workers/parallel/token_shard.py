@@ -34,7 +34,7 @@ class TokenShard:
         self.hidden = self.scored if self._sharded else self.tokens
         """The tokens whose final hidden states this rank has."""
         self.own_of_tokens = self._scored_within(self.tokens) if self._sharded else None
-        """Which of `tokens` are this rank's own between linear layers, None = all."""
+        """The places in `tokens` of this rank's own between linear layers, None = all."""
 
     def of_tokens(self, whole: Tensor) -> Tensor:
         """Selects the tokens that this rank runs from [num_tokens, ...]."""

@@ -12,7 +12,7 @@ from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig, LoraConfig, Utilization
 from ..checkpoint import read_new_model
 from ..checkpoint.peft_import import import_adapter
-from ..models.model import resolve_device, unique_name
+from ..models.loading import resolve_device, unique_name
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
 from ..protocol.calls import (
     AdapterFile,

@@ -353,8 +353,8 @@ def test_folded_factors_equal_the_terms_and_share_no_memory(rank: int, tiny_mode
     name = next(name for name in adapter.pairs if name.endswith("q_proj"))
     a, b = adapter.matrices(name)
     group = RowGroup(slice(0, 4), (adapter,), SingleAdapter(adapter.scale), is_whole=True)
-    folded = fold(LinearSite((name,), (b.shape[1],)), group)
+    folded_a, folded_b = fold(LinearSite((name,), (b.shape[1],)), group)
     x = torch.randn(4, a.shape[1])
-    assert relative_error(x @ folded.a @ folded.b, adapter.scale * (x @ a.t() @ b)) < 1e-6
+    assert relative_error(x @ folded_a @ folded_b, adapter.scale * (x @ a.t() @ b)) < 1e-6
     own = adapter.weights.untyped_storage().data_ptr()
-    assert own not in {folded.a.untyped_storage().data_ptr(), folded.b.untyped_storage().data_ptr()}
+    assert own not in {folded_a.untyped_storage().data_ptr(), folded_b.untyped_storage().data_ptr()}

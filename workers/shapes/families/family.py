@@ -13,7 +13,7 @@ from .config_reader import ConfigReader
 Setting = bool | str | float | tuple[str, str] | QueryGrowth | OutputGate | None
 
 # Rotations that do not depend on the lengths in a batch; with "dynamic" and "longrope" once a model is loaded
-# (long_rotations.py).
+# (models/loading.py).
 FIXED_ROTATIONS = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "ntk_alpha", "proportional", "yarn"})
 
 # Fields that a config.json may leave out.

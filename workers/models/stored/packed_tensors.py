@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, modeling_utils
 
-from ..protocol.plugins import plugin_rows
-from ..shapes.packed_format import Quantization, TensorHeader
-from ..shapes.packed_weights import packed_weights, unpacked_names
-from ..shapes.quantization import read_quantization
-from .stored.fused_projections import split_projections
-from .stored.stored_tensor import StoredTensor
+from ...protocol.plugins import plugin_rows
+from ...shapes.packed_format import Quantization, TensorHeader
+from ...shapes.packed_weights import packed_weights, unpacked_names
+from ...shapes.quantization import read_quantization
+from .fused_projections import split_projections
+from .stored_tensor import StoredTensor
 
 
 @contextmanager

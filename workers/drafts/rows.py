@@ -1,13 +1,13 @@
 """The rows of drafts in the tables of a rank."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from ...schemas.models import DraftConfig
 from ..models.model import BaseModel
 from ..registry.model_registry import ModelRegistry
-from ..sampler.cache.cache_budget import CacheBudget
-from ..sampler.speculation.proposer import NewProposer, ProposerRow
+from ..sampler.cache.cache import CacheBudget
+from ..sampler.speculation import NewProposer
 from .algorithms.draft_programs import DRAFT_PROGRAMS
 from .draft_format import DraftFormat
 from .losses import CAPTURES, DRAFT_LOSSES
@@ -29,4 +29,4 @@ KINDS = {DraftConfig: DraftKind}
 FORMATS = {DraftKind.name: DraftFormat}
 STRATEGIES = {DraftKind.name: DraftPassRunner, "captures": CapturingPassRunner}
 VERBS = {"drafts": DraftVerbs}
-PROPOSERS: Mapping[str, ProposerRow] = {"drafts": _proposers}
+PROPOSERS: Mapping[str, Callable[[BaseModel, ModelRegistry, CacheBudget], NewProposer]] = {"drafts": _proposers}

@@ -11,8 +11,8 @@ from ..state.vectors import FORWARD_VECTORS
 from .active_jobs import ActiveJobs
 from .decoding.rank_sync import RankFailures, RankSync
 from .requests.jobs import SequenceState
-from .sequence_scheduler import SequenceScheduler
-from .speculation.proposer import Proposer
+from .scheduler import SequenceScheduler
+from .speculation import Proposer
 
 
 class SliceModels:

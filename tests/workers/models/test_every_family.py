@@ -25,7 +25,7 @@ from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
 from trainhouse.workers.sampler.native_sampler import NativeSampler
-from trainhouse.workers.sampler.sequence_scheduler import SequenceScheduler
+from trainhouse.workers.sampler.scheduler import SequenceScheduler
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 

@@ -3,9 +3,7 @@
 from weakref import WeakKeyDictionary
 
 from ...models.model import BaseModel
-from ...sampler.cache.cache import KVCache
-from ...sampler.cache.cache_budget import CacheBudget
-from ...sampler.cache.config_size import size_of_config
+from ...sampler.cache.cache import CacheBudget, KVCache, size_of_config
 from ..model.draft_model import DraftModel
 
 

@@ -20,10 +20,10 @@ from ...ops.kv_cache import ContinuationChunk
 from ...registry.model_registry import ModelRegistry
 from ...sampler.cache.prefix_cache import StoredRange, num_tokens_of
 from ...sampler.decoding.rank_sync import RankSync
+from ...sampler.logits.verification import DraftTokens
 from ...sampler.requests.jobs import SequenceState
 from ...sampler.requests.sequence_table import SequenceTable
-from ...sampler.speculation.proposer import Proposer
-from ...sampler.speculation.verification import DraftTokens
+from ...sampler.speculation import Proposer
 from ...state.trainable import Trainable
 from ...state.vectors import FORWARD_VECTORS
 from ..model.draft_model import DraftModel

@@ -9,9 +9,9 @@ from torch import Tensor
 from ...sampler.decoding.rank_sync import RankSync
 from ...sampler.logits.noise import DRAFT_STREAM, derive_keys, uniforms
 from ...sampler.logits.token_choice import SamplingSettings, SamplingTensors, invert_cdf, probabilities
+from ...sampler.logits.verification import DraftTokens
 from ...sampler.requests.jobs import SequenceState
 from ...sampler.requests.sequence_table import SequenceTable
-from ...sampler.speculation.verification import DraftTokens
 from ..model.draft_model import DraftModel
 
 

@@ -14,11 +14,10 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput
 from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler import draft_verifier
+from trainhouse.workers.sampler import runner
 from trainhouse.workers.sampler.cache.cache import KVCache
-from trainhouse.workers.sampler.decoding.rank_sync import VerifyResult
-from trainhouse.workers.sampler.sequence_scheduler import SequenceScheduler
-from trainhouse.workers.sampler.speculation.verification import DraftTokens, verify
+from trainhouse.workers.sampler.logits.verification import DraftTokens, VerifyResult, verify
+from trainhouse.workers.sampler.scheduler import SequenceScheduler
 from trainhouse.workers.worker.worker import Worker
 
 from ....drawn import as_drawn
@@ -548,5 +547,5 @@ def test_a_wrong_acceptance_rule_is_detected(
         without = DraftTokens(draft_tokens.tokens[: right.num_accepted], draft_tokens.probabilities)
         return verify(without, target[: right.num_accepted + 1], vocabulary, *rest)
 
-    monkeypatch.setattr(draft_verifier, "verify", wrong)
+    monkeypatch.setattr(runner, "verify", wrong)
     assert p_value(draw(drafting_worker, "unfiltered"), model.exact({})) < LEAST_P_VALUE / 100

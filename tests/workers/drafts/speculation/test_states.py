@@ -13,8 +13,8 @@ from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
 from trainhouse.workers.drafts.speculation.payoff import DraftPayoff
 from trainhouse.workers.protocol.calls import SampleJob
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.speculation.pending_states import PendingStates
-from trainhouse.workers.sampler.speculation.verification import DraftTokens
+from trainhouse.workers.sampler.logits.verification import DraftTokens
+from trainhouse.workers.sampler.slots import PendingStates
 from trainhouse.workers.worker.worker import Worker
 
 from ....tiny import tiny_model

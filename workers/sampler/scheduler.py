@@ -5,18 +5,17 @@ prefilled again later.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
 from ..protocol.worker_config import WorkerConfig
 from .cache.cache import KVCache
-from .decoding.batch import Batch, DecodeBatch, DraftTokensPart, Prefill, PrefillChunk
+from .decoding.batch import Batch, Chunk, Prefill
 from .requests.jobs import NOWHERE, Job, SequenceState
 from .requests.sequence_table import SequenceTable
-from .sequence_slots import SequenceSlots
-from .speculation.proposer import Proposer
-from .speculation.verification import DraftTokens
+from .slots import SequenceSlots
+from .speculation import Proposer
 
 
 class KVCacheFull(OperationError):
@@ -42,7 +41,8 @@ class SequenceScheduler:
         self._prefills: list[Prefill] = []
         self._decoding: dict[SequenceState, None] = {}
         self._drafting: dict[SequenceState, None] = {}
-        self._decode_batch: DecodeBatch | None = None
+        self._decode_batch: Batch | None = None
+        self._batch: Batch | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -89,28 +89,37 @@ class SequenceScheduler:
         """Appends the sequences to the queue."""
         self._waiting.extend(sequences)
 
-    def next_batch(self, proposed: Mapping[SequenceState, DraftTokens]) -> Batch:
-        """Returns what runs next; empty if nothing can.
+    def schedule(self) -> Batch:
+        """Returns what runs next; without tokens if nothing can.
 
-        Args:
-            proposed: draft tokens of all sequences that use a draft. The cache must have room for them.
         Raises:
             KVCacheFull: a sequence does not fit. The caller may remove it and continue.
         """
+        if self._batch is not None and self._batch.is_repeated:
+            return self._batch
+        self._make_room_for_drafts()
+        proposed = self._proposer.propose(self.with_drafts(), self.table)
         self._make_room()
         self._admit()
         budget = self._prefill_budget()
-        parts: list[PrefillChunk | DraftTokensPart] = [
-            DraftTokensPart.of(sequence, proposed[sequence].tokens, self.table) for sequence in self._drafting
-        ]
+        chunks = [Chunk.of_draft(sequence, proposed[sequence], self.table) for sequence in self._drafting]
         for prefill in self._prefills:
             length = min(prefill.until_border, budget) if prefill.cached else prefill.remaining
             if length > 0:
-                parts.append(PrefillChunk(prefill, prefill.computed, prefill.computed + length))
+                chunks.append(prefill.next_chunk(length))
                 budget -= length
-        return Batch.of(self._current_decoding(), parts, self.slots.cache)
+        self._batch = self._current_decoding().with_chunks(chunks)
+        return self._batch
 
-    def end_prefill(self, prefill: Prefill) -> None:
+    def end_chunk(self, chunk: Chunk) -> None:
+        """Records that a chunk of a prefill has run."""
+        if (prefill := chunk.prefill) is not None:
+            prefill.computed = chunk.stop
+            self.slots.store_chunk(chunk, prefill)
+            if chunk.is_last:
+                self._end_prefill(prefill)
+
+    def _end_prefill(self, prefill: Prefill) -> None:
         """Lets the sequences of the prefill decode."""
         self._prefills.remove(prefill)
         leader, *others = prefill.sequences
@@ -146,9 +155,13 @@ class SequenceScheduler:
         self._prefills.clear()
         self._decoding.clear()
         self._drafting.clear()
-        self._decode_batch = None
-        self.table = SequenceTable()
+        self.forget_tensors()
         self.slots.clear()
+
+    def forget_tensors(self) -> None:
+        """Frees the memory of a table without lines, which may have grown for one long sample."""
+        self.table = SequenceTable()
+        self._decode_batch = self._batch = None
 
     def _is_served(self, sequence: SequenceState) -> bool:
         return sequence.job.adapter_id is None or sequence.job.adapter_id in self._served
@@ -169,7 +182,7 @@ class SequenceScheduler:
 
     # Room for decoding
 
-    def make_room_for_drafts(self) -> None:
+    def _make_room_for_drafts(self) -> None:
         """Makes room for the draft tokens of all sequences that use a draft, by preempting the youngest. Raises
         KVCacheFull.
 
@@ -182,16 +195,15 @@ class SequenceScheduler:
 
     def _make_room(self) -> None:
         """Makes room for the next token of all decoding sequences, by preempting the youngest."""
-        decoding = self._current_decoding()
-        for sequence in decoding.outgrown(self.table) if decoding is not None else ():
+        for sequence in self._current_decoding().outgrown():
             while sequence in self._decoding and not self.slots.grow(sequence, int(self.table.length[sequence.line])):
                 self._preempt_youngest()
             self._decode_batch = None
 
-    def _current_decoding(self) -> DecodeBatch | None:
-        if self._decoding and (self._decode_batch is None or self._decode_batch.has_moved):
+    def _current_decoding(self) -> Batch:
+        if self._decode_batch is None or self._decode_batch.has_moved:
             device, num_threads = self._base.device, self._base.threads.most
-            self._decode_batch = DecodeBatch(list(self._decoding), self.slots.cache, device, num_threads)
+            self._decode_batch = Batch([*self._decoding], self.table, self.slots.cache, device, num_threads)
         return self._decode_batch
 
     def _preempt_youngest(self) -> None:

@@ -1,18 +1,121 @@
 """Gives sequences slots in the KV cache, and in the draft's cache if they use a draft, and finds cached prefixes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from operator import itemgetter
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 
+from ..ops.attention import Packing, pack_lengths
+from ..ops.kv_cache import PendingInputs
+from ..registry.model_registry import ModelRegistry
+from ..state.trainable import Trainable
 from .cache.cache import SHORTEST, KVCache
 from .cache.prefix_cache import BLOCK, StoredRange, num_tokens_of, truncate
-from .cache.weight_versions import WeightVersions
-from .decoding.batch import Prefill, PrefillChunk
+from .decoding.batch import Chunk, Prefill
 from .requests.jobs import Job, SequenceState
 from .requests.sequence_table import SequenceTable
-from .speculation.pending_states import PendingStates
-from .speculation.proposer import Proposer
+from .speculation import Proposer
+
+
+class WeightVersions:
+    """Gives weights that change a new version, a number that no other weights had before.
+
+    The base model has one version per owner of jobs, so that response times and prompt_cache_hit_tokens do not reveal
+    other tenants' prompts. An adapter has only one owner.
+    """
+
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+        self._of_base: dict[str, int] = {}
+        self._of_models: WeakKeyDictionary[Trainable, tuple[int, int]] = WeakKeyDictionary()
+        self._numbers = count()
+
+    def of(self, job: Job) -> int:
+        """Returns the current version of the weights that the job samples."""
+        if job.adapter_id is None:
+            owner = job.spec.tenant_id
+            if owner not in self._of_base:
+                self._of_base[owner] = next(self._numbers)
+            return self._of_base[owner]
+        model = self._models.get(job.adapter_id)
+        num_changes, version = self._of_models.get(model, (-1, -1))
+        if num_changes != model.vectors.num_changes:
+            version = next(self._numbers)
+            self._of_models[model] = model.vectors.num_changes, version
+        return version
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The first token of a part among the inputs of a pass, and the tokens that the states in its slot stand for."""
+
+    row: int
+    num_known: int
+
+
+class PendingStates:
+    """Advances the states in the slots of sequences over the tokens that stay, after a pass with draft tokens.
+
+    Does nothing for models without recurrences.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._inputs: Sequence[PendingInputs] = ()
+        self._places: dict[SequenceState, _Place] = {}
+
+    def begin(self, parts: Sequence[Chunk], inputs: Sequence[PendingInputs]) -> None:
+        """Takes the inputs of a pass.
+
+        Args:
+            parts: all those with draft tokens, in the order of the inputs. Some of their sequences may have ended.
+        """
+        row = 0
+        for part in parts if inputs else ():
+            if self._cache.slot_of(part.sequence) is not None:
+                self._places[part.sequence] = _Place(row, part.start)
+            row += part.length
+        self._inputs = inputs
+
+    def advance(self, lengths: Mapping[SequenceState, int]) -> None:
+        """Computes the states after this many tokens of each sequence. Ignores those that have none pending."""
+        counts = {each: lengths[each] - place.num_known for each, place in self._places.items() if each in lengths}
+        if counts:
+            # Sequences of equal length are one batch.
+            self._scan(dict(sorted(counts.items(), key=itemgetter(1))))
+            for sequence in counts:
+                self.forget(sequence)
+
+    def sequences(self) -> list[SequenceState]:
+        """Returns the sequences whose states are pending."""
+        return list(self._places)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Leaves the sequence's states as they are. Ignored if it has none pending."""
+        self._places.pop(sequence, None)
+        if not self._places:
+            self._inputs = ()
+
+    def clear(self) -> None:
+        self._places, self._inputs = {}, ()
+
+    def _scan(self, counts: Mapping[SequenceState, int]) -> None:
+        """Advances the states of each sequence over its first tokens of the pass."""
+        firsts = [self._places[sequence].row for sequence in counts]
+        rows = [torch.arange(first, first + count) for first, count in zip(firsts, counts.values(), strict=True)]
+        slots = [slot for sequence in counts if (slot := self._cache.slot_of(sequence)) is not None]
+        packing, own = Packing(pack_lengths(list(counts.values()))), torch.cat(rows)
+        for each in self._inputs:
+            kind, device = each.op.state, each.inputs[0].device
+            before = [slot.tensors.states(kind, device)[slot.index] for slot in slots]
+            inputs = [x[own.to(device)] for x in each.inputs]
+            _, after = each.op.scan(inputs, packing, torch.stack(before))
+            for state, new in zip(before, after, strict=True):
+                state.copy_(new)
 
 
 @dataclass(frozen=True)
@@ -142,13 +245,13 @@ class SequenceSlots:
         if weight_version == self.weight_version_of(sequence.job):
             self._proposer.keep(sequence, weight_version, tokens)
 
-    def store_chunk(self, chunk: PrefillChunk) -> None:
+    def store_chunk(self, chunk: Chunk, prefill: Prefill) -> None:
         """Stores a prefill of which a chunk has run.
 
         Without states after its last chunk; else at its borders, and after chunks whose keys and values need more
         memory than the states.
         """
-        prefill, tokens = chunk.prefill, chunk.prefill.tokens[: chunk.stop]
+        tokens = prefill.tokens[: chunk.stop]
         is_large = chunk.length * self.cache.size.bytes_per_token > self.cache.size.bytes_per_sequence
         is_stored = chunk.stop in prefill.borders or is_large if self.cache.has_states else chunk.is_last
         if is_stored and prefill.cached:

@@ -1,21 +1,17 @@
 """What a sampler asks of the models that propose tokens for it."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from ...heads import LogprobHead
-from ...models.model import BaseModel
-from ...registry.model_registry import ModelRegistry
-from ..cache.cache_budget import CacheBudget
-from ..cache.prefix_cache import StoredRange
-from ..decoding.rank_sync import RankSync
-from ..requests.jobs import SequenceState
-from ..requests.sequence_table import SequenceTable
-from .verification import DraftTokens
+from ..heads import LogprobHead
+from .cache.prefix_cache import StoredRange
+from .decoding.rank_sync import RankSync
+from .logits.verification import DraftTokens
+from .requests.jobs import SequenceState
+from .requests.sequence_table import SequenceTable
 
 
 class Proposer:
@@ -136,13 +132,5 @@ class Proposer:
         """Forgets all sequences and what is cached."""
 
 
-class NewProposer(Protocol):
-    """Builds the proposer of one sampler. The samplers of a rank share what it was built with."""
-
-    def __call__(self, head: LogprobHead, ranks: RankSync) -> Proposer: ...
-
-
-class ProposerRow(Protocol):
-    """Returns what builds the proposers of a rank, whose caches join the budget."""
-
-    def __call__(self, base: BaseModel, models: ModelRegistry, budget: CacheBudget) -> NewProposer: ...
+NewProposer = Callable[[LogprobHead, RankSync], Proposer]
+"""Builds the proposer of one sampler. Those of a rank share caches, which join its CacheBudget."""

@@ -6,9 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..decoding.rank_sync import VerifyResult
-from ..logits.noise import ACCEPT_STREAM, derive_keys, uniforms
-from ..logits.token_choice import invert_cdf
+from .noise import ACCEPT_STREAM, derive_keys, uniforms
+from .token_choice import invert_cdf
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The number of accepted draft tokens of a sequence, and the token after them."""
+
+    num_accepted: int
+    token: int
 
 
 @dataclass(frozen=True, eq=False)

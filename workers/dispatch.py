@@ -6,11 +6,11 @@ no seq_id and no user-facing futures. Imports neither torch nor ray.
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -24,10 +24,22 @@ from .engines.groups.adapter_copies import AdapterCopies
 from .engines.groups.sampler_groups import SamplerGroups
 from .engines.training_workers import TrainingWorkersEngine
 from .protocol.calls import AdapterFile, ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
+from .protocol.methods import (
+    CLEAR_GRADIENTS,
+    CONVERT_ADAPTER,
+    CREATE_RUN,
+    DROP_RUN,
+    LOAD_RUN,
+    SAVE_RUN,
+    SET_TARGET,
+    SET_VOCABULARY,
+    VOCABULARY,
+    Method,
+)
 from .protocol.plugins import plugin_rows
 from .protocol.worker_config import DispatchConfig, WorkerConfig
-from .scheduler.fair_queue import PassLimits
 from .scheduler.quarantine import SUSPECT_SHRINK_FACTOR, Suspects
+from .scheduler.queue import PassLimits
 from .scheduler.rank_group import RankGroup
 from .scheduler.supervision.device_sharing import DeviceScheduler
 from .scheduler.supervision.pool_factory import (
@@ -39,33 +51,30 @@ from .scheduler.supervision.pool_factory import (
 )
 from .scheduler.work import CallSize, MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
 
+Result = TypeVar("Result")
+
 _MAX_WEIGHT_RATIO = 1000
 
 
 class WorkerDispatch:
-    """Executes operations by run, adapter or base model.
-
-    Every method may raise OperationError; its subclass WorkerLost means that a worker died. The class is long because
-    it has a method for each verb of runs and samplers.
-    """
-
-    models: Mapping[str, ModelInfo]
+    """Executes operations by run, adapter or base model. Every method may raise OperationError."""
 
     def __init__(self, config: DispatchConfig) -> None:
         names = [*(model.model.name for model in config.models), *config.aliases]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"base model {sorted(repeated)[0]} is given twice: give each served name once")
         _check_weights(config.tenant_weights)
-        self.models = {}
+        self.models: Mapping[str, ModelInfo] = {}
         self._config = config
         self._pool_factory = PoolFactory(config)
-        self._device_scheduler = DeviceScheduler() if config.shared_devices == "turns" else None
-        models = policy_configs(config)
-        self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
-        self._role_groups = {model.model.name: self._new_role_groups(model) for model in models}  # by role
-        self._engines = {model.model.name: self._new_engine(number, model) for number, model in enumerate(models)}
-        # Served name -> name of its groups; aliases map to another name.
-        self._names = {name: name for name in self._groups} | dict(config.aliases)
+        new = _Builder(config, self._pool_factory, partial(self.save_run, optimizer=False))
+        self._own = {
+            model.model.name: new.base_model(number, model) for number, model in enumerate(policy_configs(config))
+        }
+        self._engines = [own.engine for own in self._own.values()]
+        self._training_groups = [group for own in self._own.values() for group in own.groups]
+        # By served name, of which several may name one base model.
+        self._served = self._own | {alias: self._own[name] for alias, name in config.aliases.items()}
         self._locations: dict[str, _RunLocation] = {}  # by run id
         self._adapters: dict[str, Engine] = {}  # by adapter id
 
@@ -77,27 +86,27 @@ class WorkerDispatch:
         """
         try:
             await self._pool_factory.open()
-            for name in self._groups:
-                for each in self._groups_of(name):
-                    await each.start(on_progress)
-                await self._engines[name].start(on_progress)
+            for own in self._own.values():
+                for group in own.groups:
+                    await group.start(on_progress)
+                await own.engine.start(on_progress)
             for alias, name in self._config.aliases.items():
                 on_progress(f"{alias} is served by the workers of {name}: both have the same source")
         except BaseException:
             await self.close()
             raise
-        self.models = {name: replace(self._groups[own].info, name=name) for name, own in self._names.items()}
+        self.models = {name: replace(served.group.supervisor.info, name=name) for name, served in self._served.items()}
 
     async def close(self) -> None:
         """Stops the workers; operations still waiting for them fail."""
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
-        await asyncio.gather(*(group.close() for group in self._all_groups()))
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+        await asyncio.gather(*(group.close() for group in self._training_groups))
         await self._pool_factory.close()
 
     @property
     def groups(self) -> list[RankGroup]:
         """Returns all groups: of base models, of roles, and those that only sample."""
-        return [*self._all_groups(), *(group for engine in self._engines.values() for group in engine.groups)]
+        return [*self._training_groups, *(group for engine in self._engines for group in engine.groups)]
 
     def status(self, base_model: str, role: str | None = None) -> str | None:
         """Describes for the user why work on this base model is waiting; None if nothing waits.
@@ -105,36 +114,35 @@ class WorkerDispatch:
         Args:
             role: selects the group that holds runs of this role; None selects the group that is sampled.
         """
-        group = self._group(base_model, role)
-        is_sampled = group is self._group(base_model)
-        return group.status() or (self._engine(base_model).status() if is_sampled else None)
+        served = self._base_model(base_model)
+        group = served.group_of(role)
+        return group.status() or (served.engine.status() if group is served.group else None)
 
     def is_up(self, base_model: str) -> bool:
         """True unless some worker of the base model is restarting; workers that only sample do not count."""
-        return not any(group.is_restarting for group in self._groups_of(base_model))
+        return not any(group.supervisor.is_restarting for group in self._base_model(base_model).groups)
 
     def pids(self, base_model: str) -> list[int]:
-        """Returns the process ids of the base model's ranks: first its own group, next groups of roles, next
-        samplers.
-        """
-        of_groups = [pid for group in self._groups_of(base_model) for pid in group.pids]
-        return of_groups + self._engine(base_model).pids()
+        """Returns the process ids of the base model's ranks: of its own group, of groups of roles, then of samplers."""
+        served = self._base_model(base_model)
+        return [pid for group in served.groups for pid in group.supervisor.pids] + served.engine.pids()
 
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """Creates the run on the workers; `tenant_id` decides whose share of the base model's passes it uses."""
         # Registered before it exists, so that a caller that stops waiting can still drop it.
         has_own_weights = not isinstance(spec.training, LoraConfig)
-        group = self._group(base_model, spec.role)
-        self._locations[spec.run_id] = _RunLocation(group, tenant_id, base_model, has_own_weights)
-        spec = replace(spec, base_name=self._alias(base_model))
-        return await self._call_worker(spec.run_id, "create_run", spec, creates=spec.run_id)
+        served = self._base_model(base_model)
+        location = _RunLocation(served.group_of(spec.role), tenant_id, served, has_own_weights)
+        self._locations[spec.run_id] = location
+        spec = replace(spec, base_name=base_model if base_model in self._config.aliases else None)
+        return await location.group.submit(MethodWork(spec.run_id, tenant_id, CREATE_RUN, (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str) -> None:
         """Frees the run; does nothing if it is unknown or lost."""
         location = self._locations.get(run_id)
         if location is not None and not location.group.forget_lost(run_id):
             # If the caller stops waiting, the run stays registered and the caller must drop it again.
-            await self._call_worker(run_id, "drop_run", run_id, drops=run_id)
+            await location.group.submit(MethodWork(run_id, location.tenant_id, DROP_RUN, (run_id,), drops=run_id))
         self._locations.pop(run_id, None)
 
     async def forward_backward(
@@ -152,7 +160,7 @@ class WorkerDispatch:
         return await location.group.submit(StepWork(step.run_id, location.tenant_id, step, on_begin=on_begin))
 
     async def clear_gradients(self, run_id: str) -> None:
-        await self._call_worker(run_id, "clear_gradients", run_id)
+        await self._call_worker(CLEAR_GRADIENTS, run_id)
 
     async def set_target(self, run_id: str, directory: Path | None) -> None:
         """Sets the target model that a draft run learns to predict: the policy saved in `directory`, or the bare base
@@ -160,7 +168,7 @@ class WorkerDispatch:
 
         Pending gradients stay. The directory is not read after this returns.
         """
-        await self._call_worker(run_id, "set_target", run_id, None if directory is None else str(directory))
+        await self._call_worker(SET_TARGET, run_id, None if directory is None else str(directory))
 
     async def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
         """Sets the tokens that a draft model can propose, before its training starts.
@@ -168,11 +176,11 @@ class WorkerDispatch:
         Args:
             token_ids: int64 [draft_vocab_size], ascending.
         """
-        await self._call_worker(run_id, "set_vocabulary", run_id, token_ids)
+        await self._call_worker(SET_VOCABULARY, run_id, token_ids)
 
     async def vocabulary(self, run_id: str) -> np.ndarray:
         """Returns the tokens that a draft model can propose. Raises OperationError if they were not chosen."""
-        return await self._call_worker(run_id, "vocabulary", run_id)
+        return await self._call_worker(VOCABULARY, run_id)
 
     async def save_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
         """Writes the run as of its last optimizer step into an existing empty directory.
@@ -181,12 +189,12 @@ class WorkerDispatch:
         longer than a pass.
         """
         if self._location(run_id).has_own_weights:
-            await self._write_snapshot(run_id, directory, "state" if optimizer else "weights")
+            await self._write(run_id, directory, "state" if optimizer else "weights")
         else:
-            await self._call_worker(run_id, "save_run", run_id, str(directory), optimizer)
+            await self._call_worker(SAVE_RUN, run_id, str(directory), optimizer)
 
     async def load_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
-        await self._call_worker(run_id, "load_run", run_id, str(directory), optimizer)
+        await self._call_worker(LOAD_RUN, run_id, str(directory), optimizer)
 
     async def snapshot_run(self, run_id: str, directory: Path) -> None:
         """Writes the run with its optimizer state and pending gradients, as of the operations submitted before this
@@ -195,7 +203,7 @@ class WorkerDispatch:
         The worker writes into an existing empty directory while it does other work. If writing fails, the directory's
         contents are useless.
         """
-        await self._write_snapshot(run_id, directory, "all")
+        await self._write(run_id, directory, "all")
 
     async def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for sampling; reusing an id moves that sampler to the new weights.
@@ -203,31 +211,30 @@ class WorkerDispatch:
         The copy is held until `drop_adapter`. If the training workers sample, it is also lost when their worker dies.
         """
         location = self._location(run_id)
-        engine, group = self._engine(location.base_model), location.group
-        if group is not self._group(location.base_model):
+        group, engine = location.group, location.base_model.engine
+        if group is not location.base_model.group:
             raise OperationError(f"run {run_id} is in {group.name}, which does not sample: sample from a policy")
         await engine.copy_adapter(run_id, location.tenant_id, adapter_id)
         self._adapters[adapter_id] = engine
 
     async def load_adapter(self, base_model: str, adapter_id: str, directory: Path) -> None:
-        engine = self._engine(base_model)
+        engine = self._base_model(base_model).engine
         await engine.load_adapter(adapter_id, directory)
         self._adapters[adapter_id] = engine
 
     async def convert_adapter(
         self, base_model: str, source: AdapterFile, lora: LoraConfig, directory: Path, tenant_id: str
     ) -> LoraConfig:
-        """Converts an adapter of peft into a checkpoint in an existing empty directory; returns what it
-        adapts.
+        """Converts an adapter of peft into a checkpoint in an existing empty directory; returns what it adapts.
 
         Args:
             lora: the adapter's rank and alpha.
         Raises:
             OperationError: category "user", if the file does not fit this base model.
         """
-        arguments = (source, lora, str(directory), *filter(None, [self._alias(base_model)]))
-        call = MethodWork(str(directory), tenant_id, "convert_adapter", arguments)
-        return await self._group(base_model).submit(call)
+        aliases = [base_model] if base_model in self._config.aliases else []
+        call = MethodWork(str(directory), tenant_id, CONVERT_ADAPTER, (source, lora, str(directory), *aliases))
+        return await self._base_model(base_model).group.submit(call)
 
     async def drop_adapter(self, adapter_id: str) -> None:
         """Frees the adapter; does nothing if it is unknown or lost."""
@@ -237,15 +244,15 @@ class WorkerDispatch:
 
     def has_draft(self, base_model: str, draft_id: str) -> bool:
         """True if samples may use this draft model; turns False when a worker that held it dies."""
-        return self._engine(base_model).has_draft(draft_id)
+        return self._base_model(base_model).engine.has_draft(draft_id)
 
     async def load_draft(self, base_model: str, draft_id: str, directory: Path) -> None:
         """Loads a draft model's checkpoint for samples of this base model; see SampleJob."""
-        await self._engine(base_model).load_draft(draft_id, directory)
+        await self._base_model(base_model).engine.load_draft(draft_id, directory)
 
     async def drop_draft(self, base_model: str, draft_id: str) -> None:
         """Frees the draft model; does nothing if it is unknown or lost."""
-        await self._engine(base_model).drop_draft(draft_id)
+        await self._base_model(base_model).engine.drop_draft(draft_id)
 
     async def sample(self, base_model: str, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """Samples; cancelling the caller cancels the job.
@@ -253,65 +260,43 @@ class WorkerDispatch:
         Args:
             on_progress: called with new tokens as they are generated, if the job streams.
         """
-        return await self._engine(base_model).sample(job, on_progress)
+        return await self._base_model(base_model).engine.sample(job, on_progress)
 
     def cancel(self, job_id: str) -> None:
-        """Cancels the job: its caller gets an OperationError that says so. Does nothing if the job is unknown or
-        finished.
-        """
-        for engine in self._engines.values():
+        """Cancels the job: its caller gets an OperationError that says so. Ignores unknown and finished jobs."""
+        for engine in self._engines:
             engine.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
         """Returns bytes by purpose for every group that is up, by group name (the group of policies has the served
         name).
         """
-        groups = [group for group in self._all_groups() if not group.is_restarting]
+        groups = [group for group in self._training_groups if not group.supervisor.is_restarting]
         answers = await asyncio.gather(*(group.memory() for group in groups))
-        of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines.values()))
+        of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines))
         memory = {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
-        for each in of_engines:
-            memory |= each
+        for of_engine in of_engines:
+            memory |= of_engine
         return memory
 
     async def utilization(self) -> dict[str, Utilization]:
         """Returns the use of their devices for every group that is up, by the names of `memory`."""
-        groups = [group for group in self.groups if not group.is_restarting]
+        groups = [group for group in self.groups if not group.supervisor.is_restarting]
         answers = await asyncio.gather(*(group.utilization() for group in groups))
         return {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
 
-    async def _call_worker(
-        self, run_id: str, method: str, *arguments: object, creates: str | None = None, drops: str | None = None
-    ) -> Any:
+    async def _call_worker(self, method: Method[Result], run_id: str, *arguments: object) -> Result:
         location = self._location(run_id)
-        return await location.group.submit(
-            MethodWork(run_id, location.tenant_id, method, arguments, creates=creates, drops=drops)
-        )
+        return await location.group.submit(MethodWork(run_id, location.tenant_id, method, (run_id, *arguments)))
 
-    async def _write_snapshot(self, run_id: str, directory: Path, contents: SavedContents) -> None:
+    async def _write(self, run_id: str, directory: Path, contents: SavedContents) -> None:
         location = self._location(run_id)
         await location.group.submit(SnapshotWork(run_id, location.tenant_id, str(directory), contents))
 
-    def _group(self, base_model: str, role: str | None = None) -> RankGroup:
-        """Returns the group that holds runs of this role; None selects the group that is sampled."""
-        if base_model not in self._names:
-            raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._names)}")
-        name = self._names[base_model]
-        return self._role_groups[name].get(role, self._groups[name])
-
-    def _alias(self, base_model: str) -> str | None:
-        return base_model if base_model in self._config.aliases else None
-
-    def _groups_of(self, base_model: str) -> list[RankGroup]:
-        """Returns the base model's groups; the group of its policies is first."""
-        group = self._group(base_model)
-        return list(dict.fromkeys([group, *self._role_groups[group.name].values()]))
-
-    def _all_groups(self) -> list[RankGroup]:
-        return [group for base_model in self._groups for group in self._groups_of(base_model)]
-
-    def _engine(self, base_model: str) -> Engine:
-        return self._engines[self._group(base_model).name]
+    def _base_model(self, name: str) -> "_BaseModel":
+        if name not in self._served:
+            raise OperationError(f"base model {name} is not served here; served are: {', '.join(self._served)}")
+        return self._served[name]
 
     def _location(self, run_id: str) -> "_RunLocation":
         if run_id not in self._locations:
@@ -322,41 +307,74 @@ class WorkerDispatch:
             )
         return self._locations[run_id]
 
-    def _new_group(self, model: WorkerConfig, name: str, suspect_jobs: Suspects | None = None) -> RankGroup:
-        limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
-        config, new_pool = self._config, partial(self._pool_factory.new_pool, name)
-        devices, idle_seconds = self._device_scheduler, config.idle_device_seconds
-        return RankGroup(model, new_pool, limits, config.slice_milliseconds, name, devices, idle_seconds, suspect_jobs)
 
-    def _new_role_groups(self, model: WorkerConfig) -> dict[str | None, RankGroup]:
-        apart: dict[str | None, RankGroup] = {}
-        for each in self._config.role_groups:
-            group = self._new_group(role_config(self._config, model, each), role_group_name(model, each))
-            apart |= dict.fromkeys(each.roles, group)
-        return apart
+@dataclass(frozen=True)
+class _BaseModel:
+    """The groups and the engine that execute the work on a base model."""
 
-    def _new_engine(self, number: int, model: WorkerConfig) -> Engine:
-        """Builds the sampling engine; `number` is the model's position in the config."""
-        training, sampling = self._groups[model.model.name], self._config.sampling
-        directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
-        if sampling.vllm is not None:
-            if (new_engine := plugin_rows("workers.engines.vllm.engine", "ENGINES").get("vllm")) is None:
-                raise ValueError("sampler vllm needs workers/engines/vllm, which this installation lacks: use native")
-            return new_engine(number, model, sampling, training, partial(self.save_run, optimizer=False), directory)
-        # A request that killed one sampler may be retried on another one, so they share their suspects.
-        suspects = Suspects(SUSPECT_SHRINK_FACTOR)
-        groups = [self._new_group(each, name, suspects) for name, each in named_sampler_configs(model, sampling)]
-        if not groups:
-            return TrainingWorkersEngine(training)
-        return SamplerGroups(training, groups, AdapterCopies(directory))
+    group: RankGroup
+    """The group of its policies."""
+    role_groups: Mapping[str, RankGroup]
+    """Groups that hold the runs of certain roles, by role."""
+    engine: Engine
+
+    @property
+    def groups(self) -> list[RankGroup]:
+        """Returns the groups that train; the one of its policies is first."""
+        return list(dict.fromkeys([self.group, *self.role_groups.values()]))
+
+    def group_of(self, role: str | None) -> RankGroup:
+        """Returns the group that holds runs of this role; None selects the group that is sampled."""
+        return self.group if role is None else self.role_groups.get(role, self.group)
 
 
 @dataclass(frozen=True)
 class _RunLocation:
     group: RankGroup
     tenant_id: str
-    base_model: str
+    base_model: _BaseModel
     has_own_weights: bool
+
+
+class _Builder:
+    """Builds the groups and engines of base models from the configuration."""
+
+    def __init__(
+        self, config: DispatchConfig, pool_factory: PoolFactory, save_weights: Callable[[str, Path], Awaitable[None]]
+    ) -> None:
+        self._config = config
+        self._pool_factory = pool_factory
+        self._save_weights = save_weights
+        self._device_scheduler = DeviceScheduler() if config.shared_devices == "turns" else None
+
+    def base_model(self, number: int, model: WorkerConfig) -> _BaseModel:
+        """Builds what executes the base model's work; `number` is its position in the config."""
+        group = self._group(model, model.model.name)
+        role_groups: dict[str, RankGroup] = {}
+        for roles in self._config.role_groups:
+            of_roles = self._group(role_config(self._config, model, roles), role_group_name(model, roles))
+            role_groups |= dict.fromkeys(roles.roles, of_roles)
+        return _BaseModel(group, role_groups, self._engine(number, model, group))
+
+    def _group(self, model: WorkerConfig, name: str, suspect_jobs: Suspects | None = None) -> RankGroup:
+        limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
+        config, new_pool = self._config, partial(self._pool_factory.new_pool, name)
+        devices, idle_seconds = self._device_scheduler, config.idle_device_seconds
+        return RankGroup(model, new_pool, limits, config.slice_milliseconds, name, devices, idle_seconds, suspect_jobs)
+
+    def _engine(self, number: int, model: WorkerConfig, training: RankGroup) -> Engine:
+        sampling = self._config.sampling
+        directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
+        if sampling.vllm is not None:
+            if (new_engine := plugin_rows("workers.engines.vllm.engine", "ENGINES").get("vllm")) is None:
+                raise ValueError("sampler vllm needs workers/engines/vllm, which this installation lacks: use native")
+            return new_engine(number, model, sampling, training, self._save_weights, directory)
+        # A request that killed one sampler may be retried on another one, so they share their suspects.
+        suspects = Suspects(SUSPECT_SHRINK_FACTOR)
+        groups = [self._group(sampler, name, suspects) for name, sampler in named_sampler_configs(model, sampling)]
+        if not groups:
+            return TrainingWorkersEngine(training)
+        return SamplerGroups(training, groups, AdapterCopies(directory))
 
 
 def _check_weights(weights: Mapping[str, float]) -> None:

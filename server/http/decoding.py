@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from ...schemas.codec import decompress
 from ...schemas.errors import RequestError
-from ...workers.protocol.messages import FrameReader, FrameWriter, decode, encode
+from ...workers.protocol.messages import FrameReader, decode, encode, send_pieces
 
 Decoded = TypeVar("Decoded")
 
@@ -77,7 +77,7 @@ def _run_decoder_process(work: _Work) -> object:
         return _no_room(f"no process can be started ({error.strerror})")
     with pipe, process:
         try:
-            FrameWriter(encode(work)).send(pipe)
+            send_pieces(encode(work), pipe)
             frame = FrameReader().receive(pipe)
         except (EOFError, OSError):
             if process.wait() == -signal.SIGKILL:  # its own limits end it by other means
@@ -138,7 +138,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as pipe:
         frame = FrameReader().receive(pipe)
         assert frame is not None, "the pipe blocks"
-        FrameWriter(encode(_decoded(frame))).send(pipe)
+        send_pieces(encode(_decoded(frame)), pipe)
 
 
 def _decoded(frame: memoryview) -> object:

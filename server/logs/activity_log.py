@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ...schemas.errors import Category
 from ...workers.protocol.log_lines import log_event
-from ...workers.scheduler.rank_calls import EndedCall
+from ...workers.scheduler.calls import EndedCall
 from ...workers.scheduler.work import CallSize
 from ..store import OperationRecord
 

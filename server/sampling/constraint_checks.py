@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.sampling import Constraint
 from ...workers.protocol.calls import ModelInfo
-from ...workers.protocol.messages import FrameReader, FrameWriter, decode, encode
+from ...workers.protocol.messages import FrameReader, decode, encode, send_pieces
 from ..http.decoding import start_process
 from ..text.tokenizer import Tokenizers
 from . import constraint_process
@@ -156,7 +156,7 @@ class _TrialProcess:
             raise OperationError(message, "server") from None
 
     def _answer(self, pipe: socket.socket, constraint: Constraint) -> Verdict:
-        FrameWriter(encode(constraint)).send(pipe)
+        send_pieces(encode(constraint), pipe)
         frame = FrameReader().receive(pipe)
         assert frame is not None, "the pipe blocks"
         answer = decode(frame)
@@ -169,7 +169,7 @@ class _TrialProcess:
         self._end()
         self._pipe, self._process = start_process(constraint_process.__name__)
         self._pipe.settimeout(_TRIAL_SECONDS)
-        FrameWriter(encode(self._parts)).send(self._pipe)
+        send_pieces(encode(self._parts), self._pipe)
         return self._pipe
 
     def _end(self) -> None:

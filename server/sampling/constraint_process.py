@@ -17,7 +17,7 @@ import numpy as np
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import Constraint
-from ...workers.protocol.messages import FrameReader, FrameWriter, decode, encode
+from ...workers.protocol.messages import FrameReader, decode, encode, send_pieces
 from ...workers.sampler.requests.structured_output import MASK_SECONDS, Matcher, MatcherFactory
 from ..http.decoding import become_expendable
 
@@ -80,7 +80,7 @@ def main() -> None:
             except (EOFError, TimeoutError):
                 return
             assert isinstance(constraint, Constraint)
-            FrameWriter(encode(_verdict(factory, constraint))).send(pipe)
+            send_pieces(encode(_verdict(factory, constraint)), pipe)
 
 
 def _receive(pipe: socket.socket) -> object:

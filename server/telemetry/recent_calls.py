@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...workers.scheduler.rank_calls import EndedCall
-from ...workers.scheduler.work import WorkItem
+from ...workers.scheduler.calls import EndedCall
+from ...workers.scheduler.work import RunWork
 
 _KEPT = 60
 
@@ -42,10 +42,10 @@ class RecentCalls:
     def add(self, ended: EndedCall) -> None:
         call = ended.call
         # Without questions of the server itself, too.
-        works = [work for work in call.works if isinstance(work, WorkItem) and work.tenant_id]
+        works = [work for work in call.works if isinstance(work, RunWork) and work.tenant_id]
         if works:
             num_runs, num_tenants = len({work.key for work in works}), len({work.tenant_id for work in works})
-            size = (call.num_tokens, len(works), num_runs, num_tenants)
+            size = (call.size.tokens, len(works), num_runs, num_tenants)
             self._calls.append(
                 RecentCall(ended.group, call.activity, ended.began_at, ended.seconds, *size, ended.error)
             )

@@ -15,7 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ...workers.dispatch import WorkerDispatch
-from ...workers.scheduler.rank_calls import ACTIVITIES, EndedCall
+from ...workers.scheduler.calls import ACTIVITIES, EndedCall
 from ...workers.scheduler.rank_group import RankGroup
 from ..store import OperationRecord
 from .ended_sample import EndedSample
@@ -115,7 +115,7 @@ class ServerMetrics(Collector):
         group, call = ended.group, ended.call
         self._calls.labels(group, call.activity).observe(ended.seconds)
         if call.activity == "pass":
-            self._pass_tokens.labels(group).observe(call.num_tokens)
+            self._pass_tokens.labels(group).observe(call.size.tokens)
             self._pass_operations.labels(group).observe(len(call.works))
             self._idle_tokens.labels(group).inc(ended.idle_tokens)
 
@@ -149,7 +149,7 @@ class ServerMetrics(Collector):
             "trainhouse_group_activity", "1 for what a group's ranks are doing", labels=("group", "activity")
         )
         for group in groups:
-            deaths.add_metric((group.name,), group.num_deaths)
+            deaths.add_metric((group.name,), group.supervisor.num_deaths)
             for activity in ACTIVITIES:
                 doing.add_metric((group.name, activity), float(group.activity == activity))
         memory = GaugeMetricFamily(

@@ -10,7 +10,7 @@ from ...schemas.errors import Category, OperationError, RequestError
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.work_context import WorkContext, current_work, enter_work
-from ...workers.scheduler.rank_calls import EndedCall
+from ...workers.scheduler.calls import EndedCall
 from ...workers.scheduler.work import CallSize
 from ..logs.activity_log import ActivityLog
 from ..store import OperationRecord

@@ -27,8 +27,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from ...schemas.version import VERSION
 from ...workers.protocol.work_context import WorkContext
-from ...workers.scheduler.rank_calls import EndedCall
-from ...workers.scheduler.work import AwaitedWork, SamplingWork
+from ...workers.scheduler.calls import EndedCall
+from ...workers.scheduler.work import AnyWork, SamplingWork
 from ..store import OperationRecord
 from .ended_sample import EndedSample
 
@@ -181,7 +181,7 @@ class Tracing:
         context = None if (span := _span(work)) is None else self._context(span)
         return context if context is not None and context.trace_flags.sampled else None
 
-    def _shows_calls(self, work: AwaitedWork) -> SpanContext | None:
+    def _shows_calls(self, work: AnyWork) -> SpanContext | None:
         """Returns the identity of the span below which a call with this work is shown; None if it is not."""
         if work.context is None or (span := _span(work.context)) is None:
             return None

@@ -26,10 +26,10 @@ POISON, REFUSED = 501, 502
 
 
 class PoisonableWorker(Worker):
-    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
-        if _has(work, POISON):
+    def run_pass(self, parts: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
+        if _has(parts, POISON):
             os._exit(1)
-        return super().run_pass(work)
+        return super().run_pass(parts)
 
     def _load(self, mesh: Mesh) -> None:
         """The rank that has the token refuses it during the pass, while the other ranks continue."""
@@ -44,8 +44,8 @@ class PoisonableWorker(Worker):
         self._base.shared_hidden_states = refusing
 
 
-def _has(work: Pass, token: int) -> bool:
-    return any(token in datum.tokens for part in work.parts for datum in part.request.data)
+def _has(parts: Pass, token: int) -> bool:
+    return any(token in datum.tokens for part in parts for datum in part.request.data)
 
 
 def dispatch_config(config: ServerConfig, original=ServerConfig.dispatch_config) -> DispatchConfig:

@@ -26,7 +26,6 @@ from trainhouse.workers.protocol.calls import (
     Failure,
     OperationPart,
     OptimizerStep,
-    Pass,
     RunSpec,
     SampleJob,
     SamplingSlice,
@@ -333,7 +332,7 @@ def _pass(bench: Bench, worker: Worker, plan: Plan) -> Callable[[], float]:
         data = [Datum(row[:-1], {"target_tokens": row[1:].astype(np.int64), "weights": weights}) for row in ids]
         return ForwardBackwardRequest(f"run{run}", 1, tuple(data), "cross_entropy")
 
-    parts = Pass(tuple(OperationPart(run, request(run, *rows)) for run, rows in enumerate(plan)))
+    parts = tuple(OperationPart(run, request(run, *rows)) for run, rows in enumerate(plan))
 
     def run() -> float:
         answers = worker.run_pass(parts)

@@ -31,7 +31,7 @@ from ...workers.models.model import BaseModel
 from ...workers.ops.attention import Packing, pack_lengths
 from ...workers.ops.kernels import PrefixGroups
 from ...workers.ops.kv_cache import CachedRow, DecodeStep, SlotTensors
-from ...workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
+from ...workers.protocol.calls import OperationPart, OptimizerStep, RunSpec
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import ServedModel, WorkerConfig
 from ...workers.registry.model_registry import KINDS, ModelRegistry
@@ -115,7 +115,7 @@ def _operator_table(config: WorkerConfig, training: TrainingConfig, rows: Rows) 
     worker.create_run(RunSpec("run", training))
 
     def step() -> None:
-        worker.run_pass(Pass((OperationPart(0, request("run", rows)),)))
+        worker.run_pass((OperationPart(0, request("run", rows)),))
         worker.apply_steps((OptimizerStep("run", ADAM),))
 
     step()

@@ -20,7 +20,7 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.calls import OperationPart, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
 from ..live import LiveServer
@@ -82,16 +82,18 @@ def _layers(setup: Setup, url: str) -> dict[str, float]:
         stack.callback(lambda: runner.run(dispatch.close()))
         runner.run(_start(pool, dispatch))
         empty = request("run", [EMPTY_ROW], 0, forward_only=True)
-        work = Pass((OperationPart(0, empty),))
+        work = (OperationPart(0, empty),)
 
         def of_worker(pause_seconds: float) -> Measure:
-            return lambda: runner.run(pool.call("time_passes", work, WARM_UPS + PER_ROUND, pause_seconds))[0][WARM_UPS:]
+            return lambda: runner.run(pool.broadcast("time_passes", work, WARM_UPS + PER_ROUND, pause_seconds))[0][
+                WARM_UPS:
+            ]
 
         null = stack.enter_context(child("servers", "null"))
         sides = {
             "worker": of_worker(0.0),
             "worker, with pauses": of_worker(PAUSE_SECONDS),
-            "pool": lambda: runner.run(_awaited(lambda: pool.call("run_pass", work))),
+            "pool": lambda: runner.run(_awaited(lambda: pool.broadcast("run_pass", work))),
             "dispatch": lambda: runner.run(_awaited(lambda: dispatch.forward_backward(empty))),
             "http": _called(stack.enter_context(_exchange(url))),
             "sdk": _called(stack.enter_context(_sdk(url))),
@@ -103,7 +105,7 @@ def _layers(setup: Setup, url: str) -> dict[str, float]:
 
 async def _start(pool: LocalPool, dispatch: WorkerDispatch) -> None:
     await pool.start()
-    await pool.call("create_run", RunSpec("run", LORA))
+    await pool.broadcast("create_run", RunSpec("run", LORA))
     await dispatch.start(lambda message: None)
     await dispatch.create_run(MODEL, RunSpec("run", LORA), "tenant")
 

@@ -18,10 +18,10 @@ GATED = "trainhouse.tests.server.gated"
 
 
 class GatedWorker(Worker):
-    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
+    def run_pass(self, parts: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
         while Path(os.environ["GATE"]).exists():
             time.sleep(0.02)
-        return super().run_pass(work)
+        return super().run_pass(parts)
 
 
 def dispatch_config(config: ServerConfig, original=ServerConfig.dispatch_config) -> DispatchConfig:

@@ -37,7 +37,7 @@ def server_config(model: Path, state_dir: Path, **options: Any) -> ServerConfig:
 
 def soon_back(dispatch: WorkerDispatch) -> WorkerDispatch:
     """Shortens the restart backoff, so that a worker that crashes often restarts as fast as one that crashed once."""
-    for group in dispatch._all_groups():
+    for group in dispatch.groups:
         group.supervisor.backoff.first = 0.01
     return dispatch
 

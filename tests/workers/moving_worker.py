@@ -23,9 +23,9 @@ class MovingWorker(Worker):
         self._note("arrived")
         return super().create_run(spec)
 
-    def run_pass(self, work: Pass) -> Any:
+    def run_pass(self, parts: Pass) -> Any:
         self._note("arrived")
-        return super().run_pass(work)
+        return super().run_pass(parts)
 
     def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> Any:
         self._note("arrived")

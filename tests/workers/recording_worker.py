@@ -79,11 +79,11 @@ class RecordingWorker:
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         self._num_calls += 1
 
-    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
+    def run_pass(self, parts: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
         self._num_calls += 1
-        runs = {part.request.model_id for part in work.parts}
-        tokens = sum(len(datum.tokens) for part in work.parts for datum in part.request.data)
-        return tuple(self._run(part, {"runs:max": len(runs), "tokens:max": tokens}) for part in work.parts)
+        runs = {part.request.model_id for part in parts}
+        tokens = sum(len(datum.tokens) for part in parts for datum in part.request.data)
+        return tuple(self._run(part, {"runs:max": len(runs), "tokens:max": tokens}) for part in parts)
 
     def _run(self, part: OperationPart, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
         """Returns the first token of each datum as the outputs."""

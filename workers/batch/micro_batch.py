@@ -4,7 +4,6 @@ back into the client's order."""
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 from itertools import accumulate, groupby, pairwise
 from typing import TypeVar
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..losses import Loss, LossOutput
 from ..ops.attention import Packing, pack_lengths
+from .bins import balance_bins
 from .validated import Example, ValidatedBatch
 
 # Lanes with fewer tokens lose more to small matrix products than they gain by running in parallel.
@@ -169,17 +169,6 @@ def distribute(lengths: Sequence[int], budget: int, max_lanes: int) -> list[list
     while _fullest(bins := balance_bins(lengths, num_bins), lengths) > share:
         num_bins += num_lanes
     return [[members for members in bins[lane::num_lanes] if members] for lane in range(num_lanes)]
-
-
-def balance_bins(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Returns the indices by bin: the longest first, each in the bin with the fewest tokens so far."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    least = [(0, each) for each in range(num_bins)]
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        taken, chosen = least[0]
-        heapreplace(least, (taken + lengths[i], chosen))
-        bins[chosen].append(i)
-    return bins
 
 
 def best_fit_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:

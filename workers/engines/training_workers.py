@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ...schemas.sampling import SampleResponse
 from ..protocol.calls import SampleJob
+from ..protocol.methods import COPY_ADAPTER, LOAD_ADAPTER, LOAD_DRAFT
 from ..scheduler.rank_group import RankGroup
 from ..scheduler.work import MethodWork, OnProgress
 from .weights import drop_weights, load_weights
@@ -33,21 +34,19 @@ class TrainingWorkersEngine:
         return []
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        await self._group.submit(
-            MethodWork(run_id, tenant_id, "copy_adapter", (run_id, adapter_id), creates=adapter_id)
-        )
+        await self._group.submit(MethodWork(run_id, tenant_id, COPY_ADAPTER, (run_id, adapter_id), creates=adapter_id))
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
-        await load_weights(self._group, "load_adapter", adapter_id, directory)
+        await load_weights(self._group, LOAD_ADAPTER, adapter_id, directory)
 
     async def drop_adapter(self, adapter_id: str) -> None:
         await drop_weights(self._group, adapter_id)
 
     def has_draft(self, draft_id: str) -> bool:
-        return self._group.holds(draft_id)
+        return self._group.work.holds(draft_id)
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
-        await load_weights(self._group, "load_draft", draft_id, directory)
+        await load_weights(self._group, LOAD_DRAFT, draft_id, directory)
 
     async def drop_draft(self, draft_id: str) -> None:
         await drop_weights(self._group, draft_id)

@@ -5,16 +5,14 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ...schemas.errors import OperationError
+from ..protocol.methods import DROP_ADAPTER, Method
 from ..scheduler.rank_group import RankGroup
 from ..scheduler.work import MethodWork
 
 
-async def load_weights(
-    group: RankGroup, method: Literal["load_adapter", "load_draft"], weights_id: str, directory: Path
-) -> None:
+async def load_weights(group: RankGroup, method: Method[None], weights_id: str, directory: Path) -> None:
     """Loads an adapter or draft into the group's workers, whose crash loses it. Raises OperationError."""
     await group.submit(MethodWork(weights_id, "", method, (weights_id, str(directory)), creates=weights_id))
 
@@ -22,7 +20,7 @@ async def load_weights(
 async def drop_weights(group: RankGroup, weights_id: str) -> None:
     """Drops an adapter or draft. Unknown and lost ones are ignored. Raises OperationError."""
     if not group.forget_lost(weights_id):
-        await group.submit(MethodWork(weights_id, "", "drop_adapter", (weights_id,), drops=weights_id))
+        await group.submit(MethodWork(weights_id, "", DROP_ADAPTER, (weights_id,), drops=weights_id))
 
 
 @dataclass

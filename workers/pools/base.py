@@ -5,15 +5,16 @@ All pools carry the same messages (see messages.py), so arrays arrive alike.
 
 import abc
 import asyncio
-import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..protocol.log_lines import LogSettings, log_remote_failure
 from ..protocol.messages import Buffer, decode, encode
+from ..protocol.timeouts import GRACE_SECONDS
+from .children import Child
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class PoolSpec:
 
 @dataclass(frozen=True)
 class PerRank:
-    """An argument of `Pool.call` that differs from rank to rank; every other argument goes to all ranks."""
+    """An argument of `Pool.broadcast` that differs from rank to rank; every other argument goes to all ranks."""
 
     values: tuple[object, ...]
 
@@ -72,8 +73,20 @@ class WorkerError(Exception):
         return self.message
 
 
+Answer = asyncio.Future["memoryview | WorkerDied"]
+"""Resolves to the frame of a rank's answer, or to the death of the ranks."""
+
+Send = Callable[[list[Buffer], Answer], None]
+"""Sends a message to a rank, and sets the answer unless it is done by then: cancelled, or failed by a death."""
+
+START = "start"
+"""The message that builds the worker, unless there is one."""
+
+
 class Pool(abc.ABC):
     """The ranks of one group. It belongs to the event loop that starts it.
+
+    Messages go through children of this process, which end when it does, however it ends.
 
     death: resolves, with the reason, as soon as any rank is gone; from then on every call raises that reason.
     pids: the ranks' process ids, on their own machines.
@@ -90,13 +103,15 @@ class Pool(abc.ABC):
         self.spec = spec
         self.pids = []
         self.rank_times = ()
-        self._expected: set[asyncio.Future[RankAnswer]] = set()
+        self._children: list[Child] = []
+        self._send_to: list[Send] = []
+        self._awaited: set[Answer] = set()
 
     async def start(self, hang_seconds: float = math.inf) -> None:
         """Builds the worker on every rank.
 
         Args:
-            hang_seconds: as in `call`.
+            hang_seconds: as in `broadcast`.
         Raises:
             ValueError: the constructor raised it or OSError (the model is bad or missing).
             PlacementError: the ranks cannot be started now.
@@ -106,14 +121,16 @@ class Pool(abc.ABC):
         self.death = asyncio.get_running_loop().create_future()
         try:
             await self._start_ranks()
-            processes = raise_first(await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds))
+            processes: list[RankProcess] = await self.broadcast(START, hang_seconds=hang_seconds)
             self.pids = [each.pid for each in processes]
             self.is_kept = all(each.is_kept for each in processes)
         except BaseException:
             await self.close()
             raise
 
-    async def call(self, method: str, *arguments: object, hang_seconds: float = math.inf) -> list[Any]:
+    async def broadcast(
+        self, method: str, *arguments: object, hang_seconds: float = math.inf, lockstep: bool = False
+    ) -> list[Any]:
         """Returns the results of `worker.method(*arguments)`, by rank.
 
         Overlapping calls run in the order in which they began. Cancelling the caller leaves the call running and drops
@@ -121,107 +138,115 @@ class Pool(abc.ABC):
 
         Args:
             hang_seconds: the ranks are killed if this call, with those before it, takes longer.
+            lockstep: if some ranks fail and others do not, all are killed: their states would diverge.
         Raises:
             OperationError, ValueError: as the worker raised them.
             WorkerError: the worker raised another exception.
             WorkerDied: a rank died; raised at once.
         """
-        return raise_first(await self.call_all(method, *arguments, hang_seconds=hang_seconds))
-
-    async def call_all(self, method: str, *arguments: object, hang_seconds: float = math.inf) -> list[Any]:
-        """Calls like `call`, but returns a rank's exception in place of its result; raises only WorkerDied."""
+        if self.death.done():
+            raise self.death.result()
+        num_ranks = len(self.spec.configs)
         if any(isinstance(each, PerRank) for each in arguments):
-            messages = [encode((method, row)) for row in self._by_rank(arguments)]
+            columns = (each.values if isinstance(each, PerRank) else [each] * num_ranks for each in arguments)
+            messages = [encode((method, row)) for row in zip(*columns, strict=True)]
         else:
-            messages = [encode((method, arguments))] * len(self.spec.configs)
-        return await self._gather(messages, method, hang_seconds)
+            messages = [encode((method, arguments))] * num_ranks
+        answers = await self._exchange(messages, method, hang_seconds)
+        if self.death.done():
+            raise self.death.result()
+        self.rank_times = [answer.time for answer in answers if answer.time is not None]
+        failed = [(rank, answer.error) for rank, answer in enumerate(answers) if answer.error is not None]
+        for rank, error in failed:
+            if isinstance(error, WorkerError):
+                log_remote_failure(
+                    logger, f"rank {rank} of {self.spec.worker}: {method} failed", error.remote_traceback
+                )
+        if failed:
+            rank, error = failed[0]
+            if lockstep and len(failed) < len(answers):
+                raise self.kill(f"rank {rank} of {len(answers)} failed in {method}, the others did not: {error}")
+            raise error
+        return [answer.value for answer in answers]
 
     def kill(self, reason: str) -> WorkerDied:
         """Kills all ranks at once and returns their death. Kept ranks are replaced by the next pool of their group."""
         self._record_death(f"{reason}, so it was killed")
-        self._kill_ranks()
+        for child in self._children:
+            child.process.kill()
         return self.death.result()
 
     async def close(self) -> None:
         """Stops the ranks; calls under way raise WorkerDied."""
         self._record_death("it was stopped")
-        await self._stop_ranks()
+        for child in self._children:
+            child.hang_up()
+        await asyncio.gather(*(child.wait_or_kill() for child in self._children))
+        self._children = []
 
     @abc.abstractmethod
-    async def _start_ranks(self) -> None: ...
+    async def _start_ranks(self) -> None:
+        """Starts the children, and adds to `_send_to`, for each rank, what sends it a message."""
 
-    @abc.abstractmethod
-    async def _answers_to(
-        self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float
-    ) -> "list[RankAnswer]": ...
+    def _watch(self, child: Child) -> None:
+        self._children.append(child)
+        child.listen()
+        asyncio.get_running_loop().add_reader(child.process.sentinel, self._child_ended, child)
 
-    @abc.abstractmethod
-    async def _stop_ranks(self) -> None: ...
+    def _child_ended(self, child: Child) -> None:
+        asyncio.get_running_loop().remove_reader(child.process.sentinel)
+        child.ended.set()
+        self._record_death(child.reason)
 
-    @abc.abstractmethod
-    def _kill_ranks(self) -> None:
-        """Kills all ranks, or what connects them to this server, even if they do not respond; returns at once."""
-
-    def _by_rank(self, arguments: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
-        for rank in range(len(self.spec.configs)):
-            yield tuple(each.values[rank] if isinstance(each, PerRank) else each for each in arguments)
-
-    async def _gather(self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float) -> list[Any]:
-        """Returns the ranks' results of encoded messages, or their exceptions. Raises WorkerDied."""
-        if self.death.done():
-            raise self.death.result()
-        answers = await self._answers_to(messages, method, hang_seconds)
-        if self.death.done():
-            raise self.death.result()
-        self.rank_times = [answer.time for answer in answers if answer.time is not None]
-        for rank, answer in enumerate(answers):
-            if answer.error is not None:
-                self._log(answer.error, rank, method)
-        return [answer.value if answer.error is None else answer.error for answer in answers]
-
-    @contextlib.contextmanager
-    def _killed_after(self, seconds: float, method: str) -> Iterator[None]:
-        """Kills the ranks unless the block ends in time."""
-        if seconds == math.inf:
-            yield
-            return
-        reason = f"it hung: {method} had no answer after {seconds:.0f} s"
-        timer = asyncio.get_running_loop().call_later(seconds, self.kill, reason)
+    async def _exchange(self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float) -> "list[RankAnswer]":
+        """Sends the messages and returns the ranks' answers. Kills the ranks if they hang."""
+        loop = asyncio.get_running_loop()
+        awaited: list[Answer] = [loop.create_future() for _ in messages]
+        self._awaited.update(awaited)
+        for send, message, answer in zip(self._send_to, messages, awaited, strict=True):
+            send(message, answer)
+        reason = f"it hung: {method} had no answer after {hang_seconds:.0f} s"
+        timer = None if hang_seconds == math.inf else loop.call_later(hang_seconds, self.kill, reason)
         try:
-            yield
+            if len(awaited) > 1:
+                return await self._all_or_none(awaited, method)
+            return [decode_answer(await awaited[0])]
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
+            self._awaited.difference_update(awaited)
 
-    def _expect(self) -> "asyncio.Future[RankAnswer]":
-        answer: asyncio.Future[RankAnswer] = asyncio.get_running_loop().create_future()
-        self._expected.add(answer)
-        answer.add_done_callback(self._expected.discard)
-        return answer
-
-    def _log(self, error: Exception, rank: int, method: str) -> None:
-        if isinstance(error, WorkerError):
-            log_remote_failure(logger, f"rank {rank} of {self.spec.worker}: {method} failed", error.remote_traceback)
+    async def _all_or_none(self, awaited: "list[Answer]", method: str) -> "list[RankAnswer]":
+        """Kills the ranks if one failed and others do not answer soon: they may wait forever for it in a collective."""
+        answers: dict[Answer, RankAnswer] = {}
+        pending = set(awaited)
+        error: Exception | None = None
+        while pending:
+            if error is None:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            else:
+                done, pending = await asyncio.wait(pending, timeout=GRACE_SECONDS)
+                if pending:
+                    raise self.kill(f"{method} failed on one of its ranks, the others waited for it: {error}")
+            for answer in done:
+                answers[answer] = decode_answer(answer.result())
+                error = error or answers[answer].error
+        return [answers[answer] for answer in awaited]
 
     def _record_death(self, reason: str) -> None:
         if self.death.done():
             return
-        self.death.set_result(WorkerDied(reason))
+        death = WorkerDied(reason)
+        self.death.set_result(death)
         # Answers of the other ranks fail too: a rank that waits for a dead one in a collective would never answer.
-        for answer in tuple(self._expected):
-            set_answer(answer, RankAnswer(error=self.death.result()))
-
-
-def raise_first(answers: list[Any]) -> list[Any]:
-    """Raises the first error among them."""
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return answers
+        for answer in self._awaited:
+            if not answer.done():
+                answer.set_result(death)
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """Answers the message that builds a worker.
+    """Answers START.
 
     is_kept: true if an earlier server has built it.
     """
@@ -245,14 +270,10 @@ class RankAnswer:
     time: RankTime | None = None
 
 
-def set_answer(answer: "asyncio.Future[RankAnswer]", value: RankAnswer) -> None:
-    """Sets the answer, unless it is done already: cancelled with its caller, or failed by a death."""
-    if not answer.done():
-        answer.set_result(value)
-
-
-def decode_answer(frame: memoryview) -> RankAnswer:
-    """Decodes the answer in a frame; arrays keep the frame's memory."""
+def decode_answer(frame: memoryview | WorkerDied) -> RankAnswer:
+    """Decodes the answer in a frame; arrays keep the frame's memory. Raises WorkerDied if it is a death."""
+    if isinstance(frame, WorkerDied):
+        raise frame
     try:
         answer: Any = decode(frame)
     except Exception as error:  # for example a type that this process cannot build; the caller receives the error

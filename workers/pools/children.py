@@ -1,6 +1,5 @@
-"""Runs child processes that answer messages, and the pools whose messages go through them."""
+"""Runs child processes that answer messages."""
 
-import abc
 import asyncio
 import concurrent.futures
 import contextlib
@@ -16,78 +15,20 @@ import socket
 import sys
 import threading
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..protocol.messages import Buffer, FrameReader, FrameWriter
+from ..protocol.messages import Buffer, FrameReader, send_pieces
 from ..protocol.timeouts import GRACE_SECONDS
 from ..resources.allocator import single_arena_for_children
-from .base import Pool, PoolSpec, RankAnswer, decode_answer, set_answer
-from .worker_host import set_passive_wait_policy
 
 _MAX_MESSAGE_BYTES = 4096  # bytes of a child's first or last words
 _SERVER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class ChildrenPool(Pool):
-    """A pool whose messages go through children of this process; they end when it does, however it ends."""
-
-    def __init__(self, spec: PoolSpec) -> None:
-        super().__init__(spec)
-        self._children: list[Child] = []
-
-    def _watch(self, child: "Child") -> None:
-        self._children.append(child)
-        child.listen()
-        asyncio.get_running_loop().add_reader(child.process.sentinel, self._child_ended, child)
-
-    @abc.abstractmethod
-    def _send(self, rank: int, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
-        """Sends the message and sets `answer`, unless it is done by then, to the rank's reply.
-
-        The message None builds the worker.
-        """
-
-    async def _answers_to(self, messages: Sequence[list[Buffer]], method: str, hang_seconds: float) -> list[RankAnswer]:
-        expected = [self._expect() for _ in messages]
-        for rank, message in enumerate(messages):
-            self._send(rank, message, expected[rank])
-        with self._killed_after(hang_seconds, method):
-            if len(expected) > 1:
-                await self._all_or_none(expected, method)
-            return [await answer for answer in expected]
-
-    async def _all_or_none(self, expected: "list[asyncio.Future[RankAnswer]]", method: str) -> None:
-        """Kills the ranks if one failed and others do not answer soon: they may wait forever for it in a collective."""
-        pending = set(expected)
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            error = next((error for answer in done if (error := answer.result().error) is not None), None)
-            if error is not None and pending:
-                _, late = await asyncio.wait(pending, timeout=GRACE_SECONDS)
-                if late:
-                    self.kill(f"{method} failed on one of its ranks, the others waited for it: {error}")
-                return
-
-    async def _stop_ranks(self) -> None:
-        for child in self._children:
-            child.hang_up()
-        await asyncio.gather(*(child.wait_or_kill() for child in self._children))
-        self._children = []
-
-    def _kill_ranks(self) -> None:
-        for child in self._children:
-            child.process.kill()
-
-    def _child_ended(self, child: "Child") -> None:
-        asyncio.get_running_loop().remove_reader(child.process.sentinel)
-        child.ended.set()
-        self._record_death(child.reason)
-
-
 class Child:
-    """The parent's side of a child process that answers messages in the order in which they were sent.
+    """The parent's side of a child process that answers each rank's messages in the order in which they were sent.
 
     The lifeline carries only a child's last words; when it closes, the child knows that this process is gone.
     """
@@ -102,9 +43,9 @@ class Child:
         """
         self._pipe, pipe = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
-        self._outgoing: deque[FrameWriter] = deque()
+        self._outgoing: deque[list[Buffer]] = deque()
         self._incoming = FrameReader()
-        self._answers: deque[asyncio.Future[RankAnswer]] = deque()
+        self._answers: defaultdict[int, deque[asyncio.Future[Any]]] = defaultdict(deque)
         self.ended = asyncio.Event()
         # If the program ends without closing its pool: must happen before multiprocessing waits for its children.
         multiprocessing.util.Finalize(self, self._lifeline.close, exitpriority=0)
@@ -134,27 +75,24 @@ class Child:
         self._pipe.setblocking(False)
         asyncio.get_running_loop().add_reader(self._pipe, self._receive)
 
-    def send(self, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
-        self._answers.append(answer)
-        self._begin_to_send(message)
-
-    def _begin_to_send(self, message: list[Buffer]) -> None:
-        self._outgoing.append(FrameWriter(message))
+    def send(self, message: list[Buffer], answer: "asyncio.Future[Any]", rank: int = 0) -> None:
+        """Sends the message, and sets `answer` to the frame that answers it, unless it is done by then."""
+        self._answers[rank].append(answer)
+        self._outgoing.append(list(message))
         if len(self._outgoing) == 1 and not self._send_waiting():
-            asyncio.get_running_loop().add_writer(self._pipe, self._send_rest)
+            asyncio.get_running_loop().add_writer(self._pipe, self._send_waiting)
 
     def _send_waiting(self) -> bool:
         """Sends what fits; True if nothing is left."""
         try:
-            while self._outgoing and self._outgoing[0].send(self._pipe):
+            while self._outgoing:
+                if not send_pieces(self._outgoing[0], self._pipe):
+                    return False
                 self._outgoing.popleft()
-        except OSError:  # the rank is gone: its exit is noticed elsewhere, which fails the expected answers
+        except OSError:  # the rank is gone: its exit is noticed elsewhere, which fails the awaited answers
             self._outgoing.clear()
-        return not self._outgoing
-
-    def _send_rest(self) -> None:
-        if self._send_waiting():
-            asyncio.get_running_loop().remove_writer(self._pipe)
+        asyncio.get_running_loop().remove_writer(self._pipe)
+        return True
 
     def _receive(self) -> None:
         try:
@@ -163,8 +101,10 @@ class Child:
         except (OSError, EOFError):  # as above
             asyncio.get_running_loop().remove_reader(self._pipe)
 
-    def _take(self, frame: memoryview) -> None:
-        set_answer(self._answers.popleft(), decode_answer(frame))
+    def _take(self, frame: memoryview, rank: int = 0) -> None:
+        answer = self._answers[rank].popleft()
+        if not answer.done():
+            answer.set_result(frame)
 
     def hang_up(self) -> None:
         """Closes the connection; repeating it does nothing, as after a `close` of the pool that was cancelled."""
@@ -298,3 +238,12 @@ def _exit_reason(exit_code: int | None) -> str:
         hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
         return f"killed by {signal.Signals(-exit_code).name}{hint}"
     return f"it ended with exit code {exit_code}"
+
+
+def set_passive_wait_policy() -> None:
+    """Makes idle OpenMP threads sleep instead of spin; OpenMP reads the variable when it is loaded.
+
+    Next to one busy process, spinning threads made a training step nine times slower, and on quiet cores no faster
+    (docs/performance.md).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

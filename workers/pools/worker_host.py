@@ -10,7 +10,8 @@ from typing import Any
 from ...schemas.errors import OperationError
 from ..protocol.messages import Buffer, decode, encode
 from ..resources.allocator import MemoryTrimmer
-from .base import PoolSpec, RankAnswer, RankProcess, RankTime, WorkerError
+from .base import START, PoolSpec, RankAnswer, RankProcess, RankTime, WorkerError
+from .children import set_passive_wait_policy
 
 
 class WorkerHost:
@@ -24,15 +25,13 @@ class WorkerHost:
         spec.log.install(rank)
 
     def answer(self, frame: memoryview) -> list[Buffer]:
-        """Answers a message; None builds the worker, unless there is one."""
+        """Answers a message: a method with its arguments, or START."""
         began_at, started = time.time(), time.perf_counter()
         try:
             message: Any = decode(frame)
             with self._trimming.working():
-                if message is None:
-                    return encode(RankAnswer(self._build()))
                 method, arguments = message
-                value = getattr(self._worker, method)(*arguments)
+                value = self._build() if method == START else getattr(self._worker, method)(*arguments)
                 return encode(RankAnswer(value, time=RankTime(began_at, time.perf_counter() - started)))
         except OperationError as error:
             return encode(RankAnswer(error=error))
@@ -63,12 +62,3 @@ def _plain(error: ValueError) -> ValueError:
     plain = ValueError(str(error))
     plain.add_note(traceback.format_exc())
     return plain
-
-
-def set_passive_wait_policy() -> None:
-    """Makes idle OpenMP threads sleep instead of spin; OpenMP reads the variable when it is loaded.
-
-    Next to one busy process, spinning threads made a training step nine times slower, and on quiet cores no faster
-    (docs/performance.md).
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

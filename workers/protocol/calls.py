@@ -196,16 +196,13 @@ class OperationPart:
         return self.shared or DataShare(range(self.first_datum, self.first_datum + num_data), num_data)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A joint forward (and backward) of operations of several runs, in each run's order.
+Pass = tuple[OperationPart, ...]
+"""A joint forward (and backward) of operations of several runs, in each run's order.
 
-    Each part is answered by a Failure, which ends its operation (no more parts follow); by None while more parts
-    follow; or by the ForwardBackwardOutput of the whole operation (RankOutput if it is shared). An operation's
-    gradients reach its run's accumulator with its last part, and only if all parts succeeded.
-    """
-
-    parts: tuple[OperationPart, ...]
+Each part is answered by a Failure, which ends its operation (no more parts follow); by None while more parts follow; or
+by the ForwardBackwardOutput of the whole operation (RankOutput if it is shared). An operation's gradients reach its
+run's accumulator with its last part, and only if all parts succeeded.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ block of memory and the arrays are views of it: they keep it alive and are writa
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,13 +36,13 @@ def encode(value: object) -> list[Buffer]:
     pickled = pickle.dumps(value, protocol=5, buffer_callback=stays_in_pickle)
     sizes = [view.nbytes for view in buffers]
     position = _HEAD.size + len(sizes) * _SIZE_BYTES + len(pickled)
-    stops = _stops(position, sizes)
-    head = _HEAD.pack(stops[-1] if stops else position, len(pickled), len(sizes))
-    pieces: list[Buffer] = [head + struct.pack(f"<{len(sizes)}Q", *sizes) + pickled]
-    for view, stop in zip(buffers, stops, strict=True):
-        pieces += (bytes(stop - view.nbytes - position), view)
-        position = stop
-    return pieces
+    pieces: list[Buffer] = []
+    for view in buffers:
+        padding = -position % _ALIGNMENT
+        pieces += (bytes(padding), view)
+        position += padding + view.nbytes
+    head = _HEAD.pack(position, len(pickled), len(sizes))
+    return [head + struct.pack(f"<{len(sizes)}Q", *sizes) + pickled, *pieces]
 
 
 def decode(frame: memoryview) -> object:
@@ -51,55 +50,41 @@ def decode(frame: memoryview) -> object:
     _, num_pickled, num_buffers = _HEAD.unpack_from(frame)
     sizes = struct.unpack_from(f"<{num_buffers}Q", frame, _HEAD.size)
     start = _HEAD.size + num_buffers * _SIZE_BYTES
-    stops = _stops(start + num_pickled, sizes)
-    buffers = [frame[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+    position = start + num_pickled
+    buffers: list[memoryview] = []
+    for size in sizes:
+        position += -position % _ALIGNMENT
+        buffers.append(frame[position : position + size])
+        position += size
     return pickle.loads(frame[start : start + num_pickled], buffers=buffers)
 
 
-def _stops(position: int, sizes: Sequence[int]) -> list[int]:
-    """Returns the end offset of each aligned buffer, if the first may begin at `position`."""
-    stops: list[int] = []
-    for size in sizes:
-        position += -position % _ALIGNMENT + size
-        stops.append(position)
-    return stops
+def send_pieces(unsent: list[Buffer], pipe: socket.socket) -> bool:
+    """Sends as much as the pipe takes, removes it from `unsent`, and returns True if nothing is left.
 
-
-class FrameWriter:
-    """A frame that is being written to a pipe in as many calls as it takes."""
-
-    def __init__(self, pieces: Sequence[Buffer]) -> None:
-        self._unsent = [memoryview(piece) for piece in pieces]
-
-    def send(self, pipe: socket.socket) -> bool:
-        """Sends as much as the pipe takes and returns True if the whole frame is sent.
-
-        Raises:
-            OSError: the pipe is broken.
-        """
-        while self._unsent:
-            try:
-                num_sent = pipe.sendmsg(self._unsent[:_MAX_PIECES])
-            except BlockingIOError:
-                return False
-            self._drop(num_sent)
-        return True
-
-    def _drop(self, num_bytes: int) -> None:
+    Raises:
+        OSError: the pipe is broken.
+    """
+    while unsent:
+        try:
+            num_sent = pipe.sendmsg(unsent[:_MAX_PIECES])
+        except BlockingIOError:
+            return False
         num_whole = 0
-        while num_whole < len(self._unsent) and num_bytes >= self._unsent[num_whole].nbytes:
-            num_bytes -= self._unsent[num_whole].nbytes
+        while num_whole < len(unsent) and num_sent >= len(unsent[num_whole]):
+            num_sent -= len(unsent[num_whole])
             num_whole += 1
-        del self._unsent[:num_whole]
-        if num_bytes:
-            self._unsent[0] = self._unsent[0][num_bytes:]
+        del unsent[:num_whole]
+        if num_sent:
+            unsent[0] = memoryview(unsent[0])[num_sent:]
+    return True
 
 
 class FrameReader:
     """Reads frames from a pipe."""
 
     def __init__(self) -> None:
-        self._begin()
+        self._frame = self._missing = memoryview(bytearray(_HEAD.size))
 
     def receive(self, pipe: socket.socket) -> memoryview | None:
         """Returns the next frame, or None if a non-blocking pipe has no more data for now.
@@ -117,17 +102,10 @@ class FrameReader:
                 raise EOFError("the other side closed the pipe")
             self._missing = self._missing[num_read:]
             if not self._missing and len(self._frame) == _HEAD.size:
-                self._make_room()
+                head = self._frame
+                self._frame = np.empty(_HEAD.unpack_from(head)[0], np.uint8).data
+                self._frame[: _HEAD.size] = head
+                self._missing = self._frame[_HEAD.size :]
         frame = self._frame
-        self._begin()
-        return frame
-
-    def _begin(self) -> None:
         self._frame = self._missing = memoryview(bytearray(_HEAD.size))
-
-    def _make_room(self) -> None:
-        head = self._frame
-        num_bytes, _, _ = _HEAD.unpack_from(head)
-        self._frame = np.empty(num_bytes, np.uint8).data
-        self._frame[: _HEAD.size] = head
-        self._missing = self._frame[_HEAD.size :]
+        return frame

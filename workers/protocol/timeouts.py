@@ -7,8 +7,9 @@ memory.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from .methods import MOVES_DATA
+from .methods import Method
 from .worker_config import DEFAULT_PREFILL_CHUNK_TOKENS, WorkerConfig
 
 GRACE_SECONDS = 5.0
@@ -82,8 +83,8 @@ class CallTimeouts:
     def for_slice(self, budget_milliseconds: float) -> float:
         return self._moving_seconds + self._base + budget_milliseconds / 1000 + self.slices.limit(1.0)
 
-    def for_method(self, method: str) -> float:
-        return self._moving_seconds + self._base * (_DATA if method in MOVES_DATA else 1)
+    def for_method(self, method: Method[Any]) -> float:
+        return self._moving_seconds + self._base * (_DATA if method.moves_data else 1)
 
     def record_move(self, seconds: float) -> None:
         """Records how long it took to move on and off the device; every call may have to wait for that."""

@@ -24,21 +24,19 @@ _COMPILE_SECONDS, _COMPILE_SECONDS_OF_TENANT = 0.2, 0.1
 
 @dataclass(eq=False)
 class Cohort:
-    """Sampling jobs that run together.
-
-    max_jobs: largest number of jobs.
-    running: jobs that the ranks hold.
-    cancelled: ids of jobs that the ranks must drop.
-    turn_slices: slices of its turn; num_turn_slices: how many of them are over.
-    """
+    """Sampling jobs that run together."""
 
     number: int
     max_jobs: float
     joining: dict[str, SamplingWork] = field(default_factory=dict)
     running: dict[str, SamplingWork] = field(default_factory=dict)
+    """Jobs that the ranks hold."""
     cancelled: list[str] = field(default_factory=list)
+    """Ids of jobs that the ranks must drop."""
     turn_slices: int = _FIRST_TURN
+    """Slices of its turn."""
     num_turn_slices: int = 0
+    """Slices of its turn that are over."""
 
     def __len__(self) -> int:
         return len(self.joining) + len(self.running)
@@ -107,13 +105,14 @@ class Cohorts:
         return len(self) - len(self._main)
 
     @property
-    def wants_slice(self) -> bool:
-        return any(cohort.wants_slice for cohort in self._all())
+    def has_work(self) -> bool:
+        """True if there are jobs, or some that the ranks must drop."""
+        return bool(self._cohort_of or self._main.cancelled or any(cohort.cancelled for cohort in self._apart.values()))
 
     def works(self) -> list[SamplingWork]:
         return [each for cohort in self._all() for each in chain(cohort.joining.values(), cohort.running.values())]
 
-    def add(self, waiting: SamplingWork) -> None:
+    def enqueue_job(self, waiting: SamplingWork) -> None:
         most = self._suspects.max_together([waiting.job.job_id])
         cohort = self._main if most == self._main.max_jobs else self._with_room(most)
         cohort.joining[waiting.job.job_id] = waiting

@@ -1,123 +1,170 @@
-"""Queues the work of a group's ranks: keeps each run's order and forms calls from the work of all runs."""
+"""Queues the work on a group's runs: keeps each run's order, and forms calls from the work of all runs.
 
-from collections import OrderedDict
-from collections.abc import Container, Iterator
+What goes into a pass is decided by deficit round robin (Shreedhar and Varghese, 1995) over tokens: tenants take turns,
+each turn adds a quantum of tokens to the tenant's credit, and inside a tenant its runs take turns. Tokens taken beyond
+the credit are paid back by later turns.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar
 
-from .fair_queue import FairQueue, PassLimits, TenantShare
-from .work import MethodWork, PassWork, RunQueue, SnapshotWork, StepWork, WorkItem
+from .work import MethodWork, PassWork, RunWork, SnapshotWork, StepWork
+
+Kind = Literal["training", "methods", "snapshots", "sampling"]
+"""Kinds of calls, between which the ranks' time is shared."""
+
+Queued = TypeVar("Queued", bound=RunWork[Any])
+
+_TURNS_PER_PASS = 4
+_SHORT_PER_PASS = 16
+
+
+@dataclass(frozen=True)
+class PassLimits:
+    """The limits of one pass."""
+
+    max_tokens: int
+    """Sequences are not cut: one longer than half of this may exceed it. 0 until the ranks have loaded if they decide
+    it."""
+    max_runs: int
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """See DispatchConfig."""
+
+    def quantum(self, tenant_id: str) -> float:
+        """Returns the tokens of one turn of the tenant: at most a quarter of a pass, or more if a pass holds fewer than
+        4 runs.
+        """
+        heaviest = max(1.0, *self.tenant_weights.values()) if self.tenant_weights else 1.0
+        weight = self.tenant_weights.get(tenant_id, 1.0) / heaviest
+        return weight * self.max_tokens / min(_TURNS_PER_PASS, self.max_runs)
+
+    def may_be_split(self, work: PassWork) -> bool:
+        """True if the rest of the operation may be split over passes; a smaller rest waits until it fits as a whole."""
+        return work.tokens > self.quarter
+
+    def is_short(self, work: PassWork) -> bool:
+        """True if the operation should run in the very next pass."""
+        if work.num_taken:
+            return False
+        return work.tokens <= self._short_tokens or (len(work.lengths) == 1 and work.tokens <= self.half)
+
+    def allows_short(self, short: PassWork, taken: int) -> bool:
+        """True if a tenant whose short operations already took `taken` tokens of the pass may add this one."""
+        return taken + short.tokens <= self._short_tokens
+
+    @cached_property
+    def half(self) -> float:
+        return self.max_tokens / 2
+
+    @cached_property
+    def quarter(self) -> float:
+        return self.max_tokens / _TURNS_PER_PASS
+
+    @cached_property
+    def _short_tokens(self) -> float:
+        return self.max_tokens / _SHORT_PER_PASS
 
 
 class GroupQueue:
     """Holds waiting work. Work that is taken goes to the ranks in one call, and is answered before anything else is
     taken.
 
-    num_works, num_tokens: of the waiting work, without what is taken.
-    suspects: runs whose operations and optimizer steps each run alone.
-    numbers: of the work, which outlive the queue.
+    Only the first work of a run can run: an optimizer step or a method blocks what follows until it is answered.
     """
 
     def __init__(self, limits: PassLimits, suspects: Container[str] = (), numbers: Iterator[int] | None = None) -> None:
-        self.num_works = 0
-        self.num_tokens = 0
+        """Makes an empty queue.
+
+        Args:
+            suspects: runs whose operations and optimizer steps each run alone.
+            numbers: of the work, which outlive the queue.
+        """
+        self.num_works = self.num_tokens = 0
+        """Counts of the waiting work, without what is taken."""
+        self.num_ready: dict[Kind, int] = {"training": 0, "methods": 0, "snapshots": 0}
+        """Runs whose first work waits for a call of this kind."""
         self._limits = limits
         self._suspects = suspects
         self._numbers = numbers or count()
-        self._runs: dict[str, RunQueue] = {}
-        # Each run is in one of these, by the type of its head.
-        self._operations, self._suspect_operations = FairQueue(limits), _TenantRoundRobin()
-        self._steps, self._methods, self._snapshots = _TenantRoundRobin(), _TenantRoundRobin(), _TenantRoundRobin()
-        self._by_head = {StepWork: self._steps, MethodWork: self._methods, SnapshotWork: self._snapshots}
-        self._waits_in: dict[str, FairQueue | _TenantRoundRobin] = {}
+        self._runs: dict[str, deque[RunWork[Any]]] = {}
+        # The first work of each run waits in one of these, by its type.
+        self._operations, self._suspect_operations = FairQueue(limits), TurnQueue[PassWork]("training")
+        self._steps = TurnQueue[StepWork]("training")
+        self._methods, self._snapshots = TurnQueue[MethodWork[Any]]("methods"), TurnQueue[SnapshotWork]("snapshots")
+        self._by_type = {StepWork: self._steps, MethodWork: self._methods, SnapshotWork: self._snapshots}
+        self._waits_in: dict[str, FairQueue | TurnQueue[Any]] = {}
         self._steps_went_last = False
         self._suspect_stepped_last = self._suspect_passed_last = False
 
     def __contains__(self, key: str) -> bool:
         return key in self._runs
 
-    @property
-    def wants_snapshot(self) -> bool:
-        return bool(self._snapshots)
+    def works(self) -> list[RunWork[Any]]:
+        return [work for run in self._runs.values() for work in run]
 
-    @property
-    def wants_method(self) -> bool:
-        return bool(self._methods)
-
-    @property
-    def wants_training(self) -> bool:
-        return bool(self._steps) or self._wants_pass
-
-    @property
-    def _wants_pass(self) -> bool:
-        return bool(self._operations or self._suspect_operations)
-
-    def works(self) -> list[WorkItem]:
-        return [work for run in self._runs.values() for work in run.works]
-
-    def add(self, work: WorkItem) -> None:
+    def enqueue(self, work: RunWork[Any]) -> None:
         work.number = next(self._numbers)
-        run = self._runs.setdefault(work.key, RunQueue(work.key, work.tenant_id))
-        run.works.append(work)
+        run = self._runs.setdefault(work.key, deque())
+        run.append(work)
         self.num_works += 1
         self.num_tokens += work.tokens
-        if len(run.works) == 1:
-            self._enqueue(run)
+        if len(run) == 1:
+            self._make_ready(work)
 
-    def cancel(self, work: WorkItem) -> None:
+    def cancel(self, work: RunWork[Any]) -> None:
         """Drops work that no caller waits for any more, unless the ranks have begun it."""
-        run = self._runs.get(work.key)
-        if run is not None and work in run.works and not work.has_begun:
-            self.drop(work)
+        if work in self._runs.get(work.key, ()) and not work.has_begun:
+            self.remove(work)
 
-    def drop(self, work: WorkItem) -> None:
-        """Removes the rest of this work from the queue."""
-        run = self._runs[work.key]
-        if work is run.head:
-            self._dequeue(run)
-            self._end(run)
-        else:
-            run.works.remove(work)
-            self._forget(work)
+    def remove(self, work: Queued) -> Queued:
+        """Removes and returns the work, or the rest of it."""
+        if self._runs[work.key][0] is work:
+            self._unready(work)
+        self._end(work)
+        return work
 
-    def next_method(self) -> MethodWork:
-        """Returns the next method, which stays in the queue."""
-        head = self._methods.next().head
-        assert isinstance(head, MethodWork)
-        return head
+    def next_method(self) -> MethodWork[Any]:
+        """Returns the next method, which stays in the queue: tenants take turns, and a tenant's runs take turns."""
+        return self._methods.next()
 
-    def take_method(self) -> MethodWork:
-        """Takes the next method: tenants take turns, and a tenant's runs take turns."""
-        return self._pop(self._methods.next())
+    def take_method(self) -> MethodWork[Any]:
+        return self.remove(self._methods.next())
 
     def take_snapshot(self) -> SnapshotWork:
         """Takes the next snapshot, by the same turns as methods; until then only its run is blocked by it."""
-        return self._pop(self._snapshots.next())
+        return self.remove(self._snapshots.next())
 
+    @property
     def steps_are_next(self) -> bool:
         """True if optimizer steps run next. They go first, because they unblock passes, but alternate with passes that
         wait.
         """
-        return bool(self._steps) and not (self._steps_went_last and self._wants_pass)
+        return self._steps.num_runs > 0 and not (
+            self._steps_went_last and self.num_ready["training"] > self._steps.num_runs
+        )
 
     def take_steps(self) -> list[StepWork]:
         """Takes the optimizer steps of all runs that are ready, or the step of one suspect; the two alternate."""
         self._steps_went_last = True
-        suspects = [run for run in self._steps if run.key in self._suspects]
-        others = [run for run in self._steps if run.key not in self._suspects]
+        ready = self._steps.works()
+        suspects = [step for step in ready if step.key in self._suspects]
+        others = [step for step in ready if step.key not in self._suspects]
         self._suspect_stepped_last = bool(suspects) and not (others and self._suspect_stepped_last)
-        return [self._pop(run) for run in (suspects[:1] if self._suspect_stepped_last else others)]
+        return [self.remove(step) for step in (suspects[:1] if self._suspect_stepped_last else others)]
 
     def take_pass(self) -> list[PassWork]:
         """Takes a part of one suspect's operation, or a pass formed from all other runs; the two alternate."""
         self._steps_went_last = False
-        self._suspect_passed_last = bool(self._suspect_operations) and not (
-            self._operations and self._suspect_passed_last
-        )
-        builder = _PassBuilder(self._limits)
+        others_wait = self._operations.num_runs > 0 and self._suspect_passed_last
+        self._suspect_passed_last = self._suspect_operations.num_runs > 0 and not others_wait
+        builder = _PassBuilder(self._limits, self._limits.max_tokens)
         if self._suspect_passed_last:
-            run = self._suspect_operations.next()
-            self._take(run, builder, self._limits.quantum(run.tenant_id), self._limits.half)
+            operation = self._suspect_operations.next()
+            self._move(operation, builder, self._limits.quantum(operation.tenant_id), self._limits.half)
         else:
             self._fill(builder)
         return list(builder.works.values())
@@ -126,141 +173,219 @@ class GroupQueue:
         """Fills a pass: first the run whose turn it is, so that it always progresses; then short operations, which wait
         for one pass at most; then other runs by turns until the pass is full.
         """
-        first = self._operations.next()
-        assert first is not None, "taken only while operations are ready"
-        self._move(*first, builder, self._limits.half)
-        self._move_short_operations(builder)
-        while (turn := self._operations.next(builder.awaited, builder.may_end)) and builder.admits(
-            turn[1].operation, builder.room
-        ):
-            self._move(*turn, builder, builder.room)
-        if turn and turn[0] is first[0] and not builder.has_slot(turn[1].key):
-            # A run with few tokens would otherwise keep the first place for very many passes.
-            self._operations.end_turn()
+        queue, limits = self._operations, self._limits
+        turn = queue.next()
+        assert turn is not None, "taken only while operations are ready"
+        first, operation = turn
+        first.credit -= self._move(operation, builder, first.credit, limits.half)
+        if queue.short:
+            self._move_short_operations(builder)
+        while turn := queue.next(builder.awaited, pass_may_end=builder.room <= limits.max_tokens - limits.quarter):
+            tenant, operation = turn
+            if not builder.admits(operation, builder.room):
+                if tenant is first and not builder.has_slot(operation.key):
+                    # A run with few tokens would otherwise keep the first place for very many passes.
+                    queue.end_turn()
+                return
+            tenant.credit -= self._move(operation, builder, tenant.credit, builder.room)
 
     def _move_short_operations(self, builder: "_PassBuilder") -> None:
         """Moves short operations into the pass; they may use half a pass even if the first sequence left less room."""
         room = max(builder.room, self._limits.half)
         for tenant in self._operations.tenants_with_short_work():
-            taken = self._move_short_ones_of(tenant, builder, room)
+            taken = 0
+            while (short := next(iter(tenant.short.values()), None)) and builder.admits(short, room - taken):
+                if taken and not self._limits.allows_short(short, taken):
+                    break
+                tokens = self._move(short, builder, tenant.credit, room)
+                tenant.credit -= tokens
+                taken += tokens
+            tenant.advance -= taken
             if not taken:
                 return
             room -= taken
 
-    def _move_short_ones_of(self, tenant: TenantShare, builder: "_PassBuilder", room: float) -> int:
-        taken = 0
-        while (run := tenant.next_short()) and builder.admits(run.operation, room - taken):
-            if taken and not self._limits.allows_short(run.operation, taken):
-                break
-            taken += self._move(tenant, run, builder, room)
-        tenant.advance -= taken
-        return taken
-
-    def _move(self, tenant: TenantShare, run: RunQueue, builder: "_PassBuilder", room: float) -> int:
-        tokens = self._take(run, builder, tenant.credit, room)
-        tenant.credit -= tokens
-        if run.awaits_step_only:
-            builder.awaited.add(run.tenant_id)
-        return tokens
-
-    def _take(self, run: RunQueue, builder: "_PassBuilder", credit: float, room: float) -> int:
-        operation = run.operation
-        self._dequeue(run)
-        tokens = builder.take(operation, credit, room)
-        self.num_tokens -= tokens
-        if operation.is_taken:
-            self._end(run)
-        else:
-            self._enqueue(run)
-        return tokens
-
-    def _pop(self, run: RunQueue) -> Any:
-        work = run.head
-        self._dequeue(run)
-        self._end(run)
-        return work
-
-    def _end(self, run: RunQueue) -> None:
-        """Removes the head of a run that was dequeued, and enqueues the run for its next head."""
-        self._forget(run.works.popleft())
-        if run.works:
-            self._enqueue(run)
-        else:
-            del self._runs[run.key]
-
-    def _forget(self, work: WorkItem) -> None:
-        self.num_works -= 1
-        self.num_tokens -= work.tokens
-
-    def _enqueue(self, run: RunQueue) -> None:
-        operations = self._suspect_operations if run.key in self._suspects else self._operations
-        waits_in = self._waits_in[run.key] = self._by_head.get(type(run.head), operations)
-        waits_in.add(run)
-
-    def _dequeue(self, run: RunQueue) -> None:
-        self._waits_in.pop(run.key).remove(run)
-
-
-class _PassBuilder:
-    """A pass that is being filled.
-
-    room: tokens left; negative after a sequence longer than a pass.
-    awaited: tenants whose operation ends in this pass, with only an optimizer step before their next one.
-    """
-
-    def __init__(self, limits: PassLimits) -> None:
-        self.works: dict[int, PassWork] = {}
-        self.awaited: set[str] = set()
-        self.room: float = limits.max_tokens
-        self._limits = limits
-        self._runs: set[str] = set()
-
-    @property
-    def may_end(self) -> bool:
-        return self.room <= self._limits.max_tokens - self._limits.quarter
-
-    def admits(self, work: PassWork, room: float) -> bool:
-        tokens = work.lengths[work.num_taken] if self._limits.may_be_split(work) else work.tokens
-        return tokens <= room and self.has_slot(work.key)
-
-    def has_slot(self, run_id: str) -> bool:
-        return run_id in self._runs or len(self._runs) < self._limits.max_runs
-
-    def take(self, work: PassWork, credit: float, room: float) -> int:
-        """Puts data of the operation into the pass and returns their tokens.
+    def _move(self, operation: PassWork, builder: "_PassBuilder", credit: float, room: float) -> int:
+        """Moves data of the operation into the pass and returns their tokens.
 
         An operation that may be cut contributes about `credit` tokens while there is room, but always one datum.
         """
-        if work.number not in self.works:
-            self.works[work.number] = work
-            work.chunk_start = work.num_taken
-        tokens = work.take(credit, room) if self._limits.may_be_split(work) else work.take_all()
-        self.room -= tokens
-        self._runs.add(work.key)
+        self._unready(operation)
+        if operation.number not in builder.works:
+            builder.works[operation.number] = operation
+            builder.run_ids.add(operation.key)
+            operation.chunk_start = operation.num_taken
+        tokens = operation.take(credit, room) if self._limits.may_be_split(operation) else operation.take_all()
+        builder.room -= tokens
+        self.num_tokens -= tokens
+        if not operation.is_taken:
+            self._make_ready(operation)
+            return tokens
+        self._end(operation)
+        run = self._runs.get(operation.key, ())
+        if len(run) > 1 and isinstance(run[0], StepWork) and isinstance(run[1], PassWork):
+            builder.awaited.add(operation.tenant_id)
         return tokens
 
+    def _make_ready(self, work: RunWork[Any]) -> None:
+        """Puts the first work of a run where it waits for its turn."""
+        operations = self._suspect_operations if work.key in self._suspects else self._operations
+        waits_in = self._waits_in[work.key] = self._by_type.get(type(work), operations)
+        waits_in.enqueue(work)
+        self.num_ready[waits_in.kind] += 1
 
-class _TenantRoundRobin:
-    """Runs ordered by turns of tenants, and inside a tenant by turns of its runs."""
+    def _unready(self, work: RunWork[Any]) -> None:
+        waits_in: Any = self._waits_in.pop(work.key)
+        waits_in.remove(work)
+        self.num_ready[waits_in.kind] -= 1
 
-    def __init__(self) -> None:
-        self._tenants: OrderedDict[str, OrderedDict[str, RunQueue]] = OrderedDict()
+    def _end(self, work: RunWork[Any]) -> None:
+        """Removes work that waits for no turn from its run, whose next work may be ready then."""
+        run = self._runs[work.key]
+        run.remove(work)
+        self.num_works -= 1
+        self.num_tokens -= work.tokens
+        if not run:
+            del self._runs[work.key]
+        elif work.key not in self._waits_in:
+            self._make_ready(run[0])
 
-    def __bool__(self) -> bool:
-        return bool(self._tenants)
 
-    def __iter__(self) -> Iterator[RunQueue]:
-        return (run for runs in self._tenants.values() for run in runs.values())
+@dataclass
+class _PassBuilder:
+    """A pass that is being filled."""
 
-    def add(self, run: RunQueue) -> None:
-        self._tenants.setdefault(run.tenant_id, OrderedDict())[run.key] = run
+    limits: PassLimits
+    room: float
+    """Tokens left; negative after a sequence longer than a pass."""
+    works: dict[int, PassWork] = field(default_factory=dict)
+    """Operations in the pass, by number."""
+    run_ids: set[str] = field(default_factory=set)
+    awaited: set[str] = field(default_factory=set)
+    """Tenants whose operation ends in this pass, with only an optimizer step before their next one."""
 
-    def next(self) -> RunQueue:
+    def admits(self, work: PassWork, room: float) -> bool:
+        tokens = work.lengths[work.num_taken] if self.limits.may_be_split(work) else work.tokens
+        return tokens <= room and self.has_slot(work.key)
+
+    def has_slot(self, run_id: str) -> bool:
+        return run_id in self.run_ids or len(self.run_ids) < self.limits.max_runs
+
+
+class TenantShare:
+    """A tenant's place in the round robin."""
+
+    def __init__(self, tenant_id: str, limits: PassLimits) -> None:
+        self.tenant_id = tenant_id
+        self._quantum = limits.quantum(tenant_id)
+        self._max_advance = limits.max_tokens
+        self.credit = self._quantum
+        """Tokens that it may still take; negative if it owes some."""
+        self.advance: float = self._max_advance
+        """Tokens that its short operations may take before its turn."""
+        self.operations: OrderedDict[str, PassWork] = OrderedDict()
+        """Operations that are ready, by run, the next one first."""
+        self.short: OrderedDict[str, PassWork] = OrderedDict()
+        """Operations that are ready and short, by run."""
+
+    def end_turn(self) -> None:
+        """Starts the next turn: debt is kept, unused credit is lost."""
+        self.credit = min(self.credit, 0.0) + self._quantum
+        self.advance = min(self._max_advance, self.advance + self._quantum)
+
+
+class FairQueue:
+    """Operations of runs, with tenants in the order of their turns. A tenant without work loses its credit, and is kept
+    as long as it owes tokens.
+    """
+
+    kind: Kind = "training"
+
+    def __init__(self, limits: PassLimits) -> None:
+        self.num_runs = 0
+        self.short: OrderedDict[str, TenantShare] = OrderedDict()
+        """Tenants with short operations."""
+        self._limits = limits
+        self._tenants: OrderedDict[str, TenantShare] = OrderedDict()
+
+    def enqueue(self, operation: PassWork) -> None:
+        """Adds the run's next operation, behind those of the tenant's other runs."""
+        tenant = self._tenants.get(operation.tenant_id)
+        if tenant is None:
+            tenant = self._tenants[operation.tenant_id] = TenantShare(operation.tenant_id, self._limits)
+        tenant.operations[operation.key] = operation
+        self.num_runs += 1
+        if self._limits.is_short(operation):
+            tenant.short[operation.key] = operation
+            self.short[operation.tenant_id] = tenant
+
+    def remove(self, operation: PassWork) -> None:
+        tenant = self._tenants[operation.tenant_id]
+        del tenant.operations[operation.key]
+        self.num_runs -= 1
+        if tenant.short.pop(operation.key, None) is not None and not tenant.short:
+            del self.short[operation.tenant_id]
+
+    def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[TenantShare, PassWork] | None:
+        """Returns the tenant whose turn it is and its next operation; None if none is ready.
+
+        Args:
+            awaited: tenants that will have an operation for the next pass. They keep their places; if the pass may end,
+                it ends at their turn, because otherwise other tenants would take their tokens.
+        """
+        while self.num_runs:
+            tenant = next(iter(self._tenants.values()))
+            if tenant.credit <= 0:
+                self.end_turn()
+            elif tenant.operations:
+                return tenant, next(iter(tenant.operations.values()))
+            elif tenant.tenant_id not in awaited:
+                del self._tenants[tenant.tenant_id]
+            elif pass_may_end:
+                return None
+            else:
+                self._tenants.move_to_end(tenant.tenant_id)
+        return None
+
+    def end_turn(self) -> None:
+        tenant = next(iter(self._tenants.values()))
+        tenant.end_turn()
+        self._tenants.move_to_end(tenant.tenant_id)
+
+    def tenants_with_short_work(self) -> Iterator[TenantShare]:
+        """Yields tenants with short operations and an advance left. A tenant at which the caller stops is first next
+        time.
+        """
+        for _ in range(len(self.short)):
+            tenant = next(iter(self.short.values()))
+            if tenant.advance > 0:
+                yield tenant
+            if tenant.short:
+                self.short.move_to_end(tenant.tenant_id)
+
+
+class TurnQueue(Generic[Queued]):
+    """Work of runs ordered by turns of tenants, and inside a tenant by turns of its runs."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind: Kind = kind
+        self.num_runs = 0
+        self._tenants: OrderedDict[str, OrderedDict[str, Queued]] = OrderedDict()
+
+    def works(self) -> list[Queued]:
+        return [work for works in self._tenants.values() for work in works.values()]
+
+    def enqueue(self, work: Queued) -> None:
+        self._tenants.setdefault(work.tenant_id, OrderedDict())[work.key] = work
+        self.num_runs += 1
+
+    def next(self) -> Queued:
         return next(iter(next(iter(self._tenants.values())).values()))
 
-    def remove(self, run: RunQueue) -> None:
-        runs = self._tenants[run.tenant_id]
-        del runs[run.key]
-        self._tenants.move_to_end(run.tenant_id)
-        if not runs:
-            del self._tenants[run.tenant_id]
+    def remove(self, work: Queued) -> None:
+        works = self._tenants[work.tenant_id]
+        del works[work.key]
+        self.num_runs -= 1
+        self._tenants.move_to_end(work.tenant_id)
+        if not works:
+            del self._tenants[work.tenant_id]

@@ -8,34 +8,33 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ...schemas.errors import OperationError
 from ...schemas.models import Utilization
 from ...schemas.sampling import SampleResponse
 from ..pools.base import Pool, WorkerDied
-from ..protocol.calls import Failure, ModelInfo, SampleJob
+from ..protocol.calls import Failure, SampleJob
+from ..protocol.methods import MEMORY, UTILIZATION, Method
 from ..protocol.work_context import current_work
 from ..protocol.worker_config import WorkerConfig, default_pass_tokens
-from .fair_queue import PassLimits
+from .calls import IDLE, RESTARTING, EndedCall, RankCall
 from .group_work import GroupWork
 from .quarantine import Suspects
-from .rank_calls import IDLE, RESTARTING, EndedCall, RankCall
+from .queue import PassLimits
 from .scheduler import Scheduler
 from .supervision.device_sharing import DeviceScheduler
 from .supervision.supervisor import Supervisor
-from .work import MethodWork, OnProgress, SamplingWork, WorkItem
+from .work import AnyWork, MethodWork, OnProgress, RunWork, SamplingWork
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 class RankGroup:
-    """Runs the work given to `submit` and `sample` in its loop, until `close`.
-
-    on_call: called with each call that has ended. The class is long because submitting, cancelling and describing work
-    share the state of the loop that runs it.
-    """
+    """Runs the work given to `submit` and `sample` in its loop, until `close`."""
 
     def __init__(
         self,
@@ -65,32 +64,15 @@ class RankGroup:
         self.work = GroupWork(limits, suspect_jobs)
         self._scheduler = Scheduler(self.work, slice_milliseconds)
         self.on_call: Callable[[EndedCall], None] | None = None
-        self._call: RankCall | None = None
+        """Called with each call that has ended."""
+        self._call: RankCall[Any] | None = None
         self._loop: asyncio.Task[None] | None = None
         self._closed: str | None = None
 
     @property
-    def info(self) -> ModelInfo:
-        """Describes the loaded model."""
-        return self.supervisor.info
-
-    @property
-    def num_deaths(self) -> int:
-        return self.supervisor.num_deaths
-
-    @property
-    def is_restarting(self) -> bool:
-        """True from a death of a worker until the new workers are ready."""
-        return self.supervisor.is_restarting
-
-    @property
-    def pids(self) -> list[int]:
-        return self.supervisor.pids
-
-    @property
     def activity(self) -> str:
         """Returns what the ranks are doing, one of ACTIVITIES."""
-        if self.is_restarting:
+        if self.supervisor.is_restarting:
             return RESTARTING
         return IDLE if self._call is None else self._call.activity
 
@@ -102,8 +84,8 @@ class RankGroup:
         """
         await self.supervisor.start(on_progress)
         if not self.work.limits.max_tokens:
-            on_cpu = self.info.device == "cpu"
-            self.work.set_pass_tokens(default_pass_tokens(self.info.micro_batch_tokens, self._spec, on_cpu))
+            info = self.supervisor.info
+            self.work.set_pass_tokens(default_pass_tokens(info.micro_batch_tokens, self._spec, info.device == "cpu"))
         self._loop = asyncio.create_task(self._run_loop())
         self._loop.add_done_callback(self._loop_ended)
 
@@ -117,40 +99,21 @@ class RankGroup:
 
     def status(self) -> str | None:
         """Describes what work on this model waits for; None if nothing waits."""
-        if self.is_restarting:
+        if self.supervisor.is_restarting:
             error = self.supervisor.placement_error
             return f"the worker of {self.name} is restarting" + (f": {error}" if error else "")
         if obstacle := self.supervisor.device.blocked_by():
             return f"{self.name} waits: {obstacle}"
-        work, num_taken = self.work, 0 if self._call is None else self._call.num_taken
-        num_works = work.queue.num_works + num_taken + len(work.cohorts) + len(work.snapshots.works())
-        if not num_works:
-            return None
-        works = f"{num_works} operations wait or run" if num_works > 1 else "1 operation waits or runs"
-        return f"{works} on {self.name}{self._passes_ahead()}{self._suspects_apart()}"
+        return self.work.describe(self.name, num_taken=0 if self._call is None else self._call.num_taken)
 
-    def _suspects_apart(self) -> str:
-        num_apart = self.work.cohorts.num_apart
-        if not num_apart:
-            return ""
-        requests = f"{num_apart} sampling requests" if num_apart > 1 else "1 sampling request"
-        return f"; {requests} of a worker that died take turns with the others"
-
-    def _passes_ahead(self) -> str:
-        num_tokens = self.work.queue.num_tokens
-        num_passes = math.ceil(num_tokens / self.work.limits.max_tokens)
-        if not num_passes:
-            return ""
-        passes = f"{num_passes} passes" if num_passes > 1 else "1 pass"
-        return f"; {num_tokens} tokens wait for {passes}"
-
-    async def submit(self, work: WorkItem) -> Any:
+    async def submit(self, work: RunWork[Result]) -> Result:
         """Returns the work's answer. Work with the same key (a run or adapter) runs in the order of submission."""
-        self._check_open()
+        if self._closed is not None:
+            raise OperationError(self._closed, "server")
         if work.creates != work.key:
             self.work.check_available(work.key)
         work.answer, work.context = asyncio.get_running_loop().create_future(), current_work()
-        self.work.queue.add(work)
+        self.work.queue.enqueue(work)
         self._wake.set()
         try:
             return await work.answer
@@ -166,11 +129,12 @@ class RankGroup:
         """
         if job.job_id in self.work.cohorts:
             raise OperationError(f"sampling request {job.job_id} is under way already", "server")
-        self._check_open()
+        if self._closed is not None:
+            raise OperationError(self._closed, "server")
         self.work.check_available(job.adapter_id)
         sampling = SamplingWork(job, on_progress)
         sampling.answer, sampling.context = asyncio.get_running_loop().create_future(), current_work()
-        self.work.cohorts.add(sampling)
+        self.work.cohorts.enqueue_job(sampling)
         self._wake.set()
         try:
             return await sampling.answer
@@ -189,103 +153,80 @@ class RankGroup:
 
     async def memory(self) -> dict[str, int] | None:
         """Returns RankMemory.by_purpose; None if no worker is up, or it dies before it answers."""
-        return await self._ask("memory")
+        return await self._ask(MEMORY)
 
     async def utilization(self) -> Utilization | None:
         """Returns the use of its devices; None as for `memory`."""
-        return await self._ask("utilization")
+        return await self._ask(UTILIZATION)
 
-    async def _ask(self, method: str) -> Any:
+    async def _ask(self, method: Method[Result]) -> Result | None:
         if self._loop is None:
             return None
         try:
-            return await self.submit(MethodWork(method, "", method))
+            return await self.submit(MethodWork(method.name, "", method))
         except OperationError:
             return None
 
-    def holds(self, key: str) -> bool:
-        """True if the current worker has the run, adapter or draft, as far as is known."""
-        return self.work.holds(key)
-
     def forget_lost(self, key: str) -> bool:
         """Forgets the run or adapter; True if it was lost with a worker and is not being rebuilt."""
-        works = () if self._call is None else self._call.works
-        is_rebuilt = key in self.work.queue or any(isinstance(each, WorkItem) and each.key == key for each in works)
+        in_call = any(isinstance(work, RunWork) and work.key == key for work in self._called_works())
+        is_rebuilt = key in self.work.queue or in_call
         return self.work.forget_lost(key) and not is_rebuilt
-
-    def _check_open(self) -> None:
-        if self._closed is not None:
-            raise OperationError(self._closed, "server")
 
     async def _run_loop(self) -> None:
         while True:
             try:
-                await self._make_calls()
+                while True:
+                    await self._make_call()
             except WorkerDied as death:
-                self._handle_death(death)
+                works, self._call = self._called_works(), None
+                consequences = self.work.worker_died(self.name, death, works)
+                logger.error("base model %s: %s%s", self.name, death, consequences)
                 await self.supervisor.restart()
 
-    async def _make_calls(self) -> None:
-        supervisor, scheduler = self.supervisor, self._scheduler
-        while True:
-            call = self._call = scheduler.next_call(await self._wait_for_work())
-            began_at, started, size = time.time(), time.monotonic(), call.size
-            for work in call.works:
-                if isinstance(work, WorkItem) and work.on_begin is not None:
-                    work.on_begin(size)
-            answer = await supervisor.answer(call.send(supervisor.ranks, supervisor.timeouts))
-            seconds = time.monotonic() - started
-            call.record(supervisor.timeouts, seconds)
-            if self.on_call is not None:
-                ranks, error = supervisor.ranks, answer.message if isinstance(answer, Failure) else None
-                ended = EndedCall(self.name, call, began_at, seconds, ranks.rank_times, ranks.idle_tokens, error)
-                self.on_call(ended)
-            scheduler.finish(call, answer, seconds)
-            self._call = None
-            if call.uses_device:
-                supervisor.device.record_use()
+    async def _make_call(self) -> None:
+        """Makes the next call. Raises WorkerDied."""
+        supervisor = self.supervisor
+        call = self._call = await self._next_call()
+        began_at, started = time.time(), time.monotonic()
+        for work in call.works:
+            if isinstance(work, RunWork) and work.on_begin is not None:
+                work.on_begin(call.size)
+        answer = await supervisor.answer(call.send(supervisor.ranks, supervisor.timeouts))
+        seconds = time.monotonic() - started
+        call.record(supervisor.timeouts, seconds)
+        if self.on_call is not None:
+            ranks, error = supervisor.ranks, answer.message if isinstance(answer, Failure) else None
+            rank_times = ranks.pool.rank_times
+            self.on_call(EndedCall(self.name, call, began_at, seconds, rank_times, ranks.idle_tokens, error))
+        self._scheduler.finish(call, answer, seconds)
+        self._call = None
+        if call.uses_device:
+            supervisor.device.used_at = time.monotonic()
 
-    async def _wait_for_work(self) -> list[str]:
-        """Returns the kinds of calls that are wanted and possible. Raises WorkerDied."""
+    async def _next_call(self) -> RankCall[Any]:
+        """Waits for work that can run now. Raises WorkerDied before any is taken, which would become a suspect."""
         # Callers that were just answered may submit more, which should be in the next pass.
         await asyncio.sleep(0)
-        death, device = self.supervisor.ranks.death, self.supervisor.device
+        scheduler, device, death = self._scheduler, self.supervisor.device, self.supervisor.ranks.pool.death
         while not death.done():
             self._wake.clear()
-            wanted = self._scheduler.wanted()
-            if device.must_release(has_work=bool(wanted)):
+            if not device.is_held and len(scheduler.ready()) > len(scheduler.ready(on_device=False)):
+                device.request()
+            if device.is_contested and device.must_release(has_work=bool(scheduler.ready())):
                 await self.supervisor.leave_device()
-            elif possible := self._possible(wanted):
-                return possible
-            elif not await self._woken():
-                await self.supervisor.leave_device()
-        # Raised before any work is taken, which would become a suspect.
+            elif (call := scheduler.next_call(device.is_held)) is not None:
+                return call
+            else:
+                idle_at = device.idle_at
+                until = min(idle_at, self.work.snapshots.due_at)
+                seconds = None if until == math.inf else max(0.0, until - time.monotonic())
+                try:
+                    await asyncio.wait_for(self._wake.wait(), seconds)
+                except TimeoutError:
+                    if until == idle_at:
+                        await self.supervisor.leave_device()
         raise death.result()
-
-    def _possible(self, wanted: list[str]) -> list[str]:
-        device = self.supervisor.device
-        if device.is_held:
-            return wanted
-        possible = self._scheduler.without_device(wanted)
-        if len(possible) < len(wanted):
-            device.request()
-        return wanted if device.is_held else possible
-
-    async def _woken(self) -> bool:
-        """Waits for a wake-up; False if the devices were idle for too long."""
-        idle_seconds, poll_seconds = self.supervisor.device.seconds_left(), self._scheduler.seconds_to_poll()
-        seconds = min((each for each in (idle_seconds, poll_seconds) if each is not None), default=None)
-        try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
-        except TimeoutError:
-            return seconds != idle_seconds
-        return True
-
-    def _handle_death(self, death: WorkerDied) -> None:
-        works = () if self._call is None else self._call.works
-        self._call = None
-        consequences = self.work.worker_died(self.name, death, works)
-        logger.error("base model %s: %s%s", self.name, death, consequences)
 
     def _loop_ended(self, loop: "asyncio.Task[None]") -> None:
         """Fails all waiting work if the loop ends before `close`, which only a bug causes."""
@@ -296,5 +237,7 @@ class RankGroup:
             self._fail_all(self._closed)
 
     def _fail_all(self, reason: str) -> None:
-        works = () if self._call is None else self._call.works
-        self.work.fail_all(lambda _: OperationError(reason, "server"), works)
+        self.work.fail_all(lambda _: OperationError(reason, "server"), self._called_works())
+
+    def _called_works(self) -> Sequence[AnyWork]:
+        return () if self._call is None else self._call.works

@@ -1,20 +1,13 @@
 """Decides which call a group's ranks make next. Makes no calls and awaits nothing, so that it can be tested alone."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..protocol.calls import Failure
+from .calls import BeginSnapshotCall, MethodCall, PassCall, PollSnapshotsCall, RankCall, SliceCall, StepsCall
 from .group_work import GroupWork
-from .rank_calls import (
-    BeginSnapshotCall,
-    MethodCall,
-    PassCall,
-    PollSnapshotsCall,
-    RankCall,
-    SliceCall,
-    StepsCall,
-)
+from .queue import Kind
 
 # Lengths of the first slices after a pause, as fractions of a slice.
 _FIRST_SLICES = (1 / 16, 1 / 4)
@@ -33,67 +26,50 @@ class Scheduler:
         self._slices_since_pause = 0
         self._shares = TimeShares(("training", "methods", "snapshots", "sampling"))
 
-    def wanted(self) -> list[str]:
-        """Returns the kinds of calls for which there is work."""
-        queue = self._work.queue
-        wants = {
-            "training": queue.wants_training,
-            "methods": queue.wants_method,
-            "snapshots": self._snapshots_due or (queue.wants_snapshot and self._work.snapshots.has_room),
-            "sampling": self._work.cohorts.wants_slice,
-        }
-        return [kind for kind, is_wanted in wants.items() if is_wanted]
-
-    def without_device(self, kinds: Sequence[str]) -> list[str]:
-        """Returns those of the wanted kinds whose next call needs nothing on the devices."""
-        return [kind for kind in kinds if self._runs_anywhere(kind)]
-
-    def seconds_to_poll(self) -> float | None:
-        """Returns the seconds until the snapshots that are being written must be polled; None if there are none."""
-        due_at = self._work.snapshots.due_at
-        return None if due_at == math.inf else max(0.0, due_at - self._clock())
-
-    def next_call(self, kinds: Sequence[str]) -> RankCall:
-        """Takes the next call's work from the queue.
+    def ready(self, on_device: bool = True) -> list[Kind]:
+        """Returns the kinds of calls for which there is work.
 
         Args:
-            kinds: of `wanted`, those that are possible now.
+            on_device: false if the group does not hold its devices, so that only what needs none can run.
         """
+        work, num_ready, kinds = self._work, self._work.queue.num_ready, list[Kind]()
+        if on_device and num_ready["training"]:
+            kinds.append("training")
+        if num_ready["methods"] and (on_device or work.queue.next_method().method.runs_offloaded):
+            kinds.append("methods")
+        may_begin = on_device and num_ready["snapshots"] and work.snapshots.has_room
+        if may_begin or self._clock() >= work.snapshots.due_at:
+            kinds.append("snapshots")
+        if on_device and work.cohorts.has_work:
+            kinds.append("sampling")
+        return kinds
+
+    def next_call(self, on_device: bool = True) -> RankCall[Any] | None:
+        """Takes the work of the next call from the queue; None if none can run now. Args: as in `ready`."""
+        kinds = self.ready(on_device)
+        if not kinds:
+            return None
+        work, queue = self._work, self._work.queue
         match self._shares.next(kinds):
+            case "training" if queue.steps_are_next:
+                return StepsCall(queue.take_steps(), work)
             case "training":
-                return self._next_training()
+                return PassCall(queue.take_pass())
             case "methods":
-                return MethodCall(self._work.queue.take_method())
+                return MethodCall(queue.take_method())
+            case "snapshots" if self._clock() >= work.snapshots.due_at:
+                return PollSnapshotsCall()
             case "snapshots":
-                return self._next_snapshot()
-            case _:
+                return BeginSnapshotCall(queue.take_snapshot(), work.snapshots.next_id())
+            case "sampling":
                 return self._next_slice()
 
-    def finish(self, call: RankCall, answer: Any, seconds: float) -> None:
+    def finish(self, call: RankCall[Any], answer: object | Failure, seconds: float) -> None:
         """Answers the call's work. Args: see RankCall.finish; seconds: the time it took."""
         call.finish(self._work, answer, self._clock())
         self._shares.charge(call.kind, seconds)
 
-    @property
-    def _snapshots_due(self) -> bool:
-        return self._clock() >= self._work.snapshots.due_at
-
-    def _runs_anywhere(self, kind: str) -> bool:
-        if kind == "snapshots":
-            return self._snapshots_due
-        return kind == "methods" and not self._work.queue.next_method().needs_device
-
-    def _next_training(self) -> RankCall:
-        if self._work.queue.steps_are_next():
-            return StepsCall(self._work.queue.take_steps(), self._work)
-        return PassCall(self._work.queue.take_pass())
-
-    def _next_snapshot(self) -> RankCall:
-        if self._snapshots_due:
-            return PollSnapshotsCall()
-        return BeginSnapshotCall(self._work.queue.take_snapshot(), self._work.snapshots.next_id())
-
-    def _next_slice(self) -> RankCall:
+    def _next_slice(self) -> SliceCall:
         """Returns the next slice. The first slices after a pause are short, because a client that sends one sampling
         request mostly sends more right after it.
         """
@@ -112,15 +88,15 @@ class TimeShares:
     so that idle time earns no credit; time used while others waited stays on its account.
     """
 
-    def __init__(self, kinds: Sequence[str]) -> None:
+    def __init__(self, kinds: Sequence[Kind]) -> None:
         self._seconds = dict.fromkeys(kinds, 0.0)
 
-    def next(self, wanting: Sequence[str]) -> str:
+    def next(self, wanting: Sequence[Kind]) -> Kind:
         """Returns the kind to run next; the first one on a tie."""
         kind = min(wanting, key=self._seconds.__getitem__)
         for idle in self._seconds.keys() - set(wanting):
             self._seconds[idle] = max(self._seconds[idle], self._seconds[kind])
         return kind
 
-    def charge(self, kind: str, seconds: float) -> None:
+    def charge(self, kind: Kind, seconds: float) -> None:
         self._seconds[kind] += seconds

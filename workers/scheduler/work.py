@@ -1,41 +1,41 @@
-"""Defines the work that waits for a group's ranks, and the queue of one run's work."""
+"""Defines the work that waits for a group's ranks."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ...schemas.errors import OperationError
-from ...schemas.training import ForwardBackwardRequest
+from ...schemas.sampling import SampleResponse
+from ...schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from ..protocol.calls import Failure, OperationPart, OptimizerStep, SampledPart, SampleJob, SavedContents
-from ..protocol.methods import RUNS_OFFLOADED
-from ..protocol.timeouts import cost_of
+from ..protocol.methods import Method
 from ..protocol.work_context import WorkContext
+
+Result = TypeVar("Result")
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
 
 @dataclass(frozen=True)
 class CallSize:
-    """The size of a call of the ranks. tokens: of the data in a pass, 0 of other calls."""
+    """The size of a call of the ranks."""
 
     tokens: int
+    """Tokens of the data in a pass, 0 for other calls."""
     operations: int
 
 
 @dataclass(eq=False)
-class AwaitedWork:
-    """Work with the future of its answer, which the group sets.
+class Work(Generic[Result]):
+    """Work with the future of its answer, which the group sets."""
 
-    context: for whom it is done; the group sets it too.
-    """
-
-    answer: "asyncio.Future[Any]" = field(init=False)
+    answer: "asyncio.Future[Result]" = field(init=False)
     context: WorkContext | None = field(init=False, default=None)
+    """The request or operation for which the work is done; the group sets it too."""
 
-    def settle(self, answer: object) -> None:
-        """Sets the answer: a result, a Failure, or an OperationError. Does nothing if no caller waits any more."""
+    def settle(self, answer: Result | Failure | OperationError) -> None:
+        """Answers the caller, if it waits still."""
         if self.answer.done():
             return
         if isinstance(answer, Failure):
@@ -47,23 +47,22 @@ class AwaitedWork:
 
 
 @dataclass(eq=False)
-class WorkItem(AwaitedWork):
-    """Work that waits for the ranks.
-
-    key: the run (or adapter), whose work runs in the order of arrival.
-    number: never reused in a group, whose queue sets it.
-    tokens: of the data left in a forward or forward_backward, at least 1, because one without tokens is still work.
-    creates, drops: the run or adapter that the ranks hold, or no longer hold, after it.
-    on_begin: called with the size of the call in which the ranks are sent it, or each part of it.
-    """
+class RunWork(Work[Result]):
+    """Work on a run or adapter, which waits in the group's queue."""
 
     key: str
+    """The run (or adapter), whose work runs in the order of arrival."""
     tenant_id: str
     number: int = field(init=False, default=0)
+    """Never reused in a group, whose queue sets it."""
     tokens: int = field(init=False, default=0)
+    """Tokens of the data left in a forward or forward_backward, at least 1, because one without any is still work."""
     creates: str | None = field(kw_only=True, default=None)
+    """The run or adapter that the ranks hold after it."""
     drops: str | None = field(kw_only=True, default=None)
+    """The run or adapter that the ranks no longer hold after it."""
     on_begin: Callable[[CallSize], None] | None = field(kw_only=True, default=None)
+    """Called with the size of the call in which the ranks are sent it, or each part of it."""
 
     @property
     def has_begun(self) -> bool:
@@ -77,17 +76,16 @@ class WorkItem(AwaitedWork):
 
 
 @dataclass(eq=False)
-class PassWork(WorkItem):
-    """A forward or forward_backward, whose data are put into passes one datum at a time.
-
-    lengths: tokens of each datum.
-    num_taken: how many data, from the first, are in passes already; those from chunk_start on are in the current pass.
-    """
+class PassWork(RunWork[ForwardBackwardOutput]):
+    """A forward or forward_backward, whose data are put into passes one datum at a time."""
 
     request: ForwardBackwardRequest
     lengths: tuple[int, ...] = field(init=False)
+    """Tokens of each datum."""
     chunk_start: int = field(init=False, default=0)
+    """Index of the first datum in the current pass."""
     num_taken: int = field(init=False, default=0)
+    """Number of data, from the first, that are in passes already."""
 
     def __post_init__(self) -> None:
         self.lengths = tuple(len(datum.tokens) for datum in self.request.data)
@@ -105,11 +103,6 @@ class PassWork(WorkItem):
     def is_taken(self) -> bool:
         """True if the current pass is its last one."""
         return self.num_taken == len(self.lengths)
-
-    @property
-    def cost(self) -> float:
-        """Returns the cost of its chunk in the current pass, as `cost_of`."""
-        return cost_of(self.lengths[self.chunk_start : self.num_taken], self.request.forward_only)
 
     @property
     def part(self) -> OperationPart:
@@ -138,7 +131,7 @@ class PassWork(WorkItem):
 
 
 @dataclass(eq=False)
-class StepWork(WorkItem):
+class StepWork(RunWork[dict[str, float]]):
     """An optimizer step, which runs together with those of other runs."""
 
     step: OptimizerStep
@@ -149,19 +142,15 @@ class StepWork(WorkItem):
 
 
 @dataclass(eq=False)
-class MethodWork(WorkItem):
+class MethodWork(RunWork[Result]):
     """A call of a worker's method for one run or adapter."""
 
-    method: str
+    method: Method[Result]
     arguments: tuple[object, ...] = ()
-
-    @property
-    def needs_device(self) -> bool:
-        return self.method not in RUNS_OFFLOADED
 
 
 @dataclass(eq=False)
-class SnapshotWork(WorkItem):
+class SnapshotWork(RunWork[None]):
     """Writes the run as of the work before it into `directory`, while the worker does other work."""
 
     directory: str
@@ -169,15 +158,13 @@ class SnapshotWork(WorkItem):
 
 
 @dataclass(eq=False)
-class SamplingWork(AwaitedWork):
-    """A sampling job.
-
-    num_slices: slices that it has completed.
-    """
+class SamplingWork(Work[SampleResponse]):
+    """A sampling job."""
 
     job: SampleJob
     on_progress: OnProgress | None = None
     num_slices: int = 0
+    """Slices that it has completed."""
 
     @property
     def safe_position(self) -> int:
@@ -188,27 +175,4 @@ class SamplingWork(AwaitedWork):
         return 2 * self.num_slices + 3
 
 
-@dataclass(eq=False)
-class RunQueue:
-    """Holds the work of one run, in order.
-
-    Only the head can run: an optimizer step or a method blocks what follows until it is answered.
-    """
-
-    key: str
-    tenant_id: str
-    works: deque[WorkItem] = field(default_factory=deque)
-
-    @property
-    def head(self) -> WorkItem:
-        return self.works[0]
-
-    @property
-    def awaits_step_only(self) -> bool:
-        """True if the run's next forward_backward waits only for an optimizer step, which runs before the next pass."""
-        return len(self.works) > 1 and isinstance(self.head, StepWork) and isinstance(self.works[1], PassWork)
-
-    @property
-    def operation(self) -> PassWork:
-        assert isinstance(self.head, PassWork)
-        return self.head
+AnyWork = RunWork[Any] | SamplingWork

@@ -162,9 +162,9 @@ class Worker:
             self._models.get(run_id).clear_optimizer()
         self._models.drop(run_id)
 
-    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
+    def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
         self._memory.ensure_base()
-        return self._passes.run_pass(work.parts)
+        return self._passes.run_pass(parts)
 
     def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
         """Applies optimizer steps in chunks of at most as many runs as there are adapter slots; runs with full weights

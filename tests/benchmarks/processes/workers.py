@@ -25,13 +25,13 @@ from . import probes
 
 
 class TimedWorker(Worker):
-    def time_passes(self, work: Pass, num_passes: int, pause_seconds: float) -> list[float]:
+    def time_passes(self, parts: Pass, num_passes: int, pause_seconds: float) -> list[float]:
         """Returns the seconds of each pass, in the process that serves it; others can use the caches in the pauses."""
         times = []
         for _ in range(num_passes):
             time.sleep(pause_seconds)
             started = time.perf_counter()
-            self.run_pass(work)
+            self.run_pass(parts)
             times.append(time.perf_counter() - started)
         return times
 
@@ -95,9 +95,9 @@ class PeakWorker(Worker):
 
     _baseline = 0
 
-    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
+    def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
         started = time.perf_counter()
-        answers = super().run_pass(work)
+        answers = super().run_pass(parts)
         seconds = time.perf_counter() - started
         if not self._baseline:
             self._baseline = probes.resident_bytes()
@@ -166,10 +166,10 @@ class MeteredWorker(Worker):
         super()._load(mesh)
         self._loading = Loading(self._meter.growth(), _mapped_bytes(Path(self._config.model.source)))
 
-    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
+    def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
         self._meter.begin()
         with nullcontext() if self._is_cuda else LiveBytes() as live:
-            answers = super().run_pass(work)
+            answers = super().run_pass(parts)
         growth = self._meter.growth()
         self._pass = MeteredPass(growth, growth if live is None else live.peak)
         return answers

@@ -15,7 +15,7 @@ from trainhouse.server.tenants.auth import create_key
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.pools.base import RankTime
 from trainhouse.workers.protocol.log_lines import LineFormatter
-from trainhouse.workers.scheduler.rank_calls import EndedCall, StepsCall
+from trainhouse.workers.scheduler.calls import EndedCall, StepsCall
 
 from ...live import live_server
 from ..real import ALICE, BOB, MODEL, Server, batch, running_server, sample_body, server_config

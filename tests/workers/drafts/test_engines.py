@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
@@ -77,7 +77,7 @@ def passed(target: Target, algorithm: str, number: int, forward_only: bool = Fal
     data = tuple(Datum(row.astype(np.int32), {}) for row in target.rollouts)
     config = LOSSES[algorithm] | ({"seed": number} if algorithm == "dflash" else {})
     request = ForwardBackwardRequest("draft", 1, data, algorithm, config, forward_only=forward_only)
-    (answer,) = target.worker.run_pass(Pass((OperationPart(number, request),)))
+    (answer,) = target.worker.run_pass((OperationPart(number, request),))
     assert isinstance(answer, ForwardBackwardOutput), answer
     return answer
 

@@ -26,7 +26,7 @@ from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatur
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.planner.drafts.draft_load import draft_load
 from trainhouse.workers.planner.workload import Workload
-from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, RunSpec
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
@@ -291,7 +291,7 @@ def test_checksums_distinguish_vectors() -> None:
 
 
 def refused(worker: Worker, requested: ForwardBackwardRequest) -> str:
-    (answer,) = worker.run_pass(Pass((OperationPart(0, requested),)))
+    (answer,) = worker.run_pass((OperationPart(0, requested),))
     assert isinstance(answer, Failure) and answer.category == "user", answer
     return answer.message
 
@@ -463,7 +463,7 @@ def test_unwritable_directory_fails_only_the_capture(tiny_models: dict[str, Path
     place = FeatureLocation(str(tmp_path / "none"), captures=True)
     requested = ForwardBackwardRequest("draft", 1, some_data(1), "capture", forward_only=True, features=place)
     failure, output = worker.run_pass(
-        Pass((OperationPart(0, requested), OperationPart(1, request(some_data(1), forward_only=True))))
+        (OperationPart(0, requested), OperationPart(1, request(some_data(1), forward_only=True)))
     )
     assert isinstance(failure, Failure) and failure.category == "server" and "cannot be written to" in failure.message
     assert isinstance(output, ForwardBackwardOutput)

@@ -17,7 +17,7 @@ from trainhouse.schemas.training import (
     ForwardBackwardOutput,
     ForwardBackwardRequest,
 )
-from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
@@ -67,13 +67,13 @@ def request(
 
 
 def run_pass(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
-    answers = worker.run_pass(Pass(tuple(OperationPart(number, each) for number, each in enumerate(requests))))
+    answers = worker.run_pass(tuple(OperationPart(number, each) for number, each in enumerate(requests)))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
 
 
 def refused(worker: Worker, requested: ForwardBackwardRequest) -> Failure:
-    (answer,) = worker.run_pass(Pass((OperationPart(0, requested),)))
+    (answer,) = worker.run_pass((OperationPart(0, requested),))
     assert isinstance(answer, Failure), answer
     return answer
 
@@ -282,7 +282,7 @@ def test_bad_training_requests_fail_with_the_reason(
     create_draft(worker)
     data = (Datum(np.array([4, 5, 7, 8]), {name: np.array(each) for name, each in inputs.items()}),)
     wrong = ForwardBackwardRequest("draft", 1, data, loss_fn, config)
-    (answer,) = worker.run_pass(Pass((OperationPart(1, wrong),)))
+    (answer,) = worker.run_pass((OperationPart(1, wrong),))
     assert isinstance(answer, Failure)
     assert message in answer.message
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.drafts.model.draft_model import DraftModel
-from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.calls import OperationPart, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
@@ -74,7 +74,7 @@ class Bench:
     def ours(self, data: Sequence[Datum]) -> tuple[np.ndarray, dict[str, Tensor], Mapping[str, float]]:
         """Returns the losses of all tokens, gradients, and metrics."""
         request = ForwardBackwardRequest("draft", 1, tuple(data), self.algorithm, OPTIONS[self.algorithm])
-        (output,) = self.worker.run_pass(Pass((OperationPart(0, request),)))
+        (output,) = self.worker.run_pass((OperationPart(0, request),))
         assert isinstance(output, ForwardBackwardOutput), output
         layout, total = self.draft.layout, self.draft.gradients.accumulator
         gradients = {str(matrix.key): layout.view(total, matrix.key) for matrix in layout.matrices}

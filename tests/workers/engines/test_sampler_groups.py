@@ -382,14 +382,14 @@ async def test_request_that_kills_every_worker_fails_and_others_continue() -> No
 async def test_requests_next_to_one_that_kills_the_worker_continue() -> None:
     """The number of deaths does not count: the worker died of none of them alone."""
     async with running(recording(workers=1)) as dispatch:
-        engine: Any = dispatch._engines["tiny"]
+        engine: Any = dispatch._own["tiny"].engine
         [worker] = engine._workers
         worker.group.supervisor.backoff = RestartBackoff(first=0.05)
         innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", max_tokens=30))) for i in range(6)]
         with pytest.raises(OperationError, match="3 sampler workers crashed during sampling request dies"):
             await dispatch.sample("tiny", job("dies"))
         await asyncio.gather(*innocent)
-        assert 3 <= worker.group.num_deaths <= 1 + 3 and worker.num_tokens == 0
+        assert 3 <= worker.group.supervisor.num_deaths <= 1 + 3 and worker.num_tokens == 0
         await wait_until_all_are_up(dispatch)
 
 

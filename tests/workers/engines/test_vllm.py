@@ -245,7 +245,7 @@ async def test_vllm_reads_an_adapter_once(dispatch: WorkerDispatch) -> None:
     """The adapter's files are moved away after the first token."""
     run_id = await trained_run(dispatch, "read-once")
     await dispatch.copy_adapter(run_id, "once")
-    engine: Any = dispatch._engines["tiny"]
+    engine: Any = dispatch._own["tiny"].engine
     files = engine._adapters._current["once"].directory
     asked = job("long", "once", 200, streams=True)
     begun = asyncio.Event()
@@ -352,7 +352,7 @@ def assert_close(one: SampleResponse, other: SampleResponse) -> None:
 
 
 def server_of(dispatch: WorkerDispatch) -> VllmProcess:
-    server: Any = dispatch._engines["tiny"]
+    server: Any = dispatch._own["tiny"].engine
     return server._server
 
 

@@ -229,7 +229,7 @@ async def test_drafts_that_vllm_cannot_read_fail_alone(served: Served, tmp_path:
     """vLLM restarts once, since the weights of its draft are undefined then."""
     await served.load("trained", "whole")
     await served.load("trained", "broken")
-    engine: Any = served.dispatch._engines["tiny"]
+    engine: Any = served.dispatch._own["tiny"].engine
     file = engine._draft_slot._held["broken"].directory / "model.safetensors"
     content = file.read_bytes()[:-1000]
     file.unlink()  # a link to the checkpoint's

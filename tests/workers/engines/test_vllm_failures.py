@@ -195,7 +195,7 @@ def stand_in(directory: Path) -> str:
 async def dispatch_with_stand_in(directory: Path) -> AsyncIterator[tuple[WorkerDispatch, VllmProcess]]:
     """Yields a dispatch that samples with its own stand-in, which restarts quickly."""
     async with running(config(VllmConfig(python=stand_in(directory)), directory)) as dispatch:
-        engine: Any = dispatch._engines["tiny"]
+        engine: Any = dispatch._own["tiny"].engine
         engine._server.backoff.first = 0.05
         yield dispatch, engine._server
 

@@ -187,7 +187,7 @@ async def test_checkpoints_with_optimizer_states_are_sampled(dispatch: WorkerDis
 
 async def test_weights_that_vllm_cannot_read_fail_alone(dispatch: WorkerDispatch) -> None:
     """vLLM restarts once, since its weights are undefined then."""
-    engine: Any = dispatch._engines["tiny"]
+    engine: Any = dispatch._own["tiny"].engine
     async with full_run(dispatch, "broken") as broken, full_run(dispatch, "whole") as whole:
         [file] = engine._adapters._current[broken].directory.glob("model*.safetensors")
         file.write_bytes(file.read_bytes()[:-1000])

@@ -21,7 +21,7 @@ from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBac
 from trainhouse.workers.batch import micro_batch
 from trainhouse.workers.drafts.speculation.payoff import DraftPayoff
 from trainhouse.workers.ops.attention import pack_lengths
-from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec, SampleJob, SamplingSlice
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
 from trainhouse.workers.sampler.native_sampler import NativeSampler
@@ -148,7 +148,7 @@ def continued(worker: Worker, directory: Path) -> Outcome:
 
 def run_pass(worker: Worker, request: ForwardBackwardRequest) -> list[np.ndarray]:
     """Returns the log-probabilities."""
-    (output,) = worker.run_pass(Pass((OperationPart(0, request),)))
+    (output,) = worker.run_pass((OperationPart(0, request),))
     assert isinstance(output, ForwardBackwardOutput), output
     return [each["logprobs"] for each in output.loss_fn_outputs]
 

@@ -12,7 +12,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.models import model as model_module
-from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec, SampleJob, SamplingSlice
+from trainhouse.workers.protocol.calls import OperationPart, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
@@ -139,7 +139,7 @@ def sample(worker: Worker, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
 def train(worker: Worker, row: np.ndarray) -> np.ndarray:
     """Returns the log-probabilities of the tokens of a row after the first one."""
     datum = Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": np.ones(len(row) - 1, np.float32)})
-    (output,) = worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest("run", 1, (datum,), "cross_entropy")),)))
+    (output,) = worker.run_pass((OperationPart(0, ForwardBackwardRequest("run", 1, (datum,), "cross_entropy")),))
     assert isinstance(output, ForwardBackwardOutput), output
     return output.loss_fn_outputs[0]["logprobs"]
 

@@ -25,7 +25,7 @@ from trainhouse.workers.models import packing_checks as plain
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.ops import attention
 from trainhouse.workers.ops.attention import pack_lengths
-from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.shapes.model_shape import describe_model, refusal_of
 from trainhouse.workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
@@ -76,7 +76,7 @@ def test_adapter_of_a_text_part_fits_the_whole_model(tmp_path: Path) -> None:
     data = some_data(128)
     worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
     for _ in range(2):
-        worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
+        worker.run_pass((OperationPart(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),))
         worker.apply_steps((OptimizerStep("a", AdamParams(learning_rate=3e-2)),))
     worker.save_run("a", str(adapter), False)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
@@ -108,7 +108,7 @@ def distance(worker: Worker, theirs: nn.Module, data: tuple[Datum, ...], samples
     """
     if "a" not in worker._models:
         worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
-    (output,) = worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
+    (output,) = worker.run_pass((OperationPart(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),))
     assert isinstance(output, ForwardBackwardOutput), output
     jobs = [job(f"{len(each.tokens)}", each.tokens, temperature=0.0, max_tokens=8) for each in data if samples]
     sampled = answers(worker.sample_slice, *jobs)

@@ -60,9 +60,9 @@ class GuardedWorker(Worker):
 
         decoder_layer.add_norm = watched
 
-    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
+    def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
         with _Watch(self._operations("pass")):
-            return super().run_pass(work)
+            return super().run_pass(parts)
 
     def sample_slice(self, work: SamplingSlice) -> SliceResult:
         with _Watch(self._operations("decode")):

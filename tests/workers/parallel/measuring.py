@@ -12,7 +12,7 @@ from trainhouse.schemas.models import LoraConfig, Role, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.calls import OperationPart, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.ranks import Ranks
@@ -36,7 +36,7 @@ class Measured:
     runs: tuple[str, ...] = ("run",)
 
     def of_each(self, method: str, *arguments: object) -> list[Any]:
-        return self.runner.run(self.pool.call_all(method, *arguments, hang_seconds=HANG_SECONDS))
+        return self.runner.run(self.pool.broadcast(method, *arguments, hang_seconds=HANG_SECONDS))
 
     def pass_over(self, tokens: int, length: int = LENGTH, role: Role = "policy") -> None:
         """tokens: of the sequences that a rank takes. length: of each of them. role: of the run."""
@@ -49,7 +49,7 @@ class Measured:
             own = data[number :: len(runs)]
             request = ForwardBackwardRequest(run_id, 1, own, loss, forward_only=role == "reference")
             parts.append(OperationPart(self.num_operations, request))
-        for output in self.runner.run(self.ranks.run_pass(Pass(tuple(parts)), HANG_SECONDS)):
+        for output in self.runner.run(self.ranks.run_pass(tuple(parts), HANG_SECONDS)):
             assert isinstance(output, ForwardBackwardOutput), output
 
     def peak(self, tokens: int, length: int = LENGTH, role: Role = "policy") -> int:

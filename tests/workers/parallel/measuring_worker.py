@@ -9,9 +9,9 @@ from .live_bytes import LiveBytes
 
 
 class MeasuringWorker(Worker):
-    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
+    def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
         with LiveBytes() as live:
-            answers = super().run_pass(work)
+            answers = super().run_pass(parts)
         self._peak = live.peak
         return answers
 
@@ -40,10 +40,10 @@ class AccountingWorker(Worker):
         with self._live:
             return super().create_run(spec)
 
-    def run_pass(self, work: Pass) -> tuple[PartAnswer, ...]:
+    def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
         self._live.restart()
         with self._live:
-            return super().run_pass(work)
+            return super().run_pass(parts)
 
     def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
         with self._live:

@@ -442,7 +442,7 @@ def test_error_in_a_pass_of_one_rank_fails_or_ends_all_ranks(
     with layout(tiny_models[case.kind], spec, tmp_path, WATCHED) as where:
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=3)))
         where.run_pass(supervised("a", 1, 9, 30))
-        ranks = [psutil.Process(pid) for pid in where.ranks.pids]
+        ranks = [psutil.Process(pid) for pid in where.ranks.pool.pids]
         where.call("fail", spec.num_ranks - 1, trouble)
         if spec.num_ranks > spec.replicas:
             with pytest.raises(WorkerDied, match="run_pass failed on one of its ranks, the others waited for it"):

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import DraftFeatures, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.drafts.training.feature_capture import FEATURES
-from trainhouse.workers.protocol.calls import DataShare, Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.calls import DataShare, Failure, OperationPart, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 
 from ..requests import repeatable
@@ -342,7 +342,7 @@ def test_only_one_rank_of_a_team_writes_features(case: Case, tiny_models: dict[s
         capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=captures)
         share = DataShare(range(len(LENGTHS)), len(LENGTHS))
         for request in (pair.capturing(tmp_path), capture):
-            answers = where.answers("run_pass", Pass((OperationPart(where._new_operation(), request, shared=share),)))
+            answers = where.answers("run_pass", (OperationPart(where._new_operation(), request, shared=share),))
             by_rank = [sum(FEATURES in each for each in output.outputs.values()) for (output,) in answers]
             assert by_rank == [len(LENGTHS), *[0] * (case.parallel.num_ranks - 1)]
 

@@ -19,7 +19,6 @@ from trainhouse.workers.protocol.calls import (
     Failure,
     OperationPart,
     OptimizerStep,
-    Pass,
     RunSpec,
     SampleJob,
     SamplingSlice,
@@ -72,7 +71,7 @@ class Layout:
         return self.run_parts(*parts)
 
     def run_parts(self, *parts: OperationPart) -> list[ForwardBackwardOutput | Failure | None]:
-        return list(self._runner.run(self.ranks.run_pass(Pass(parts), self.hang_seconds)))
+        return list(self._runner.run(self.ranks.run_pass(parts, self.hang_seconds)))
 
     def sample(self, *jobs: SampleJob) -> dict[str, SampleResponse | Failure]:
         finished: dict[str, SampleResponse | Failure] = {}

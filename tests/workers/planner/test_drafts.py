@@ -28,7 +28,7 @@ from trainhouse.workers.planner.layout_search import usable_bytes
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.ranks import Ranks
@@ -111,7 +111,7 @@ class Drafting:
         self.of_each("create_run", RunSpec("draft", case.config, "draft"))
 
     def of_each(self, method: str, *arguments: object) -> list[Any]:
-        return self._runner.run(self._pool.call_all(method, *arguments, hang_seconds=HANG_SECONDS))
+        return self._runner.run(self._pool.broadcast(method, *arguments, hang_seconds=HANG_SECONDS))
 
     def step(self) -> None:
         self.of_each("apply_steps", (OptimizerStep("draft", AdamParams()),))
@@ -133,7 +133,7 @@ class Drafting:
     def _answer(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         self._num_operations += 1
         part = OperationPart(self._num_operations, request)
-        (output,) = self._runner.run(self._ranks.run_pass(Pass((part,)), HANG_SECONDS))
+        (output,) = self._runner.run(self._ranks.run_pass((part,), HANG_SECONDS))
         assert isinstance(output, ForwardBackwardOutput), output
         return output
 

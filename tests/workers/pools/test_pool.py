@@ -70,10 +70,10 @@ def test_idle_rank_returns_freed_memory(new_pool: NewPool) -> None:
 
     async def check() -> None:
         async with started(new_pool) as pool:
-            (before,) = await pool.call("resident_bytes")
-            (busy,) = await pool.call("take_and_free", 4096, 100_000)
+            (before,) = await pool.broadcast("resident_bytes")
+            (busy,) = await pool.broadcast("take_and_free", 4096, 100_000)
             assert busy - before > 350_000_000
-            while (await pool.call("resident_bytes"))[0] - before > 60_000_000:  # noqa: ASYNC110
+            while (await pool.broadcast("resident_bytes"))[0] - before > 60_000_000:  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
 
     run(check())
@@ -85,8 +85,8 @@ def test_all_threads_of_a_rank_share_one_heap() -> None:
 
     async def check() -> None:
         async with started(LocalPool) as pool:
-            assert await pool.call("num_heaps") == [1]
-            assert await pool.call("environment", "MALLOC_ARENA_MAX") == [None]
+            assert await pool.broadcast("num_heaps") == [1]
+            assert await pool.broadcast("environment", "MALLOC_ARENA_MAX") == [None]
         assert "MALLOC_ARENA_MAX" not in os.environ
 
     run(check())
@@ -98,7 +98,7 @@ def test_waiting_rank_frees_its_last_message(tmp_path: Path) -> None:
     async def check() -> None:
         async with started(LocalPool) as pool:
             freed = tmp_path / "freed"
-            await pool.call("touch_when_freed", np.zeros(1 << 20, np.float32), str(freed))
+            await pool.broadcast("touch_when_freed", np.zeros(1 << 20, np.float32), str(freed))
             while not freed.exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -116,7 +116,7 @@ from trainhouse.workers.protocol.log_lines import LogSettings
 async def log(level: int, message: str) -> None:
     pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),), log=LogSettings(level)))
     await pool.start()
-    await pool.call("log", message)
+    await pool.broadcast("log", message)
     await pool.close()
 
 
@@ -135,7 +135,7 @@ def test_ranks_log_from_the_level_of_their_pool() -> None:
 def test_ranks_collect_garbage_except_imported_objects(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
-            ((collects, num_kept),) = await pool.call("garbage")
+            ((collects, num_kept),) = await pool.broadcast("garbage")
             assert collects and num_kept > 10_000
 
     run(check())
@@ -144,9 +144,9 @@ def test_ranks_collect_garbage_except_imported_objects(new_pool: NewPool) -> Non
 def test_a_call_reaches_every_rank_and_answers_in_rank_order(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, num_ranks=2) as pool:
-            assert await pool.call("rank") == [0, 1]
-            assert await pool.call("echo", "same") == ["same", "same"]
-            assert await pool.call("echo", PerRank(("first", "second"))) == ["first", "second"]
+            assert await pool.broadcast("rank") == [0, 1]
+            assert await pool.broadcast("echo", "same") == ["same", "same"]
+            assert await pool.broadcast("echo", PerRank(("first", "second"))) == ["first", "second"]
             assert len(set(pool.pids)) == 2
 
     run(check())
@@ -156,17 +156,17 @@ def test_errors_keep_their_type_and_leave_the_pool_working(new_pool: NewPool, ca
     async def check() -> None:
         async with started(new_pool) as pool:
             with pytest.raises(OperationError, match="rank 0 is too low") as refused:
-                await pool.call("refuse", "rank 0 is too low")
+                await pool.broadcast("refuse", "rank 0 is too low")
             assert refused.value.category == "user"
             with pytest.raises(ValueError, match="no such model") as rejected:
-                await pool.call("reject", "no such model")
+                await pool.broadcast("reject", "no such model")
             assert str(rejected.value) == "no such model"
             with pytest.raises(WorkerError, match="KeyError: 'lost'") as failed:
-                await pool.call("fail", "lost")
+                await pool.broadcast("fail", "lost")
             assert "in fail" in failed.value.remote_traceback and "fail failed" in caplog.text
             with pytest.raises(WorkerError, match="pickle"):
-                await pool.call("return_unpicklable")
-            assert await pool.call("echo", 1) == [1]
+                await pool.broadcast("return_unpicklable")
+            assert await pool.broadcast("echo", 1) == [1]
 
     run(check())
 
@@ -177,7 +177,7 @@ def test_failed_start_raises_the_workers_error(new_pool: NewPool) -> None:
         with pytest.raises(ValueError, match="no weights in /nowhere"):
             await pool.start()
         with pytest.raises(WorkerDied):
-            await pool.call("rank")
+            await pool.broadcast("rank")
 
     run(check())
 
@@ -186,7 +186,7 @@ def test_large_arrays_arrive_whole_and_writable(new_pool: NewPool) -> None:
     async def check() -> None:
         values = np.random.default_rng(0).normal(size=2 << 20).astype(np.float32)
         async with started(new_pool) as pool:
-            [doubled] = await pool.call("double", values)
+            [doubled] = await pool.broadcast("double", values)
         np.testing.assert_array_equal(doubled, values * 2)
         doubled += 1
 
@@ -197,7 +197,7 @@ def test_overlapping_calls_run_in_order(new_pool: NewPool) -> None:
     async def check() -> None:
         values = np.zeros(1 << 20)  # more than a pipe holds
         async with started(new_pool) as pool:
-            calls = [asyncio.create_task(pool.call("count", values)) for _ in range(5)]
+            calls = [asyncio.create_task(pool.broadcast("count", values)) for _ in range(5)]
             assert await asyncio.gather(*calls) == [[1], [2], [3], [4], [5]]
 
     run(check())
@@ -208,7 +208,7 @@ def test_batch_arrives_unchanged_and_writable(new_pool: NewPool) -> None:
         data = tuple(Datum(np.arange(3, dtype=np.int32), {"weights": np.ones(3, np.float32)}) for _ in range(1000))
         request = ForwardBackwardRequest("run", 1, data, "cross_entropy", {"clip": 0.5}, loss_weight=2.0)
         async with started(new_pool) as pool:
-            [echoed] = await pool.call("echo", request)
+            [echoed] = await pool.broadcast("echo", request)
         assert (echoed.model_id, echoed.loss_fn_config, echoed.loss_weight) == ("run", {"clip": 0.5}, 2.0)
         for datum in echoed.data:
             np.testing.assert_array_equal(datum.tokens, [0, 1, 2])
@@ -220,7 +220,7 @@ def test_batch_arrives_unchanged_and_writable(new_pool: NewPool) -> None:
 def test_rank_gets_its_number_of_threads(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, threads=3) as pool:
-            assert await pool.call("environment", "OMP_NUM_THREADS") == ["3"]
+            assert await pool.broadcast("environment", "OMP_NUM_THREADS") == ["3"]
 
     run(check())
 
@@ -229,7 +229,7 @@ def test_rank_gets_its_number_of_threads(new_pool: NewPool) -> None:
 def test_killed_rank_fails_running_and_later_calls(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, num_ranks=2) as pool:
-            call = asyncio.create_task(pool.call("sleep", 50))
+            call = asyncio.create_task(pool.broadcast("sleep", 50))
             await asyncio.sleep(0.1)
             os.kill(pool.pids[1], signal.SIGKILL)
             killed_at = time.monotonic()
@@ -237,7 +237,7 @@ def test_killed_rank_fails_running_and_later_calls(new_pool: NewPool) -> None:
                 await call
             assert time.monotonic() - killed_at < 30
             with pytest.raises(WorkerDied):
-                await pool.call("rank")
+                await pool.broadcast("rank")
 
     run(check())
 
@@ -257,7 +257,7 @@ def test_death_message_names_the_exit_code_or_signal() -> None:
     async def check() -> None:
         async with started(LocalPool) as pool:
             with pytest.raises(WorkerDied, match="exit code 3"):
-                await pool.call("die", 3)
+                await pool.broadcast("die", 3)
         async with started(LocalPool) as pool:
             os.kill(pool.pids[0], signal.SIGKILL)
             assert "SIGKILL (out of memory?)" in str(await asyncio.shield(pool.death))
@@ -270,7 +270,7 @@ def test_close_ends_processes_and_fails_running_calls(new_pool: NewPool) -> None
     async def check() -> None:
         async with started(new_pool, num_ranks=2) as pool:
             pids = pool.pids
-            call = asyncio.create_task(pool.call("sleep", 50))
+            call = asyncio.create_task(pool.broadcast("sleep", 50))
             await asyncio.sleep(0.1)
         with pytest.raises(WorkerDied, match="stopped"):
             await call
@@ -284,8 +284,8 @@ def test_cancelled_call_does_not_shift_later_answers(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(pool.call("sleep", 0.3), 0.05)
-            assert await pool.call("echo", "next") == ["next"]
+                await asyncio.wait_for(pool.broadcast("sleep", 0.3), 0.05)
+            assert await pool.broadcast("echo", "next") == ["next"]
 
     run(check())
 
@@ -294,7 +294,7 @@ def test_cancelled_call_does_not_shift_later_answers(new_pool: NewPool) -> None:
 def test_call_does_not_block_the_event_loop(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool) as pool:
-            call = asyncio.create_task(pool.call("sleep", 0.5))
+            call = asyncio.create_task(pool.broadcast("sleep", 0.5))
             num_ticks = 0
             while not call.done():
                 await asyncio.sleep(0.01)
@@ -307,8 +307,8 @@ def test_call_does_not_block_the_event_loop(new_pool: NewPool) -> None:
 def test_ranks_ignore_ctrl_c_and_do_not_run_the_main_script() -> None:
     async def check() -> None:
         async with started(LocalPool) as pool:
-            assert await pool.call("interrupt_self") == ["still here"]
-            assert await pool.call("main_file") == [None]
+            assert await pool.broadcast("interrupt_self") == ["still here"]
+            assert await pool.broadcast("main_file") == [None]
 
     run(check())
 
@@ -324,7 +324,7 @@ async def main():
     pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),)))
     await pool.start()
     print(pool.pids[0], flush=True)
-    await pool.call("sleep", 50)
+    await pool.broadcast("sleep", 50)
 
 asyncio.run(main())
 """
@@ -338,7 +338,7 @@ def test_ranks_ignore_sigterm() -> None:
             os.kill(pool.pids[0], signal.SIGTERM)
             os.kill(psutil.Process(pool.pids[0]).ppid(), signal.SIGTERM)
             await asyncio.sleep(0.2)
-            assert await pool.call("echo", "alive") == ["alive"]
+            assert await pool.broadcast("echo", "alive") == ["alive"]
 
     run(check())
 

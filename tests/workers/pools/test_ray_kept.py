@@ -103,19 +103,19 @@ def test_next_server_gets_the_same_ranks_with_fresh_state(state: StateDirectory)
         async with state.attached(state.pool("first")) as pool:
             assert not pool.is_kept
             pids = pool.pids
-            assert await pool.call("count", None) == [1, 1]
+            assert await pool.broadcast("count", None) == [1, 1]
             values = np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)
-            for doubled in await pool.call("double", values):
+            for doubled in await pool.broadcast("double", values):
                 np.testing.assert_array_equal(doubled, values * 2)
-            slow = asyncio.create_task(pool.call("sleep", 2))
-            counted = asyncio.create_task(pool.call("count", None))
+            slow = asyncio.create_task(pool.broadcast("sleep", 2))
+            counted = asyncio.create_task(pool.broadcast("count", None))
             await asyncio.sleep(0.5)
         for call in (slow, counted):
             with pytest.raises(WorkerDied, match="stopped"):
                 await call
         async with state.attached(state.pool("second")) as pool:  # what the first one began is finished before
             assert pool.is_kept and pool.pids == pids
-            assert await pool.call("count", None) == [1, 1]
+            assert await pool.broadcast("count", None) == [1, 1]
 
     run(check())
 
@@ -146,7 +146,7 @@ def test_ranks_that_cannot_be_used_are_replaced(change: str, state: StateDirecto
         state.takeover_seconds = 3.0 if change in ("a stopped rank", "a hung call") else 30.0
         async with state.attached(state.pool("first")) as pool:
             pids = pool.pids
-            calls = [asyncio.create_task(pool.call("sleep", 100))] if change == "a hung call" else []
+            calls = [asyncio.create_task(pool.broadcast("sleep", 100))] if change == "a hung call" else []
             await asyncio.sleep(0.5)
         await asyncio.gather(*calls, return_exceptions=True)
         if change == "a dead rank":
@@ -156,7 +156,7 @@ def test_ranks_that_cannot_be_used_are_replaced(change: str, state: StateDirecto
         contents = "others" if change == "other contents" else "same"
         async with state.attached(state.pool("next", contents=contents, replaces=change == "replaced")) as pool:
             assert not pool.is_kept and not set(pool.pids) & set(pids)
-            assert await pool.call("rank") == [0, 1]
+            assert await pool.broadcast("rank") == [0, 1]
         await wait_until_gone(pids)
 
     run(check())
@@ -180,7 +180,7 @@ def test_ranks_that_cannot_be_reset_are_killed(state: StateDirectory) -> None:
 def test_a_dead_rank_ends_its_group_for_the_server_too(state: StateDirectory) -> None:
     async def check() -> None:
         async with state.attached(state.pool("first")) as pool:
-            call = asyncio.create_task(pool.call("sleep", 100))
+            call = asyncio.create_task(pool.broadcast("sleep", 100))
             await asyncio.sleep(0.5)
             os.kill(pool.pids[1], signal.SIGKILL)
             with pytest.raises(WorkerDied, match="its Ray actor is gone"):
@@ -196,7 +196,7 @@ def test_ranks_without_a_server_end_after_their_time(state: StateDirectory) -> N
         async with state.attached(state.pool("first")) as pool:
             pids = pool.pids
             await asyncio.sleep(10)
-            assert await pool.call("rank") == [0, 1]
+            assert await pool.broadcast("rank") == [0, 1]
         await asyncio.sleep(3)
         assert all(psutil.pid_exists(pid) for pid in pids)
         await wait_until(lambda: not state.nodes.actors(), 20)

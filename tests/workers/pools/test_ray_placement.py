@@ -82,7 +82,7 @@ def test_each_replica_is_on_one_node_if_it_fits() -> None:
                 ("tp=3", [[1, 1, 1]]),
             ):
                 async with ranks(started, layout) as pool:
-                    assert await pool.call("rank") == list(range(len(pool.pids)))
+                    assert await pool.broadcast("rank") == list(range(len(pool.pids)))
                     where = [node_of(pid, nodes) for pid in pool.pids]
                 size = len(places[0])
                 of_replicas = [where[first : first + size] for first in range(0, len(where), size)]
@@ -115,7 +115,7 @@ def test_cluster_with_a_token_requires_it(monkeypatch: pytest.MonkeyPatch, tmp_p
                 monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
                 if message is None:
                     async with ranks(started, "single") as pool:
-                        assert await pool.call("rank") == [0]
+                        assert await pool.broadcast("rank") == [0]
                     continue
                 with pytest.raises(PlacementError, match=message) as refused:
                     async with ranks(started, "single"):

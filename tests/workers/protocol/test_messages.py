@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.protocol.messages import Buffer, FrameReader, FrameWriter, decode, encode
+from trainhouse.workers.protocol.messages import Buffer, FrameReader, decode, encode, send_pieces
 
 
 def frame_of(pieces: list[Buffer]) -> memoryview:
@@ -52,9 +52,9 @@ def test_frames_pass_through_a_nonblocking_socket_in_pieces() -> None:
         incoming = FrameReader()
 
         def passed_through(value: object) -> object:
-            outgoing = FrameWriter(encode(value))
+            unsent = encode(value)
             for _ in range(10_000):
-                outgoing.send(near)
+                send_pieces(unsent, near)
                 if (frame := incoming.receive(far)) is not None:
                     return decode(frame)
             raise AssertionError("the frame did not arrive")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.resources.lanes import Lanes, current_lane
 from trainhouse.workers.worker.worker import Worker
@@ -127,7 +127,7 @@ def pass_of_three_runs(worker: Worker, spoil: str | None = None) -> tuple[dict[s
         weight = 3e38 if run_id == spoil else 0.5
         data = tuple(supervised(length, weights=np.full(length, weight)) for length in lengths)
         parts.append(OperationPart(i, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")))
-    answers = dict(zip(RUNS, worker.run_pass(Pass(tuple(parts))), strict=True))
+    answers = dict(zip(RUNS, worker.run_pass(tuple(parts)), strict=True))
     gradients = {run_id: worker._models.get(run_id).gradients.accumulator.clone() for run_id in RUNS if run_id != spoil}
     for run_id in RUNS:
         worker.drop_run(run_id)

@@ -21,7 +21,6 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput
 from trainhouse.workers.protocol.calls import (
     OperationPart,
     OptimizerStep,
-    Pass,
     RunSpec,
     SampleJob,
     SamplingSlice,
@@ -88,7 +87,7 @@ def train(worker: Worker, run_id: str) -> None:
     """Trains one step on rows that differ between runs."""
     rows = np.random.default_rng(len(run_id)).integers(0, VOCAB, (6, 25))
     data = tuple(Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:]}) for row in rows)
-    (output,) = worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),)))
+    (output,) = worker.run_pass((OperationPart(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),))
     assert isinstance(output, ForwardBackwardOutput), output
     (metrics,) = worker.apply_steps((OptimizerStep(run_id, AdamParams(learning_rate=2e-2)),))
     assert isinstance(metrics, dict), metrics
@@ -98,7 +97,7 @@ def trainer_logprobs(worker: Worker, run_id: str, sequences: Sequence[np.ndarray
     """Returns float32 [len - 1, VOCAB] for each sequence: row i is the distribution of token i + 1."""
     data = tuple(Datum(tokens[:-1], {"target_tokens": every_token(len(tokens) - 1)}) for tokens in sequences)
     request = ForwardBackwardRequest(run_id, 1, data, "cross_entropy", forward_only=True)
-    (output,) = worker.run_pass(Pass((OperationPart(0, request),)))
+    (output,) = worker.run_pass((OperationPart(0, request),))
     assert isinstance(output, ForwardBackwardOutput), output
     return [each["logprobs"] for each in output.loss_fn_outputs]
 

@@ -19,7 +19,7 @@ def sampling_work(job_id: str) -> SamplingWork:
 def cohorts_of(suspects: Suspects, *job_ids: str) -> Cohorts:
     cohorts = Cohorts(suspects)
     for job_id in job_ids:
-        cohorts.add(sampling_work(job_id))
+        cohorts.enqueue_job(sampling_work(job_id))
     return cohorts
 
 
@@ -69,7 +69,7 @@ def test_a_resubmitted_job_is_not_ended_by_its_cancelled_namesake() -> None:
     cohorts = cohorts_of(Suspects(4), "a")
     take_slices(cohorts, 1)
     cohorts.cancel("a")
-    cohorts.add(sampling_work("a"))
+    cohorts.enqueue_job(sampling_work("a"))
     assert cohorts.ended("a") is None and "a" in cohorts
     work = cohorts.next().slice(50.0)
     assert work.cancel == ("a",) and [each.job_id for each in work.join] == ["a"]
@@ -83,7 +83,7 @@ def test_constraints_that_take_long_to_compile_join_one_slice_after_another() ->
         work = sampling_work(str(number))
         params = work.job.params.model_copy(update={"constraint": constraint})
         tenant = "even" if number % 2 == 0 else "odd"
-        cohorts.add(SamplingWork(replace(work.job, params=params, tenant_id=tenant, compile_seconds=0.06)))
+        cohorts.enqueue_job(SamplingWork(replace(work.job, params=params, tenant_id=tenant, compile_seconds=0.06)))
     cohort, joined = cohorts.next(), []
     while cohort.joining:
         joined.append([int(job.job_id) for job in cohort.slice(50.0).join])
@@ -96,6 +96,6 @@ def test_cheap_constraints_join_together_and_a_costly_one_joins_alone() -> None:
     for number, seconds in enumerate([0.5, 0.5, *[0.001] * 50]):
         work = sampling_work(str(number))
         params = work.job.params.model_copy(update={"constraint": Constraint(regex=f"x{{{number}}}")})
-        cohorts.add(SamplingWork(replace(work.job, params=params, compile_seconds=seconds)))
+        cohorts.enqueue_job(SamplingWork(replace(work.job, params=params, compile_seconds=seconds)))
     cohort = cohorts.next()
     assert [len(cohort.slice(50.0).join) for _ in range(3)] == [1, 1, 50]

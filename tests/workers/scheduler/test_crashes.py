@@ -31,7 +31,7 @@ async def recording_dispatch(*runs: str) -> AsyncIterator[WorkerDispatch]:
     """Starts a dispatch with passes of 800 tokens and a backoff so small that crashing often costs no time."""
     model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu")
     dispatch = WorkerDispatch(DispatchConfig((model,), worker=RECORDING, slice_milliseconds=5, pass_tokens=800))
-    dispatch._groups["tiny"].supervisor.backoff.first = 0.01
+    dispatch._own["tiny"].group.supervisor.backoff.first = 0.01
     await dispatch.start(lambda _: None)
     try:
         for run_id in runs:
@@ -180,7 +180,7 @@ def test_a_run_dropped_while_it_is_recreated_leaves_nothing_behind() -> None:
             await asyncio.sleep(0)
             await dispatch.drop_run("a")
             await recreating
-            assert "a" not in dispatch._groups["tiny"].work._live
+            assert "a" not in dispatch._own["tiny"].group.work._live
 
     run(check())
 
@@ -242,7 +242,7 @@ def test_only_the_operation_that_kills_its_worker_is_found_alone() -> None:
             await asyncio.gather(before, *works)
             assert alone["poisoned"] == [False] + [True] * MAX_STRIKES
             assert not any(any(alone[run_id]) for run_id in innocents) and all(alone[run_id] for run_id in innocents)
-            assert dispatch._groups["tiny"].num_deaths == 1 + MAX_STRIKES
+            assert dispatch._own["tiny"].group.supervisor.num_deaths == 1 + MAX_STRIKES
             await dispatch.drop_run("poisoned")
             for run_id in innocents:
                 await recreate(dispatch, run_id)
@@ -287,7 +287,7 @@ def test_a_suspect_stays_alone_until_it_is_past_the_fatal_operation() -> None:
                     await asyncio.sleep(0)
                 assert tokens_of_pass((await waiting)[-1]) == (8 if seq_id < 4 else 24)
             await dispatch.drop_run("b")
-            assert not dispatch._groups["tiny"].work.suspect_runs
+            assert not dispatch._own["tiny"].group.work.suspect_runs
 
     run(check())
 
@@ -331,7 +331,7 @@ def test_only_the_sampling_request_that_kills_its_worker_is_found_alone(num_othe
             fatal = alone.pop("dies")
             assert fatal[-MAX_STRIKES:] == [True] * MAX_STRIKES and len(fatal) <= MAX_STRIKES + 3
             assert not any(map(any, alone.values()))
-            assert not any(job_id in dispatch._groups["tiny"].work.suspect_jobs for job_id in alone)
+            assert not any(job_id in dispatch._own["tiny"].group.work.suspect_jobs for job_id in alone)
 
     run(check())
 
@@ -425,7 +425,7 @@ def test_later_requests_are_never_suspected() -> None:
             await asyncio.gather(*works.values())
             assert alone.pop("dies later") == [False, *[True] * MAX_STRIKES]
             assert not any(any(each) for each in [*alone.values(), *later.values()])
-            assert dispatch._groups["tiny"].num_deaths == 1 + MAX_STRIKES and len(later) > 3
+            assert dispatch._own["tiny"].group.supervisor.num_deaths == 1 + MAX_STRIKES and len(later) > 3
             await cancel_all([submitting])
 
     run(check())
@@ -443,7 +443,7 @@ def test_each_of_several_poison_requests_is_found() -> None:
 
             await asyncio.gather(*map(sample, alone))
             assert {name for name, flags in alone.items() if sum(flags)} == culprits
-            assert dispatch._groups["tiny"].num_deaths <= len(culprits) * (MAX_STRIKES + 3)
+            assert dispatch._own["tiny"].group.supervisor.num_deaths <= len(culprits) * (MAX_STRIKES + 3)
 
     run(check())
 

@@ -30,8 +30,9 @@ from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
 from trainhouse.workers.pools.local import LocalPool
+from trainhouse.workers.protocol import methods
 from trainhouse.workers.protocol.calls import RunSpec, SampleJob, WorkerLost
-from trainhouse.workers.protocol.methods import CLEARS_GRADIENTS, MOVES_DATA, RUNS_OFFLOADED
+from trainhouse.workers.protocol.methods import MEMORY, SAVE_RUN, Method
 from trainhouse.workers.protocol.timeouts import CallTimeouts, ObservedDurations, cost_of
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
@@ -55,7 +56,7 @@ def test_a_stopped_rank_is_killed_in_time(new_pool: NewPool) -> None:
             os.kill(pool.pids[1], signal.SIGSTOP)
             pids, stopped_at = pool.pids, time.monotonic()
             with pytest.raises(WorkerDied, match="it hung: rank had no answer after 1 s"):
-                await pool.call("rank", hang_seconds=1)
+                await pool.broadcast("rank", hang_seconds=1)
             assert time.monotonic() - stopped_at > 0.9
             assert "it hung" in str(pool.death.result())
             await wait_until_gone(pids)
@@ -71,9 +72,9 @@ def test_a_call_answered_in_time_is_not_a_hang(new_pool: NewPool) -> None:
         pool = new_pool(PoolSpec(ECHO, (EchoConfig(),)))
         await pool.start(hang_seconds=50)
         try:
-            await pool.call("sleep", 0.2, hang_seconds=1.5)
+            await pool.broadcast("sleep", 0.2, hang_seconds=1.5)
             await asyncio.sleep(1.5)
-            await pool.call("rank")
+            await pool.broadcast("rank")
             assert not pool.death.done()
         finally:
             await pool.close()
@@ -170,7 +171,7 @@ def test_only_unexpectedly_slow_passes_are_hangs() -> None:
         async with recording_dispatch(hang_seconds=1) as dispatch:
             for _ in range(2):
                 await dispatch.forward_backward(operation(seconds=1.2))
-            assert dispatch._groups["tiny"].num_deaths == 0
+            assert dispatch._own["tiny"].group.supervisor.num_deaths == 0
             with pytest.raises(WorkerLost, match="it hung"):
                 await dispatch.forward_backward(operation(seconds=60))
 
@@ -189,7 +190,7 @@ def test_timeouts_grow_with_the_work_and_with_observed_durations() -> None:
     assert 60 + 2 * 2.0 < known < 70 + 10 * 2.0 < before
     assert timeouts.for_pass(100_000, 1) > 60 + 4 * 20.0
     assert timeouts.for_pass(10, 1) >= 60 + 2.0
-    assert timeouts.for_slice(50) > 60 and timeouts.for_method("save_run") > timeouts.for_method("memory") == 60
+    assert timeouts.for_slice(50) > 60 and timeouts.for_method(SAVE_RUN) > timeouts.for_method(MEMORY) == 60
     assert timeouts.for_steps(64) > 5 * timeouts.for_steps(1) > 5 * 60
     assert timeouts.for_start(is_restart=False) == math.inf > timeouts.for_start(is_restart=True) > 3600
 
@@ -226,8 +227,9 @@ def test_long_sequences_and_backward_passes_cost_more() -> None:
     assert cost_of([], forward_only=True) > 0
 
 
-def test_methods_with_special_treatment_exist_and_whatever_reads_a_directory_has_time_for_it() -> None:
+def test_the_table_names_methods_of_the_worker_and_whatever_reads_a_directory_has_time_for_it() -> None:
     verbs = {name: function for name, function in vars(Worker).items() if callable(function)}
-    assert verbs.keys() >= MOVES_DATA | CLEARS_GRADIENTS | RUNS_OFFLOADED
+    table = {method.name: method for method in vars(methods).values() if isinstance(method, Method)}
+    assert verbs.keys() >= table.keys()
     reading = {name for name, function in verbs.items() if "directory" in inspect.signature(function).parameters}
-    assert "load_draft" in reading and reading <= MOVES_DATA
+    assert "load_draft" in reading and all(table[name].moves_data for name in reading)

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep
-from trainhouse.workers.scheduler.fair_queue import PassLimits
-from trainhouse.workers.scheduler.queue import GroupQueue
-from trainhouse.workers.scheduler.work import MethodWork, PassWork, StepWork, WorkItem
+from trainhouse.workers.protocol.methods import SAVE_RUN
+from trainhouse.workers.scheduler.queue import GroupQueue, PassLimits
+from trainhouse.workers.scheduler.work import MethodWork, PassWork, RunWork, StepWork
 
 TOKENS = 1600
 """Tokens of a pass: turns are of 400, and operations of up to 100 are short."""
@@ -51,13 +51,13 @@ def step(run_id: str) -> StepWork:
 
 
 def call(run_id: str) -> MethodWork:
-    return MethodWork(run_id, run_id[0], "save_run")
+    return MethodWork(run_id, run_id[0], SAVE_RUN)
 
 
-def queue_of(*works: WorkItem, runs: int = 64, suspects: Container[str] = (), **weights: float) -> GroupQueue:
+def queue_of(*works: RunWork[Any], runs: int = 64, suspects: Container[str] = (), **weights: float) -> GroupQueue:
     queue = GroupQueue(PassLimits(TOKENS, runs, weights), suspects)
     for work in works:
-        queue.add(work)
+        queue.enqueue(work)
     return queue
 
 
@@ -95,20 +95,20 @@ class CheckedConsumer:
         self.limits = limits
         self.suspects = suspects
         self.begun: dict[str, Chunk] = {}
-        self.done: dict[str, list[WorkItem]] = defaultdict(list)
+        self.done: dict[str, list[RunWork[Any]]] = defaultdict(list)
 
     def take(self) -> bool:
-        if self.queue.wants_method:
+        if self.queue.num_ready["methods"]:
             self._finish([self.queue.take_method()])
-        elif self.queue.wants_training and self.queue.steps_are_next():
+        elif self.queue.steps_are_next:
             self._finish(self.queue.take_steps())
-        elif self.queue.wants_training:
+        elif self.queue.num_ready["training"]:
             self._run(take_pass(self.queue))
         else:
             return False
         return True
 
-    def _finish(self, works: Sequence[WorkItem]) -> None:
+    def _finish(self, works: Sequence[RunWork[Any]]) -> None:
         assert works and not self.begun.keys() & {work.key for work in works}
         assert len(works) == 1 or not any(work.key in self.suspects for work in works)
         for work in works:
@@ -137,7 +137,7 @@ class CheckedConsumer:
 def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], runs: int, suspects: set[str]) -> None:
     limits = PassLimits(TOKENS, runs, {"a": 3.0, "b": 0.5})
     consumer = CheckedConsumer(GroupQueue(limits, suspects), limits, suspects)
-    expected: dict[str, list[WorkItem]] = defaultdict(list)
+    expected: dict[str, list[RunWork[Any]]] = defaultdict(list)
     for event in events:
         waiting = consumer.queue.works()
         if event == "take":
@@ -146,7 +146,7 @@ def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], r
             suspects.clear()
         elif event == "fail" and consumer.begun:
             failed = consumer.begun.pop(next(iter(consumer.begun))).work
-            consumer.queue.drop(failed)
+            consumer.queue.remove(failed)
             expected[failed.key].remove(failed)
         elif event == "cancel" and waiting:
             consumer.queue.cancel(waiting[-1])
@@ -156,7 +156,7 @@ def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], r
             run_id, what = event
             work = {"step": step, "call": call}[what](run_id) if isinstance(what, str) else operation(run_id, *what)
             expected[run_id].append(work)
-            consumer.queue.add(work)
+            consumer.queue.enqueue(work)
     while consumer.take():
         pass
     assert {key: works for key, works in consumer.done.items() if works} == {k: v for k, v in expected.items() if v}
@@ -166,20 +166,20 @@ def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], r
 def test_operations_wait_for_the_step_before_them() -> None:
     queue = queue_of(operation("a", 10), operation("a", 10), step("a"), operation("a", 10), operation("b", 10))
     assert runs_of(take_pass(queue)) == ["a", "b", "a"]
-    assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a"]
+    assert queue.steps_are_next and runs_of_works(queue.take_steps()) == ["a"]
     assert runs_of(take_pass(queue)) == ["a"]
 
 
-def runs_of_works(works: Sequence[WorkItem]) -> list[str]:
+def runs_of_works(works: Sequence[RunWork[Any]]) -> list[str]:
     return [work.key for work in works]
 
 
 def test_ready_steps_run_together_before_the_next_pass_without_starving_passes() -> None:
     steps = [step(run_id) for run_id in ("a", "a", "b", "c")]
     queue = queue_of(*steps, operation("d", 10))
-    assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a", "b", "c"]
-    assert not queue.steps_are_next() and runs_of(take_pass(queue)) == ["d"]
-    assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a"]
+    assert queue.steps_are_next and runs_of_works(queue.take_steps()) == ["a", "b", "c"]
+    assert not queue.steps_are_next and runs_of(take_pass(queue)) == ["d"]
+    assert queue.steps_are_next and runs_of_works(queue.take_steps()) == ["a"]
 
 
 def test_suspects_do_not_hold_up_others() -> None:
@@ -204,7 +204,7 @@ def test_suspects_steps_do_not_hold_up_those_of_others() -> None:
 def test_tenants_take_turns_with_their_calls() -> None:
     queue = queue_of(*(call(run_id) for run_id in ("a0", "a0", "a1", "a2", "b0", "b1")))
     taken = []
-    while queue.wants_method:
+    while queue.num_ready["methods"]:
         taken.append(queue.take_method().key)
     assert taken == ["a0", "b0", "a1", "b1", "a2", "a0"]
 
@@ -237,7 +237,7 @@ class Backlog:
         self._lengths = lengths
         self._ahead = ahead
 
-    def missing(self, queue: GroupQueue) -> list[WorkItem]:
+    def missing(self, queue: GroupQueue) -> list[RunWork[Any]]:
         waiting = Counter(work.key for work in queue.works())
         return [
             operation(run_id, *self._lengths) for run_id in self._runs for _ in range(self._ahead - waiting[run_id])
@@ -250,7 +250,7 @@ def serve(queue: GroupQueue, num_passes: int, *backlogs: Backlog) -> list[Counte
     for _ in range(num_passes):
         for backlog in backlogs:
             for work in backlog.missing(queue):
-                queue.add(work)
+                queue.enqueue(work)
         tokens: Counter[str] = Counter()
         for chunk in take_pass(queue):
             tokens[chunk.work.tenant_id] += tokens_of(chunk)
@@ -307,9 +307,9 @@ def train(queue: GroupQueue, num_passes: int, **lengths: Sequence[int]) -> list[
         waiting = Counter(work.key for work in queue.works())
         for run_id in lengths:
             for _ in range(6 - waiting[run_id], 0, -2):
-                queue.add(operation(run_id, *lengths[run_id]))
-                queue.add(step(run_id))
-        if queue.steps_are_next():
+                queue.enqueue(operation(run_id, *lengths[run_id]))
+                queue.enqueue(step(run_id))
+        if queue.steps_are_next:
             queue.take_steps()
             continue
         served.append(Counter())
@@ -370,14 +370,14 @@ def test_a_short_operation_is_in_the_very_next_pass(line: list[Backlog], tenant:
     for _ in range(40):
         serve(queue, 3, *line)
         short = operation(f"{tenant}-short", tokens)
-        queue.add(short)
+        queue.enqueue(short)
         assert short in [chunk.work for chunk in take_pass(queue)]
 
 
 def test_an_operation_that_is_not_short_waits_for_its_turn() -> None:
     queue = queue_of()
     serve(queue, 1, *(Backlog([f"{tenant}0"], *[20] * 1000, ahead=2) for tenant in "abcdefgh"))
-    queue.add(operation("z", 60, 60))
+    queue.enqueue(operation("z", 60, 60))
     assert "z" not in runs_of(take_pass(queue))
 
 
@@ -445,7 +445,7 @@ def events_of_a_pass(kind: type[GroupQueue], num_runs: int, num_tenants: int) ->
     runs = [f"{chr(0x100 + i % num_tenants)}{i}" for i in range(num_runs)]
     queue = kind(PassLimits(TOKENS, 64))
     for work in (*(operation(run_id, 40, 40) for run_id in runs), *map(step, runs)):
-        queue.add(work)
+        queue.enqueue(work)
     with counted_lines() as events:
         chunks = take_pass(queue)
     assert len(chunks) == 20

@@ -10,12 +10,13 @@ from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.workers.pools.base import WorkerDied
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep, SampleJob, SliceResult, WorkerLost
-from trainhouse.workers.scheduler.fair_queue import PassLimits
+from trainhouse.workers.protocol.methods import CLEAR_GRADIENTS, CREATE_RUN, DROP_RUN, LOAD_RUN, MEMORY
+from trainhouse.workers.scheduler.calls import PassCall, RankCall, SliceCall
 from trainhouse.workers.scheduler.group_work import GroupWork
 from trainhouse.workers.scheduler.quarantine import Suspects
-from trainhouse.workers.scheduler.rank_calls import PassCall, RankCall, SliceCall
+from trainhouse.workers.scheduler.queue import PassLimits
 from trainhouse.workers.scheduler.scheduler import Scheduler
-from trainhouse.workers.scheduler.work import MethodWork, PassWork, SamplingWork, SnapshotWork, StepWork, WorkItem
+from trainhouse.workers.scheduler.work import MethodWork, PassWork, RunWork, SamplingWork, SnapshotWork, StepWork
 
 
 class Group:
@@ -28,16 +29,18 @@ class Group:
 
     def add(self, work: Any) -> Any:
         work.answer = Future()
-        if isinstance(work, WorkItem):
-            self.work.queue.add(work)
+        if isinstance(work, RunWork):
+            self.work.queue.enqueue(work)
         else:
-            self.work.cohorts.add(work)
+            self.work.cohorts.enqueue_job(work)
         return work
 
-    def next_call(self) -> RankCall:
-        return self.scheduler.next_call(self.scheduler.wanted())
+    def next_call(self, on_device: bool = True) -> RankCall[Any]:
+        call = self.scheduler.next_call(on_device)
+        assert call is not None
+        return call
 
-    def do(self, answer: Any, seconds: float = 1.0) -> RankCall:
+    def do(self, answer: Any, seconds: float = 1.0) -> RankCall[Any]:
         """Makes the next call, answered so."""
         call = self.next_call()
         self.now += seconds
@@ -66,7 +69,7 @@ def test_a_pass_answers_each_operation_by_itself() -> None:
     assert good.answer.result() == "output"
     with pytest.raises(OperationError, match="NaN"):
         bad.answer.result()
-    assert not group.scheduler.wanted()
+    assert not group.scheduler.ready()
 
 
 def test_an_operation_in_chunks_is_answered_by_its_last_one() -> None:
@@ -84,7 +87,7 @@ def test_a_failed_chunk_ends_its_operation() -> None:
     group.do([Failure("out of memory", "server")])
     with pytest.raises(OperationError, match="out of memory"):
         work.answer.result()
-    assert not group.scheduler.wanted()
+    assert not group.scheduler.ready()
 
 
 def test_a_step_is_refused_if_a_whole_pass_failed() -> None:
@@ -94,7 +97,7 @@ def test_a_step_is_refused_if_a_whole_pass_failed() -> None:
     group.do(Failure("the worker failed", "server"))
     assert group.work.with_refusal(step("a").step).refusal_reason == "the worker failed"
     assert group.work.with_refusal(step("b").step).refusal_reason is None
-    group.add(MethodWork("a", "alice", "clear_gradients", ("a",)))
+    group.add(MethodWork("a", "alice", CLEAR_GRADIENTS, ("a",)))
     group.do(None)
     assert group.work.with_refusal(step("a").step).refusal_reason is None
 
@@ -125,37 +128,37 @@ def test_snapshots_are_polled_at_growing_intervals_and_few_are_written_at_once()
     works = [group.add(SnapshotWork(f"run{number}", "alice", f"/snapshots/{number}")) for number in range(5)]
     for _ in range(4):
         group.do(None, seconds=0.0)
-    assert not group.scheduler.wanted(), "a fifth waits until one is written"
-    assert group.scheduler.seconds_to_poll() == pytest.approx(0.01)
+    assert not group.scheduler.ready(), "a fifth waits until one is written"
+    assert group.work.snapshots.due_at - group.now == pytest.approx(0.01)
     group.now += 0.01
-    assert group.scheduler.without_device(group.scheduler.wanted()) == ["snapshots"], "a poll needs no device"
+    assert group.scheduler.ready(on_device=False) == ["snapshots"], "a poll needs no device"
     group.do({0: None, 1: Failure("disk full", "server")}, seconds=0.0)
     assert works[0].answer.result() is None
     with pytest.raises(OperationError, match="disk full"):
         works[1].answer.result()
-    assert group.scheduler.seconds_to_poll() == pytest.approx(0.02)
-    assert group.scheduler.wanted() == ["snapshots"]
+    assert group.work.snapshots.due_at - group.now == pytest.approx(0.02)
+    assert group.scheduler.ready() == ["snapshots"]
 
 
 def test_only_some_methods_run_while_the_group_is_offloaded() -> None:
     group = Group()
     group.add(operation("a", 10))
-    group.add(MethodWork("b", "alice", "memory"))
-    assert group.scheduler.wanted() == ["training", "methods"]
-    assert group.scheduler.without_device(group.scheduler.wanted()) == ["methods"]
-    group.add(MethodWork("c", "alice", "load_run"))
-    group.scheduler.finish(group.scheduler.next_call(["methods"]), {}, 0.0)
-    assert group.scheduler.without_device(group.scheduler.wanted()) == []
+    group.add(MethodWork("b", "alice", MEMORY))
+    assert group.scheduler.ready() == ["training", "methods"]
+    assert group.scheduler.ready(on_device=False) == ["methods"]
+    group.add(MethodWork("c", "alice", LOAD_RUN))
+    group.scheduler.finish(group.next_call(on_device=False), {}, 0.0)
+    assert group.scheduler.ready(on_device=False) == []
 
 
 def test_a_death_fails_all_work_and_makes_what_was_in_the_call_suspect() -> None:
     group = Group()
-    create = group.add(MethodWork("a", "alice", "create_run", creates="a"))
+    create = group.add(MethodWork("a", "alice", CREATE_RUN, creates="a"))
     group.do("info")
     assert create.answer.result() == "info" and group.work.holds("a")
     works = [group.add(operation("a", 10)), group.add(operation("b", 10))]
-    waiting, dropped = group.add(sampling("job")), group.add(MethodWork("c", "alice", "drop_run", drops="c"))
-    call = group.scheduler.next_call(["training"])
+    waiting, dropped = group.add(sampling("job")), group.add(MethodWork("c", "alice", DROP_RUN, drops="c"))
+    call = group.next_call()
     consequences = group.work.worker_died("tiny", WorkerDied("killed by SIGKILL"), call.works)
     assert "2 runs were in the call" in consequences
     for work in (*works, waiting):
@@ -164,7 +167,7 @@ def test_a_death_fails_all_work_and_makes_what_was_in_the_call_suspect() -> None
         assert not lost.value.alone
     assert dropped.answer.result() is None, "the death dropped everything"
     assert "a" in group.work.suspect_runs and "b" in group.work.suspect_runs
-    assert not group.work.holds("a") and not group.scheduler.wanted()
+    assert not group.work.holds("a") and not group.scheduler.ready()
     with pytest.raises(WorkerLost, match="a was lost when the worker of tiny died"):
         group.work.check_available("a")
     assert group.work.forget_lost("a") and not group.work.forget_lost("a")

@@ -16,7 +16,7 @@ from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraCo
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.drafts.sequences.blocks import TokenRandom, sample_anchors
-from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec, SampleJob, SamplingSlice
+from trainhouse.workers.protocol.calls import OperationPart, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.resources.device_speed import DeviceSpeed
 from trainhouse.workers.shapes.layouts.flops import ModelFlops, OwnFlops
@@ -109,7 +109,7 @@ def a_worker(directory: Path) -> Worker:
 def run(worker: Worker, run_id: str, *, forward_only: bool = False) -> dict[str, float]:
     """Returns the metrics of a pass."""
     request = ForwardBackwardRequest(run_id, 1, data(), "cross_entropy", forward_only=forward_only)
-    (answer,) = worker.run_pass(Pass((OperationPart(0, request),)))
+    (answer,) = worker.run_pass((OperationPart(0, request),))
     assert isinstance(answer, ForwardBackwardOutput), answer
     return dict(answer.metrics)
 
@@ -161,7 +161,7 @@ def draft_data(lengths: tuple[int, ...] = LENGTHS) -> tuple[Datum, ...]:
 def run_draft(worker: Worker, algorithm: Algorithm, *, forward_only: bool = False) -> float:
     config = {"ttt_length": DEPTH} if algorithm == "eagle3" else {"num_anchors": 2, "seed": 0}
     request = ForwardBackwardRequest("draft", 1, draft_data(), algorithm, config, forward_only=forward_only)
-    (answer,) = worker.run_pass(Pass((OperationPart(0, request),)))
+    (answer,) = worker.run_pass((OperationPart(0, request),))
     assert isinstance(answer, ForwardBackwardOutput), answer
     assert answer.metrics["mfu:mean"] > 0
     return answer.metrics["model_flops:sum"]
@@ -216,7 +216,7 @@ def test_a_critic_has_a_head_of_one_number(tiny_models: dict[str, Path]) -> None
     inputs = [{"returns": np.ones(len(each.tokens), np.float32)} for each in data()]
     returns = tuple(Datum(each.tokens, of_each) for each, of_each in zip(data(), inputs, strict=True))
     request = ForwardBackwardRequest("run", 1, returns, "value_mse", forward_only=True)
-    (answer,) = worker.run_pass(Pass((OperationPart(0, request),)))
+    (answer,) = worker.run_pass((OperationPart(0, request),))
     assert isinstance(answer, ForwardBackwardOutput)
     assert answer.metrics["model_flops:sum"] == by_hand.forward() - 2 * TOKENS * (HEAD + HEAD_ADAPTER - 64)
 

@@ -16,7 +16,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.protocol.calls import OperationPart, Pass, RunSpec, SamplingSlice
+from trainhouse.workers.protocol.calls import OperationPart, RunSpec, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.state.offload import Offload
 from trainhouse.workers.worker import rank_memory
@@ -197,7 +197,7 @@ def test_after_a_failed_reload_the_next_call_reloads(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         calls = fail_from_call("preadv", patch, 2)
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device") as raised:
-            worker.run_pass(Pass((OperationPart(0, supervised("lora", some_data(2))),)))
+            worker.run_pass((OperationPart(0, supervised("lora", some_data(2))),))
         assert len(calls) > 3 and raised.value.category == "server"
         assert worker.memory()["base_weights_on_device"] == 0
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device"):

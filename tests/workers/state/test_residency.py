@@ -22,7 +22,6 @@ from trainhouse.workers.protocol.calls import (
     Failure,
     OperationPart,
     OptimizerStep,
-    Pass,
     RunSpec,
     SampleJob,
     SamplingSlice,
@@ -381,7 +380,7 @@ def run_pass(worker: Worker, run_ids: list[str]) -> None:
         OperationPart(i, ForwardBackwardRequest(run_id, 1, (datum(run_id),), "cross_entropy"))
         for i, run_id in enumerate(run_ids)
     ]
-    outputs = worker.run_pass(Pass(tuple(parts)))
+    outputs = worker.run_pass(tuple(parts))
     assert all(isinstance(output, ForwardBackwardOutput) for output in outputs), outputs
 
 

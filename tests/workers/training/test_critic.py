@@ -20,7 +20,7 @@ from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBac
 from trainhouse.workers.checkpoint import TrainedState, save
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.calls import Failure, OperationPart, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, RunSpec
 from trainhouse.workers.protocol.plugins import plugin_rows
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.registry.programs import PROGRAMS
@@ -75,7 +75,7 @@ def value_request(run_id: str, data: Sequence[Datum], forward_only: bool = False
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
     """Runs all requests in one pass."""
-    answers = worker.run_pass(Pass(tuple(OperationPart(number, request) for number, request in enumerate(requests))))
+    answers = worker.run_pass(tuple(OperationPart(number, request) for number, request in enumerate(requests)))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
 
@@ -228,13 +228,13 @@ def test_requests_for_another_kind_of_model_are_refused(worker: Worker) -> None:
         "it reads returns and optionally weights, old_values": value_request("critic", tokens),
         "a reference is not trained": ForwardBackwardRequest("reference", 1, tokens, "cross_entropy"),
     }
-    answers = worker.run_pass(Pass(tuple(OperationPart(number, each) for number, each in enumerate(wrong.values()))))
+    answers = worker.run_pass(tuple(OperationPart(number, each) for number, each in enumerate(wrong.values())))
     for answer in answers:
         assert isinstance(answer, Failure), answer
     assert all(reason in answer.message for reason, answer in zip(wrong, answers, strict=True)), answers
     negative = replace(value_request("critic", data), loss_fn_config={"clip": -1.0})
-    (answer,) = worker.run_pass(Pass((OperationPart(8, negative),)))
+    (answer,) = worker.run_pass((OperationPart(8, negative),))
     assert isinstance(answer, Failure) and "clip is -1.0: it is a distance" in answer.message
     broken = [replace(data[0], loss_fn_inputs=data[0].loss_fn_inputs | {"old_values": np.full(9, np.nan, np.float32)})]
-    (answer,) = worker.run_pass(Pass((OperationPart(9, value_request("critic", broken)),)))
+    (answer,) = worker.run_pass((OperationPart(9, value_request("critic", broken)),))
     assert isinstance(answer, Failure) and "old_values is nan at position 0: it must be finite" in answer.message

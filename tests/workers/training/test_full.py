@@ -20,7 +20,6 @@ from trainhouse.workers.protocol.calls import (
     Failure,
     OperationPart,
     OptimizerStep,
-    Pass,
     RunSpec,
     SampleJob,
     SamplingSlice,
@@ -60,7 +59,7 @@ def supervised(run_id: str, data: Sequence[Datum], forward_only: bool = False) -
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
     """Runs all requests in one pass."""
-    answers = worker.run_pass(Pass(tuple(OperationPart(number, request) for number, request in enumerate(requests))))
+    answers = worker.run_pass(tuple(OperationPart(number, request) for number, request in enumerate(requests)))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
 
@@ -269,7 +268,7 @@ def test_a_failed_operation_leaves_no_gradients(tmp_path: Path) -> None:
     before = worker._models.get("full").gradients.accumulator.clone()
     bad = some_data(2)
     bad[1].loss_fn_inputs["weights"][3] = 3e38
-    (answer,) = worker.run_pass(Pass((OperationPart(7, supervised("full", bad)),)))
+    (answer,) = worker.run_pass((OperationPart(7, supervised("full", bad)),))
     assert isinstance(answer, Failure) and "not finite" in answer.message, answer
     assert torch.equal(worker._models.get("full").gradients.accumulator, before)
     # The base takes no gradients.
@@ -411,7 +410,7 @@ def test_a_reference_loads_a_full_policys_checkpoint(tmp_path: Path) -> None:
     (after,) = run(worker, supervised("reference", some_data(1), True))
     assert after.metrics["loss:sum"] == pytest.approx(policy.metrics["loss:sum"], rel=1e-6)
     assert before.metrics["loss:sum"] != pytest.approx(policy.metrics["loss:sum"], rel=1e-3)
-    (refused,) = worker.run_pass(Pass((OperationPart(9, supervised("reference", some_data(1))),)))
+    (refused,) = worker.run_pass((OperationPart(9, supervised("reference", some_data(1))),))
     assert isinstance(refused, Failure) and "not trained" in refused.message
     trained(worker, "policy", 1)
     (again,) = run(worker, supervised("reference", some_data(1), True))
@@ -576,7 +575,7 @@ def test_a_move_that_fails_half_way_leaves_the_model_where_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken)
-        (answer,) = worker.run_pass(Pass((OperationPart(0, supervised("one", some_data(3))),)))
+        (answer,) = worker.run_pass((OperationPart(0, supervised("one", some_data(3))),))
     assert isinstance(answer, Failure) and "input/output error" in answer.message and len(calls) == 2
     with worker._models.resident(["one"]) as (model,):
         assert torch.equal(model.exp_avg, wanted)

@@ -19,7 +19,7 @@ from trainhouse.workers.lora import Segment
 from trainhouse.workers.lora.segment import clip_segments
 from trainhouse.workers.losses import LOSSES, LossOutput
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.resources import machine, memory
 from trainhouse.workers.state.trainable import Trainable
@@ -140,7 +140,7 @@ class TenantRuns:
 
     def run(self, *requests: ForwardBackwardRequest) -> dict[str, Result | Failure]:
         """Runs all requests in one pass, then clears the gradients of all runs but "bad"."""
-        answers = self.worker.run_pass(Pass(tuple(OperationPart(i, request) for i, request in enumerate(requests))))
+        answers = self.worker.run_pass(tuple(OperationPart(i, request) for i, request in enumerate(requests)))
         results = {}
         for request, answer in zip(requests, answers, strict=True):
             assert answer is not None
@@ -299,7 +299,7 @@ def assert_fails_alone(
     tenant_runs: TenantRuns, alone: Results, bad: ForwardBackwardRequest, message: str, category: str
 ) -> None:
     """Asserts that only the bad operation fails; its run keeps weights and gradients, and refuses the next step."""
-    tenant_runs.worker.run_pass(Pass((OperationPart(0, bad_request()),)))
+    tenant_runs.worker.run_pass((OperationPart(0, bad_request()),))
     weights, accumulated = tenant_runs.weights("bad").clone(), tenant_runs.accumulator("bad").clone()
     good = list(requests().values())
     found = tenant_runs.run(*good[:4], bad, *good[4:])
@@ -368,7 +368,7 @@ def test_a_failed_operation_does_not_block_other_runs_steps(tenant_runs: TenantR
     bad, _ = BAD_DATA["a loss that overflows"]
     before = {run_id: tenant_runs.weights(run_id).clone() for run_id in TENANTS}
     parts = [OperationPart(i, request) for i, request in enumerate([bad, *requests().values()])]
-    tenant_runs.worker.run_pass(Pass(tuple(parts)))
+    tenant_runs.worker.run_pass(tuple(parts))
     trained = [run_id for run_id, tenant in TENANTS.items() if not tenant.forward_only]
     metrics = tenant_runs.worker.apply_steps(tuple(OptimizerStep(run_id, AdamParams()) for run_id in [*trained, "bad"]))
     assert [isinstance(each, Failure) for each in metrics] == [False] * len(trained) + [True]

@@ -12,7 +12,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.losses import LOSSES, LossOutput
-from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, PartAnswer, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, PartAnswer, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.training.rounds import rounds
 from trainhouse.workers.worker.worker import Worker
@@ -71,7 +71,7 @@ def parts_of(request: ForwardBackwardRequest, operation_id: int = 7) -> list[Ope
 
 def run(worker: Worker, *parts: OperationPart) -> PartAnswer:
     """Runs the parts in one pass and returns the last part's answer."""
-    return worker.run_pass(Pass(parts))[-1]
+    return worker.run_pass(parts)[-1]
 
 
 def expect_output(answer: PartAnswer) -> ForwardBackwardOutput:
@@ -156,7 +156,7 @@ def test_a_retried_part_starts_from_scratch(worker: Worker, monkeypatch: pytest.
     broken = some_request("other", loss_fn="broken", data=(Datum(np.zeros(1, np.int32), inputs),))
     first, second, last = parts_of(request)
     assert run(worker, first) is None
-    answers = worker.run_pass(Pass((second, OperationPart(8, broken))))
+    answers = worker.run_pass((second, OperationPart(8, broken)))
     assert answers[0] is None
     assert "ArithmeticError: boom" in expect_failure(answers[1]).message
     metrics = repeatable(expect_output(run(worker, last)).metrics)
@@ -178,7 +178,7 @@ def test_dropping_clearing_or_loading_a_run_discards_its_unfinished_operation(
     worker.save_run("run", str(tmp_path), optimizer=False)
     first, second, _ = parts_of(some_request())
     others = parts_of(some_request("other"), operation_id=8)
-    assert worker.run_pass(Pass((first, others[0]))) == (None, None)
+    assert worker.run_pass((first, others[0])) == (None, None)
     DISCARDING[how](worker, tmp_path)
     assert list(worker._passes._unfinished) == [8]
     failure = expect_failure(run(worker, second))
@@ -195,7 +195,7 @@ def test_an_unfinished_operation_survives_an_offload_of_its_adapter(worker: Work
     worker.create_run(RunSpec("third", LORA))
     for part in parts_of(some_request()):
         answer = run(worker, part)
-        worker.run_pass(Pass((OperationPart(1, some_request("other")), OperationPart(2, some_request("third")))))
+        worker.run_pass((OperationPart(1, some_request("other")), OperationPart(2, some_request("third"))))
     assert repeatable(expect_output(answer).metrics) == pytest.approx(repeatable(expected.metrics), rel=1e-6)
     with worker._models.resident(["run"]) as (adapter,):
         assert float((adapter.gradients.accumulator - gradient).norm() / gradient.norm()) < 1e-6
@@ -211,9 +211,7 @@ def test_operations_of_one_run_in_a_pass_accumulate_in_order(worker: Worker) -> 
     worker.clear_gradients("run")
     bad = with_bad_datum(OperationPart(1, some_request()), 4)
     answers = worker.run_pass(
-        Pass(
-            (OperationPart(0, first), bad, OperationPart(2, third), OperationPart(3, replace(first, forward_only=True)))
-        )
+        (OperationPart(0, first), bad, OperationPart(2, third), OperationPart(3, replace(first, forward_only=True)))
     )
     assert [type(answer).__name__ for answer in answers] == [
         "ForwardBackwardOutput",

@@ -15,7 +15,7 @@ import torch
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.training import pass_runner as runner
 from trainhouse.workers.worker.loading import sized_for_device
@@ -58,7 +58,7 @@ def request(run_id: str, data: Sequence[np.ndarray], forward_only: bool = False)
 
 
 def run_pass(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
-    outputs = worker.run_pass(Pass(tuple(OperationPart(number, each) for number, each in enumerate(requests))))
+    outputs = worker.run_pass(tuple(OperationPart(number, each) for number, each in enumerate(requests)))
     assert all(isinstance(output, ForwardBackwardOutput) for output in outputs), outputs
     return [output for output in outputs if isinstance(output, ForwardBackwardOutput)]
 

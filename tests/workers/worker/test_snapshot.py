@@ -15,7 +15,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, Pass, RunSpec, WorkerLost
+from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, RunSpec, WorkerLost
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
@@ -161,7 +161,7 @@ def test_a_window_that_lost_an_operation_stays_refused_in_a_snapshot(
     worker.create_run(spec("a"))
     good, bad = batch("a", 0), batch("a", 1)
     bad.data[0].loss_fn_inputs["weights"][0] = np.nan
-    answers = worker.run_pass(Pass(tuple(OperationPart(number, one) for number, one in enumerate((good, bad)))))
+    answers = worker.run_pass(tuple(OperationPart(number, one) for number, one in enumerate((good, bad))))
     assert isinstance(answers[1], Failure)
     (tmp_path / "snapshot").mkdir()
     worker.begin_snapshot(0, "a", str(tmp_path / "snapshot"))
@@ -368,7 +368,7 @@ def test_a_worker_reports_each_snapshot_once_and_computes_meanwhile(
     os.mkfifo(tmp_path / "waits" / "trainhouse.json")
     worker.begin_snapshot(1, "run", str(tmp_path / "waits"))
     worker.begin_snapshot(2, "run", str(tmp_path / "goes"))
-    (output,) = worker.run_pass(Pass((OperationPart(0, batch("run", 0)),)))
+    (output,) = worker.run_pass((OperationPart(0, batch("run", 0)),))
     assert isinstance(output, ForwardBackwardOutput)
     ended: dict[int, Failure | None] = {}
     while not ended:

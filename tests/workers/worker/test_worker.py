@@ -20,7 +20,6 @@ from trainhouse.workers.protocol.calls import (
     Failure,
     OperationPart,
     OptimizerStep,
-    Pass,
     RunSpec,
     SampleJob,
     SamplingSlice,
@@ -67,7 +66,7 @@ DATA = some_data(9, 20, 9, 3)
 
 
 def train(worker: Worker, run_id: str = "run", data: tuple[Datum, ...] = DATA) -> ForwardBackwardOutput:
-    (output,) = worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),)))
+    (output,) = worker.run_pass((OperationPart(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),))
     assert isinstance(output, ForwardBackwardOutput), output
     return output
 
@@ -79,7 +78,7 @@ def step(worker: Worker, run_id: str = "run", params: AdamParams = ADAM) -> dict
 
 def loss(worker: Worker, run_id: str = "run") -> float:
     request = ForwardBackwardRequest(run_id, 1, DATA, "cross_entropy", forward_only=True)
-    (output,) = worker.run_pass(Pass((OperationPart(0, request),)))
+    (output,) = worker.run_pass((OperationPart(0, request),))
     assert isinstance(output, ForwardBackwardOutput)
     return output.metrics["loss:sum"]
 
@@ -173,13 +172,13 @@ def test_runs_on_one_base_do_not_touch_each_other(worker: Worker) -> None:
 def test_good_operations_of_a_pass_succeed_despite_a_bad_one(worker: Worker) -> None:
     good = ForwardBackwardRequest("run", 1, DATA, "cross_entropy", forward_only=True)
     bad = ForwardBackwardRequest("run", 2, (), "cross_entropy", forward_only=True)
-    results = worker.run_pass(Pass(tuple(OperationPart(i, request) for i, request in enumerate((good, bad, good)))))
+    results = worker.run_pass(tuple(OperationPart(i, request) for i, request in enumerate((good, bad, good))))
     assert [type(result) for result in results] == [ForwardBackwardOutput, Failure, ForwardBackwardOutput]
 
 
 def test_a_step_over_a_window_that_lost_an_operation_is_refused_and_clears_it(worker: Worker) -> None:
     train(worker)
-    worker.run_pass(Pass((OperationPart(0, ForwardBackwardRequest("run", 1, (), "cross_entropy")),)))
+    worker.run_pass((OperationPart(0, ForwardBackwardRequest("run", 1, (), "cross_entropy")),))
     refused = step(worker)
     assert isinstance(refused, Failure)
     assert "batch is empty" in refused.message
@@ -399,7 +398,7 @@ def test_a_reset_clears_everything_and_stops_writing(
 
     def begin() -> tuple[float, Any]:
         begun = worker.run_pass(
-            Pass((OperationPart(7, ForwardBackwardRequest("run", 1, DATA, "cross_entropy"), last=False),))
+            (OperationPart(7, ForwardBackwardRequest("run", 1, DATA, "cross_entropy"), last=False),)
         )
         assert begun == (None,)
         job = SampleJob("job", "sampler", np.arange(3, 9), SamplingParams(max_tokens=4, seed=3), (), ())

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...batch.micro_batch import MicroBatch, MicroBatchSegment, balance_bins
+from ...batch.bins import balance_bins
+from ...batch.micro_batch import MicroBatch, MicroBatchSegment
 from ...ops.attention import Packing, pack_lengths
 from ...parallel.mesh import Team
 from ...parallel.token_shard import scored_tokens

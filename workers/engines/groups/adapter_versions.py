@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ....schemas.errors import OperationError
 from ....schemas.models import FullConfig
+from ...protocol.methods import DROP_ADAPTER, IMPORT_ADAPTER
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import MethodWork
 from ..in_flight import cancel_and_wait
@@ -130,13 +131,15 @@ class GroupAdapter:
         free = [worker_id for worker_id in self._worker_ids if worker_id not in [each.worker_id for each in there]]
         if not free or (there and copy.version == self._version_without_room):
             return None
-        version = GroupAdapterVersion(free[0], _NONE, self._group.num_deaths, isinstance(copy.training, FullConfig))
+        version = GroupAdapterVersion(
+            free[0], _NONE, self._group.supervisor.num_deaths, isinstance(copy.training, FullConfig)
+        )
         self._versions = [*there, version]
         try:
             await self._push(copy, version)
         except OperationError as error:
             self._versions.remove(version)
-            if not there or self._group.num_deaths != version.crash_epoch:
+            if not there or self._group.supervisor.num_deaths != version.crash_epoch:
                 raise
             self._version_without_room = copy.version
             logger.warning(
@@ -151,7 +154,7 @@ class GroupAdapter:
         version.number = _NONE
         weights, started = copy.read(), time.monotonic()
         worker_id = version.worker_id
-        call = MethodWork(self._adapter_id, "", "import_adapter", (worker_id, weights), creates=worker_id)
+        call = MethodWork(self._adapter_id, "", IMPORT_ADAPTER, (worker_id, weights), creates=worker_id)
         await self._group.submit(call)
         version.number = copy.version
         if version.is_immutable:
@@ -184,10 +187,10 @@ class GroupAdapter:
 
     async def _drop(self, version: GroupAdapterVersion) -> None:
         worker_id = version.worker_id
-        await self._group.submit(MethodWork(self._adapter_id, "", "drop_adapter", (worker_id,), drops=worker_id))
+        await self._group.submit(MethodWork(self._adapter_id, "", DROP_ADAPTER, (worker_id,), drops=worker_id))
         if version in self._versions:
             self._versions.remove(version)
 
     def _loaded_versions(self) -> list[GroupAdapterVersion]:
         """Returns the versions that no crash has lost."""
-        return [each for each in self._versions if each.crash_epoch == self._group.num_deaths]
+        return [each for each in self._versions if each.crash_epoch == self._group.supervisor.num_deaths]

@@ -14,6 +14,7 @@ from pathlib import Path
 from ....schemas.errors import OperationError
 from ....schemas.sampling import SampleResponse
 from ...protocol.calls import AdapterWeights, SampleJob, WorkerLost
+from ...protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, READ_ADAPTER
 from ...scheduler.quarantine import MAX_STRIKES
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import MethodWork, OnProgress
@@ -48,15 +49,15 @@ class SamplerGroups:
         return next((status for worker in self._workers if (status := worker.group.status())), None)
 
     def pids(self) -> list[int]:
-        return [pid for worker in self._workers for pid in worker.group.pids]
+        return [pid for worker in self._workers for pid in worker.group.supervisor.pids]
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        weights = await self._training.submit(MethodWork(run_id, tenant_id, "export_adapter", (run_id,)))
+        weights = await self._training.submit(MethodWork(run_id, tenant_id, EXPORT_ADAPTER, (run_id,)))
         await self._keep(adapter_id, weights)
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
         await self._keep(
-            adapter_id, await self._training.submit(MethodWork(adapter_id, "", "read_adapter", (str(directory),)))
+            adapter_id, await self._training.submit(MethodWork(adapter_id, "", READ_ADAPTER, (str(directory),)))
         )
 
     async def drop_adapter(self, adapter_id: str) -> None:
@@ -69,7 +70,7 @@ class SamplerGroups:
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         """Loads the draft into each running group. A group that restarts loads it at the next request."""
         lacking = self._without_draft(draft_id)
-        await asyncio.gather(*(load_weights(group, "load_draft", draft_id, directory) for group in lacking))
+        await asyncio.gather(*(load_weights(group, LOAD_DRAFT, draft_id, directory) for group in lacking))
 
     async def drop_draft(self, draft_id: str) -> None:
         await asyncio.gather(*(drop_weights(worker.group, draft_id) for worker in self._workers))
@@ -82,7 +83,7 @@ class SamplerGroups:
 
     async def memory(self) -> dict[str, dict[str, int]]:
         """Like Engine.memory; adds the transfers of fully trained weights to each group."""
-        workers = [worker for worker in self._workers if not worker.group.is_restarting]
+        workers = [worker for worker in self._workers if not worker.group.supervisor.is_restarting]
         answers = await asyncio.gather(*(worker.group.memory() for worker in workers))
         return {
             worker.group.name: answer | worker.pushes.memory()
@@ -109,11 +110,11 @@ class SamplerGroups:
 
     def _without_draft(self, draft_id: str) -> list[RankGroup]:
         groups = [worker.group for worker in self._workers]
-        up = [group for group in groups if not group.is_restarting] or groups
-        return [group for group in up if not group.holds(draft_id)]
+        up = [group for group in groups if not group.supervisor.is_restarting] or groups
+        return [group for group in up if not group.work.holds(draft_id)]
 
     def _next_worker(self) -> "_SamplerWorker":
-        return min(self._workers, key=lambda worker: (worker.group.is_restarting, worker.num_tokens))
+        return min(self._workers, key=lambda worker: (worker.group.supervisor.is_restarting, worker.num_tokens))
 
 
 class _WorkerDied(Exception):
@@ -160,13 +161,13 @@ class _SamplerWorker:
 
     async def sample(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
         """Raises _WorkerDied if the worker crashes, after counting the strike, and OperationError."""
-        num_deaths = self.group.num_deaths
+        num_deaths = self.group.supervisor.num_deaths
         with self._counted(request.job):
             try:
                 async with self._ready(request) as job:
                     return await self.group.sample(job, on_progress)
             except OperationError as error:
-                if self.group.num_deaths == num_deaths:
+                if self.group.supervisor.num_deaths == num_deaths:
                     raise
                 request.num_strikes += isinstance(error, WorkerLost) and error.alone
                 raise _WorkerDied from None
@@ -203,7 +204,7 @@ class _SamplerWorker:
 
     @contextmanager
     def _counted(self, job: SampleJob) -> Iterator[None]:
-        most = job.params.most_tokens(len(job.prompt), self.group.info.max_context_length)
+        most = job.params.most_tokens(len(job.prompt), self.group.supervisor.info.max_context_length)
         num_tokens = len(job.prompt) + job.num_samples * most
         self.num_tokens += num_tokens
         try:

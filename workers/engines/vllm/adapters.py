@@ -111,7 +111,7 @@ class VllmAdapters:
         Raises OperationError.
         """
         async with version.training_lock:
-            num_deaths = self._training.num_deaths
+            num_deaths = self._training.supervisor.num_deaths
             if version.training_crash_epoch != num_deaths:
                 await load_weights(self._training, "load_adapter", version.name, version.directory)
                 version.training_crash_epoch = num_deaths

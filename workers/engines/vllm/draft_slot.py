@@ -12,6 +12,7 @@ from ....schemas.bounds import load_json
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig, training_of
 from ...protocol.calls import RunSpec
+from ...protocol.methods import CREATE_RUN, DROP_RUN, SAVE_RUN
 from ...protocol.worker_config import VllmConfig
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import MethodWork
@@ -65,9 +66,9 @@ class DraftSlot:
             directory = await self._scratch.path() / _FIRST
             directory.mkdir()
             spec = RunSpec(_FIRST, config.model_copy(update={"seed": 0}), "draft")
-            await self._training.submit(MethodWork(_FIRST, "", "create_run", (spec,), creates=_FIRST))
-            await self._training.submit(MethodWork(_FIRST, "", "save_run", (_FIRST, str(directory), False)))
-            await self._training.submit(MethodWork(_FIRST, "", "drop_run", (_FIRST,), drops=_FIRST))
+            await self._training.submit(MethodWork(_FIRST, "", CREATE_RUN, (spec,), creates=_FIRST))
+            await self._training.submit(MethodWork(_FIRST, "", SAVE_RUN, (_FIRST, str(directory), False)))
+            await self._training.submit(MethodWork(_FIRST, "", DROP_RUN, (_FIRST,), drops=_FIRST))
         except (OSError, OperationError) as error:
             raise ValueError(f"the draft for vLLM (--vllm-draft) cannot be created: {error}") from None
         self._shape = await asyncio.to_thread(_shape_in, directory)

@@ -15,6 +15,7 @@ from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
 from ...protocol.calls import RunSpec, SampleJob
+from ...protocol.methods import CREATE_RUN, DROP_RUN, SAVE_RUN
 from ...protocol.worker_config import SamplingConfig, VllmConfig, WorkerConfig
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
@@ -298,9 +299,9 @@ class VllmEngine:
         spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
 
         async def save(directory: Path) -> None:
-            await self._training.submit(MethodWork(_BARE, "", "create_run", (spec,), creates=_BARE))
-            await self._training.submit(MethodWork(_BARE, "", "save_run", (_BARE, str(directory), False)))
-            await self._training.submit(MethodWork(_BARE, "", "drop_run", (_BARE,), drops=_BARE))
+            await self._training.submit(MethodWork(_BARE, "", CREATE_RUN, (spec,), creates=_BARE))
+            await self._training.submit(MethodWork(_BARE, "", SAVE_RUN, (_BARE, str(directory), False)))
+            await self._training.submit(MethodWork(_BARE, "", DROP_RUN, (_BARE,), drops=_BARE))
 
         self._bare = await self._adapters.put(_BARE, save)
 

@@ -11,17 +11,16 @@ import os
 import socket
 import threading
 import traceback
-from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from queue import SimpleQueue
 from typing import Any
 
-from ...protocol.messages import Buffer, FrameReader, FrameWriter, decode, encode
+from ...protocol.messages import Buffer, FrameReader, decode, encode, send_pieces
 from ...protocol.timeouts import RAY_CONNECT_SECONDS, RAY_PLACEMENT_SECONDS
-from ..base import PlacementError, PoolSpec, RankAnswer, WorkerError, decode_answer, set_answer
-from ..children import Child, ChildrenPool, child_process, ignore_signals
+from ..base import PlacementError, Pool, PoolSpec, RankAnswer, WorkerError
+from ..children import Child, child_process, ignore_signals
 from .actors import Attachment, KeptGroup, RanksTakenOver, attach, start_ranks, watches_of
 from .cluster import RayCluster
 
@@ -29,7 +28,7 @@ _USE_SECONDS = 1.0
 """Interval at which a server reports that it uses kept ranks, and learns whether another one has them."""
 
 
-class RayPool(ChildrenPool):
+class RayPool(Pool):
     """A pool with one actor per rank, in its own placement group, on a cluster that is connected when the pool starts.
 
     Ray ends the actors, even unresponsive ones, when their driver, a child of this process, is gone.
@@ -51,11 +50,9 @@ class RayPool(ChildrenPool):
     async def _start_ranks(self) -> None:
         address, environment = self._cluster.address, self._cluster.environment
         drive = _DriverJob(self.spec, address, environment, self._kept, self._placement_timeout_seconds)
-        self._driver = await asyncio.to_thread(_Driver, (), _run_driver, drive)
-        self._watch(self._driver)
-
-    def _send(self, rank: int, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
-        self._driver.send_on(rank, message, answer)
+        driver = await asyncio.to_thread(_Driver, (), _run_driver, drive)
+        self._watch(driver)
+        self._send_to += [partial(driver.send, rank=rank) for rank in range(len(self.spec.configs))]
 
 
 class _Driver(Child):
@@ -63,20 +60,13 @@ class _Driver(Child):
     number.
     """
 
-    def __init__(self, preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> None:
-        super().__init__(preloaded, serve, *arguments)
-        self._of_ranks: defaultdict[int, deque[asyncio.Future[RankAnswer]]] = defaultdict(deque)
-        self._answering: int | None = None
+    _answering: int | None = None
 
-    def send_on(self, rank: int, message: list[Buffer], answer: "asyncio.Future[RankAnswer]") -> None:
-        self._of_ranks[rank].append(answer)
-        self._begin_to_send(message)
-
-    def _take(self, frame: memoryview) -> None:
+    def _take(self, frame: memoryview, rank: int = 0) -> None:
         if self._answering is None:
             self._answering = _rank_in(frame)
             return
-        set_answer(self._of_ranks[self._answering].popleft(), decode_answer(frame))
+        super()._take(frame, self._answering)
         self._answering = None
 
 
@@ -123,8 +113,8 @@ def _answer_all_with(pipe: socket.socket, error: ValueError, num_ranks: int) -> 
 
 
 def _send_answer(rank: int, frame: list[Buffer], pipe: socket.socket) -> None:
-    FrameWriter(encode(rank)).send(pipe)
-    FrameWriter(frame).send(pipe)
+    send_pieces(encode(rank), pipe)
+    send_pieces(frame, pipe)
 
 
 def _watch(watches: list[Any], attached: Attachment | None, lifeline: socket.socket) -> None:

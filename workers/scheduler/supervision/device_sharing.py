@@ -1,6 +1,7 @@
 """Leases devices to groups that share them, one group at a time."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -25,7 +26,7 @@ class DeviceScheduler:
         Args:
             name: the group's name, for messages.
             wake: called when the lease is granted, and when another group waits for its devices.
-            idle_seconds: see DeviceLease.seconds_left.
+            idle_seconds: idle time after which the devices should be released; None means never.
         """
         return DeviceLease(self, name, wake, idle_seconds)
 
@@ -42,10 +43,6 @@ class DeviceScheduler:
         """Returns the other leases that hold one of this lease's devices."""
         return [each for each in self._holding if each is not lease and not each.devices.isdisjoint(lease.devices)]
 
-    def is_wanted(self, lease: "DeviceLease") -> bool:
-        """True if another lease waits for one of this lease's devices."""
-        return any(not each.devices.isdisjoint(lease.devices) for each in self._waiting)
-
     def _grant_free(self) -> None:
         taken = {device for lease in self._holding for device in lease.devices}
         for lease in list(self._waiting):
@@ -55,33 +52,33 @@ class DeviceScheduler:
                 lease.grant()
             taken |= lease.devices
         for lease in self._holding:
-            if self.is_wanted(lease):
+            lease.is_contested = any(not waiting.devices.isdisjoint(lease.devices) for waiting in self._waiting)
+            if lease.is_contested:
                 lease.wake()
 
 
 class DeviceLease:
-    """A group's claim on the devices that it shares.
-
-    devices: those of its ranks, by names that all groups agree on. Empty until the ranks have reported them; the lease
-        then waits for no one.
-    """
+    """A group's claim on the devices that it shares."""
 
     def __init__(
         self, scheduler: DeviceScheduler, name: str, wake: Callable[[], None], idle_seconds: float | None = None
     ) -> None:
         self.name, self.wake = name, wake
         self.devices: frozenset[str] = frozenset()
+        """Those of its ranks, by names that all groups agree on. Empty until the ranks have reported them; the lease
+        then waits for no one."""
+        self.is_held = False
+        """True while the group owns all its devices, until `release`."""
+        self.is_contested = False
+        """True while another lease waits for a device that this one holds."""
+        self.used_at = 0.0
+        """The monotonic time until which the devices were in use."""
         self._scheduler = scheduler
         self._granted = asyncio.Event()
         self._is_requested = False
-        self._idle_seconds = idle_seconds
-        self._since = self._used_at = 0.0
+        self._idle_seconds = math.inf if idle_seconds is None else idle_seconds
+        self._since = 0.0
         self._moving_seconds = 0.0
-
-    @property
-    def is_held(self) -> bool:
-        """True while the group owns all its devices, until `release`."""
-        return self._granted.is_set()
 
     def request(self) -> None:
         """Requests the devices; `wake` is called when they are held."""
@@ -99,25 +96,21 @@ class DeviceLease:
             raise
 
     def grant(self) -> None:
-        self._since = self._used_at = time.monotonic()
+        self._since = self.used_at = time.monotonic()
+        self.is_held = True
         self._granted.set()
         self.wake()
 
     def release(self) -> None:
         """Releases the devices or withdraws the request; does nothing if there is neither."""
         self._granted.clear()
-        self._is_requested = False
+        self.is_held = self.is_contested = self._is_requested = False
         self._scheduler.release(self)
 
-    def record_use(self) -> None:
-        """Records that the devices were in use until now."""
-        self._used_at = time.monotonic()
-
-    def seconds_left(self) -> float | None:
-        """Returns the seconds until the devices count as idle for too long; None if they never do."""
-        if self._idle_seconds is None or not self.is_held:
-            return None
-        return max(0.0, self._idle_seconds - (time.monotonic() - self._used_at))
+    @property
+    def idle_at(self) -> float:
+        """Returns the monotonic time at which the devices have been idle for too long; infinite if they never are."""
+        return self.used_at + self._idle_seconds if self.is_held else math.inf
 
     def record_move(self, seconds: float) -> None:
         """Records how long it took to move on and off the devices."""
@@ -129,7 +122,7 @@ class DeviceLease:
         Args:
             has_work: whether this group has work waiting.
         """
-        if not (self.is_held and self._scheduler.is_wanted(self)):
+        if not self.is_contested:
             return False
         least = max(_MIN_STAY_SECONDS, _MOVES_PER_STAY * self._moving_seconds)
         return not has_work or time.monotonic() - self._since >= least

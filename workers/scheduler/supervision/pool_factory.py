@@ -18,6 +18,7 @@ from ...pools.ray.actors import KeptGroup
 from ...pools.ray.cluster import RayCluster
 from ...pools.ray.pool import RayPool
 from ...protocol.log_lines import LogSettings
+from ...protocol.methods import RESET
 from ...protocol.parallel_spec import SINGLE
 from ...protocol.timeouts import CallTimeouts
 from ...protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
@@ -83,7 +84,7 @@ class PoolFactory:
             return None
         is_first = group not in self._opened
         self._opened.add(group)
-        takeover_seconds = CallTimeouts(model).for_method("reset")
+        takeover_seconds = CallTimeouts(model).for_method(RESET)
         return KeptGroup(self._config.kept, group, self._fingerprint, takeover_seconds, replaces=not is_first)
 
     async def close(self) -> None:

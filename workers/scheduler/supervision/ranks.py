@@ -1,7 +1,6 @@
 """Presents the ranks of one base model as a single worker: splits work over them and merges their answers."""
 
 import asyncio
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,17 +8,16 @@ from typing import Any
 
 from ....schemas.errors import OperationError
 from ....schemas.training import ForwardBackwardOutput
-from ...pools.base import PerRank, Pool, RankTime, WorkerDied, WorkerError
+from ...batch.bins import balance_bins
+from ...pools.base import PerRank, Pool, WorkerError
 from ...protocol.calls import DataShare, Failure, OperationPart, Pass, RankOutput, SampleJob, SamplingSlice, SliceResult
+from ...protocol.methods import RUN_PASS, SAMPLE_SLICE
 from ...protocol.parallel_spec import ParallelSpec
 from ...protocol.shared_fs import SharedFileProbe
 
 
 class Ranks:
-    """A group's ranks behind one interface. Methods raise as the pool does; for death, pids and rank_times see Pool.
-
-    idle_tokens: tokens by which the shares of the last pass are shorter than the longest, on which their ranks wait.
-    """
+    """A group's ranks behind one interface. Methods raise as the pool does."""
 
     def __init__(self, pool: Pool, spec: ParallelSpec, shared_directories: Sequence[str] = ()) -> None:
         """Wraps the pool.
@@ -27,23 +25,12 @@ class Ranks:
         Args:
             shared_directories: directories of this machine that all ranks must be able to read and write.
         """
-        self._pool = pool
+        self.pool = pool
         self._spec = spec
         self._shared_directories = shared_directories
         self._placement = _JobPlacement(spec)
         self.idle_tokens = 0
-
-    @property
-    def death(self) -> "asyncio.Future[WorkerDied]":
-        return self._pool.death
-
-    @property
-    def pids(self) -> list[int]:
-        return self._pool.pids
-
-    @property
-    def rank_times(self) -> Sequence[RankTime]:
-        return self._pool.rank_times
+        """Tokens by which the shares of the last pass are shorter than the longest, on which their ranks wait."""
 
     async def start(self, loading_seconds: float = math.inf, call_seconds: float = math.inf) -> None:
         """Loads the base model on every rank; kept ranks have it loaded and drop what an earlier server left.
@@ -54,30 +41,30 @@ class Ranks:
         Raises:
             ValueError: a rank does not see a shared directory.
         """
-        await self._pool.start(loading_seconds)
+        await self.pool.start(loading_seconds)
         try:
-            if self._pool.is_kept:
+            if self.pool.is_kept:
                 await self._reset(call_seconds)
             elif self._spec.num_ranks > 1:
-                [address, *_] = await self._pool.call("open_rendezvous", hang_seconds=loading_seconds)
-                await self._pool.call("load", address, hang_seconds=loading_seconds)
+                [address, *_] = await self.pool.broadcast("open_rendezvous", hang_seconds=loading_seconds)
+                await self.pool.broadcast("load", address, hang_seconds=loading_seconds)
             for directory in self._shared_directories:
                 await self._check_shared(directory, call_seconds)
         except BaseException:
-            await self._pool.close()
+            await self.pool.close()
             raise
 
     async def _reset(self, hang_seconds: float) -> None:
         """Drops what an earlier server left. Ranks whose model that server had not loaded yet are killed."""
         try:
-            await self._pool.call("reset", hang_seconds=hang_seconds)
+            await self.pool.broadcast("reset", hang_seconds=hang_seconds)
         except (WorkerError, OperationError, ValueError) as error:
-            raise self._pool.kill(f"it could not be reset ({error})") from error
+            raise self.pool.kill(f"it could not be reset ({error})") from error
 
     async def _check_shared(self, directory: str, hang_seconds: float) -> None:
         probe = await asyncio.to_thread(SharedFileProbe.write_into, directory)
         try:
-            for rank, problem in enumerate(await self._pool.call("check_shared", probe, hang_seconds=hang_seconds)):
+            for rank, problem in enumerate(await self.pool.broadcast("check_shared", probe, hang_seconds=hang_seconds)):
                 if problem is not None:
                     raise ValueError(
                         f"{directory} is not shared with rank {rank}: {problem}; ranks read and write there: mount one "
@@ -88,77 +75,58 @@ class Ranks:
             await asyncio.to_thread(probe.remove)
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self.pool.close()
 
     async def call(self, method: str, *arguments: object, hang_seconds: float) -> Any:
         """Calls the method on all ranks, for methods that answer the same everywhere; returns the first rank's
         answer.
         """
-        [answer, *_] = await self._answers(method, *arguments, hang_seconds=hang_seconds)
+        [answer, *_] = await self.pool.broadcast(method, *arguments, hang_seconds=hang_seconds, lockstep=True)
         return answer
 
     async def call_each(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
         """Calls the method on all ranks and returns every rank's answer."""
-        return await self._answers(method, *arguments, hang_seconds=hang_seconds)
+        return await self.pool.broadcast(method, *arguments, hang_seconds=hang_seconds, lockstep=True)
 
-    async def run_pass(self, work: Pass, hang_seconds: float) -> Sequence[ForwardBackwardOutput | Failure | None]:
+    async def run_pass(self, parts: Pass, hang_seconds: float) -> Sequence[ForwardBackwardOutput | Failure | None]:
         if self._spec.num_ranks == 1:
-            return await self.call("run_pass", work, hang_seconds=hang_seconds)
-        shares = split_pass(work, self._spec.num_data_shares)
+            [answers] = await self.pool.broadcast(RUN_PASS.name, parts, hang_seconds=hang_seconds)
+            return answers
+        shares = split_pass(parts, self._spec.num_data_shares)
         self.idle_tokens = idle_tokens(shares)
         of_ranks = PerRank(tuple(shares[self._spec.data_share_of(rank)] for rank in range(self._spec.num_ranks)))
-        answers = await self._answers("run_pass", of_ranks, hang_seconds=hang_seconds)
+        answers = await self.call_each(RUN_PASS.name, of_ranks, hang_seconds=hang_seconds)
         return [_merge_answers(of_part) for of_part in zip(*answers, strict=True)]
 
     async def run_slice(self, work: SamplingSlice, hang_seconds: float) -> SliceResult:
         if self._spec.num_ranks == 1:
-            return await self.call("sample_slice", work, hang_seconds=hang_seconds)
+            return await self.call(SAMPLE_SLICE.name, work, hang_seconds=hang_seconds)
         of_ranks = PerRank(self._placement.split(work))
-        results = await self._answers("sample_slice", of_ranks, hang_seconds=hang_seconds)
+        results = await self.call_each(SAMPLE_SLICE.name, of_ranks, hang_seconds=hang_seconds)
         return self._placement.merge(results)
-
-    async def _answers(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
-        """Returns all answers. If some ranks fail and others do not, kills all: their states would diverge."""
-        answers = await self._pool.call_all(method, *arguments, hang_seconds=hang_seconds)
-        errors = [answer for answer in answers if isinstance(answer, Exception)]
-        if len(errors) == len(answers):
-            raise errors[0]
-        if errors:
-            rank = answers.index(errors[0])
-            raise self._pool.kill(f"rank {rank} of {len(answers)} failed in {method}, the others did not: {errors[0]}")
-        return answers
 
 
 def idle_tokens(shares: Sequence[Pass]) -> int:
     """Returns the tokens by which the shares are shorter than the longest of them."""
-    tokens = [sum(len(datum.tokens) for part in share.parts for datum in part.request.data) for share in shares]
+    tokens = [sum(len(datum.tokens) for part in share for datum in part.request.data) for share in shares]
     return max(tokens) * len(tokens) - sum(tokens)
 
 
-def split_pass(work: Pass, num_shares: int) -> list[Pass]:
-    """Splits the data of all parts into shares with about equal numbers of tokens.
-
-    Greedy: the longest first, each to the share with the fewest tokens so far.
-    """
-    data = [(i, j) for i, part in enumerate(work.parts) for j in range(len(part.request.data))]
-    lengths = [len(work.parts[i].request.data[j].tokens) for i, j in data]
-    taken: list[list[tuple[int, int]]] = [[] for _ in range(num_shares)]
-    least = [(0, share) for share in range(num_shares)]
-    for k in sorted(range(len(data)), key=lambda k: -lengths[k]):
-        tokens, share = least[0]
-        heapq.heapreplace(least, (tokens + lengths[k], share))
-        taken[share].append(data[k])
-    return [_share_of(work, sorted(places)) for places in taken]
-
-
-def _share_of(work: Pass, places: list[tuple[int, int]]) -> Pass:
-    by_part: list[list[int]] = [[] for _ in work.parts]
-    for i, j in places:
-        by_part[i].append(j)
-    return Pass(tuple(_part_of(part, indices) for part, indices in zip(work.parts, by_part, strict=True)))
+def split_pass(parts: Pass, num_shares: int) -> list[Pass]:
+    """Splits the data of all parts into shares with about equal numbers of tokens."""
+    data = [(number, j) for number, part in enumerate(parts) for j in range(len(part.request.data))]
+    lengths = [len(parts[number].request.data[j].tokens) for number, j in data]
+    shares: list[Pass] = []
+    for members in balance_bins(lengths, num_shares):
+        taken: list[list[int]] = [[] for _ in parts]
+        for number, j in (data[k] for k in sorted(members)):
+            taken[number].append(j)
+        shares.append(tuple(map(_part_of, parts, taken)))
+    return shares
 
 
 def _part_of(part: OperationPart, indices: list[int]) -> OperationPart:
+    """Returns the part with these of its data only."""
     whole = part.share
     share = DataShare(tuple(whole.indices[j] for j in indices), whole.num_data)
     request = replace(part.request, data=tuple(part.request.data[j] for j in indices))

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TypeVar
 
 from ....schemas.errors import OperationError
 from ...pools.base import PlacementError, Pool, WorkerDied, WorkerError
 from ...protocol.calls import Failure, ModelInfo
+from ...protocol.methods import DEVICE_NAME, INFO, OFFLOAD, RESET, Method
 from ...protocol.timeouts import CallTimeouts
 from ...protocol.worker_config import WorkerConfig
 from ...resources.machine import gigabytes
@@ -20,21 +21,17 @@ from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 # Pause before the next attempt to place the ranks. Nothing died, so there is no backoff.
 _PLACE_SECONDS = 2.0
 
 
 class Supervisor:
-    """Owns the ranks of a group and its lease of shared devices.
-
-    info: the loaded model.
-    num_deaths: deaths of the workers so far.
-    is_restarting: true from a death until the new workers are ready.
-    placement_error: why the ranks cannot be started now.
-    backoff: of restarts.
-    """
+    """Owns the ranks of a group and its lease of shared devices."""
 
     info: ModelInfo
+    """The loaded model."""
 
     def __init__(
         self,
@@ -52,11 +49,15 @@ class Supervisor:
             takes_turns: whether the group shares its devices with others.
         """
         self.num_deaths = 0
+        """Deaths of the workers so far."""
         self.is_restarting = False
+        """True from a death until the new workers are ready."""
         self.placement_error: PlacementError | None = None
+        """The reason why the ranks cannot be started now."""
         self.timeouts = CallTimeouts(config)
         self.device = device
         self.backoff = RestartBackoff()
+        """Delays restarts."""
         self._name = name
         self._config = config
         self._new_pool = new_pool
@@ -71,7 +72,7 @@ class Supervisor:
 
     @property
     def pids(self) -> list[int]:
-        return self._ranks.pids if self._ranks else []
+        return self._ranks.pool.pids if self._ranks else []
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads the model.
@@ -101,7 +102,7 @@ class Supervisor:
             pass
         self.is_restarting = False
 
-    async def answer(self, call: Awaitable[Any]) -> Any:
+    async def answer(self, call: Awaitable[Result]) -> Result | Failure:
         """Returns the ranks' answer, or a Failure if the call failed. Raises WorkerDied."""
         try:
             return await call
@@ -116,7 +117,7 @@ class Supervisor:
 
     async def leave_device(self) -> None:
         """Offloads the group and releases its devices; if offloading fails, they are shared with the next group."""
-        answer = await self.answer(self._call("offload"))
+        answer = await self.answer(self._call(OFFLOAD))
         if isinstance(answer, Failure):
             logger.warning("%s does not leave its device: %s", self._name, answer.message)
         else:
@@ -124,8 +125,8 @@ class Supervisor:
             self.timeouts.record_move(answer)
         self.device.release()
 
-    def _call(self, method: str) -> Awaitable[Any]:
-        return self.ranks.call(method, hang_seconds=self.timeouts.for_method(method))
+    async def _call(self, method: Method[Result]) -> Result:
+        return await self.ranks.call(method.name, hang_seconds=self.timeouts.for_method(method))
 
     async def _try_to_open(self) -> bool:
         await asyncio.sleep(_PLACE_SECONDS if self.placement_error else self.backoff.next_delay())
@@ -158,17 +159,17 @@ class Supervisor:
         await self.device.acquire()
         ranks = self._ranks = self._new_ranks()
         loading_seconds = self.timeouts.for_start(is_restart=self.num_deaths > 0)
-        await ranks.start(loading_seconds, self.timeouts.for_method("reset"))
-        ranks.death.add_done_callback(lambda _: self._wake())
+        await ranks.start(loading_seconds, self.timeouts.for_method(RESET))
+        ranks.pool.death.add_done_callback(lambda _: self._wake())
         self.backoff.started()
-        self.info = await self._call("info")
+        self.info = await self._call(INFO)
         if self._takes_turns:
             await self._register_devices(ranks)
 
     async def _register_devices(self, ranks: Ranks) -> None:
         """Sets the lease's devices. The ranks loaded as if alone there, so the group leaves and waits for its turn."""
-        hang_seconds = self.timeouts.for_method("device_name")
-        devices = frozenset(await ranks.call_each("device_name", hang_seconds=hang_seconds))
+        hang_seconds = self.timeouts.for_method(DEVICE_NAME)
+        devices = frozenset(await ranks.call_each(DEVICE_NAME.name, hang_seconds=hang_seconds))
         if devices != self.device.devices:
             await self.leave_device()
             self.device.devices = devices

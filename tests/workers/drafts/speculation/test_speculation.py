@@ -12,7 +12,7 @@ from trainhouse.schemas.models import DraftConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
-from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, Pass, RunSpec, SampleJob, SamplingSlice
+from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import runner
 from trainhouse.workers.sampler.cache.cache import KVCache
@@ -73,7 +73,7 @@ def train_pass(worker: Worker, number: int, rollouts: np.ndarray, algorithm: str
 
 
 def forward_backward(worker: Worker, number: int, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-    (answer,) = worker.run_pass(Pass((OperationPart(number, request),)))
+    (answer,) = worker.run_pass((OperationPart(number, request),))
     assert isinstance(answer, ForwardBackwardOutput), answer
     return answer
 

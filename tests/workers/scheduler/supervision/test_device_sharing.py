@@ -1,6 +1,7 @@
 """Tests groups that share devices: which one holds them, and for how long."""
 
 import asyncio
+import math
 import random
 from collections.abc import Coroutine
 
@@ -93,17 +94,17 @@ def test_an_idle_lease_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(device_sharing.time, "monotonic", lambda: now[0])
     lease, other = (DeviceScheduler().lease("group", lambda: None, seconds) for seconds in (5.0, None))
-    assert lease.seconds_left() is None
+    assert lease.idle_at == math.inf
     lease.request(), other.request()
     now[0] += 3.0
-    assert (lease.seconds_left(), other.seconds_left()) == (2.0, None)
-    lease.record_use()
+    assert (lease.idle_at, other.idle_at) == (now[0] + 2.0, math.inf)
+    lease.used_at = now[0]
     now[0] += 1.0
-    assert lease.seconds_left() == 4.0
+    assert lease.idle_at == now[0] + 4.0
     now[0] += 100.0
-    assert lease.seconds_left() == 0.0
+    assert lease.idle_at < now[0]
     lease.release()
-    assert lease.seconds_left() is None
+    assert lease.idle_at == math.inf
 
 
 def test_the_holder_is_woken_when_another_group_waits() -> None:

@@ -14,14 +14,11 @@ from starlette.types import Message, Receive, Scope
 from ...schemas.codec import (
     JSON,
     PROTOBUF,
-    decode_forward_backward,
     decode_model,
     decompress,
     decompressed_size,
-    is_protobuf,
 )
 from ...schemas.errors import RequestError, UnknownField
-from ...schemas.training import ForwardBackwardRequest
 from ..config.server_config import ServerConfig
 from .decoding import decode_in_process
 from .sdk_version import is_newer_than_tested, sdk_version
@@ -76,12 +73,11 @@ class Body:
     content_encoding: str | None = None
     declared_bytes: int | None = None
     """The size according to Content-Length; None without a valid one."""
+    user_agent: str = ""
     too_large: bool = False
     """True if it exceeded the limits, and `received` is only its beginning."""
     digest: str | None = None
     """The digest of its decoded content (see digests.py); None where it is not needed."""
-    tolerance: Tolerance = "none"
-    """The treatment of unknown fields."""
     ignored: list[str] = field(default_factory=list)
     """The descriptions of unknown fields that were ignored."""
 
@@ -90,15 +86,21 @@ class Body:
         """Returns the body that follows the head of the request."""
         headers = request.headers
         declared = headers.get("content-length", "")
-        body = cls(b"", limits, headers.get("content-type", JSON), headers.get("content-encoding"))
-        body.declared_bytes = int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None
-        if limits.warns_of_unknown:
-            body.tolerance = "all"
-        elif is_newer_than_tested(sdk_version(request)):
-            # The program of an SDK that sends more than this version knows should run as long as its results are the
-            # same.
-            body.tolerance = "without effect on results"
-        return body
+        return cls(
+            limits=limits,
+            content_type=headers.get("content-type", JSON),
+            content_encoding=headers.get("content-encoding"),
+            declared_bytes=int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None,
+            user_agent=headers.get("user-agent", ""),
+        )
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """Returns which unknown fields are ignored."""
+        if self.limits.warns_of_unknown:
+            return "all"
+        # The program of an SDK that sends more than this version knows should run as long as its results are the same.
+        return "without effect on results" if is_newer_than_tested(sdk_version(self.user_agent)) else "none"
 
     @property
     def most_bytes(self) -> int:
@@ -203,7 +205,7 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
 
 async def receive_json(request: Request, model: type[Model]) -> Model:
     """Receives and decodes a JSON body. Raises RequestError."""
-    return await decode_body(await receive_body(request), json_decoder(model))
+    return await decode_body(await receive_body(request), partial(decode_model, model))
 
 
 def has_body(scope: Scope) -> bool:
@@ -234,13 +236,29 @@ async def decode_body(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded
     Raises:
         RequestError: 413 if it is too large, or the error of decompression or `decode`.
     """
+    limits = body.limits
+    if body.too_large:
+        refusal = BodyTooLarge(limits.received_bytes)
+        raise RequestError(refusal.detail, refusal.status_code)
+    process_bytes, plain = PROCESS_JSON_BYTES, decode
+    if isinstance(decode, Decoder):
+        plain, process_bytes = decode.decode, decode.process_bytes
     try:
-        return await _decode_body(body, decode)
+        if body.content_encoding is None and len(body.received) < QUICK_BYTES:
+            return plain(body.received)
+        if await size_of(body) >= process_bytes:
+            return await decode_in_process(plain, body.received, body.content_encoding, limits.decompressed_bytes)
+        return await asyncio.to_thread(decode_here, body, plain)
     except UnknownField as error:
         if body.tolerance == "none" or (body.tolerance != "all" and error.changes_results):
             raise
         body.ignored.append(error.message)
-        return await _decode_body(body, ignoring_unknown(decode))
+    return await decode_body(body, ignoring_unknown(decode))
+
+
+def decode_here(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
+    """Decompresses and decodes in this thread."""
+    return decode(decompress(body.received, body.content_encoding, body.limits.decompressed_bytes))
 
 
 def ignoring_unknown(decode: Callable[[bytes], Decoded]) -> Callable[[bytes], Decoded]:
@@ -249,25 +267,6 @@ def ignoring_unknown(decode: Callable[[bytes], Decoded]) -> Callable[[bytes], De
         return Decoder(ignoring_unknown(decode.decode), decode.process_bytes)
     option: dict[str, Any] = {"ignore_unknown": True}
     return partial(decode, **option)
-
-
-async def _decode_body(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
-    limits = body.limits
-    if body.too_large:
-        refusal = BodyTooLarge(limits.received_bytes)
-        raise RequestError(refusal.detail, refusal.status_code)
-    process_bytes = PROCESS_JSON_BYTES
-    if isinstance(decode, Decoder):
-        decode, process_bytes = decode.decode, decode.process_bytes
-    if body.content_encoding is None and len(body.received) < QUICK_BYTES:
-        return decode(body.received)
-    if await size_of(body) >= process_bytes:
-        return await decode_in_process(decode, body.received, body.content_encoding, limits.decompressed_bytes)
-
-    def decompress_and_decode() -> Decoded:
-        return decode(decompress(body.received, body.content_encoding, limits.decompressed_bytes))
-
-    return await asyncio.to_thread(decompress_and_decode)
 
 
 async def size_of(body: Body) -> int:
@@ -279,26 +278,6 @@ async def size_of(body: Body) -> int:
         return len(body.received)
     most = body.limits.decompressed_bytes
     return await asyncio.to_thread(decompressed_size, body.received, body.content_encoding, most)
-
-
-def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
-    """Returns a decoder that raises RequestError as decode_model does."""
-    return partial(decode_model, model)
-
-
-def forward_backward_decoder(
-    content_type: str, forward_only: bool = False, evaluates: bool = False, was_accepted: bool = False
-) -> Decoder[ForwardBackwardRequest]:
-    """Returns a decoder that takes these arguments, and raises RequestError, as decode_forward_backward does."""
-    apart_bytes = PROCESS_PROTOBUF_BYTES if is_protobuf(content_type) else PROCESS_JSON_BYTES
-    decode = partial(
-        decode_forward_backward,
-        content_type=content_type,
-        forward_only=forward_only,
-        evaluates=evaluates,
-        was_accepted=was_accepted,
-    )
-    return Decoder(decode, apart_bytes)
 
 
 def json_parameter(model: type[BaseModel]) -> Any:

@@ -7,19 +7,20 @@ from functools import partial
 from typing import Protocol
 
 from ...schemas.checkpoints import LoadWeightsRequest
-from ...schemas.codec import JsonObject, decode_model, decompress
+from ...schemas.codec import JsonObject, decode_forward_backward, decode_model, format_of
 from ...schemas.errors import RequestError
 from ...schemas.sampling import SampleRequest
 from ...schemas.training import ForwardBackwardRequest, Request
 from ...schemas.verbs import CREATE_EVALUATION, FORWARD_BACKWARD, Verb
 from ..http.bodies import (
+    PROCESS_JSON_BYTES,
+    PROCESS_PROTOBUF_BYTES,
     UNLIMITED,
     Body,
     Decoder,
     decode_body,
-    forward_backward_decoder,
+    decode_here,
     ignoring_unknown,
-    json_decoder,
 )
 from ..http.verbs import VERBS
 from .journal import JournalEntry
@@ -44,17 +45,21 @@ _OTHERS: Mapping[str, type[Request]] = {
 """Journaled requests that are no verbs."""
 
 
-def decoder_of(verb: Verb, content_type: str) -> Callable[[bytes], RunRequest]:
-    """Returns the verb's decoder, see json_decoder and forward_backward_decoder."""
-    if issubclass(verb.request, ForwardBackwardRequest):
-        return _pass_decoder(verb, content_type)
-    return json_decoder(verb.request)  # pyright: ignore[reportReturnType]  (its fields)
+def decoder_of(verb: Verb, content_type: str, was_accepted: bool = False) -> Callable[[bytes], RunRequest]:
+    """Returns the verb's decoder; it raises RequestError as decode_model and decode_forward_backward do.
 
-
-def _pass_decoder(verb: Verb, content_type: str, was_accepted: bool = False) -> Decoder[ForwardBackwardRequest]:
-    """was_accepted: by this version or an earlier one; it is not a new request."""
-    is_evaluation = verb is CREATE_EVALUATION
-    return forward_backward_decoder(content_type, verb is not FORWARD_BACKWARD, is_evaluation, was_accepted)
+    was_accepted: by this version or an earlier one; it is not a new request.
+    """
+    if not issubclass(verb.request, ForwardBackwardRequest):
+        return partial(decode_model, verb.request)  # pyright: ignore[reportReturnType]  (its fields)
+    decode = partial(
+        decode_forward_backward,
+        content_type=content_type,
+        forward_only=verb is not FORWARD_BACKWARD,
+        evaluates=verb is CREATE_EVALUATION,
+        was_accepted=was_accepted,
+    )
+    return Decoder(decode, PROCESS_PROTOBUF_BYTES if format_of(content_type) == "protobuf" else PROCESS_JSON_BYTES)
 
 
 async def decode_entry(entry: JournalEntry) -> Decoded:
@@ -72,11 +77,7 @@ async def decode_entry(entry: JournalEntry) -> Decoded:
         if error.status not in (413, 503):
             raise
         # The process that decodes large bodies ran out of memory or time: no reason to lose an accepted request.
-        return await asyncio.to_thread(_decode_here, decode, body)
-
-
-def _decode_here(decode: Callable[[bytes], Decoded], body: Body) -> Decoded:
-    return decode(decompress(body.received, body.content_encoding, body.limits.decompressed_bytes))
+        return await asyncio.to_thread(decode_here, body, decode)
 
 
 def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
@@ -84,7 +85,7 @@ def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
     if model is None:
         raise ValueError(f"this version knows no request of kind {kind}")
     if issubclass(model, ForwardBackwardRequest):
-        return _pass_decoder(VERBS[kind], content_type, was_accepted=True)
+        return decoder_of(VERBS[kind], content_type, was_accepted=True)  # pyright: ignore[reportReturnType]
     return partial(_from_json, model)
 
 

@@ -20,7 +20,6 @@ from ...workers.protocol.work_context import WorkContext
 from ...workers.scheduler.work import CallSize
 from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
-from ..http.digests import Fingerprint
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
 from ..store import OperationRecord, RunRecord
@@ -149,10 +148,6 @@ class Operation(ABC):
     def seq_id(self) -> int:
         return self.log_entry.seq_id
 
-    def take_turn(self, turns: Turns) -> None:
-        """Notes that the operations before it in the run have taken theirs."""
-        self.turns, self.ready_at = turns, turns.queue(self.arrived_at)
-
     def mark_begun(self, size: CallSize | None = None) -> None:
         """Notes that the workers have received it, or a part of it, in a call of this size."""
         free_at = self.turns.begin(self.seq_id, size)
@@ -177,10 +172,6 @@ class Operation(ABC):
             error=error and error[:_MAX_ERROR],
             metrics={name: value for name, value in self.metrics.items() if math.isfinite(value)},
         )
-
-    @property
-    def fingerprint(self) -> Fingerprint | None:
-        return None if self.digest is None else Fingerprint(self.kind, self.digest)
 
     @property
     def num_bytes(self) -> int:

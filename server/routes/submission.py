@@ -156,8 +156,8 @@ async def count_as_refused(services: Services, tenant: Tenant, kind: str, body: 
 
 async def submit_response(request: Request, services: Services, tenant: Tenant, submitted: SubmitResponse) -> Response:
     """Returns the submit response, or the result itself if `Prefer: wait=SECONDS` is sent and it is ready in time."""
-    seconds = _seconds_to_wait(request)
-    if seconds:
+    preferred = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))  # RFC 7240
+    if preferred and (seconds := float(preferred[1])):
         seconds = min(seconds, services.config.network.long_poll_seconds)
         try:
             response = await result_response(request, services, tenant, submitted.request_id, seconds)
@@ -255,9 +255,3 @@ def _json_pieces(result: Result) -> Iterator[bytes]:
     if result.encoding == "sample":
         return sample_response_json_pieces(decode_sample_response(result.body))
     return forward_backward_output_json_pieces(decode_forward_backward_output(result.body))
-
-
-def _seconds_to_wait(request: Request) -> float:
-    """Returns SECONDS of the header `Prefer: wait=SECONDS` (RFC 7240), 0 without it."""
-    found = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))
-    return float(found[1]) if found else 0.0

@@ -1,12 +1,14 @@
 """Routes that create models and submit operations to their runs; submission.py has the code that they share."""
 
 from collections.abc import Mapping
+from functools import partial
 from inspect import cleandoc
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
 from ...schemas.checkpoints import LoadWeightsRequest
+from ...schemas.codec import decode_model
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest, UnloadModelRequest
 from ...schemas.training import MAX_INTEGER, ForwardBackwardRequest
@@ -14,7 +16,6 @@ from ...schemas.verbs import CREATE_MODEL, LOAD_WEIGHTS, MODEL_ID, Verb
 from ..http.bodies import (
     Body,
     json_body,
-    json_decoder,
     json_or_protobuf_body,
     json_parameter,
 )
@@ -98,7 +99,7 @@ def _submitting(verb: Verb) -> Endpoint:
 
 async def _create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     with Reservation(services.quotas, tenant.id) as reservation:
-        model = await receive_unordered(request, reservation, json_decoder(CreateModelRequest))
+        model = await receive_unordered(request, reservation, partial(decode_model, CreateModelRequest))
         created = await services.runs.create(tenant, model, request.state.body, reservation)
     return await submit_response(request, services, tenant, SubmitResponse(request_id=created.request_id))
 

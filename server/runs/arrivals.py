@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,15 +11,19 @@ from functools import partial
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending
 from ..http.bodies import Body
+from ..http.digests import Fingerprint
 from ..operations.operation import MISSING, Operation, Outcome, RefusedOperation
 from ..tenants.reservation import Reservation
-from .operation_queue import MissingSeqTimer, OperationQueue
+from .operation_queue import OperationQueue
 from .recovery import UnfinishedOperation
 from .run_state import RunServices, RunState
 
 logger = logging.getLogger(__name__)
 
 _MAX_LOADABLE = 5
+_RETRY_SECONDS = 5.0
+"""Pause before giving up a gap is retried; it fails as long as the journal cannot be written."""
+
 _IF_RESTORED = (
     ", nor did any other operation since the server started. If the server was restored from an older copy of its "
     "state, steps are missing: create a new run from a checkpoint"
@@ -47,7 +53,9 @@ class Arrivals:
         # the run cannot continue.
         self._awaits_first_operation = False
         self._checkpoint_paths: Sequence[str] = ()
-        self._gap = MissingSeqTimer(services.config.sessions.seq_gap_seconds, self._give_up_gap)
+        self._gap_seconds = services.config.sessions.seq_gap_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._gave_up_at = -math.inf
 
     async def accept(self, seq_id: int, operation: Operation, body: Body, reservation: Reservation) -> None:
         """Returns as soon as the operation is journaled. Raises RequestError."""
@@ -127,7 +135,8 @@ class Arrivals:
     def _create_future(self, operation: Operation) -> None:
         entry, record = operation.log_entry, self._state.record
         pending, answered = partial(self._pending, entry.seq_id), partial(self._state.log.mark_result_stored, entry)
-        request_id, fingerprint = record.request_id(entry.seq_id), operation.fingerprint
+        request_id = record.request_id(entry.seq_id)
+        fingerprint = None if operation.digest is None else Fingerprint(operation.kind, operation.digest)
         operation.future = self._services.futures.create(request_id, record.tenant_id, pending, answered, fingerprint)
 
     def refuse_missing(self, seq_ids: Sequence[int], reason: str) -> None:
@@ -136,10 +145,15 @@ class Arrivals:
 
     def watch_gap(self) -> None:
         """Restarts the timer of a gap in the seq_ids; call it after each change of the queue."""
-        self._gap.watch(self._queue.gap_since)
+        self.close()
+        if (since := self._queue.gap_since) is not None:
+            at = max(since + self._gap_seconds, self._gave_up_at + _RETRY_SECONDS)
+            self._timer = asyncio.get_running_loop().call_later(at - time.monotonic(), self._give_up_gap)
 
     def close(self) -> None:
-        self._gap.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def pending_behind_gap(self, seq_id: int) -> Pending | None:
         """Returns why the operation with this seq_id waits for one that has not arrived; None if it does not."""
@@ -150,15 +164,17 @@ class Arrivals:
         reason = f"waiting for the operation with seq_id {self._queue.next_seq_id}, which has not arrived"
         if throttled is not None:
             reason = f"{reason}: your requests are throttled ({throttled.queue_state_reason})"
+        seconds_left = max(0.0, since + self._gap_seconds - time.monotonic())
         return Pending(
             queue_state=throttled.queue_state if throttled else "paused_capacity",
-            queue_state_reason=f"{reason}; it will count as refused in {self._gap.seconds_left(since):.0f} s",
+            queue_state_reason=f"{reason}; it will count as refused in {seconds_left:.0f} s",
         )
 
     def _give_up_gap(self) -> None:
         """Refuses the missing operations up to the first that arrived; a run that is behind its client ends instead."""
+        self._gave_up_at = time.monotonic()
         run_id, marker, missing = self._state.record.run_id, self._services.restore_marker, self._queue.missing
-        within = f"within {self._services.config.sessions.seq_gap_seconds:g} s"
+        within = f"within {self._gap_seconds:g} s"
         if marker.is_waiting(run_id):
             marker.mark_behind(run_id)
             self._state.unusable = self._behind()

@@ -106,7 +106,7 @@ class Execution:
         """
         entry, state, window = operation.log_entry, self._state, self._state.window
         self._services.quotas.mark_unstalled(state.record.tenant_id, state.record.run_id)
-        operation.take_turn(state.turns)
+        operation.turns, operation.ready_at = state.turns, state.turns.queue(operation.arrived_at)
         entry.num_bytes = operation.num_bytes
         state.log.add(entry)
         self._queue.begin(operation)

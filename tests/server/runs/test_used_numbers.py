@@ -5,18 +5,18 @@ and every other request is refused. The bodies, and everything in them that can 
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 from pydantic import BaseModel
-from trainhouse.schemas.codec import JSON, decode_forward_backward, encode_forward_backward_request
+from trainhouse.schemas.codec import JSON, decode_forward_backward, decode_model, encode_forward_backward_request
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.sampling import SampleRequest, SamplingParams
 from trainhouse.schemas.training import AdamParams
 from trainhouse.schemas.verbs import CREATE_MODEL
-from trainhouse.server.http.bodies import json_decoder
 from trainhouse.server.http.digests import digesting
 from trainhouse.server.http.verbs import VERBS
 from trainhouse.server.journal.request_decoding import decoder_of
@@ -298,7 +298,7 @@ async def test_a_used_number_belongs_to_its_request(restarting: Restarting) -> N
 
 def is_valid(verb: str, body: dict[str, Any]) -> bool:
     decode = (
-        json_decoder({**MODELS, "sample": SampleRequest}[verb])
+        partial(decode_model, {**MODELS, "sample": SampleRequest}[verb])
         if verb in (*MODELS, "sample")
         else decoder_of(VERBS[verb], JSON)
     )

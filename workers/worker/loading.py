@@ -53,10 +53,10 @@ class LoadedRank:
     base: BaseModel
     limits: ModelLimits
     models: ModelRegistry
-    """Empty."""
+    """A registry without models."""
     speed: DeviceSpeed
     config: WorkerConfig
-    """With sizes that fit the device."""
+    """The config, with sizes that fit the device."""
     exclusive_tokens: int
     """Most tokens of a micro-batch of a model that replaces the base's weights."""
 

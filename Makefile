@@ -19,7 +19,7 @@ export PYTHON TORCH_CONSTRAINTS LOCK
 # Where the environment forbids bytecode, each of the tests' processes would compile all modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup deploy-tools browser demo check models docs docs-serve unit test test-slow test-processors test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
+.PHONY: help setup deploy-tools browser demo check models families docs docs-serve unit test test-slow test-processors test-full test-trl test-cookbook test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm request-path test-gpu serve proto dist clean
 
 # README has the list.
 help:
@@ -92,6 +92,10 @@ check: setup
 # docs/models.md, from the code.
 models: setup
 	$(BIN)/python -m trainhouse.tests.models_document
+
+# workers/shapes/families/defaults.json, from transformers' config classes.
+families: setup
+	$(BIN)/python -m trainhouse.tests.family_defaults
 
 # The documentation as a site in build/site, with what the code says of options, commands, endpoints and the client.
 docs: setup

@@ -10,10 +10,10 @@ from typing import Literal, Self
 import httpx
 
 from ..schemas import models
-from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.errors import readable_validation_errors
 from ..schemas.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, SamplerInfo
 from ..schemas.training import TargetRepr, Wire
+from ..schemas.verbs import CREATE_MODEL, LOAD_WEIGHTS, Verb
 from ..schemas.version import VERSION
 from .arguments import suggests
 from .connection import ServerConnection, log, to_json
@@ -157,7 +157,7 @@ class ServiceClient:
             lora = models.LoraConfig(rank=rank, seed=seed, expert_factors=expert_factors, **targets)
         fields = {"base_model": base_model, "lora_config": lora, "user_metadata": user_metadata}
         fields["model_role"] = model_role
-        return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
+        return self._connection.run(self._create(CREATE_MODEL, fields))
 
     create_lora_training_client = blocking(create_lora_training_client_async)
 
@@ -171,7 +171,7 @@ class ServiceClient:
         """Creates a model that trains all weights. seed: for a critic's head. See docs/full.md."""
         fields = {"base_model": base_model, "training": "full", "seed": seed, "user_metadata": user_metadata}
         fields["model_role"] = model_role
-        return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
+        return self._connection.run(self._create(CREATE_MODEL, fields))
 
     create_full_training_client = blocking(create_full_training_client_async)
 
@@ -187,7 +187,7 @@ class ServiceClient:
         """
         if path is not None and base_model is None:
             fields = {"path": path, "optimizer": False, "model_role": "reference"}
-            return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
+            return self._connection.run(self._create(LOAD_WEIGHTS, fields))
         if base_model is None or path is not None:
             raise ValueError(f"give either base_model or path, not {base_model=} and {path=}")
         # The smallest adapter: it is never trained, and `load_state` brings the shape of its checkpoint.
@@ -237,31 +237,32 @@ class ServiceClient:
             )
         fields = {"base_model": base_model, "model_role": "draft", "draft": draft, "target_path": target_path}
         fields["user_metadata"] = user_metadata
-        return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
+        return self._connection.run(self._create(CREATE_MODEL, fields))
 
     create_draft_client = blocking(create_draft_client_async)
 
     def create_training_client_from_state_async(self, path: str) -> APIFuture[TrainingClient]:
         """Creates a model with the weights of a checkpoint and a fresh optimizer."""
         fields = {"path": path, "optimizer": False}
-        return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
+        return self._connection.run(self._create(LOAD_WEIGHTS, fields))
 
     create_training_client_from_state = blocking(create_training_client_from_state_async)
 
     def create_training_client_from_state_with_optimizer_async(self, path: str) -> APIFuture[TrainingClient]:
         """Creates a model with the weights and optimizer of a checkpoint; it continues exactly from `save_state`."""
         fields = {"path": path, "optimizer": True}
-        return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
+        return self._connection.run(self._create(LOAD_WEIGHTS, fields))
 
     create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
 
-    async def _create(self, path: str, request: type[Wire], fields: Mapping[str, object]) -> TrainingClient:
+    async def _create(self, verb: Verb, fields: Mapping[str, object]) -> TrainingClient:
+        assert issubclass(verb.request, Wire)
         session = await self._open_session()
         number = next(session.model_numbers)
         address = {"session_id": session.session_id, "model_seq_id": number}
         with readable_validation_errors():
-            body = to_json(request.model_validate({**address, **fields}))
-        submitted = await self._connection.submit(path, body)
+            body = to_json(verb.request.model_validate({**address, **fields}))
+        submitted = await self._connection.submit(verb.name, body)
         await self._connection.result(submitted, Wire.model_validate_json)
         model = models.GetInfoRequest(model_id=f"{session.session_id}:train:{number}")  # the protocol fixes this name
         info = await self._connection.post("get_info", model, models.GetInfoResponse)

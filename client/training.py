@@ -13,13 +13,14 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from ..schemas import checkpoints, drafts, history, schedules, training
+from ..schemas import checkpoints, drafts, history, schedules, training, verbs
 from ..schemas.batches import merge_outputs, split_into_chunks
 from ..schemas.codec import decode_forward_backward_output, encode_forward_backward_request
 from ..schemas.errors import readable_validation_errors
 from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
 from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
+from ..schemas.verbs import Verb
 from .arguments import suggests
 from .connection import ACCEPT_PROTOBUF, JSON, PROTOBUF, ServerConnection, to_json
 from .data import CapturedData, Tokens, as_number, as_tokens
@@ -181,7 +182,7 @@ class TrainingClient:
     async def _submit_chunk(self, body: bytes) -> SubmitResponse | APIStatusError:
         """Submits a chunk; returns a refusal, because the chunks behind it must still be sent to fill their seq_ids."""
         try:
-            return await self._connection.submit("forward_backward", body, PROTOBUF)
+            return await self._connection.submit(verbs.FORWARD_BACKWARD.name, body, PROTOBUF)
         except APIStatusError as error:
             return error
 
@@ -206,7 +207,7 @@ class TrainingClient:
             gradient_scale: a factor; "mean" divides by the sum of the weights; None uses the summed gradients.
         """
         fields = {"adam_params": adam_params or AdamParams(), "gradient_scale": gradient_scale}
-        stepped = self._operation("optim_step", training.OptimStepRequest, fields, training.OptimStepResponse)
+        stepped = self._operation(verbs.OPTIM_STEP, fields)
         self._num_steps += 1
         for every, hook in self._hooks:
             if self._num_steps % every == 0:
@@ -254,8 +255,7 @@ class TrainingClient:
         with self._seq_id_lock:
             body = encode_forward_backward_request(dataclasses.replace(request, seq_id=self._next_seq_id))
             self._next_seq_id += 1
-            answer = schedules.CreateEvaluationResponse
-            return self._connection.run(self._run_operation("create_evaluation", body, answer, PROTOBUF))
+            return self._connection.run(self._run_operation(verbs.CREATE_EVALUATION, body, PROTOBUF))
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> APIFuture[history.LogMetricsResponse]:
         """Adds metrics of your own, such as reward and KL, to a step of the run, where get_metrics returns them.
@@ -274,8 +274,7 @@ class TrainingClient:
 
     def delete_evaluation(self, name: str) -> APIFuture[schedules.DeleteEvaluationResponse]:
         """Ends an evaluation, and deletes its data on the server."""
-        request, answer = schedules.DeleteEvaluationRequest, schedules.DeleteEvaluationResponse
-        return self._operation("delete_evaluation", request, {"name": name}, answer)
+        return self._operation(verbs.DELETE_EVALUATION, {"name": name})
 
     def schedule_checkpoints(
         self, checkpoints: schedules.CheckpointSchedule | None
@@ -287,8 +286,7 @@ class TrainingClient:
         Args:
             checkpoints: None ends it, and keeps the checkpoints.
         """
-        request, answer = schedules.ScheduleCheckpointsRequest, schedules.ScheduleCheckpointsResponse
-        return self._operation("schedule_checkpoints", request, {"checkpoints": checkpoints}, answer)
+        return self._operation(verbs.SCHEDULE_CHECKPOINTS, {"checkpoints": checkpoints})
 
     def set_target(self, path: str | None) -> APIFuture[drafts.SetTargetResponse]:
         """Makes this draft predict a policy's checkpoint from now on.
@@ -299,7 +297,7 @@ class TrainingClient:
             ValueError: this model is not a draft.
         """
         self._require_draft("set_target")
-        return self._operation("set_target", drafts.SetTargetRequest, {"path": path}, drafts.SetTargetResponse)
+        return self._operation(drafts.SET_TARGET, {"path": path})
 
     def build_vocab_map(
         self,
@@ -324,8 +322,7 @@ class TrainingClient:
             "weights": None if weights is None else [[as_number(each, "weights") for each in row] for row in weights],
             "counts": counts,
         }
-        answer = drafts.BuildVocabMapResponse
-        return self._operation("build_vocab_map", drafts.BuildVocabMapRequest, fields, answer)
+        return self._operation(drafts.BUILD_VOCAB_MAP, fields)
 
     def capture(
         self, data: Sequence[Datum], uses: int | None = None, ttl_seconds: float | None = None
@@ -355,8 +352,7 @@ class TrainingClient:
             }
             for piece in pieces
         ]
-        request, answer = drafts.CaptureRequest, drafts.CaptureResponse
-        captures = [self._operation("capture", request, of_piece, answer) for of_piece in fields]
+        captures = [self._operation(drafts.CAPTURE, of_piece) for of_piece in fields]
 
         async def captured() -> CapturedData:
             return CapturedData(data, [await each for each in captures])
@@ -397,7 +393,7 @@ class TrainingClient:
             overwrite: replace a checkpoint of the same name.
         """
         fields = {"path": name, "ttl_seconds": ttl_seconds, "overwrite": overwrite}
-        return self._operation("save_weights", checkpoints.SaveWeightsRequest, fields, checkpoints.SaveWeightsResponse)
+        return self._operation(verbs.SAVE_WEIGHTS, fields)
 
     def load_state(self, path: str, optimizer: bool = False) -> APIFuture[checkpoints.LoadWeightsResponse]:
         """Loads the weights of a checkpoint; accumulated gradients are discarded.
@@ -406,8 +402,7 @@ class TrainingClient:
             path: tinker:// path of the checkpoint.
             optimizer: also load the state of the optimizer, which otherwise starts fresh.
         """
-        fields = {"path": path, "optimizer": optimizer}
-        return self._operation("load_weights", checkpoints.LoadWeightsRequest, fields, checkpoints.LoadWeightsResponse)
+        return self._operation(verbs.LOAD_WEIGHTS, {"path": path, "optimizer": optimizer})
 
     def load_state_with_optimizer(self, path: str) -> APIFuture[checkpoints.LoadWeightsResponse]:
         """Loads the weights and the optimizer of a checkpoint; accumulated gradients are discarded."""
@@ -417,11 +412,7 @@ class TrainingClient:
         self, name: str, ttl_seconds: int | None = None
     ) -> APIFuture[checkpoints.SaveWeightsForSamplerResponse]:
         """Saves the weights alone as a checkpoint for `create_sampling_client(model_path=...)`."""
-        return self._save_for_sampler({"path": name, "ttl_seconds": ttl_seconds})
-
-    def _save_for_sampler(self, fields: Fields) -> APIFuture[checkpoints.SaveWeightsForSamplerResponse]:
-        request, answer = checkpoints.SaveWeightsForSamplerRequest, checkpoints.SaveWeightsForSamplerResponse
-        return self._operation("save_weights_for_sampler", request, fields, answer)
+        return self._operation(verbs.SAVE_WEIGHTS_FOR_SAMPLER, {"path": name, "ttl_seconds": ttl_seconds})
 
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None
@@ -430,8 +421,7 @@ class TrainingClient:
 
         RestClient.export_checkpoint writes either as other programs read it.
         """
-        request, answer = checkpoints.SaveWeightsExternalRequest, checkpoints.SaveWeightsExternalResponse
-        return self._operation("save_weights_external", request, {"path": name, "ttl_seconds": ttl_seconds}, answer)
+        return self._operation(verbs.SAVE_WEIGHTS_EXTERNAL, {"path": name, "ttl_seconds": ttl_seconds})
 
     def save_weights_and_get_sampling_client_async(
         self, kind: checkpoints.SamplerKind = "snapshot"
@@ -442,7 +432,8 @@ class TrainingClient:
             kind: "snapshot" keeps these weights; "inflight" samplers of a run share one copy, which each later save of
                 this kind replaces.
         """
-        saved = self._save_for_sampler({"sampling_session_seq_id": next(self._sampler_numbers), "kind": kind})
+        fields = {"sampling_session_seq_id": next(self._sampler_numbers), "kind": kind}
+        saved = self._operation(verbs.SAVE_WEIGHTS_FOR_SAMPLER, fields)
 
         async def sampler() -> SamplingClient:
             sampler_id = (await saved).sampling_session_id
@@ -453,18 +444,19 @@ class TrainingClient:
 
     save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
 
-    def _operation(self, path: str, request: type[Wire], fields: Fields, answer: type[W]) -> APIFuture[W]:
+    def _operation(self, verb: Verb[W], fields: Fields) -> APIFuture[W]:
+        assert issubclass(verb.request, Wire)
         with self._seq_id_lock:
             address = {"model_id": self.model_id, "seq_id": self._next_seq_id}
             with readable_validation_errors():
-                body = to_json(request.model_validate({**address, **fields}))
+                body = to_json(verb.request.model_validate({**address, **fields}))
             self._next_seq_id += 1
-            return self._connection.run(self._run_operation(path, body, answer))
+            return self._connection.run(self._run_operation(verb, body))
 
-    async def _run_operation(self, path: str, body: bytes, answer: type[W], headers: dict[str, str] = JSON) -> W:
+    async def _run_operation(self, verb: Verb[W], body: bytes, headers: dict[str, str] = JSON) -> W:
         async with self._submit_lock:
-            submitted = await self._connection.submit(path, body, headers)
-        return await self._connection.result(submitted, answer.model_validate_json)
+            submitted = await self._connection.submit(verb.name, body, headers)
+        return await self._connection.result(submitted, verb.answer.model_validate_json)
 
     def get_info_async(self) -> APIFuture[GetInfoResponse]:
         """Describes the model: its base model, adapter, role and context length in tokens."""

@@ -1,7 +1,7 @@
 """Messages about draft models: their target, their vocabulary, and captured features. Those that create a draft are in
 `models`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from .bounds import FirstErrorOnly, Id, Path, first_error_only
 from .sampling import ModelInput
 from .training import DATUM_FIELDS, Positive, Request, SeqId, Wire
+from .verbs import CHECKPOINT, SESSION_ID, Verb
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[TokenId], FirstErrorOnly()]
@@ -141,3 +142,42 @@ class ReleaseFeaturesResponse(Wire):
 
     num_released: int
     type: Literal["release_features"] = "release_features"
+
+
+DRAFT_ID = f"{SESSION_ID}:train:1"
+
+SET_TARGET = Verb(
+    "set_target",
+    SetTargetRequest,
+    SetTargetResponse,
+    {"model_id": DRAFT_ID, "path": CHECKPOINT},
+    """Makes a draft predict this checkpoint of a policy from now on; `path` null selects the bare base model.
+
+    The draft keeps its weights and the gradients accumulated since its last optimizer step.
+    """,
+)
+BUILD_VOCAB_MAP = Verb(
+    "build_vocab_map",
+    BuildVocabMapRequest,
+    BuildVocabMapResponse,
+    {"model_id": DRAFT_ID, "tokens": [[5, 6, 7, 6]]},
+    """Sets a draft's vocabulary to the `draft_vocab_size` most frequent tokens.
+
+    A draft with a reduced vocabulary needs this before its first forward_backward. Frequencies are those of the
+    `tokens` whose `weights` are not 0, or `counts` by token id.
+    """,
+    is_large=True,
+)
+CAPTURE = Verb(
+    "capture",
+    CaptureRequest,
+    CaptureResponse,
+    {"model_id": DRAFT_ID, "data": [{"model_input": [5, 6, 7, 6]}]},
+    """Stores the hidden states of a draft's target for these tokens on the server.
+
+    Data of `forward_backward` and `forward` can refer to them by `feature_ref`; the target is not run again for those.
+    If no room is free, or the draft is not created yet, the request waits and then answers 429. See docs/drafts.md.
+    """,
+    is_large=True,
+)
+VERBS: Mapping[str, Verb] = {verb.name: verb for verb in (SET_TARGET, BUILD_VOCAB_MAP, CAPTURE)}

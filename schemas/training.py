@@ -89,6 +89,16 @@ class EvaluationSchedule:
     every: int
 
 
+SEED = "seed"
+"""The key of `loss_fn_config` for the seed of a loss that draws random numbers."""
+
+RANDOM_LOSSES = frozenset({"dflash"})
+"""Losses whose seed the server draws if a request has none, so that a replay repeats it."""
+
+RECORDED_LOSSES = frozenset({"stable_reinforce"})
+"""Losses that read what earlier samples recorded."""
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardRequest:
     """Computes a loss and its gradient. Losses are sums over tokens and data; gradients accumulate until `optim_step`.
@@ -118,6 +128,14 @@ class ForwardBackwardRequest:
             float(each.loss_fn_inputs["weights"].sum()) if "weights" in each.loss_fn_inputs else float(len(each.tokens))
             for each in self.data
         )
+
+    @property
+    def lacks_seed(self) -> bool:
+        return self.loss_fn in RANDOM_LOSSES and SEED not in self.loss_fn_config
+
+    @property
+    def reads_recordings(self) -> bool:
+        return self.loss_fn in RECORDED_LOSSES
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the data as columns."""

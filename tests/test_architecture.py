@@ -23,15 +23,17 @@ MAY_IMPORT = {
 }
 # Folders from the top: each imports only folders below it, including imports for type checkers.
 SERVER = """
-planning console openai replication
-cli/checkup cli/remote cli cli/verification serving routes runs operations sampling checkpoints features
+planning console openai replication drafts
+cli/checkup cli/remote cli cli/verification serving routes runs operations sampling checkpoints
 journal tenants http telemetry logs config files store store/tables store/database text
 """
 WORKERS = """
-planner/drafts planner formats/readers formats engines/vllm engines/groups engines scheduler scheduler/supervision
+planner/drafts planner
+drafts drafts/training drafts/speculation drafts/model drafts/algorithms drafts/losses drafts/sequences
+formats/readers formats engines/vllm engines/groups engines scheduler scheduler/supervision
 pools/ray pools
-worker training sampler sampler/speculation sampler/decoding sampler/cache sampler/requests sampler/logits
-checkpoint registry heads drafts/training drafts drafts/algorithms drafts/sequences full lora programs models
+worker training sampler sampler/decoding sampler/cache sampler/requests sampler/logits
+checkpoint registry heads full lora programs models
 models/layers models/stored batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
 resources shapes/layouts shapes shapes/families shapes/parts protocol
 """
@@ -52,6 +54,7 @@ PLUGINS = {
     "openai": ("server/openai",),
     "standby": ("server/replication",),
     "formats": ("workers/formats",),
+    "drafts": ("workers/drafts", "server/drafts"),
 }
 
 # Modules and whole folders of workers that a process without torch may import.
@@ -82,9 +85,7 @@ CORE = (
         "training/rank_operation",
         "training/scoring_pass",
         "training/batch_failure",
-        "training/feature_capture",
     ),
-    "training/draft_pass",
 )
 
 
@@ -257,6 +258,7 @@ def test_ray_is_imported_only_by_its_pool() -> None:
         "trainhouse.server.serving.app",
         "trainhouse.server.planning.plan",
         "trainhouse.workers.formats.rows",
+        "trainhouse.server.drafts.rows",
     ],
 )
 def test_server_and_client_do_not_load_torch_or_ray(module: str) -> None:

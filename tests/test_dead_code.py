@@ -44,10 +44,10 @@ PRODUCT_USED_ELSEWHERE = {
     "server/serving/server_process.py": "should_exit capture_signals",
     "server/store/sqlite.py": "isolation_level",
     "server/store/database/schema.py": "impl cache_ok load_dialect_impl process_bind_param process_result_value",
-    "workers/drafts/draft_model.py": "grad_dtype",
+    "workers/drafts/model/draft_model.py": "grad_dtype",
     "workers/models/gguf.py": "pre_tokenizer",
-    "workers/models/long_rotations.py": "max_seq_len_cached original_max_seq_len",
-    "workers/models/model.py": "grad_dtype",
+    "workers/models/loading.py": "max_seq_len_cached original_max_seq_len",
+    "workers/models/weights.py": "grad_dtype",
 }
 HTTP_SERVER = "do_GET do_POST log_message protocol_version"
 # Attributes and overrides for http.server, uvicorn, tokenizers and torch.

@@ -22,6 +22,10 @@ TESTS = {
     "standby": ("tests/server/serving", "tests/server/files", "tests/server/store"),
     "openai": ("tests/server/http", "tests/server/routes", "tests/server/tenants", "tests/schemas"),
     "formats": ("tests/workers/worker/test_worker.py", "tests/workers/shapes", "tests/workers/scheduler"),
+    "drafts": (
+        *("tests/workers/worker/test_worker.py", "tests/workers/training", "tests/workers/sampler/test_sampler.py"),
+        *("tests/server/routes", "tests/server/runs", "tests/server/tenants"),
+    ),
 }
 """The core's tests that are nearest to the plugin's rows, run with those of the SDK."""
 
@@ -108,6 +112,35 @@ def test_a_packed_release_is_refused_without_the_formats(tmp_path: Path) -> None
     code = f"from trainhouse.workers.shapes.model_shape import refusal_of; print(refusal_of({config}))"
     done = run_without("formats", tmp_path, "-c", code)
     assert "by fp8 are not supported, because this installation is without workers/formats" in done.stdout, done.stderr
+
+
+def test_drafts_are_refused_without_them(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    done = run_without("drafts", tmp_path, "-c", _CREATE, str(tiny_models["qwen3"]))
+    refusals = "draft models need server/drafts", "draft models need workers/drafts"
+    assert done.returncode == 0 and all(refusal in done.stdout for refusal in refusals), done.stdout + done.stderr
+
+
+_CREATE = """
+import asyncio, sys, tempfile
+from pathlib import Path
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import DraftConfig
+from trainhouse.tests.server.noting import with_noting_worker
+from trainhouse.tests.server.real import MODEL, running_server, server_config, started_dispatch
+from trainhouse.workers.registry.programs import program_of
+
+async def ask(config):
+    async with started_dispatch(config, with_noting_worker) as dispatch, running_server(config, dispatch) as server:
+        draft = {"base_model": MODEL, "model_seq_id": 0, "model_role": "draft", "draft": {"algorithm": "eagle3"}}
+        print(await server.post("create_model", draft | {"session_id": await server.create_session()}, status=400))
+
+if __name__ == "__main__":
+    asyncio.run(ask(server_config(Path(sys.argv[1]), Path(tempfile.mkdtemp()))))
+    try:
+        program_of("draft", DraftConfig(algorithm="eagle3"))
+    except OperationError as error:
+        print(error.message)
+"""
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

@@ -11,8 +11,7 @@ from .formats import (
     check_json_text,
     decode_model,
     describe_errors,
-    is_json,
-    is_protobuf,
+    format_of,
     parse_json,
 )
 from .invalid import refused_with_400
@@ -56,9 +55,8 @@ __all__ = [
     "encode_forward_backward_request",
     "encode_sample_response",
     "encode_sample_response_json",
+    "format_of",
     "forward_backward_output_json_pieces",
-    "is_json",
-    "is_protobuf",
     "parse_json",
     "peek_operation",
     "refused_with_400",

@@ -1,7 +1,7 @@
 """The two formats of a body, protobuf and JSON, by media type, and their parsers, also into pydantic models."""
 
 import re
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from pydantic import BaseModel, ValidationError
@@ -22,17 +22,12 @@ _MAX_DESCRIBED = 1000
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def is_protobuf(content_type: str) -> bool:
-    return _media_type(content_type) in (PROTOBUF, "application/protobuf")
-
-
-def is_json(content_type: str) -> bool:
-    media_type = _media_type(content_type)
-    return media_type in ("", JSON) or media_type.endswith("+json")
-
-
-def _media_type(content_type: str) -> str:
-    return content_type.partition(";")[0].strip().lower()
+def format_of(content_type: str) -> Literal["protobuf", "json"] | None:
+    """Returns None for other formats."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type in (PROTOBUF, "application/protobuf"):
+        return "protobuf"
+    return "json" if media_type in ("", JSON) or media_type.endswith("+json") else None
 
 
 def parse_protobuf(message: Message, body: bytes) -> None:

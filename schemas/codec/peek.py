@@ -6,7 +6,7 @@ from itertools import islice
 
 from ..bounds import load_json
 from .compression import ZSTD_MAGIC, decompressed_prefix
-from .formats import is_protobuf
+from .formats import format_of
 from .protobuf_fields import protobuf_fields
 
 _PEEK_BYTES = 1 << 20
@@ -32,7 +32,7 @@ def peek_operation(prefix: bytes, content_type: str) -> PeekedOperation:
     prefix = prefix[:_PEEK_BYTES]
     if prefix.startswith(ZSTD_MAGIC):
         prefix = decompressed_prefix(prefix, _PEEK_BYTES)
-    return _peek_protobuf(prefix) if is_protobuf(content_type) else _peek_json(prefix)
+    return _peek_protobuf(prefix) if format_of(content_type) == "protobuf" else _peek_json(prefix)
 
 
 def _peek_protobuf(prefix: bytes) -> PeekedOperation:

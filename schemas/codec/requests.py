@@ -14,7 +14,7 @@ from ..errors import RequestError
 from ..schedules import SCHEDULE_NAME
 from ..training import DATUM_FIELDS, MAX_INTEGER, Datum, EvaluationSchedule, ForwardBackwardRequest, ProvenanceSpan
 from .clip_bounds import CLIPPED_LOSSES, check_clip_bounds
-from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
+from .formats import JSON, PROTOBUF, format_of, parse_json, parse_protobuf
 from .invalid import Invalid, at_place, refused_with_400, show_value
 from .protobuf_fields import check_num_messages
 from .rules import MAX_DENSE_BYTES, Rules
@@ -71,13 +71,14 @@ def decode_forward_backward(
         RequestError: 400 with the place and the reason, 413 for too much JSON, 415 for another content type;
             UnknownField for an unknown field.
     """
-    if is_json(content_type) and len(body) > MAX_JSON_BYTES:
+    body_format = format_of(content_type)
+    if body_format == "json" and len(body) > MAX_JSON_BYTES:
         raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {MAX_JSON_BYTES}: send protobuf", 413)
     rules = Rules(max_dense_bytes, ignore_unknown, was_accepted)
     with refused_with_400():
-        if is_protobuf(content_type):
+        if body_format == "protobuf":
             request = _request_from_protobuf(body, rules)
-        elif is_json(content_type):
+        elif body_format == "json":
             kind = "create_evaluation" if evaluates else "forward" if forward_only else "forward_backward"
             request = _request_from_json(body, rules, kind)
         else:

@@ -9,7 +9,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 from ...schemas.bounds import MAX_PATH
 from ...schemas.errors import RequestError
 from ..config.server_config import ServerConfig
-from ..http.bodies import ReceivedBody, receive_body
+from ..http.bodies import Body, receive_body
 from ..routes.services import ServicesDependency
 from ..tenants.auth import address_of, presented_key
 from ..tenants.browser_sessions import LIFETIME_SECONDS
@@ -70,9 +70,9 @@ async def sign_in_page(
 @router.post("/sign-in")
 async def sign_in(request: Request, services: ServicesDependency) -> Response:
     """Signs the browser in with an API key, and sends it to the page that it wanted."""
-    received = await receive_body(request)
+    body = await receive_body(request)
     try:
-        fields = _fields_of(received)
+        fields = _fields_of(body)
     except RequestError:
         services.auth.unauthenticated_limits.take(address_of(request))
         raise
@@ -113,12 +113,12 @@ def is_page(target: str) -> bool:
     return target.startswith(f"{CONSOLE}/") and not target.startswith(SIGN_IN) and "\\" not in target
 
 
-def _fields_of(received: ReceivedBody) -> dict[str, list[str]]:
+def _fields_of(body: Body) -> dict[str, list[str]]:
     """Returns the fields of a form. Raises RequestError."""
-    if received.too_large or len(received.body) > _MAX_FORM_BYTES:
+    if body.too_large or len(body.received) > _MAX_FORM_BYTES:
         raise RequestError(f"the form is larger than {_MAX_FORM_BYTES} bytes: enter only a key", status=413)
     try:
-        return parse_qs(received.body.decode(errors="replace"), max_num_fields=_MAX_FIELDS)
+        return parse_qs(body.received.decode(errors="replace"), max_num_fields=_MAX_FIELDS)
     except ValueError:
         raise RequestError(f"the form has more than {_MAX_FIELDS} fields: enter only a key") from None
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel
@@ -14,14 +14,11 @@ from starlette.types import Message, Receive, Scope
 from ...schemas.codec import (
     JSON,
     PROTOBUF,
-    decode_forward_backward,
     decode_model,
     decompress,
     decompressed_size,
-    is_protobuf,
 )
 from ...schemas.errors import RequestError, UnknownField
-from ...schemas.training import ForwardBackwardRequest
 from ..config.server_config import ServerConfig
 from .decoding import decode_in_process
 from .sdk_version import is_newer_than_tested, sdk_version
@@ -65,23 +62,51 @@ Tolerance = Literal["none", "without effect on results", "all"]
 """The unknown fields that are ignored instead of refused."""
 
 
-@dataclass(frozen=True)
-class ReceivedBody:
-    """A body as received."""
+@dataclass(eq=False)
+class Body:
+    """A request's body: what its head says, then what was received, which the journal keeps."""
 
-    body: bytes
-    limits: BodyLimits
+    received: bytes = b""
+    limits: BodyLimits = UNLIMITED
     """Those that its decompression must keep."""
     content_type: str = JSON
     content_encoding: str | None = None
+    declared_bytes: int | None = None
+    """The size according to Content-Length; None without a valid one."""
+    user_agent: str = ""
     too_large: bool = False
-    """True if it exceeded the limits, and `body` is only its beginning."""
+    """True if it exceeded the limits, and `received` is only its beginning."""
     digest: str | None = None
     """The digest of its decoded content (see digests.py); None where it is not needed."""
-    tolerance: Tolerance = "none"
-    """The treatment of unknown fields."""
-    note_ignored: Callable[[str], None] = lambda words: None
-    """Called with a description of an unknown field that is ignored."""
+    ignored: list[str] = field(default_factory=list)
+    """The descriptions of unknown fields that were ignored."""
+
+    @classmethod
+    def announced(cls, request: Request, limits: BodyLimits) -> Self:
+        """Returns the body that follows the head of the request."""
+        headers = request.headers
+        declared = headers.get("content-length", "")
+        return cls(
+            limits=limits,
+            content_type=headers.get("content-type", JSON),
+            content_encoding=headers.get("content-encoding"),
+            declared_bytes=int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None,
+            user_agent=headers.get("user-agent", ""),
+        )
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """Returns which unknown fields are ignored."""
+        if self.limits.warns_of_unknown:
+            return "all"
+        # The program of an SDK that sends more than this version knows should run as long as its results are the same.
+        return "without effect on results" if is_newer_than_tested(sdk_version(self.user_agent)) else "none"
+
+    @property
+    def most_bytes(self) -> int:
+        """Returns its declared size in bytes; the maximum if it is not declared."""
+        most = self.limits.received_bytes
+        return most if self.declared_bytes is None else min(self.declared_bytes, most)
 
 
 def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
@@ -97,11 +122,6 @@ def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
     if is_large:
         return BodyLimits(received, decompressed, warns)
     return BodyLimits(min(received, CONTROL_BODY_BYTES), min(decompressed, CONTROL_BODY_BYTES), warns)
-
-
-def limits_of(request: Request) -> BodyLimits:
-    """Returns the limits of the request's route, as the gate set them."""
-    return request.state.body_limits
 
 
 @dataclass(frozen=True)
@@ -156,17 +176,17 @@ async def _drop_rest(message: Message, receive: Receive, most_bytes: int) -> Non
         num_dropped += len(message.get("body", b""))
 
 
-async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None]] | None = None) -> ReceivedBody:
+async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None]] | None = None) -> Body:
     """Reads the body, keeping only its beginning if its declared or actual size exceeds the limit.
 
     Args:
         check: called with the beginning before more is kept; if it raises RequestError, the rest is read and dropped.
     """
-    limits = limits_of(request)
-    is_too_large = (declared_size(request) or 0) > limits.received_bytes
-    most_kept = _PREFIX_BYTES if is_too_large else limits.received_bytes
+    body: Body = request.state.body
+    limits = body.limits
+    most_kept = _PREFIX_BYTES if (body.declared_bytes or 0) > limits.received_bytes else limits.received_bytes
     pieces: list[bytes] = []
-    num_kept, too_large = 0, False
+    num_kept = 0
     try:
         stream = request.stream()
         if check is not None:
@@ -176,53 +196,22 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
             if num_kept < most_kept:
                 pieces.append(piece)
                 num_kept += len(piece)
+        body.received = b"".join(pieces)
     except BodyTooLarge as error:
-        too_large = True
-        pieces = [b"".join([*pieces, error.last_piece])[:_PREFIX_BYTES]]
-    return ReceivedBody(
-        b"".join(pieces),
-        limits,
-        content_type(request),
-        request.headers.get("content-encoding"),
-        too_large,
-        tolerance=tolerance_of(request),
-        note_ignored=ignored_fields(request).append,
-    )
-
-
-def ignored_fields(request: Request) -> list[str]:
-    """Returns the descriptions of the request's unknown fields that were ignored."""
-    if not hasattr(request.state, "ignored_fields"):
-        request.state.ignored_fields = []
-    return request.state.ignored_fields
-
-
-def tolerance_of(request: Request) -> Tolerance:
-    if limits_of(request).warns_of_unknown:
-        return "all"
-    # The program of an SDK that sends more than this version knows should run as long as its results are the same.
-    return "without effect on results" if is_newer_than_tested(sdk_version(request)) else "none"
+        body.too_large = True
+        body.received = b"".join([*pieces, error.last_piece])[:_PREFIX_BYTES]
+    return body
 
 
 async def receive_json(request: Request, model: type[Model]) -> Model:
     """Receives and decodes a JSON body. Raises RequestError."""
-    return await decode_body(await receive_body(request), json_decoder(model))
+    return await decode_body(await receive_body(request), partial(decode_model, model))
 
 
 def has_body(scope: Scope) -> bool:
     """True if a body follows the head of the request."""
     headers = dict(scope["headers"])
     return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-
-
-def content_type(request: Request) -> str:
-    return request.headers.get("content-type", JSON)
-
-
-def declared_size(request: Request) -> int | None:
-    """Returns the body's size in bytes according to Content-Length, or None without a valid one."""
-    declared = request.headers.get("content-length", "")
-    return int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None
 
 
 async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[bytes], Awaitable[None]]) -> bytes:
@@ -241,19 +230,35 @@ async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[byte
     return beginning
 
 
-async def decode_body(received: ReceivedBody, decode: Callable[[bytes], Decoded]) -> Decoded:
+async def decode_body(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
     """Returns the body decompressed and decoded.
 
     Raises:
         RequestError: 413 if it is too large, or the error of decompression or `decode`.
     """
+    limits = body.limits
+    if body.too_large:
+        refusal = BodyTooLarge(limits.received_bytes)
+        raise RequestError(refusal.detail, refusal.status_code)
+    process_bytes, plain = PROCESS_JSON_BYTES, decode
+    if isinstance(decode, Decoder):
+        plain, process_bytes = decode.decode, decode.process_bytes
     try:
-        return await _decode_body(received, decode)
+        if body.content_encoding is None and len(body.received) < QUICK_BYTES:
+            return plain(body.received)
+        if await size_of(body) >= process_bytes:
+            return await decode_in_process(plain, body.received, body.content_encoding, limits.decompressed_bytes)
+        return await asyncio.to_thread(decode_here, body, plain)
     except UnknownField as error:
-        if received.tolerance == "none" or (received.tolerance != "all" and error.changes_results):
+        if body.tolerance == "none" or (body.tolerance != "all" and error.changes_results):
             raise
-        received.note_ignored(error.message)
-        return await _decode_body(received, ignoring_unknown(decode))
+        body.ignored.append(error.message)
+    return await decode_body(body, ignoring_unknown(decode))
+
+
+def decode_here(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
+    """Decompresses and decodes in this thread."""
+    return decode(decompress(body.received, body.content_encoding, body.limits.decompressed_bytes))
 
 
 def ignoring_unknown(decode: Callable[[bytes], Decoded]) -> Callable[[bytes], Decoded]:
@@ -264,54 +269,15 @@ def ignoring_unknown(decode: Callable[[bytes], Decoded]) -> Callable[[bytes], De
     return partial(decode, **option)
 
 
-async def _decode_body(received: ReceivedBody, decode: Callable[[bytes], Decoded]) -> Decoded:
-    limits = received.limits
-    if received.too_large:
-        refusal = BodyTooLarge(limits.received_bytes)
-        raise RequestError(refusal.detail, refusal.status_code)
-    process_bytes = PROCESS_JSON_BYTES
-    if isinstance(decode, Decoder):
-        decode, process_bytes = decode.decode, decode.process_bytes
-    if received.content_encoding is None and len(received.body) < QUICK_BYTES:
-        return decode(received.body)
-    if await size_of(received) >= process_bytes:
-        return await decode_in_process(decode, received.body, received.content_encoding, limits.decompressed_bytes)
-
-    def decompress_and_decode() -> Decoded:
-        return decode(decompress(received.body, received.content_encoding, limits.decompressed_bytes))
-
-    return await asyncio.to_thread(decompress_and_decode)
-
-
-async def size_of(received: ReceivedBody) -> int:
+async def size_of(body: Body) -> int:
     """Returns the decompressed size in bytes without allocating it, or the received size if the body was cut off.
 
     Raises RequestError if the body cannot be decompressed within the limit.
     """
-    if received.too_large or received.content_encoding is None:
-        return len(received.body)
-    most = received.limits.decompressed_bytes
-    return await asyncio.to_thread(decompressed_size, received.body, received.content_encoding, most)
-
-
-def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
-    """Returns a decoder that raises RequestError as decode_model does."""
-    return partial(decode_model, model)
-
-
-def forward_backward_decoder(
-    content_type: str, forward_only: bool = False, evaluates: bool = False, was_accepted: bool = False
-) -> Decoder[ForwardBackwardRequest]:
-    """Returns a decoder that takes these arguments, and raises RequestError, as decode_forward_backward does."""
-    apart_bytes = PROCESS_PROTOBUF_BYTES if is_protobuf(content_type) else PROCESS_JSON_BYTES
-    decode = partial(
-        decode_forward_backward,
-        content_type=content_type,
-        forward_only=forward_only,
-        evaluates=evaluates,
-        was_accepted=was_accepted,
-    )
-    return Decoder(decode, apart_bytes)
+    if body.too_large or body.content_encoding is None:
+        return len(body.received)
+    most = body.limits.decompressed_bytes
+    return await asyncio.to_thread(decompressed_size, body.received, body.content_encoding, most)
 
 
 def json_parameter(model: type[BaseModel]) -> Any:
@@ -323,13 +289,13 @@ def json_parameter(model: type[BaseModel]) -> Any:
     return Depends(read)
 
 
-def json_body(model: type[BaseModel], example: dict[str, object]) -> JsonSchema:
+def json_body(model: type[BaseModel], example: Mapping[str, object]) -> JsonSchema:
     """Returns the `openapi_extra` of a route that decodes its body itself."""
     model.model_validate(example)
     return {"requestBody": {"required": True, "content": {"application/json": _json_content(model, example)}}}
 
 
-def json_or_protobuf_body(schema: JsonSchema, example: dict[str, object], message: str) -> JsonSchema:
+def json_or_protobuf_body(schema: JsonSchema, example: Mapping[str, object], message: str) -> JsonSchema:
     content = {
         "application/json": {"schema": schema, "example": example},
         PROTOBUF: {"schema": {"type": "string", "format": "binary", "description": message}},
@@ -337,7 +303,7 @@ def json_or_protobuf_body(schema: JsonSchema, example: dict[str, object], messag
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _json_content(model: type[BaseModel], example: dict[str, object]) -> JsonSchema:
+def _json_content(model: type[BaseModel], example: Mapping[str, object]) -> JsonSchema:
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
     return {"schema": _inlined(schema, definitions), "example": example}

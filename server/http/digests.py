@@ -74,10 +74,15 @@ def _digested(decode: Callable[..., Content], body: bytes, ignore_unknown: bool 
 def digest_of(request: BaseModel | ForwardBackwardRequest) -> str:
     """Returns a digest of what is requested, without the number of the request."""
     if isinstance(request, ForwardBackwardRequest):
-        return _digest(_content_of_pass(request), _arrays_of_pass(request.data))
-    arrays = _arrays_of(request)
-    content = content_of(request, without=arrays.keys())
-    return _digest({"type": getattr(request, "type", None), **content}, chain.from_iterable(arrays.values()))
+        content, arrays = _content_of_pass(request), _arrays_of_pass(request.data)
+    else:
+        of_fields = _arrays_of(request)
+        content = {"type": getattr(request, "type", None), **content_of(request, without=of_fields.keys())}
+        arrays = chain.from_iterable(of_fields.values())
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    for array_bytes in arrays:  # These begin with their sizes: no two contents give the same bytes.
+        digest.update(array_bytes)
+    return digest.hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def content_of(request: BaseModel, without: Collection[str] = ()) -> dict[str, object]:
@@ -165,11 +170,3 @@ def _rows(rows: Sequence[Sequence[float]], code: str = "q") -> Arrays:
     yield array("q", [len(rows), *map(len, rows)])
     for row in rows:
         yield array(code, row)
-
-
-def _digest(content: object, arrays: Arrays) -> str:
-    # The arrays begin with their sizes: no two contents give the same bytes.
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    for each in arrays:
-        digest.update(each)
-    return digest.hexdigest()[:_DIGEST_CHARACTERS]

@@ -7,7 +7,7 @@ from fastapi.dependencies.models import Dependant
 
 from ...schemas.errors import UnknownField
 from ...schemas.training import describe_unknown
-from .bodies import ignored_fields, tolerance_of
+from .bodies import Body
 
 
 def check_query(request: Request) -> None:
@@ -20,9 +20,10 @@ def check_query(request: Request) -> None:
     if unknown is None:
         return
     words = describe_unknown(f"the query of {route.path_format}", unknown, known)
-    if tolerance_of(request) == "none":
+    body: Body = request.state.body
+    if body.tolerance == "none":
         raise UnknownField(words, False)
-    ignored_fields(request).append(words)
+    body.ignored.append(words)
 
 
 def _names(dependant: Dependant) -> Iterator[str]:

@@ -2,8 +2,6 @@
 
 import re
 
-from fastapi import Request
-
 SdkVersion = tuple[int, int]
 """Major and minor."""
 
@@ -15,9 +13,9 @@ _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(\.|$)")
 _AGENT = re.compile(r"Tinker/Python (\S{1,40})")
 
 
-def sdk_version(request: Request) -> SdkVersion | None:
+def sdk_version(user_agent: str) -> SdkVersion | None:
     """Returns the SDK's version as its requests say it; None for other clients."""
-    agent = _AGENT.search(request.headers.get("user-agent", "")[:256])
+    agent = _AGENT.search(user_agent[:256])
     return parse_version(agent[1]) if agent else None
 
 

@@ -2,78 +2,64 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
-from pydantic import BaseModel
-
-from ...schemas.checkpoints import (
-    LoadWeightsRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-)
-from ...schemas.codec import JsonObject, decode_model, decompress
-from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
+from ...schemas.checkpoints import LoadWeightsRequest
+from ...schemas.codec import JsonObject, decode_forward_backward, decode_model, format_of
 from ...schemas.errors import RequestError
-from ...schemas.models import CreateModelRequest
 from ...schemas.sampling import SampleRequest
-from ...schemas.schedules import DeleteEvaluationRequest, ScheduleCheckpointsRequest
-from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
+from ...schemas.training import ForwardBackwardRequest, Request
+from ...schemas.verbs import CREATE_EVALUATION, FORWARD_BACKWARD, Verb
 from ..http.bodies import (
+    PROCESS_JSON_BYTES,
+    PROCESS_PROTOBUF_BYTES,
     UNLIMITED,
-    ReceivedBody,
+    Body,
+    Decoder,
     decode_body,
-    forward_backward_decoder,
+    decode_here,
     ignoring_unknown,
-    json_decoder,
 )
+from ..http.verbs import VERBS
 from .journal import JournalEntry
 
-JsonRequest = (
-    OptimStepRequest
-    | SaveWeightsRequest
-    | SaveWeightsForSamplerRequest
-    | SaveWeightsExternalRequest
-    | SetTargetRequest
-    | BuildVocabMapRequest
-    | CaptureRequest
-    | ScheduleCheckpointsRequest
-    | DeleteEvaluationRequest
-)
-RunRequest = ForwardBackwardRequest | JsonRequest
-"""Operations of a live run that are performed as the client sent them."""
 
-_OPERATIONS: dict[str, type[JsonRequest]] = {
-    "optim_step": OptimStepRequest,
-    "save_weights": SaveWeightsRequest,
-    "save_weights_for_sampler": SaveWeightsForSamplerRequest,
-    "save_weights_external": SaveWeightsExternalRequest,
-    "set_target": SetTargetRequest,
-    "build_vocab_map": BuildVocabMapRequest,
-    "capture": CaptureRequest,
-    "schedule_checkpoints": ScheduleCheckpointsRequest,
-    "delete_evaluation": DeleteEvaluationRequest,
-}
-_JSON: dict[str, type[BaseModel]] = {
-    **_OPERATIONS,
-    "load_weights": LoadWeightsRequest,
-    "create_model": CreateModelRequest,
+class RunRequest(Protocol):
+    """The request of an operation of a run."""
+
+    @property
+    def model_id(self) -> str | None: ...
+
+    @property
+    def seq_id(self) -> int | None: ...
+
+
+Decoded = Request | ForwardBackwardRequest
+
+_OTHERS: Mapping[str, type[Request]] = {
     "create_model_from_checkpoint": LoadWeightsRequest,
     "sample": SampleRequest,
 }
+"""Journaled requests that are no verbs."""
 
-Decoded = RunRequest | LoadWeightsRequest | CreateModelRequest | SampleRequest
 
-
-def operation_decoder(kind: str, content_type: str, was_accepted: bool = False) -> Callable[[bytes], RunRequest]:
-    """Returns the decoder of an operation, see json_decoder and forward_backward_decoder.
+def decoder_of(verb: Verb, content_type: str, was_accepted: bool = False) -> Callable[[bytes], RunRequest]:
+    """Returns the verb's decoder; it raises RequestError as decode_model and decode_forward_backward do.
 
     was_accepted: by this version or an earlier one; it is not a new request.
     """
-    if (model := _OPERATIONS.get(kind)) is not None:
-        return json_decoder(model)
-    return forward_backward_decoder(content_type, kind != "forward_backward", kind == "create_evaluation", was_accepted)
+    if not issubclass(verb.request, ForwardBackwardRequest):
+        return partial(decode_model, verb.request)  # pyright: ignore[reportReturnType]  (its fields)
+    decode = partial(
+        decode_forward_backward,
+        content_type=content_type,
+        forward_only=verb is not FORWARD_BACKWARD,
+        evaluates=verb is CREATE_EVALUATION,
+        was_accepted=was_accepted,
+    )
+    return Decoder(decode, PROCESS_PROTOBUF_BYTES if format_of(content_type) == "protobuf" else PROCESS_JSON_BYTES)
 
 
 async def decode_entry(entry: JournalEntry) -> Decoded:
@@ -84,25 +70,26 @@ async def decode_entry(entry: JournalEntry) -> Decoded:
     Raises RequestError if this version would not accept it.
     """
     header, decode = entry.header, ignoring_unknown(_decoder(entry.header.kind, entry.header.content_type))
-    received = ReceivedBody(entry.body, UNLIMITED, header.content_type, header.content_encoding)
+    body = Body(entry.body, UNLIMITED, header.content_type, header.content_encoding)
     try:
-        return await decode_body(received, decode)
+        return await decode_body(body, decode)
     except RequestError as error:
         if error.status not in (413, 503):
             raise
         # The process that decodes large bodies ran out of memory or time: no reason to lose an accepted request.
-        return await asyncio.to_thread(_decode_here, decode, received)
-
-
-def _decode_here(decode: Callable[[bytes], Decoded], received: ReceivedBody) -> Decoded:
-    return decode(decompress(received.body, received.content_encoding, received.limits.decompressed_bytes))
+        return await asyncio.to_thread(decode_here, body, decode)
 
 
 def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
-    return partial(_from_json, _JSON[kind]) if kind in _JSON else operation_decoder(kind, content_type, True)
+    model = VERBS[kind].request if kind in VERBS else _OTHERS.get(kind)
+    if model is None:
+        raise ValueError(f"this version knows no request of kind {kind}")
+    if issubclass(model, ForwardBackwardRequest):
+        return decoder_of(VERBS[kind], content_type, was_accepted=True)  # pyright: ignore[reportReturnType]
+    return partial(_from_json, model)
 
 
-def _from_json(model: type[BaseModel], body: bytes, ignore_unknown: bool = False) -> Decoded:
+def _from_json(model: type[Request], body: bytes, ignore_unknown: bool = False) -> Decoded:
     """Decodes the body, without `user_metadata` and with empty tokens if necessary.
 
     Earlier versions accepted metadata of any size, which rebuilding a run does not need, and chunks without tokens.

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pydantic import JsonValue
 
 from ...schemas.chats.messages import Chat, ChatError, ToolsNotSupported, template_message
-from ...schemas.openai import ChatCompletionRequest, OpenAiError
-from ...schemas.openai_responses import AnswerMessage, ChatChoice, ChatLogprobs, TokenLogprob
+from ...schemas.openai import AnswerMessage, ChatChoice, ChatCompletionRequest, ChatLogprobs, OpenAiError, TokenLogprob
 from ...workers.protocol.calls import ModelInfo
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, TokenScores

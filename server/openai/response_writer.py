@@ -13,8 +13,7 @@ from typing import ClassVar
 from pydantic import JsonValue
 from pydantic_core import to_json
 
-from ...schemas.openai import BaseCompletionRequest
-from ...schemas.openai_responses import Usage
+from ...schemas.openai import BaseCompletionRequest, Usage
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, Echo, TokenScores
 from .prompts import Prompt

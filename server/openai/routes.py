@@ -14,7 +14,9 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.openai import (
     AnyCompletion,
     BaseCompletionRequest,
+    ChatCompletion,
     ChatCompletionRequest,
+    Completion,
     CompletionRequest,
     ErrorBody,
     Model,
@@ -22,11 +24,11 @@ from ...schemas.openai import (
     OpenAiError,
     decoder,
 )
-from ...schemas.openai_responses import ChatCompletion, Completion
+from ...schemas.verbs import BASE_MODEL
 from ..config.base_model_lookup import require_served
 from ..http.bodies import json_body
 from ..http.event_stream import EventStream
-from ..routes.examples import BASE_MODEL, ModelPath
+from ..routes.examples import ModelPath
 from ..routes.services import Services, ServicesDependency
 from ..routes.submission import receive_unordered
 from ..sampling.draft_loader import DraftNotFound
@@ -131,14 +133,13 @@ async def _complete(
 ) -> Response:
     with ExitStack() as stack:
         reservation = stack.enter_context(Reservation(services.quotas, tenant.id))
-        received = await receive_unordered(request, reservation, decoder(kind.request))
-        completion = received.content
+        completion = await receive_unordered(request, reservation, decoder(kind.request))
         kind.check(completion)
         check_alternatives(completion, services.config.limits.max_logprobs)
         try:
             prepared = await _prepare(services, tenant, kind, completion, reservation.num_bytes)
             await confirm_key(request)
-            _admit(services, tenant, stack, reservation, prepared, len(received.raw.body))
+            _admit(services, tenant, stack, reservation, prepared, len(request.state.body.received))
             batch = SampleBatch(
                 services.sampling, prepared.jobs, reservation, completion.stream and not completion.wants_prompt_only
             )

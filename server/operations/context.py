@@ -6,13 +6,13 @@ from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import RunInfo
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
-from ..features.feature_store import FeatureStore
 from ..journal.recordings import Recordings
 from ..journal.snapshot_store import RunSnapshot
 from ..sampling.samplers import Samplers
 from ..store import CheckpointRecord, RunRecord, Store
 from ..tenants.sessions import Sessions
 from .evaluation_data import EvaluationData
+from .features import Features
 from .pinned_checkpoints import PinnedCheckpoints
 
 
@@ -27,7 +27,7 @@ class OperationContext:
     samplers: Samplers
     recordings: Recordings
     pinned_checkpoints: PinnedCheckpoints
-    features: FeatureStore
+    features: Features
     evaluation_data: EvaluationData
     infos: dict[str, RunInfo] = field(default_factory=dict)
 

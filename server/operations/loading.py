@@ -1,4 +1,4 @@
-"""Operations that load checkpoints: creation of a run, load_weights, and set_target of a draft model."""
+"""Operations that load checkpoints: creation of a run and load_weights."""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...schemas.checkpoints import LoadWeightsResponse
-from ...schemas.drafts import SetTargetRequest, SetTargetResponse
 from ...schemas.errors import OperationError
 from ...schemas.models import CreateModelResponse, ExpertFactors, draft_of
 from ...workers.protocol.calls import RunInfo, RunSpec
@@ -39,6 +38,7 @@ class CreateRun(Operation):
     kind = "create_model"
     changes_state = True
     changes_record = True
+    sets_target = True
     target_path: str | None = None
     drawn: Mapping[str, int] = field(default_factory=dict)
     expert_factors: ExpertFactors | None = None
@@ -80,7 +80,7 @@ class CreateRun(Operation):
         info = await context.dispatch.create_run(run.base_model, spec, tenant.name)
         await self._load(context, run, is_replay)
         if self.target_path is not None:
-            await _load_target(context, run, 0, self.target_path, context.find_checkpoint, is_replay=is_replay)
+            await load_target(context, run, 0, self.target_path, context.find_checkpoint, is_replay=is_replay)
         context.infos[run.run_id] = info
         return info
 
@@ -167,33 +167,6 @@ class LoadWeights(Operation):
         await _load_weights(context, run, self.seq_id, self.path, self.optimizer, find, is_replay=True)
 
 
-@dataclass(eq=False)
-class SetTarget(Operation):
-    """Changes a draft's target; pending gradients and the draft's weights stay as they are."""
-
-    kind = "set_target"
-    changes_state = True
-    changes_record = True
-    request: SetTargetRequest
-
-    @property
-    def loads_files(self) -> bool:
-        return self.request.path is not None
-
-    async def perform(self, context: OperationContext, run: RunRecord) -> Result:
-        if run.role != "draft":
-            raise OperationError(f"a {run.role} has no target: set_target is only for draft models")
-        find = partial(context.checkpoints.resolve_for, readers={run.tenant_id})
-        path = self.request.path and full_path(self.request.path)
-        await _load_target(context, run, self.seq_id, path, find, is_replay=False)
-        await context.store.runs.set_target(run.run_id, path)
-        return json_result(SetTargetResponse(target_path=path))
-
-    async def replay(self, context: OperationContext, run: RunRecord) -> None:
-        find, path = context.find_checkpoint, self.request.path
-        await _load_target(context, run, self.seq_id, path, find, is_replay=True)
-
-
 async def _load_weights(
     context: OperationContext,
     run: RunRecord,
@@ -217,7 +190,7 @@ async def _load_weights(
     await context.features.release_holds_before(run, seq_id, were_used=False)
 
 
-async def _load_target(
+async def load_target(
     context: OperationContext, run: RunRecord, seq_id: int, path: str | None, find: FindCheckpoint, *, is_replay: bool
 ) -> None:
     """Sets the draft's target to a checkpoint, found like in `_load_weights`, or without a path to the base model."""

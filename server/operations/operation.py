@@ -19,8 +19,7 @@ from ...schemas.errors import OperationError
 from ...workers.protocol.work_context import WorkContext
 from ...workers.scheduler.work import CallSize
 from ..files.segment_log import RecordPosition
-from ..http.bodies import ReceivedBody
-from ..http.digests import Fingerprint
+from ..http.bodies import Body
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
 from ..store import OperationRecord, RunRecord
@@ -89,6 +88,8 @@ class Operation(ABC):
     changes_record: it changes the run's stored record.
     taints_if_failed: the next optimizer step would be wrong without it.
     reports_begin: it calls mark_begun itself, when the workers receive it.
+    sets_target: it sets the target of a draft, or may.
+    stores_features: it stores features, for which room is reserved when it is accepted.
     is_chained: it can be handed to the dispatch, which keeps a run's order, before the run's earlier operations ended.
     num_tokens: to be trained on or scored.
 
@@ -113,6 +114,8 @@ class Operation(ABC):
     changes_record: ClassVar[bool] = False
     taints_if_failed: ClassVar[bool] = False
     reports_begin: ClassVar[bool] = False
+    sets_target: ClassVar[bool] = False
+    stores_features: ClassVar[bool] = False
 
     log_entry: ReplayEntry = field(init=False)
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)
@@ -145,10 +148,6 @@ class Operation(ABC):
     def seq_id(self) -> int:
         return self.log_entry.seq_id
 
-    def take_turn(self, turns: Turns) -> None:
-        """Notes that the operations before it in the run have taken theirs."""
-        self.turns, self.ready_at = turns, turns.queue(self.arrived_at)
-
     def mark_begun(self, size: CallSize | None = None) -> None:
         """Notes that the workers have received it, or a part of it, in a call of this size."""
         free_at = self.turns.begin(self.seq_id, size)
@@ -173,10 +172,6 @@ class Operation(ABC):
             error=error and error[:_MAX_ERROR],
             metrics={name: value for name, value in self.metrics.items() if math.isfinite(value)},
         )
-
-    @property
-    def fingerprint(self) -> Fingerprint | None:
-        return None if self.digest is None else Fingerprint(self.kind, self.digest)
 
     @property
     def num_bytes(self) -> int:
@@ -207,9 +202,9 @@ class Operation(ABC):
         """
         return Counter()
 
-    def size(self, received: ReceivedBody) -> int:
+    def size(self, body: Body) -> int:
         """Returns the bytes that it holds in memory until it has ended."""
-        return len(received.body)
+        return len(body.received)
 
     def header(self, base: Header) -> Header:
         """Returns the journal header with what is needed, in addition to the body, to read the operation again."""

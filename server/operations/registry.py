@@ -3,29 +3,35 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ...schemas.training import ForwardBackwardRequest
+from ...schemas.errors import RequestError
+from ...schemas.training import SEED, ForwardBackwardRequest
+from ...workers.protocol.plugins import plugin_rows
 from ..files.segment_log import RecordPosition
 from ..journal.journal import Journal, draw_seed
 from ..journal.request_decoding import RunRequest, decode_entry
-from .drafts import BuildVocabMap, Capture, ForwardBackwardWithCapture, ForwardWithCapture
-from .loading import CreateRun, CreateRunFromCheckpoint, LoadWeights, SetTarget
+from .loading import CreateRun, CreateRunFromCheckpoint, LoadWeights
 from .operation import Operation, Outcome, RefusedOperation
 from .saving import SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
 from .schedules import CreateEvaluation, DeleteEvaluation, ScheduleCheckpoints
 from .training import Forward, ForwardBackward, OptimStep
 
 _ALL = (
-    *(CreateRun, CreateRunFromCheckpoint, LoadWeights, SetTarget),
+    *(CreateRun, CreateRunFromCheckpoint, LoadWeights),
     *(ForwardBackward, Forward, OptimStep),
     *(SaveWeights, SaveWeightsForSampler, SaveWeightsExternal),
-    *(BuildVocabMap, Capture),
     *(CreateEvaluation, DeleteEvaluation, ScheduleCheckpoints),
 )
-OPERATIONS: Mapping[str, type[Operation]] = {each.kind: each for each in _ALL}
+OPERATIONS: Mapping[str, type[Operation]] = {
+    **{each.kind: each for each in _ALL},
+    **plugin_rows("server.drafts.operations", "OPERATIONS"),
+}
 """Operations by their kind in the journal."""
 
 STATE_KINDS = {each.kind for each in (*OPERATIONS.values(), RefusedOperation) if each.changes_state}
 """Kinds of operations without which a run's state cannot be rebuilt."""
+
+TARGET_KINDS = {each.kind for each in OPERATIONS.values() if each.sets_target}
+"""Kinds of operations that set the target of a draft, or may."""
 
 TAINTING_KINDS = {each.kind for each in OPERATIONS.values() if each.taints_if_failed}
 """Kinds of operations without which the next optimizer step would be wrong."""
@@ -34,16 +40,11 @@ CLEARING_KINDS = {each.kind for each in OPERATIONS.values() if each.clears_gradi
 """Kinds of operations that clear pending gradients, so that failures before them do not taint the next step."""
 
 
-_SEED = "seed"
-_SEEDED_LOSSES = {"dflash"}
-
-
 def operation_of(request: RunRequest) -> Operation:
     """Returns the operation of a live run that was requested, with the seeds drawn that the request lacks."""
     if isinstance(request, ForwardBackwardRequest):
-        lacks_seed = request.loss_fn in _SEEDED_LOSSES and _SEED not in request.loss_fn_config
-        return _pass_of(request, {_SEED: draw_seed()} if lacks_seed else {})
-    return OPERATIONS[request.type].of(request)
+        return _pass_of(request, {SEED: draw_seed()} if request.lacks_seed else {})
+    return OPERATIONS[request.type].of(request)  # pyright: ignore[reportAttributeAccessIssue]  (of every verb in JSON)
 
 
 async def read_operation(journal: Journal, place: RecordPosition, outcome: Outcome | None = None) -> Operation:
@@ -62,8 +63,7 @@ async def read_operation(journal: Journal, place: RecordPosition, outcome: Outco
             # The references to what it captured were already returned. An operation that failed must fail again.
             request = replace(request, capture_for=None)
         operation = _pass_of(request, header.drawn)
-        if header.feature_bytes is None and isinstance(operation, ForwardBackwardWithCapture):
-            operation.has_room = False
+        operation.recall(header)
         return operation
     if header.kind not in OPERATIONS:
         raise ValueError(f"the journal's entry at {place} is a {header.kind} request, which is no operation of a run")
@@ -79,4 +79,7 @@ def _pass_of(request: ForwardBackwardRequest, drawn: Mapping[str, int]) -> Forwa
         return CreateEvaluation(request, drawn)
     if request.capture_for is None:
         return (Forward if request.forward_only else ForwardBackward)(request, drawn)
-    return (ForwardWithCapture if request.forward_only else ForwardBackwardWithCapture)(request, drawn)
+    capturing = plugin_rows("server.drafts.operations", "PASSES").get("forward" if request.forward_only else "backward")
+    if capturing is None:
+        raise RequestError("capture_for needs server/drafts, which this installation is without: leave it out")
+    return capturing(request, drawn)

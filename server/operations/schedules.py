@@ -22,7 +22,7 @@ from .context import OperationContext
 from .evaluation_data import pieces_of
 from .operation import Operation, json_result
 from .scheduled_work import evaluation_metrics, without_rows
-from .training import STABLE_REINFORCE, Forward
+from .training import Forward
 
 
 @dataclass(eq=False)
@@ -47,8 +47,8 @@ class CreateEvaluation(Forward):
             )
         if request.capture_for is not None or any(datum.feature_ref is not None for datum in request.data):
             raise OperationError("an evaluation cannot use or capture features: leave out capture_for and feature_ref")
-        if request.loss_fn == STABLE_REINFORCE:
-            raise OperationError(f"{STABLE_REINFORCE} reads what a sampler recorded: evaluate another loss")
+        if request.reads_recordings:
+            raise OperationError(f"{request.loss_fn} reads what a sampler recorded: evaluate another loss")
         if request.evaluation.name not in evaluations and len(evaluations) >= MAX_EVALUATIONS:
             raise OperationError(
                 f"the run has {len(evaluations)} evaluations, which is the most: delete_evaluation of one of them first"

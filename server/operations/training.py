@@ -15,15 +15,13 @@ from ...schemas.training import (
     OptimStepResponse,
 )
 from ...workers.protocol.calls import OptimizerStep, RunInfo
-from ..http.bodies import LARGE_BYTES, ReceivedBody
+from ..http.bodies import LARGE_BYTES, Body
 from ..journal.futures import Result
 from ..journal.journal import Header
 from ..store import RunRecord
 from .context import OperationContext
 from .operation import WEIGHT, Operation, json_result
 from .scheduled_work import ScheduledWork
-
-STABLE_REINFORCE = "stable_reinforce"
 
 
 @dataclass(eq=False)
@@ -42,8 +40,7 @@ class ForwardBackward(Operation):
 
     @property
     def is_chained(self) -> bool:
-        # stable_reinforce first reads what earlier samples recorded.
-        return self.request.loss_fn != STABLE_REINFORCE
+        return not self.request.reads_recordings
 
     @property
     def num_tokens(self) -> int:
@@ -53,16 +50,19 @@ class ForwardBackward(Operation):
     def feature_uses(self) -> Counter[str]:
         return Counter(datum.feature_ref for datum in self.request.data if datum.feature_ref is not None)
 
-    def size(self, received: ReceivedBody) -> int:
+    def size(self, body: Body) -> int:
         arrays = (array for datum in self.request.data for array in datum.loss_fn_inputs.values())
-        return max(sum(array.nbytes for array in arrays) + 4 * self.num_tokens, len(received.body))
+        return max(sum(array.nbytes for array in arrays) + 4 * self.num_tokens, len(body.received))
 
     def header(self, base: Header) -> Header:
         return replace(base, drawn=self.drawn)
 
+    def recall(self, header: Header) -> None:
+        """Takes what its journal header has, in addition to the seeds, when it is read again."""
+
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         request = replace(self.request, seq_id=self.seq_id)
-        if request.loss_fn == STABLE_REINFORCE:
+        if request.reads_recordings:
             request = await context.recordings.fill_in(run.tenant_id, request)
         if self.feature_uses:
             request = context.features.with_feature_location(run, request)

@@ -28,6 +28,7 @@ from ...schemas.checkpoints import (
 )
 from ...schemas.models import lora_of
 from ...schemas.training import Natural
+from ...schemas.verbs import CHECKPOINT
 from ..checkpoints.archive import Archive
 from ..checkpoints.download_urls import SignedFile
 from ..checkpoints.importing import ImportRequest, import_checkpoint, read_upload
@@ -35,7 +36,7 @@ from ..http.bodies import Decoder, json_body, json_parameter
 from ..store import CheckpointRecord, SessionRecord, checkpoint_path
 from ..tenants.auth import Tenant, TenantDependency
 from ..tenants.reservation import Reservation
-from .examples import CHECKPOINT, IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
+from .examples import IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
 from .services import Services, ServicesDependency
 from .submission import receive_unordered
 
@@ -256,8 +257,8 @@ async def import_weights(
     """
     with Reservation(services.quotas, tenant.id) as reservation:
         decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
-        received = await receive_unordered(request, reservation, decode)
-        imported = ImportRequest(received.content, base_model, name, ttl_seconds)
+        upload = await receive_unordered(request, reservation, decode)
+        imported = ImportRequest(upload, base_model, name, ttl_seconds)
         session = _closed_session_record(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services.dispatch, services.checkpoints, tenant, imported, session)
     lora = lora_of(checkpoint.training)

@@ -5,14 +5,9 @@ from typing import Annotated
 from fastapi import Header, Path
 
 from ...schemas.bounds import MAX_ID, MAX_PATH
+from ...schemas.verbs import BASE_MODEL, MODEL_ID, NAME, SESSION_ID
 
-SESSION_ID = "3f1c0f6a9d2b4e58"
-MODEL_ID = f"{SESSION_ID}:train:0"
-DRAFT_ID = f"{SESSION_ID}:train:1"
 SAMPLER_ID = f"{SESSION_ID}:sample:0"
-BASE_MODEL = "Qwen/Qwen3-0.6B"
-NAME = "step-100"
-CHECKPOINT = f"tinker://{MODEL_ID}/weights/{NAME}"
 
 SessionIdPath = Annotated[str, Path(max_length=MAX_ID, openapi_examples={"a session": {"value": SESSION_ID}})]
 RunIdPath = Annotated[str, Path(max_length=MAX_ID, openapi_examples={"a model": {"value": MODEL_ID}})]

@@ -11,9 +11,10 @@ from ...schemas.futures import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
+from ...schemas.verbs import MODEL_ID
 from ..http.bodies import json_body, receive_json
 from ..tenants.auth import TenantDependency
-from .examples import MODEL_ID, SAMPLER_ID
+from .examples import SAMPLER_ID
 from .services import ServicesDependency
 from .submission import pending_response, result_response
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 
 from ...schemas.bounds import MAX_ID
 from ...schemas.errors import RequestError
@@ -31,7 +31,12 @@ AccessScope = Literal["owned", "accessible"]
 Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
-SdkDependency = Annotated[SdkVersion | None, Depends(sdk_version)]
+
+async def _sdk_of(request: Request) -> SdkVersion | None:
+    return sdk_version(request.headers.get("user-agent", ""))
+
+
+SdkDependency = Annotated[SdkVersion | None, Depends(_sdk_of)]
 
 _STRANGER = "another tenant"
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}

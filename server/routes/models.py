@@ -21,12 +21,13 @@ from ...schemas.models import (
     draft_of,
     lora_of,
 )
+from ...schemas.verbs import MODEL_ID
 from ...workers.protocol.worker_config import ServedModel
 from ..http.bodies import json_body, json_parameter
 from ..tenants.auth import OperatorDependency, TenantDependency
 from ..tenants.head_check import is_local_request
 from ..text.hub_names import tokenizer_id
-from .examples import MODEL_ID, FilePath, ModelPath
+from .examples import FilePath, ModelPath
 from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1", tags=["models"])
@@ -83,7 +84,7 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
         "metric_bytes": await services.history.logged_bytes.limit(tenant.id),
         **await services.checkpoints.limits(tenant.id),
     }
-    limits = limits.model_copy(update={**services.features.space.limits(tenant.id), **stored})
+    limits = limits.model_copy(update={**services.features.limits(tenant.id), **stored})
     return limits if is_operator else limits.without_other_tenants()
 
 

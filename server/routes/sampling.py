@@ -1,7 +1,10 @@
 """Routes that create sampling sessions and accept sampling requests."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
+from ...schemas.codec import decode_model
 from ...schemas.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -10,10 +13,11 @@ from ...schemas.sampling import (
     SampleRequest,
     SamplerInfo,
 )
-from ..http.bodies import json_body, json_decoder, receive_json
+from ...schemas.verbs import BASE_MODEL, SESSION_ID
+from ..http.bodies import json_body, receive_json
 from ..tenants.auth import TenantDependency
 from ..tenants.reservation import Reservation
-from .examples import BASE_MODEL, SAMPLER_ID, SESSION_ID, SamplerIdPath
+from .examples import SAMPLER_ID, SamplerIdPath
 from .services import ServicesDependency
 from .submission import SUBMIT_RESPONSES, receive_unordered, submit_response
 
@@ -85,6 +89,6 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     counts the proposed and the accepted ones.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        received = await receive_unordered(request, reservation, json_decoder(SampleRequest), is_numbered=True)
-        submitted = await services.sampling.submit(tenant, received.content, received.raw, reservation)
+        wanted = await receive_unordered(request, reservation, partial(decode_model, SampleRequest), is_numbered=True)
+        submitted = await services.sampling.submit(tenant, wanted, request.state.body, reservation)
     return await submit_response(request, services, tenant, submitted)

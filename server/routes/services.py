@@ -11,12 +11,12 @@ from ...schemas.adapters.model_files import ModelFiles, model_files
 from ...workers.dispatch import WorkerDispatch
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
-from ..features.feature_store import FeatureStore
 from ..files.state_lock import LiveState
 from ..journal.futures import Futures
 from ..journal.journal import Journal
 from ..journal.recordings import Recordings
 from ..operations.evaluation_data import EvaluationData
+from ..operations.features import Features
 from ..runs.history import RunHistory
 from ..runs.runs import Runs
 from ..sampling.draft_loader import DraftLoader
@@ -50,7 +50,7 @@ class Services:
     history: RunHistory
     sampler_weights: SamplerWeights
     drafts: DraftLoader
-    features: FeatureStore
+    features: Features
     evaluation_data: EvaluationData
     samplers: Samplers
     sampling: SamplingService

@@ -17,11 +17,12 @@ from ...schemas.models import (
     Readiness,
     TelemetryResponse,
 )
+from ...schemas.verbs import SESSION_ID
 from ...workers.protocol.plugins import plugin_rows
 from ..http.bodies import json_body, json_parameter
 from ..http.sdk_version import NEWEST_TESTED, is_newer_than_tested, parse_version
 from ..tenants.auth import OperatorDependency, TenantDependency
-from .examples import IDEMPOTENCY_KEY, SESSION_ID, SessionIdPath
+from .examples import IDEMPOTENCY_KEY, SessionIdPath
 from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])

@@ -5,14 +5,12 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ...schemas.checkpoints import LoadWeightsRequest
 from ...schemas.codec import (
     JSON,
     PROTOBUF,
@@ -27,40 +25,27 @@ from ...schemas.codec import (
 )
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
-from ..features.space import FeatureLimitExceeded
-from ..http.bodies import (
-    LARGE_BYTES,
-    Decoded,
-    ReceivedBody,
-    content_type,
-    declared_size,
-    decode_body,
-    limits_of,
-    receive_body,
-    size_of,
-)
+from ...schemas.verbs import Verb
+from ...workers.protocol.plugins import plugin_rows
+from ..http.bodies import LARGE_BYTES, Body, Decoded, decode_body, receive_body, size_of
 from ..http.digests import digesting
 from ..journal.futures import Result
-from ..journal.request_decoding import RunRequest, operation_decoder
-from ..operations.drafts import FeatureCapture
+from ..journal.request_decoding import RunRequest, decoder_of
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
-from ..runs.run import Run
-from ..tenants.auth import Tenant
+from ..tenants.auth import Tenant, TenantDependency
 from ..tenants.gate import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
 from ..tenants.reservation import Reservation
-from .services import Services
+from .fast import Endpoint
+from .services import Services, ServicesDependency
 
 logger = logging.getLogger(__name__)
 
-_FEATURE_HEADER_BYTES = 1024
-_NOT_CREATED_SECONDS = 1.0
 _SLICE_BYTES = 1 << 18
 _JSON_TIMES = 3
 """Memory that sending a result as JSON takes, in multiples of its size: it is decoded, then encoded piece by piece."""
 
-AnyRequest = TypeVar("AnyRequest", bound=RunRequest | LoadWeightsRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "model": SubmitResponse,
@@ -69,17 +54,9 @@ SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class ReceivedRequest(Generic[Decoded]):
-    """The body of a request, as received and decoded."""
-
-    raw: ReceivedBody
-    content: Decoded
-
-
 async def receive_unordered(
     request: Request, reservation: Reservation, decode: Callable[[bytes], Decoded], is_numbered: bool = False
-) -> ReceivedRequest[Decoded]:
+) -> Decoded:
     """Receives a request that has no order but holds a reservation until it is answered.
 
     Args:
@@ -87,32 +64,22 @@ async def receive_unordered(
     Raises:
         RequestError: the request is refused or throttled.
     """
-    if not reservation.try_claim(num_bytes := _num_bytes(request)):
-        reservation.claim(num_bytes, UNORDERED)
-    raw = await receive_body(request)
-    reservation.grow(await size_of(raw), UNORDERED)
-    return await _decoded(request, raw, decode, is_numbered)
-
-
-async def _decoded(
-    request: Request, raw: ReceivedBody, decode: Callable[[bytes], Decoded], is_numbered: bool
-) -> ReceivedRequest[Decoded]:
+    body: Body = request.state.body
+    if not reservation.try_claim(body.most_bytes):
+        reservation.claim(body.most_bytes, UNORDERED)
+    await receive_body(request)
+    reservation.grow(await size_of(body), UNORDERED)
     if is_numbered:
-        content, digest = await decode_body(raw, digesting(decode))
+        content, body.digest = await decode_body(body, digesting(decode))
     else:
-        content, digest = await decode_body(raw, decode), None
+        content = await decode_body(body, decode)
     await confirm_key(request)
-    return ReceivedRequest(replace(raw, digest=digest), content)
+    return content
 
 
-async def receive_operation(
-    request: Request,
-    services: Services,
-    tenant: Tenant,
-    reservation: Reservation,
-    kind: str,
-    decode: Callable[[bytes], Decoded],
-) -> ReceivedRequest[Decoded]:
+async def receive(
+    request: Request, services: Services, tenant: Tenant, verb: Verb, reservation: Reservation
+) -> RunRequest:
     """Receives an operation of a run.
 
     A refused operation still uses up its seq_id, so that the run does not wait for it; a throttled one (429, 503) does
@@ -121,111 +88,55 @@ async def receive_operation(
     Raises:
         RequestError: the operation is refused or throttled.
     """
-    num_bytes = _num_bytes(request)
+    body: Body = request.state.body
 
     async def claim(beginning: bytes) -> None:
-        reservation.claim(num_bytes, await _queue_position(services, tenant, beginning, content_type(request)))
+        position = await _queue_position(services, tenant, beginning, body.content_type)
+        reservation.claim(body.most_bytes, position)
 
-    check = None if reservation.try_claim(num_bytes) else claim
-    raw = await receive_body(request, check)
+    await receive_body(request, None if reservation.try_claim(body.most_bytes) else claim)
     try:
-        if (num_bytes := await size_of(raw)) > reservation.num_bytes:
-            reservation.grow(num_bytes, await _queue_position(services, tenant, raw.body, raw.content_type))
-        return await _decoded(request, raw, decode, is_numbered=True)
+        if (num_bytes := await size_of(body)) > reservation.num_bytes:
+            position = await _queue_position(services, tenant, body.received, body.content_type)
+            reservation.grow(num_bytes, position)
+        content, body.digest = await decode_body(body, digesting(decoder_of(verb, body.content_type)))
+        await confirm_key(request)
     except RequestError as error:
         await confirm_key(request)
-        await _count_as_refused(services, tenant, kind, raw, error)
+        await count_as_refused(services, tenant, verb.name, body, error)
         raise
+    return content
 
 
-async def submit_request(request: Request, services: Services, tenant: Tenant, kind: str) -> Response:
-    """Handles an operation of a live run from the request to the response. Raises RequestError."""
-    decode = operation_decoder(kind, content_type(request))
-    with Reservation(services.quotas, tenant.id) as reservation:
-        received = await receive_operation(request, services, tenant, reservation, kind, decode)
-        operation = operation_of(received.content)
-        if isinstance(operation, FeatureCapture):
-            await _reserve_features(services, tenant, received, operation, reservation)
-            await confirm_key(request)
-        submitted = await submit_operation(services, tenant, received, operation, reservation)
-    return await submit_response(request, services, tenant, submitted)
+def submitting(verb: Verb) -> Endpoint:
+    """Returns the endpoint that handles an operation of a live run from the request to the response."""
 
+    async def submit(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+        with Reservation(services.quotas, tenant.id) as reservation:
+            content = await receive(request, services, tenant, verb, reservation)
+            operation, body = operation_of(content), request.state.body
+            if operation.stores_features:
+                reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
+                await reserve(services, tenant, content, body, operation, reservation)
+                await confirm_key(request)
+            submitted = await submit_operation(services, tenant, content, operation, body, reservation)
+        return await submit_response(request, services, tenant, submitted)
 
-async def _reserve_features(
-    services: Services,
-    tenant: Tenant,
-    received: ReceivedRequest[RunRequest],
-    operation: FeatureCapture,
-    reservation: Reservation,
-) -> None:
-    """Reserves room for the features that the operation captures.
-
-    A policy's pass runs without capturing if there is no room: it must not fail because of its draft, and waiting could
-    deadlock, if the room is released only by operations behind this one.
-
-    Raises:
-        RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
-    """
-    try:
-        await _claim_features(services, tenant, received.content, operation, reservation)
-    except RequestError as error:
-        if isinstance(error, FeatureLimitExceeded) and operation.can_skip:
-            run_id = received.content.model_id
-            logger.warning("run %s captures nothing for %s: %s", run_id, operation.draft_id, error.message)
-            operation.has_room = False
-            return
-        await _count_as_refused(services, tenant, operation.kind, received.raw, error)
-        raise
-
-
-async def _claim_features(
-    services: Services, tenant: Tenant, content: RunRequest, operation: FeatureCapture, reservation: Reservation
-) -> None:
-    """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
-    run, draft = [await services.runs.get(tenant, one) for one in (content.model_id, operation.draft_id)]
-    if content.seq_id and run.arrived_before(content.seq_id):  # 0 requests the next free one
-        return
-    services.features.check_ttl(operation.ttl_seconds)
-    of_token = await _feature_bytes(services, draft)
-    num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
-    reservation.add_features(num_bytes, await services.features.space.reserve(tenant.id, num_bytes))
-
-
-async def _feature_bytes(services: Services, draft: Run) -> int:
-    """Returns the bytes of captured features per token; 0 if the model is no draft or could not be created.
-
-    Raises:
-        RequestError: 429 if the draft is not created within feature_wait_seconds.
-    """
-    try:
-        return (await draft.info()).feature_bytes
-    except RequestError:
-        record, seconds = draft.record, services.config.features.feature_wait_seconds
-    created = await services.futures.wait(record.request_id(0), record.tenant_id, seconds)
-    if isinstance(created, Pending):
-        message = f"draft {record.run_id} is not created yet: retry when its create_model has finished"
-        raise RequestError(message, 429, retry_after_seconds=_NOT_CREATED_SECONDS)
-    return 0 if created.is_error else (await draft.info()).feature_bytes
+    return submit
 
 
 async def submit_operation(
     services: Services,
     tenant: Tenant,
-    received: ReceivedRequest[AnyRequest],
+    content: RunRequest,
     operation: Operation,
+    body: Body,
     reservation: Reservation,
 ) -> SubmitResponse:
     """Submits the operation to its run. Raises RequestError."""
-    content = received.content
     run = await services.runs.get(tenant, content.model_id or "")
-    submitted = await run.submit(content.seq_id or 0, operation, received.raw, reservation)
+    submitted = await run.submit(content.seq_id or 0, operation, body, reservation)
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
-
-
-def _num_bytes(request: Request) -> int:
-    """Returns the declared size of the body in bytes; the maximum if it is not declared."""
-    declared, most = declared_size(request), limits_of(request).received_bytes
-    return most if declared is None else min(declared, most)
 
 
 async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, content_type: str) -> QueuePosition:
@@ -233,16 +144,14 @@ async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, 
     if operation.model_id is None:
         return UNORDERED
     run = await services.runs.get(tenant, operation.model_id)
-    return run.position_of(operation.seq_id or 0)
+    return run.queue.position_of(operation.seq_id or 0)
 
 
-async def _count_as_refused(
-    services: Services, tenant: Tenant, kind: str, received: ReceivedBody, error: RequestError
-) -> None:
+async def count_as_refused(services: Services, tenant: Tenant, kind: str, body: Body, error: RequestError) -> None:
     """Uses up the operation's seq_id, unless it is throttled."""
     if error.status in (429, 503):
         return
-    operation = peek_operation(received.body, received.content_type)
+    operation = peek_operation(body.received, body.content_type)
     if operation.model_id is None or not operation.seq_id:
         return
     with contextlib.suppress(RequestError):  # the model does not exist; the client receives `error` in any case
@@ -252,8 +161,8 @@ async def _count_as_refused(
 
 async def submit_response(request: Request, services: Services, tenant: Tenant, submitted: SubmitResponse) -> Response:
     """Returns the submit response, or the result itself if `Prefer: wait=SECONDS` is sent and it is ready in time."""
-    seconds = _seconds_to_wait(request)
-    if seconds:
+    preferred = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))  # RFC 7240
+    if preferred and (seconds := float(preferred[1])):
         seconds = min(seconds, services.config.network.long_poll_seconds)
         try:
             response = await result_response(request, services, tenant, submitted.request_id, seconds)
@@ -351,9 +260,3 @@ def _json_pieces(result: Result) -> Iterator[bytes]:
     if result.encoding == "sample":
         return sample_response_json_pieces(decode_sample_response(result.body))
     return forward_backward_output_json_pieces(decode_forward_backward_output(result.body))
-
-
-def _seconds_to_wait(request: Request) -> float:
-    """Returns SECONDS of the header `Prefer: wait=SECONDS` (RFC 7240), 0 without it."""
-    found = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))
-    return float(found[1]) if found else 0.0

@@ -1,62 +1,194 @@
-"""Executes one operation of a run, from its turn to its result."""
+"""Begins a run's operations in order, performs each, and answers it."""
 
+import asyncio
 import logging
 from functools import partial
 
 from ...schemas.errors import Category, OperationError, RequestError
+from ...schemas.schedules import NO_SCHEDULES
 from ...workers.protocol.calls import WorkerLost
+from ...workers.protocol.work_context import enter_work
 from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..journal.futures import Result
 from ..journal.strikes import STRIKE, PoisonOperation, Strikes
 from ..operations.loading import CreateRun
-from ..operations.operation import Operation, Outcome
+from ..operations.operation import Operation, Outcome, RefusedOperation
 from ..operations.training import OptimStep
 from ..store.database.database_errors import OUTAGE_ERRORS
+from .arrivals import Arrivals
+from .operation_queue import OperationQueue
 from .rebuilder import Rebuilder
-from .run_services import RunServices
-from .run_state import OperationWindow, RunState
+from .run_state import OperationWindow, RunServices, RunState
+from .snapshots import Boundary, RunSnapshots
 
 logger = logging.getLogger(__name__)
 
 
 class Execution:
-    """Performs the operations of a run, retrying after crashes of workers and database outages."""
+    """Executes a run's queue, retrying operations after crashes of workers and database outages."""
 
-    def __init__(self, state: RunState, services: RunServices, rebuilder: Rebuilder) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        queue: OperationQueue,
+        arrivals: Arrivals,
+        services: RunServices,
+        rebuilder: Rebuilder,
+        snapshots: RunSnapshots,
+    ) -> None:
         self._state = state
+        self._queue = queue
+        self._arrivals = arrivals
         self._services = services
         self._rebuilder = rebuilder
+        self._snapshots = snapshots
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._working: asyncio.Task[None] | None = None
 
-    async def execute(self, operation: Operation, window: OperationWindow) -> None:
+    def start(self) -> None:
+        """Begins the queued operations if the next one has arrived."""
+        if self._working is None and self._queue.next is not None:
+            self._working = asyncio.create_task(self._work())
+
+    async def finish(self) -> None:
+        """Cancels the operations in progress, but for the first, and waits for their end.
+
+        Only the first operation handed to the dispatch is certain to be running.
+        """
+        for task in list(self._tasks.values())[:0:-1]:
+            task.cancel()
+        while in_progress := [task for task in (self._working, *self._tasks.values()) if task is not None]:
+            await asyncio.wait(in_progress)
+
+    async def stop(self) -> None:
+        """Cancels all operations in progress and a rebuild, and waits for their end."""
+        tasks = [self._working, self._rebuilder.cancel(), *self._tasks.values()]
+        if in_progress := [task for task in tasks if task is not None]:
+            for task in in_progress:
+                task.cancel()
+            await asyncio.wait(in_progress)
+
+    async def _work(self) -> None:
+        """Begins the queued operations in order, up to the first gap."""
+        try:
+            while (operation := self._queue.next) is not None:
+                await self._arrivals.wait_until_journaled(operation)
+                while not self._may_begin(operation):
+                    self._state.one_ended.clear()
+                    await self._state.one_ended.wait()
+                self._begin(operation)
+        except RequestError as error:
+            logger.error("%s: %s", self._state.record.run_id, error)
+        finally:
+            self._working = None
+        self.start()
+        self._arrivals.watch_gap()
+
+    def _may_begin(self, operation: Operation) -> bool:
+        if self._state.unusable is not None:
+            return True
+        if isinstance(operation, OptimStep):
+            operation.runs_alone = self._may_be_due()
+        return not self._rebuilder.is_rebuilding and self._queue.may_begin(operation)
+
+    def _may_be_due(self) -> bool:
+        """True if something may have to be done after the next optimizer step."""
+        schedules, known = self._state.record.schedules, self._state.num_steps
+        in_progress = sum(operation.is_step for operation in self._queue.in_progress.values())
+        if known is None:
+            return schedules != NO_SCHEDULES
+        # Of the steps in progress some may fail, and some may have been counted.
+        return schedules.is_due_within(known + 1, known + in_progress + 1)
+
+    def _begin(self, operation: Operation) -> None:
+        """Begins an operation. Tasks take their first steps in the order of creation, so the dispatch receives them in
+        order.
+        """
+        entry, state, window = operation.log_entry, self._state, self._state.window
+        self._services.quotas.mark_unstalled(state.record.tenant_id, state.record.run_id)
+        operation.turns, operation.ready_at = state.turns, state.turns.queue(operation.arrived_at)
+        entry.num_bytes = operation.num_bytes
+        state.log.add(entry)
+        self._queue.begin(operation)
+        if isinstance(operation, RefusedOperation):
+            window.refused(entry.seq_id, operation)
+            return
+        if operation.is_step:
+            state.window = OperationWindow()
+        task = self._tasks[entry.seq_id] = asyncio.create_task(self._take_turn(operation, window))
+        # A task that is cancelled before its first step never reaches its `finally`.
+        task.add_done_callback(lambda _: self._ended(entry.seq_id))
+        if operation.is_chained:
+            boundary = Boundary(entry.seq_id, state.window, entry, task)
+            self._snapshots.take_if_due(boundary, is_step=operation.is_step)
+
+    def _ended(self, seq_id: int) -> None:
+        """Removes an operation that has ended or was cancelled. Calling it again is a no-op."""
+        state, operation = self._state, self._queue.in_progress.pop(seq_id, None)
+        if operation is None:
+            return
+        del self._tasks[seq_id]
+        state.turns.end(seq_id)
+        if operation.future is None:
+            state.log.mark_result_stored(operation.log_entry)
+        elif state.unusable is not None:
+            self._services.futures.fail(operation.future, state.unusable, "user")
+        operation.release()
+        state.one_ended.set()
+
+    async def _take_turn(self, operation: Operation, window: OperationWindow) -> None:
+        enter_work(operation.context)
+        try:
+            # Without a client that waits, it is run only for its effect: it must not be published again.
+            if operation.future is not None or operation.changes_state:
+                await self._execute(operation, window)
+        finally:
+            self._ended(operation.seq_id)
+
+    async def _execute(self, operation: Operation, window: OperationWindow) -> None:
         """Performs the operation and answers it. The outcome is in the operation's log entry.
 
         Args:
             window: the gradient window that the operation is part of, or ends.
         """
-        entry, state, futures = operation.log_entry, self._state, self._services.futures
-        result, message, category, is_tainted = None, "", "user", False
         try:
             result = await self._perform(operation, window)
         except Exception as error:
-            entry.outcome, message, category = self._explain(operation, error)
-            is_tainted = operation.is_step and window.tainted_by is not None
-            if operation.taints_if_failed:
-                window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
-            await self._undo(operation, error)
-            if isinstance(operation, CreateRun):
-                state.unusable = f"run {state.record.run_id} could not be created: {message}"
+            await self._failed(operation, window, error)
         else:
-            entry.outcome, state.outage = Outcome.DONE, None
+            operation.log_entry.outcome, self._state.outage = Outcome.DONE, None
+            if operation.future is not None:
+                ended = operation.ended(self._state.record.run_id, None)
+                self._services.telemetry.operation_ended(operation.context, ended, operation.size_of_call, "user", None)
+                self._services.futures.resolve(operation.future, result, ended)
+            if operation.loads_files:
+                # The pinned checkpoint can then be deleted soon.
+                self._snapshots.take(Boundary(operation.seq_id, self._state.window))
+        if operation.is_step and not operation.is_chained:
+            self._snapshots.take_if_due(Boundary(operation.seq_id, self._state.window), is_step=True)
+        self._services.sessions.touch(self._state.record.session_id)
+
+    async def _failed(self, operation: Operation, window: OperationWindow, error: Exception) -> None:
+        """Answers an operation that failed."""
+        entry, state = operation.log_entry, self._state
+        entry.outcome, message, category = self._explain(operation, error)
+        is_tainted = operation.is_step and window.tainted_by is not None
+        if operation.taints_if_failed:
+            window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
+        try:
+            await operation.undo(self._services.context, state.record, error)
+        except Exception:
+            # The client must get its answer in any case.
+            logger.exception("%s: what %s held is not released", state.record.run_id, operation.kind)
+        if isinstance(operation, CreateRun):
+            state.unusable = f"run {state.record.run_id} could not be created: {message}"
         if operation.future is None:
             return
-        ended = operation.ended(state.record.run_id, None if result is not None else message)
+        ended = operation.ended(state.record.run_id, message)
         # What taints a window may be a refusal, whose message quotes the request.
         reason = "an operation before it failed or was refused" if is_tainted else ended.error
         self._services.telemetry.operation_ended(operation.context, ended, operation.size_of_call, category, reason)
-        if result is not None:
-            futures.resolve(operation.future, result, ended)
-        else:
-            futures.fail(operation.future, message, category, ended)
+        self._services.futures.fail(operation.future, message, category, ended)
 
     async def _perform(self, operation: Operation, window: OperationWindow) -> Result:
         """Performs the operation, again after each crash and outage.
@@ -65,60 +197,63 @@ class Execution:
             OperationError: the operation failed, or was given up after too many crashes.
             RequestError: access was denied.
         """
-        record_strike = partial(self._record_strike, operation.seq_id)
+        state, record_strike = self._state, partial(self._record_strike, operation.seq_id)
         strikes = Strikes(f"this {operation.kind}", record_strike, operation.num_strikes)
         while True:
             if isinstance(operation, OptimStep):
                 # The last attempt is without what follows the step, which may be what kills the workers.
                 operation.skips_schedules = strikes.num == MAX_STRIKES - 1
-            if self._state.unusable is not None:
-                raise OperationError(self._state.unusable, "user" if self._state.has_ended else "server")
-            if self._state.is_lost:
+            if state.unusable is not None:
+                raise OperationError(state.unusable, "user" if state.has_ended else "server")
+            if state.is_lost:
                 await self._rebuilder.ensure_rebuilt(operation.seq_id)
                 continue
+            is_handed_over = False
             try:
-                if operation.failed_before or strikes.is_exhausted:
-                    await self._fail_again(operation, window, strikes)
-                operation.check(self._state.record)
-                if operation.is_step and window.tainted_by is not None:
-                    await self._services.context.clear_gradients(self._state.record, operation.seq_id)
-                    raise _incomplete(window.tainted_by)
-                return await self._perform_once(operation, window)
+                await self._check(operation, window, strikes)
+                if not operation.reports_begin:
+                    operation.mark_begun()
+                is_handed_over = True
+                result = await operation.perform(self._services.context, state.record)
+                await self._follow(operation)
+                return result
             except WorkerLost as lost:
-                self._state.is_loaded = False
+                state.is_loaded = False
                 await strikes.add(lost)
+            except OperationError:
+                if is_handed_over and operation.is_step and window.tainted_by is not None:
+                    # A part failed after the step was handed over, so the worker refused it and cleared the gradients.
+                    raise _incomplete(window.tainted_by) from None
+                raise
             except OUTAGE_ERRORS as error:
-                await self._state.wait_out(error)
+                await state.wait_out(error)
 
-    async def _perform_once(self, operation: Operation, window: OperationWindow) -> Result:
+    async def _check(self, operation: Operation, window: OperationWindow, strikes: Strikes) -> None:
+        """Raises OperationError if the operation cannot be performed."""
         state, context = self._state, self._services.context
-        if not operation.reports_begin:
-            operation.mark_begun()
-        try:
-            result = await operation.perform(context, state.record)
-        except OperationError as error:
-            if operation.is_step and window.tainted_by is not None and not isinstance(error, WorkerLost):
-                # A part failed after the step was handed over, so the worker refused it and cleared the gradients.
-                raise _incomplete(window.tainted_by) from None
-            raise
+        clears = operation.is_step and window.tainted_by is not None
+        if operation.failed_before or strikes.is_exhausted:
+            # It failed in an earlier process: its result stays the same.
+            if clears or (operation.is_step and strikes.is_exhausted):
+                await context.clear_gradients(state.record, operation.seq_id)
+            strikes.check()
+            raise OperationError("it failed before the server restarted", "server")
+        operation.check(state.record)
+        if clears:
+            await context.clear_gradients(state.record, operation.seq_id)
+            raise _incomplete(window.tainted_by or "")
+
+    async def _follow(self, operation: Operation) -> None:
+        """Notes what a performed operation changed in the run."""
+        state = self._state
         if isinstance(operation, OptimStep):
             state.num_steps = operation.step
         if operation.clears_gradients:  # it loaded weights, and perhaps an optimizer that counts other steps
             state.window, state.num_steps = OperationWindow(), None
         if operation.changes_record:
-            state.record = await context.stored_record(state.record)
+            state.record = await self._services.context.stored_record(state.record)
         if isinstance(operation, CreateRun):
             state.created, state.is_loaded = operation, True
-        return result
-
-    async def _fail_again(self, operation: Operation, window: OperationWindow, strikes: Strikes) -> None:
-        """Fails an operation that failed in an earlier process, so that its result stays the same. Raises
-        OperationError.
-        """
-        if operation.is_step and (strikes.is_exhausted or window.tainted_by is not None):
-            await self._services.context.clear_gradients(self._state.record, operation.seq_id)
-        strikes.check()
-        raise OperationError("it failed before the server restarted", "server")
 
     def _explain(self, operation: Operation, error: Exception) -> tuple[Outcome, str, Category]:
         """Returns how the operation ended, with the message and category that its client gets."""
@@ -133,13 +268,6 @@ class Execution:
             return Outcome.POISONED, error.message, error.category
         outcome = Outcome.SERVER_FAILED if error.category == "server" else Outcome.FAILED
         return outcome, error.message, error.category
-
-    async def _undo(self, operation: Operation, error: Exception) -> None:
-        try:
-            await operation.undo(self._services.context, self._state.record, error)
-        except Exception:
-            # The client must get its answer in any case.
-            logger.exception("%s: what %s held is not released", self._state.record.run_id, operation.kind)
 
     async def _record_strike(self, seq_id: int) -> None:
         """Raises RequestError if the journal cannot be written."""

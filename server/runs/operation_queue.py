@@ -1,11 +1,6 @@
-"""Queue of a run's operations, those that wait, in any order of arrival, and those in progress; and the timer of a gap
-in it."""
+"""Queue of a run's operations: those that wait, in any order of arrival, and those in progress."""
 
-import asyncio
 import itertools
-import math
-import time
-from collections.abc import Callable
 
 from ...schemas.errors import RequestError
 from ..operations.operation import Operation, RefusedOperation
@@ -17,9 +12,6 @@ MAX_AHEAD = 10_000
 _MAX_REFUSALS_KEPT = 1000
 _MAX_IN_PROGRESS = 64
 _MAX_BYTES_IN_PROGRESS = 64 << 20
-
-_RETRY_SECONDS = 5.0
-"""Pause before giving up a gap is retried; it fails as long as the journal cannot be written."""
 
 
 class OperationQueue:
@@ -142,40 +134,3 @@ class OperationQueue:
             self.remember_refusal(operation.seq_id, operation.reason)
         else:
             self.in_progress[operation.seq_id] = operation
-
-
-class MissingSeqTimer:
-    """Timer of one run: calls `give_up` if a gap in the seq_ids has blocked later operations for `seconds`.
-
-    It calls again after a pause for as long as `watch` reports the gap.
-    """
-
-    def __init__(self, seconds: float, give_up: Callable[[], None]) -> None:
-        self._seconds = seconds
-        self._give_up = give_up
-        self._tried_at = -math.inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    def watch(self, since: float | None) -> None:
-        """Restarts the timer; call it at each arrival.
-
-        Args:
-            since: monotonic time from which the gap has blocked other operations; None: there is no gap.
-        """
-        self.close()
-        if since is not None:
-            at = max(since + self._seconds, self._tried_at + _RETRY_SECONDS)
-            self._timer = asyncio.get_running_loop().call_later(at - time.monotonic(), self._try)
-
-    def seconds_left(self, since: float) -> float:
-        """Returns the seconds until the gap is given up."""
-        return max(0.0, since + self._seconds - time.monotonic())
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _try(self) -> None:
-        self._tried_at = time.monotonic()
-        self._give_up()

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from ...schemas.errors import OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
@@ -13,8 +13,7 @@ from ..operations.operation import Operation, Outcome, ReplayEntry
 from ..operations.registry import read_operation
 from ..store.database.database_errors import OUTAGE_ERRORS
 from .replay_log import ReplayAction
-from .run_services import RunServices
-from .run_state import RunState
+from .run_state import RunServices, RunState
 from .snapshots import RunSnapshots
 
 logger = logging.getLogger(__name__)
@@ -25,10 +24,7 @@ _MAX_AT_ONCE = 16
 class Rebuilder:
     """Rebuilds a run when an operation needs it; operations in progress wait for it in the order of their seq_ids."""
 
-    def __init__(
-        self, state: RunState, services: RunServices, snapshots: RunSnapshots, on_end: Callable[[], None]
-    ) -> None:
-        self._on_end = on_end
+    def __init__(self, state: RunState, services: RunServices, snapshots: RunSnapshots) -> None:
         self._state = state
         self._services = services
         self._snapshots = snapshots
@@ -74,7 +70,7 @@ class Rebuilder:
             if not waiting.done():
                 waiting.set_result(None)
         self._waiting = []
-        self._on_end()
+        self._state.one_ended.set()
 
     async def _rebuild_or_give_up(self) -> None:
         run_id = self._state.record.run_id

@@ -18,8 +18,7 @@ from ..operations.operation import MISSING, REFUSED, Operation, Outcome, Refused
 from ..operations.registry import CLEARING_KINDS, TAINTING_KINDS, read_operation
 from ..operations.training import ForwardBackward, OptimStep
 from .rebuilder import Rebuilder
-from .run_services import RunServices
-from .run_state import OperationWindow, RunState
+from .run_state import OperationWindow, RunServices, RunState
 from .snapshots import RunSnapshots
 
 _READ_AT_ONCE = 64

@@ -9,18 +9,15 @@ from enum import Enum
 from ...schemas.errors import OperationError
 from ..files.segment_log import RecordPosition
 from ..journal.strikes import REBUILD_STRIKE, STRIKES
-from ..operations.loading import CreateRun, CreateRunFromCheckpoint, SetTarget
+from ..operations.loading import CreateRun, CreateRunFromCheckpoint
 from ..operations.operation import Outcome, RefusedOperation, ReplayEntry
-from ..operations.registry import CLEARING_KINDS, STATE_KINDS, TAINTING_KINDS
+from ..operations.registry import CLEARING_KINDS, STATE_KINDS, TAINTING_KINDS, TARGET_KINDS
 from ..operations.training import OptimStep
 
 _PAUSE_SECONDS = 0.05
 
 _REPLAYED_KINDS = STATE_KINDS - {CreateRun.kind, CreateRunFromCheckpoint.kind, OptimStep.kind, RefusedOperation.kind}
 """Kinds that a rebuild replays, in addition to creation and optimizer steps."""
-
-
-_TARGET_KINDS = {CreateRun.kind, CreateRunFromCheckpoint.kind, SetTarget.kind}
 
 
 class ReplayAction(Enum):
@@ -91,7 +88,7 @@ class ReplayLog:
         found = (
             entry.seq_id
             for entry in self._entries
-            if entry.kind in _TARGET_KINDS and after < entry.seq_id <= until and entry.outcome is Outcome.DONE
+            if entry.kind in TARGET_KINDS and after < entry.seq_id <= until and entry.outcome is Outcome.DONE
         )
         return max(found, default=None)
 

@@ -1,20 +1,52 @@
-"""Holds what the parts of a live run share: its record, its replay log and its progress."""
+"""Holds what the parts of a live run share: its record, its replay log and its progress, and the server's services."""
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from ..journal.journal import Header
+from ..config.server_config import ServerConfig
+from ..journal.futures import Futures
+from ..journal.journal import Header, Journal
+from ..journal.restore_marker import RestoreMarker
+from ..journal.snapshot_store import SnapshotStore
+from ..operations.context import OperationContext
+from ..operations.features import Features
 from ..operations.loading import CreateRun
 from ..operations.operation import RefusedOperation
+from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..operations.turns import Turns
 from ..store import RunRecord
 from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, outage_message
+from ..telemetry.telemetry import Telemetry
+from ..tenants.quotas import Quotas
+from ..tenants.sessions import Sessions
 from .replay_log import ReplayLog
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """Holds the parts of the server that runs use.
+
+    status: describes in words what runs of a base model and role wait for.
+    """
+
+    config: ServerConfig
+    futures: Futures
+    journal: Journal
+    snapshot_store: SnapshotStore
+    pinned_checkpoints: PinnedCheckpoints
+    features: Features
+    context: OperationContext
+    sessions: Sessions
+    quotas: Quotas
+    status: Callable[[str, str], str | None]
+    restore_marker: RestoreMarker
+    telemetry: Telemetry
 
 
 @dataclass(eq=False)
@@ -43,6 +75,7 @@ class RunState:
     unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.
     has_ended: true if the client, or its absence, ended the run.
     outage: why operations wait for the database, None if they do not.
+    one_ended: set when an operation or a rebuild has ended, so that the next operation may begin.
     """
 
     record: RunRecord
@@ -55,6 +88,7 @@ class RunState:
     unusable: str | None = None
     has_ended: bool = False
     outage: str | None = None
+    one_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_lost(self) -> bool:

@@ -15,8 +15,7 @@ from ...schemas.errors import OperationError
 from ...workers.protocol.calls import WorkerLost
 from ..journal.snapshot_store import EARLIER_TARGET, RunSnapshot
 from ..operations.operation import Outcome, ReplayEntry
-from .run_services import RunServices
-from .run_state import OperationWindow, RunState
+from .run_state import OperationWindow, RunServices, RunState
 
 logger = logging.getLogger(__name__)
 

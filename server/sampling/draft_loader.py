@@ -15,6 +15,7 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.sampling import SampleRequest
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
+from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
 from ..journal.strikes import Strikes
 from ..store import CheckpointRecord
@@ -88,6 +89,8 @@ class DraftLoader:
                 f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which cannot draft tokens: set draft_path "
                 "to a checkpoint of a draft"
             )
+        if not plugin_rows("server.drafts.operations", "OPERATIONS"):
+            raise DraftNotFound("draft_path needs server/drafts and workers/drafts, which this installation is without")
         if checkpoint.base_model != base_model:
             raise DraftNotFound(
                 f"draft {checkpoint.tinker_path} was trained for {checkpoint.base_model}, but the request samples "

@@ -70,7 +70,7 @@ class SamplingJob:
         self.strikes = Strikes("this request")
         self.draft: CheckpointRecord | None = None
         self.was_begun = False
-        self._most_tokens = _most_tokens(request, model, len(self.prompt))
+        self._most_tokens = request.sampling_params.most_tokens(len(self.prompt), model.max_context_length)
         self.target_layout: CsrLayout | None = None
         if request.target_prompt_logprobs is not None:
             self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)
@@ -194,12 +194,6 @@ def check_alternatives(request: SampleRequest, most: int) -> None:
                 f"{name} {count} exceeds the {most} that this server reports per token: lower it, or start the server "
                 f"with --max-logprobs {count}"
             )
-
-
-def _most_tokens(request: SampleRequest, model: ModelInfo, num_prompt: int) -> int:
-    """Returns the maximum length of a sample in tokens."""
-    room = max(1, model.max_context_length - num_prompt)
-    return min(request.sampling_params.max_tokens or room, room)
 
 
 def _check_counts(request: SampleRequest, model: ModelInfo, num_prompt: int) -> None:

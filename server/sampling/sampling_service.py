@@ -18,7 +18,7 @@ from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.work_context import name_run
 from ..config.base_model_lookup import require_served
 from ..files.segment_log import RecordPosition
-from ..http.bodies import LARGE_BYTES, ReceivedBody
+from ..http.bodies import LARGE_BYTES, Body
 from ..http.digests import Fingerprint
 from ..journal.completion_log import Completions
 from ..journal.futures import Future, Futures, Result, ResultSummary, check_same
@@ -122,7 +122,7 @@ class SamplingService:
         self._execution.close()
 
     async def submit(
-        self, tenant: Tenant, request: SampleRequest, received: ReceivedBody, reservation: Reservation
+        self, tenant: Tenant, request: SampleRequest, body: Body, reservation: Reservation
     ) -> SubmitResponse:
         """Accepts a sampling request. A retry, with the seq_id of an accepted one, gets the same response again.
 
@@ -142,14 +142,14 @@ class SamplingService:
         is_repeated = seq_id in sampler.accepted or answered_before
         if not is_repeated:
             job = self._job(sampler, request, request_id)
-            self._admit(job, received, reservation)
-            accepting = self._accept(sampler, seq_id, job, received, reservation)
+            self._admit(job, body, reservation)
+            accepting = self._accept(sampler, seq_id, job, body, reservation)
             sampler.accepted[seq_id] = asyncio.create_task(accepting)
         if (accepting := sampler.accepted.get(seq_id)) is not None:
             await asyncio.shield(accepting)
-        if is_repeated and received.digest is not None:
+        if is_repeated and body.digest is not None:
             number = f"seq_id {seq_id} of sampler {sampler.record.sampler_id}"
-            again = Fingerprint("sample", received.digest)
+            again = Fingerprint("sample", body.digest)
             await check_same(self._futures, request_id, number, again, _IF_USED)
         return SubmitResponse(
             request_id=request_id,
@@ -157,12 +157,12 @@ class SamplingService:
             seq_id=seq_id,
         )
 
-    def _admit(self, job: SamplingJob, received: ReceivedBody, reservation: Reservation) -> None:
+    def _admit(self, job: SamplingJob, body: Body, reservation: Reservation) -> None:
         """Reserves room for the result before the work begins. Raises RequestError 400, 429."""
         check_alternatives(job.request, self._quotas.max_logprobs)
         tenant_id = job.sampler.record.tenant_id
         self._quotas.check_results(tenant_id, self._futures.kept_bytes.of(tenant_id), job.result_bytes)
-        num_bytes = max(len(received.body) + job.result_bytes, job.num_bytes)
+        num_bytes = max(len(body.received) + job.result_bytes, job.num_bytes)
         reservation.grow(num_bytes, UNORDERED)
         reservation.keep(num_bytes, len(job.prompt))
 
@@ -236,7 +236,7 @@ class SamplingService:
             return None
 
     async def _accept(
-        self, sampler: Sampler, seq_id: int, job: SamplingJob, received: ReceivedBody, reservation: Reservation
+        self, sampler: Sampler, seq_id: int, job: SamplingJob, body: Body, reservation: Reservation
     ) -> None:
         """Journals the request and starts it. Not accepted if its draft is missing or the journal cannot be written."""
         header = Header(
@@ -247,13 +247,13 @@ class SamplingService:
             request_id=job.request_id,
             drawn={} if job.drawn_seed is None else {"seed": job.drawn_seed},
             sampling_rules=SAMPLING_RULES,
-            content_type=received.content_type,
-            content_encoding=received.content_encoding,
-            digest=received.digest,
+            content_type=body.content_type,
+            content_encoding=body.content_encoding,
+            digest=body.digest,
         )
         try:
             job.draft = await self._drafts.draft_for(sampler, job.request)
-            place = await self._journal.append(header, received.body)
+            place = await self._journal.append(header, body.received)
         except BaseException:
             del sampler.accepted[seq_id]
             reservation.release()

@@ -15,7 +15,6 @@ from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
-from ..features.feature_store import FeatureStore
 from ..files.state_lock import LiveState
 from ..http.errors import ERROR_HANDLERS, internal_error
 from ..http.query import check_query
@@ -28,12 +27,13 @@ from ..journal.snapshot_store import SnapshotStore
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..operations.context import OperationContext
 from ..operations.evaluation_data import EvaluationData
+from ..operations.features import Features
 from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..routes import auth, checkpoints, futures, history, listing, models, pages, sampling, sessions, training
 from ..routes.fast import FastRoutes, find_endpoints
 from ..routes.services import Services, found_files
 from ..runs.history import RunHistory
-from ..runs.run_services import RunServices
+from ..runs.run_state import RunServices
 from ..runs.runs import Runs
 from ..sampling.constraint_checks import ConstraintChecks
 from ..sampling.draft_loader import DraftLoader
@@ -109,6 +109,8 @@ def create_app(
     )
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, history, auth):
         app.include_router(routes.router, dependencies=[Depends(check_query)])
+    for router in plugin_rows("server.drafts.rows", "ROUTERS").values():
+        app.include_router(router, dependencies=[Depends(check_query)])
     of_openai, of_console = (plugin_rows(f"server.{name}.rows", "ROUTERS").values() for name in ("openai", "console"))
     for router in (*of_openai, pages.router, *of_console):
         app.include_router(router)
@@ -155,7 +157,8 @@ def _services(
     drafts = DraftLoader(dispatch, checkpoints)
     samplers = Samplers(dispatch, store, sessions, checkpoints, sampler_weights, drafts, completions)
     pinned_checkpoints = PinnedCheckpoints(directory / "loaded", sync)
-    features = FeatureStore(directory / "features", config)
+    stores = plugin_rows("server.drafts.rows", "FEATURES").values()
+    features = next((make(directory / "features", config) for make in stores), Features())
     evaluation_data = EvaluationData(directory / "evaluations", sync, config.limits.tenant_evaluation_bytes)
     context = OperationContext(
         dispatch,

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...schemas.errors import RequestError
 from ...workers.protocol.work_context import WorkContext
 from ..config.server_config import ServerConfig
-from ..http.bodies import BodyTooLarge, body_limits, has_body, ignored_fields, limited
+from ..http.bodies import Body, BodyTooLarge, body_limits, has_body, limited
 from ..http.errors import HANDLED_ERRORS, handle_error
 from ..telemetry.telemetry import Telemetry
 from .auth import Auth, admitted_key
@@ -25,7 +25,7 @@ _MOST_IGNORED = 256
 class Gate:
     """ASGI middleware around all routes that authenticates a request and limits its body.
 
-    Sets `key` (on routes that take one) and `body_limits` in the request's state; reading a body beyond the limits
+    Sets `key` (on routes that take one) and `body` in the request's state; reading a body beyond the limits
     raises BodyTooLarge, and reading the end of one whose key has been revoked since its head arrived, RequestError.
     """
 
@@ -41,6 +41,7 @@ class Gate:
         request, route = Request(scope), find_route(scope["method"], scope["path"])
         telemetry: Telemetry = request.app.state.services.telemetry
         work = telemetry.request_began(request.method, route, request.headers)
+        request.state.body = body = Body.announced(request, self._limits[route in LARGE_BODIES])
         status, began_at = 500, time.monotonic()
 
         async def send_noting_status(message: Message) -> None:
@@ -48,7 +49,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = [] if work.trace is None else [(_TRACE_ID, work.trace.encode())]
-                added += [(_NOTE, self._noted(words)) for words in ignored_fields(request)]
+                added += [(_NOTE, self._noted(words)) for words in body.ignored]
                 if added:
                     message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
@@ -57,8 +58,7 @@ class Gate:
             if route is not None and (refusal := await self._refusal(request, route, work)) is not None:
                 await refusal(scope, receive, send_noting_status)
                 return
-            request.state.body_limits = limits = self._limits[route in LARGE_BODIES]
-            receive = limited(receive, limits.received_bytes)
+            receive = limited(receive, body.limits.received_bytes)
             if route is None:
                 await self._app(scope, receive, send_noting_status)
             else:

@@ -88,7 +88,15 @@ class Reservation:
         while self._release_features:
             self._release_features.pop()()
         if self._is_claimed:
-            self._release_claim()
+            self._is_claimed = False
+            for usage in self._usages:
+                usage.num_operations -= 1
+                usage.num_bytes -= self.num_bytes
+                if self._is_kept:
+                    usage.end_operation(self._quotas.clock())
+                else:
+                    usage.num_arriving -= 1
+                    usage.num_bytes_arriving -= self.num_bytes
         if self._num_bytes_sending:
             for usage in self._usages:
                 usage.num_bytes_sending -= self._num_bytes_sending
@@ -104,14 +112,3 @@ class Reservation:
             usage.num_bytes += num_bytes
             usage.num_arriving += 1
             usage.num_bytes_arriving += num_bytes
-
-    def _release_claim(self) -> None:
-        self._is_claimed = False
-        for usage in self._usages:
-            usage.num_operations -= 1
-            usage.num_bytes -= self.num_bytes
-            if self._is_kept:
-                usage.end_operation(self._quotas.clock())
-            else:
-                usage.num_arriving -= 1
-                usage.num_bytes_arriving -= self.num_bytes

@@ -9,17 +9,24 @@ operator: see data about all tenants; a key has it only if `trainhouse keys crea
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from starlette.routing import compile_path
 
 from ...schemas.errors import RequestError
+from ...schemas.verbs import Verb
 from ...workers.protocol.plugins import plugin_rows
+from ..http.verbs import VERBS
 
 OPERATOR = "operator"
 TENANT_SCOPES = ("train", "sample", "read", "admin")
 """The scopes of a key that was created without --scopes."""
 SCOPES = (*TENANT_SCOPES, OPERATOR)
+
+
+def _routes_of(verb: Verb) -> Iterator[str]:
+    return (f"POST /api/v1/{path}" for path in verb.paths)
+
 
 _WORK = ("train", "sample")
 _USE = ("train", "sample", "read")
@@ -40,24 +47,8 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/session_heartbeat": _WORK,
     "POST /api/v1/sessions/{session_id}/finish": _WORK,
     "PUT /api/v1/sessions/{session_id}/project": _WORK,
-    "POST /api/v1/create_model": ("train",),
-    "POST /api/v1/forward_backward": ("train",),
-    "POST /api/v1/forward": ("train",),
-    "POST /api/v1/optim_step": ("train",),
-    "POST /api/v1/save_checkpoint": ("train",),
-    "POST /api/v1/save_weights": ("train",),
-    "POST /api/v1/save_weights_for_sampler": ("train",),
-    "POST /api/v1/save_weights_external": ("train",),
-    "POST /api/v1/load_checkpoint": ("train",),
-    "POST /api/v1/load_weights": ("train",),
+    **{route: ("train",) for verb in VERBS.values() for route in _routes_of(verb)},
     "POST /api/v1/unload_model": ("train",),
-    "POST /api/v1/set_target": ("train",),
-    "POST /api/v1/build_vocab_map": ("train",),
-    "POST /api/v1/capture": ("train",),
-    "POST /api/v1/release_features": ("train",),
-    "POST /api/v1/schedule_checkpoints": ("train",),
-    "POST /api/v1/create_evaluation": ("train",),
-    "POST /api/v1/delete_evaluation": ("train",),
     "POST /api/v1/copy_weights": ("train",),
     "POST /api/v1/import_weights": ("train",),
     "POST /api/v1/create_sampling_session": ("sample",),
@@ -89,6 +80,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
     "PUT /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": ("admin",),
     "DELETE /api/v1/auth/apikey/me": ("admin",),
+    **plugin_rows("server.drafts.verbs", "SCOPES"),
     **plugin_rows("server.openai.paths", "SCOPES"),
     **plugin_rows("server.console.paths", "SCOPES"),
 }
@@ -96,11 +88,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
 
 LARGE_BODIES = frozenset(
     {
-        "POST /api/v1/forward_backward",
-        "POST /api/v1/forward",
-        "POST /api/v1/create_evaluation",
-        "POST /api/v1/capture",
-        "POST /api/v1/build_vocab_map",
+        *(route for verb in VERBS.values() if verb.is_large for route in _routes_of(verb)),
         "POST /api/v1/import_weights",
         "POST /api/v1/sample",
         "POST /api/v1/asample",

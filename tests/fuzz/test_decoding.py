@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,13 +17,13 @@ from hypothesis import strategies as st
 from trainhouse.schemas import codec
 from trainhouse.schemas import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.checkpoints import LoadWeightsRequest
+from trainhouse.schemas.codec import decode_model
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import RetrieveFuturesRequest
 from trainhouse.schemas.models import CreateModelRequest, CreateSessionRequest
 from trainhouse.schemas.openai import ChatCompletionRequest, decoder
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import ForwardBackwardRequest, OptimStepRequest
-from trainhouse.server.http.bodies import json_decoder
 
 from .effort import MANY, effort
 
@@ -262,12 +263,12 @@ def test_tensors_of_any_kind_in_json_are_decoded_or_refused(num_examples: int) -
 
 
 REQUESTS: dict[str, Callable[[bytes], object]] = {
-    "load_weights": json_decoder(LoadWeightsRequest),
-    "create_model": json_decoder(CreateModelRequest),
-    "create_session": json_decoder(CreateSessionRequest),
-    "optim_step": json_decoder(OptimStepRequest),
-    "retrieve_futures": json_decoder(RetrieveFuturesRequest),
-    "asample": json_decoder(SampleRequest),
+    "load_weights": partial(decode_model, LoadWeightsRequest),
+    "create_model": partial(decode_model, CreateModelRequest),
+    "create_session": partial(decode_model, CreateSessionRequest),
+    "optim_step": partial(decode_model, OptimStepRequest),
+    "retrieve_futures": partial(decode_model, RetrieveFuturesRequest),
+    "asample": partial(decode_model, SampleRequest),
     "chat": decoder(ChatCompletionRequest),
 }
 

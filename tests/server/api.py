@@ -39,6 +39,9 @@ ALICE, BOB = "tml-alice", "tml-bob"
 OPENAI = plugin_rows("server.openai.paths", "SCOPES")
 """The routes of OpenAI's API: none where its folder was taken away."""
 needs_openai = pytest.mark.skipif(not OPENAI, reason="without server/openai")
+DRAFTS = plugin_rows("server.drafts.verbs", "VERBS")
+"""The verbs of drafts: none where their folders were taken away."""
+needs_drafts = pytest.mark.skipif(not DRAFTS, reason="without server/drafts")
 LORA = LoraConfig(rank=8, seed=1, train_unembed=False)
 
 

@@ -13,21 +13,21 @@ import pytest
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.features.feature_store import FeatureStore
 from trainhouse.server.files.segment_log import RecordPosition
-from trainhouse.server.http.bodies import UNLIMITED, ReceivedBody
+from trainhouse.server.http.bodies import UNLIMITED, Body
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal
 from trainhouse.server.journal.request_decoding import RunRequest
 from trainhouse.server.journal.restore_marker import RestoreMarker
 from trainhouse.server.journal.snapshot_store import RunSnapshot, SnapshotStore
+from trainhouse.server.operations.features import Features
 from trainhouse.server.operations.loading import CreateRun
 from trainhouse.server.operations.operation import Operation
 from trainhouse.server.operations.pinned_checkpoints import PinnedCheckpoints
 from trainhouse.server.operations.registry import OPERATIONS, operation_of
 from trainhouse.server.runs.recovery import JournaledRun
 from trainhouse.server.runs.run import Run, Submitted
-from trainhouse.server.runs.run_services import RunServices
+from trainhouse.server.runs.run_state import RunServices
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
 from trainhouse.server.telemetry.telemetry import Telemetry
 from trainhouse.server.tenants.quotas import Quotas
@@ -38,11 +38,11 @@ from trainhouse.workers.protocol.worker_config import DispatchConfig, ServedMode
 
 RUN_ID = "session:train:0"
 RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
-BODY = ReceivedBody(b"as received", UNLIMITED)
+BODY = Body(b"as received", UNLIMITED)
 FORWARD_BACKWARD = json.dumps(
     {"model_id": RUN_ID, "data": [{"model_input": [1], "loss_fn_inputs": {}}], "loss_fn": "cross_entropy"}
 ).encode()
-CREATION = ReceivedBody(b'{"session_id": "session", "model_seq_id": 0, "base_model": "tiny"}', UNLIMITED)
+CREATION = Body(b'{"session_id": "session", "model_seq_id": 0, "base_model": "tiny"}', UNLIMITED)
 
 
 @dataclass
@@ -135,26 +135,26 @@ class Bench:
     async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
         datum = Datum(np.array([1], np.int32))
         request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
-        return (await self.submit(seq_id, request, ReceivedBody(FORWARD_BACKWARD, UNLIMITED))).request_id
+        return (await self.submit(seq_id, request, Body(FORWARD_BACKWARD, UNLIMITED))).request_id
 
-    async def submit(self, seq_id: int, asked: Operation | RunRequest, received: ReceivedBody = BODY) -> Submitted:
+    async def submit(self, seq_id: int, asked: Operation | RunRequest, received: Body = BODY) -> Submitted:
         operation = asked if isinstance(asked, Operation) else operation_of(asked)
         with Reservation(self.quotas, "alice") as reservation:
             return await self.run.submit(seq_id, operation, received, reservation)
 
     async def optim_step(self, seq_id: int) -> str:
         request = OptimStepRequest(model_id=RUN_ID, seq_id=seq_id)
-        body = ReceivedBody(request.model_dump_json().encode(), UNLIMITED)
+        body = Body(request.model_dump_json().encode(), UNLIMITED)
         return (await self.submit(seq_id, request, body)).request_id
 
-    async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> RecordPosition:
+    async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.received) -> RecordPosition:
         """Appends a journal record as an earlier process would have."""
         header = Header(kind, "alice", RUN_ID, seq_id, self.run.record.request_id(seq_id))
         return await self.services.journal.append(header, body)
 
     async def restart(self) -> None:
         """Stops the run and recovers it from the journal, as a new process would."""
-        queued = [*self.run._queue.waiting.values(), *self.run._queue.in_progress.values()]
+        queued = [*self.run.queue.waiting.values(), *self.run.queue.in_progress.values()]
         await self.run.stop()
         for operation in queued:
             if operation.future is not None:
@@ -229,7 +229,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 journal=journal,
                 snapshot_store=snapshots,
                 pinned_checkpoints=PinnedCheckpoints(tmp_path / "loaded", sync=False),
-                features=FeatureStore(tmp_path / "features", config),
+                features=Features(),
                 context=operations,  # pyright: ignore[reportArgumentType]
                 sessions=Sessions(store, 300.0),
                 quotas=quotas,

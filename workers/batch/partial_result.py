@@ -38,7 +38,8 @@ class PartialResult:
         self.loss += other.loss
         self.num_tokens += other.num_tokens
         self.denominator += other.denominator
-        self.expert_counts = sum_counts((self.expert_counts, other.expert_counts))
+        if other.expert_counts:
+            self.expert_counts = sum_counts((self.expert_counts, other.expert_counts))
         self.flops += other.flops
         self.achieved += other.achieved
         self.possible += other.possible
@@ -70,7 +71,7 @@ class PartialResult:
             found["model_flops:sum"] = self.flops
         if self.possible:
             found["mfu:mean"] = self.achieved / self.possible
-        return found | _expert_balance(self.expert_counts)
+        return found | _expert_balance(self.expert_counts) if self.expert_counts else found
 
 
 def sum_counts(counts: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
@@ -87,8 +88,6 @@ def narrowed(counts: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
 def _expert_balance(counts: tuple[np.ndarray, ...]) -> dict[str, float]:
     """Returns the metrics of balance between experts, with the names and formulas of Tinker's SDK
     (tinker.types.ForwardBackwardOutput)."""
-    if not counts:
-        return {}
     loads = [of_layer * len(of_layer) / of_layer.sum() for of_layer in counts]  # 1 is an expert's even share
     most = [load.max() - 1 for load in loads]
     return {

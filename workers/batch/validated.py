@@ -9,9 +9,10 @@ import numpy as np
 
 from ...schemas.errors import OperationError
 from ...schemas.training import Datum, ForwardBackwardRequest
-from ..losses import DRAFT_LOSSES, LOSSES, VALUE_LOSSES, Loss
+from ..losses import LOSSES, VALUE_LOSSES, Loss
 from ..losses.loss import Config
 from ..protocol.calls import DataShare
+from ..protocol.plugins import plugin_rows
 
 TARGETS = "target_tokens"
 
@@ -74,7 +75,7 @@ def validate_request(
     """
     share = share or DataShare(range(len(request.data)), len(request.data))
     if request.loss_fn not in losses:
-        if request.loss_fn in LOSSES | VALUE_LOSSES | DRAFT_LOSSES:
+        if request.loss_fn in {*LOSSES, *VALUE_LOSSES, *plugin_rows("workers.drafts.rows", "LOSSES")}:
             takes = _listed(losses)
             raise OperationError(f"loss_fn {request.loss_fn!r} is for another kind of model: this one takes {takes}")
         hint = _SYNONYMS.get(request.loss_fn.lower(), "")
@@ -98,7 +99,7 @@ def validate_request(
         config=config,
         weight=float(request.loss_weight),
         examples=examples,
-        num_tokens=sum(map(_num_counted, counts)),
+        num_tokens=sum(int(np.count_nonzero(each if each.ndim == 1 else (each != 0).any(axis=1))) for each in counts),
         denominator=loss.denominator(_joined(counts)),
         datum_indices=share.indices,
     )
@@ -260,10 +261,6 @@ def _targets(datum: Datum, loss: Loss) -> np.ndarray:
 
 def _required(loss: Loss) -> tuple[str, ...]:
     return (TARGETS, *loss.required) if loss.scores == "logprobs" else loss.required
-
-
-def _num_counted(counts: np.ndarray) -> int:
-    return int(np.count_nonzero(counts if counts.ndim == 1 else (counts != 0).any(axis=1)))
 
 
 def _inputs(loss: Loss) -> str:

@@ -8,25 +8,20 @@ Both have in addition:
 trainhouse.json          format version, training configuration, base model, steps taken
 optimizer.safetensors    AdamW's moments, if saved with the optimizer
 window.safetensors       in snapshots: the gradients accumulated since the last step, if any
-A draft is stored as:
-model.safetensors        or several and their index, with the tensor names of published drafts of its algorithm, which
-                         inference engines read; also d2t and t2d if its vocabulary is a part of the target's
-target/                  in snapshots: the weights of its target, unless that is the bare base model
 If several ranks write, the files are numbered, such as optimizer-00001-of-00004.safetensors. The weights are those
 after the last optimizer step. Saving leaves gradients unchanged, and only snapshots contain them.
 """
 
-from .reading import SavedModel, is_snapshot, read_draft, read_new_model, read_saved, target_directory
+from .reading import SavedModel, filled, is_snapshot, read_new_model, read_saved
 from .saving import save
 from .trained_state import TrainedState
 
 __all__ = [
     "SavedModel",
     "TrainedState",
+    "filled",
     "is_snapshot",
-    "read_draft",
     "read_new_model",
     "read_saved",
     "save",
-    "target_directory",
 ]

@@ -23,7 +23,7 @@ class CheckpointDescription:
     """Holds the content of a trainhouse.json."""
 
     def __init__(self, content: dict[str, Any]) -> None:
-        self._content = content
+        self.content = content
 
     @staticmethod
     def of(model: Trainable, num_steps: int, window: GradientWindow | None, base_name: str) -> dict[str, Any]:
@@ -51,35 +51,29 @@ class CheckpointDescription:
 
     @property
     def training(self) -> TrainingConfig:
-        return training_of(self._content.get("lora", self._content))
+        return training_of(self.content.get("lora", self.content))
 
     @property
     def num_steps(self) -> int:
-        return self._content["num_steps"]
+        return self.content["num_steps"]
 
     @property
     def window(self) -> GradientWindow:
-        return GradientWindow(**self._content.get("window", {}))
+        return GradientWindow(**self.content.get("window", {}))
 
     @property
     def is_snapshot(self) -> bool:
         """True if it describes a snapshot, which has the whole state of a run."""
-        return "window" in self._content
+        return "window" in self.content
 
     @property
     def adapted_layers(self) -> set[str]:
         """Names of the layers that an adapter adapts."""
-        return set(self._content["targets"])
-
-    @property
-    def vocabulary_is_chosen(self) -> bool:
-        """True if a vocabulary was built for the draft. Files of earlier versions do not say, and a draft may have been
-        trained without one, so they count as true."""
-        return self._content.get("vocabulary_is_chosen", True)
+        return set(self.content["targets"])
 
     def check(self, model: Trainable) -> None:
         """Raises OperationError if a model of another role was saved."""
-        role = self._content.get("role", POLICY.role)
+        role = self.content.get("role", POLICY.role)
         try:
             theirs = program_of(role, self.training)
         except (KeyError, ValueError):

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ...schemas.models import DraftConfig
-from ..drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from ..programs.policy import POLICY
 from ..registry.model_registry import ModelRegistry
 from ..state.gradients import GradientWindow
@@ -20,8 +18,6 @@ from ..state.vectors import MOMENT_VECTORS
 from .description import CheckpointDescription
 from .formats import format_of
 from .tensor_files import SavedTensors, has_tensors
-
-_TARGET = "target"
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +92,6 @@ def read_saved(model: Trainable, directory: Path, *, optimizer: bool) -> SavedMo
     return SavedModel(description, weights, moments, num_steps, gradients, window, lacking)
 
 
-def target_directory(directory: Path) -> Path | None:
-    """Returns the directory of the target in a draft's snapshot, None if there is none. Only earlier versions stored
-    targets there."""
-    return directory / _TARGET if (directory / _TARGET).is_dir() else None
-
-
 def is_snapshot(directory: Path) -> bool:
     """True if the checkpoint has the whole state of a run. Raises OperationError if its description cannot be read."""
     return CheckpointDescription.read(directory).is_snapshot
@@ -109,21 +99,11 @@ def is_snapshot(directory: Path) -> bool:
 
 def read_new_model(models: ModelRegistry, directory: Path, program: Program = POLICY) -> Trainable:
     """Returns a new model, not registered yet, with the checkpoint's weights. Raises like read_saved."""
-    return _filled(models.build(CheckpointDescription.read(directory).training, program), directory)
+    return filled(models.build(CheckpointDescription.read(directory).training, program), directory)
 
 
-def read_draft(models: ModelRegistry, directory: Path) -> Trainable:
-    """Returns a new draft that only proposes tokens, not registered yet, with the checkpoint's weights and vocabulary.
-
-    Raises like read_saved.
-    """
-    training = CheckpointDescription.read(directory).training
-    if not isinstance(training, DraftConfig):
-        raise OperationError("the checkpoint is not a draft's: name a checkpoint of a model whose model_role is draft")
-    return _filled(models.build(training, DRAFT_PROGRAMS[training.algorithm], trains_drafts=False), directory)
-
-
-def _filled(model: Trainable, directory: Path) -> Trainable:
+def filled(model: Trainable, directory: Path) -> Trainable:
+    """Returns the model, with the checkpoint's weights. Raises like read_saved."""
     read_saved(model, directory, optimizer=False).load_into(model)
     return model
 

@@ -71,19 +71,18 @@ class _LogprobPass:
 
     def __init__(self, head: LogprobHead, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> None:
         self._head, self._hidden, self._segments, self._targets = head, hidden, segments, targets
+        self.chunk_tokens = head.chunk_tokens
         num_tokens = min(head.chunk_tokens, len(hidden))
         self._buffer = torch.empty(num_tokens, len(head.unembedding), device=hidden.device)
         self._selection: Tensor | None = None
         self._derivatives = None if head.cap is None else torch.empty_like(self._buffer)
         self._chunk = slice(0, 0)
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self._head.chunk_tokens
+        self._logits = self._buffer  # the part of it that the last chunk uses
 
     def scores(self, tokens: slice) -> Tensor:
-        self._chunk = tokens
-        return _gather(self._log_softmax(), self._targets[tokens])
+        self._chunk, self._logits = tokens, self._buffer[: tokens.stop - tokens.start]
+        logprobs, targets = self._log_softmax(), self._targets[tokens]
+        return logprobs.gather(1, targets) if targets.ndim == 2 else logprobs.gather(1, targets[:, None]).squeeze(1)
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
         """Computes the gradients of the last chunk, in the buffer of its logits.
@@ -106,11 +105,6 @@ class _LogprobPass:
             hidden_gradient[some] = self._gradient_of(
                 logprobs, derivatives, targets[some], gradient[some], hidden[some], segments
             )
-
-    @property
-    def _logits(self) -> Tensor:
-        """Returns the part of the buffer that the last chunk uses."""
-        return self._buffer[: self._chunk.stop - self._chunk.start]
 
     def _log_softmax(self) -> Tensor:
         head, hidden, out = self._head, self._hidden[self._chunk], self._logits
@@ -184,9 +178,3 @@ def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]
         pair = segment.adapter.unembed if segment.adapter is not None else None
         if pair is not None:
             yield segment, pair
-
-
-def _gather(logprobs: Tensor, targets: Tensor) -> Tensor:
-    if targets.ndim == 2:
-        return logprobs.gather(1, targets)
-    return logprobs.gather(1, targets[:, None]).squeeze(1)

@@ -1,28 +1,40 @@
-"""Decides once per packed row which matrices its adapted layers multiply with."""
+"""The adapters of one packed row: the matrices that its adapted layers multiply with, and the terms that they add.
+
+A layer's terms are scale * (x A^T) B^T, on the rows of an adapter. With gradients they are summed from A and B (see
+GroupTerms), without from copies of both for fewer products (see `fold`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
+from ..ops.frozen.quantized import FrozenWeight
 from .adapter import Adapter
-from .delta import LoraDelta
 from .lora_experts import ExpertPlan
-from .segment import Segment, group_segments
-from .segmented_matmul import SegmentedMatmul, choose_matmul
-from .shared_factors import SharedGroup
-from .stacked_factors import LinearSite, StackedFactors
+from .segment import RowGroup, Segment, row_groups
 
 
-@dataclass(frozen=True)
-class PlanContext:
-    """Holds what a plan depends on in addition to its segments.
+@dataclass(frozen=True, eq=False)
+class LinearSite:
+    """Linear layers of one input, by name, whose outputs are concatenated."""
 
-    aligned: whether all features are multiples of 16 bytes.
-    """
+    names: tuple[str, ...]
+    out_features: tuple[int, ...]
+    num_frozen: int = 0
+    """The columns after them that no adapter adapts."""
 
-    device: torch.device
-    aligned: bool
+    @cached_property
+    def num_columns(self) -> int:
+        return sum(self.out_features) + self.num_frozen
+
+    @cached_property
+    def columns(self) -> tuple[slice, ...]:
+        """The columns of each layer's output."""
+        return consecutive_slices(self.out_features)
 
 
 class BatchPlan:
@@ -34,36 +46,37 @@ class BatchPlan:
     def __init__(
         self,
         segments: Sequence[Segment],
-        kind: PlanContext,
+        device: torch.device,
+        aligned: bool,
         previous: "BatchPlan | None" = None,
         pass_adapters: Sequence[Adapter] = (),
     ) -> None:
         """Groups the segments.
 
         Args:
+            aligned: whether all features are multiples of 16 bytes.
             previous: a plan of other segments, whose copies are reused where the adapters are the same.
             pass_adapters: all adapters of a pass, in the same order on all ranks; needed if tokens of other ranks are
                 routed to this rank's experts.
         """
         self._segments = tuple(segments)
         self._num_rows = segments[-1].stop if segments else 0
-        groups = group_segments(segments)
-        if kind.device.type == "cpu":
-            groups = [part for group in groups for part in group.split()]
-        self._groups = [
-            (group, choose_matmul(group.lengths, group.scales, kind.device, kind.aligned)) for group in groups
-        ]
-        adapters = [adapter for group in groups for adapter in group.adapters]
+        self._groups = row_groups(segments, device, aligned)
+        adapters = [adapter for group in self._groups for adapter in group.adapters]
         self._versions = [(adapter, _version(adapter)) for adapter in adapters]
-        self._terms: dict[LinearSite, LoraDelta | None] = {}
-        self._factors: dict[tuple[LinearSite, tuple[Adapter, ...]], StackedFactors] = {}
+        self._terms: dict[LinearSite, GroupTerms | SeveralTerms | None] = {}
+        self._folded: dict[LinearSite, list[tuple[RowGroup, tuple[Tensor, Tensor]]]] = {}
+        self._copies: dict[tuple[LinearSite, tuple[Adapter, ...]], tuple[Tensor, Tensor]] = {}
         previous = previous if previous is not None and previous.is_current else None
-        of_experts = previous.experts if previous is not None else None
-        sharing = SharedGroup.all_of(self._groups)
-        self.experts = ExpertPlan(self._segments, sharing, pass_adapters or adapters, kind.device, of_experts)
+        self.experts: ExpertPlan | None = None
+        """The part of the plan for sparse layers; None if no adapter adapts experts."""
+        if adapting := [adapter for adapter in pass_adapters or adapters if adapter.adapts_experts]:
+            sharing = [group for group in self._groups if group.adapters[0].shares_factors]
+            of_experts = None if previous is None else previous.experts
+            self.experts = ExpertPlan(self._segments, sharing, adapting, device, of_experts)
         if previous is not None:
-            wanted = {tuple(group.adapters) for group in groups}
-            self._factors = {key: factors for key, factors in previous._factors.items() if key[1] in wanted}
+            wanted = {group.adapters for group in self._groups}
+            self._copies = {key: factors for key, factors in previous._copies.items() if key[1] in wanted}
 
     @property
     def is_current(self) -> bool:
@@ -74,19 +87,162 @@ class BatchPlan:
         """True if the plan is of these segments and still current."""
         return self._segments == segments and self.is_current
 
-    def terms(self, site: LinearSite) -> LoraDelta | None:
-        """Returns the terms at a site, or None if no adapter adapts it. The first call builds them."""
+    def terms(self, site: LinearSite, num_rows: int) -> "GroupTerms | SeveralTerms | None":
+        """Returns the terms of so many rows at a site, or None if no adapter adapts it. The first call builds them."""
         if site not in self._terms:
-            adapted = [(group, rows) for group, rows in self._groups if site.names[0] in group.adapters[0].pairs]
-            groups = [(group, rows, self._factors_of(site, tuple(group.adapters), rows)) for group, rows in adapted]
-            self._terms[site] = LoraDelta(site, groups, self._num_rows) if groups else None
-        return self._terms[site]
+            terms = [GroupTerms(site, group) for group in self._groups if site.names[0] in group.adapters[0].pairs]
+            is_one = len(terms) == 1 and terms[0].group.is_whole
+            self._terms[site] = terms[0] if is_one else SeveralTerms(site, terms, num_rows) if terms else None
+        found = self._terms[site]
+        assert found is None or num_rows == self._num_rows, self._misfit(site, num_rows)
+        return found
 
-    def _factors_of(self, site: LinearSite, adapters: tuple[Adapter, ...], rows: SegmentedMatmul) -> StackedFactors:
-        key = site, adapters
-        if key not in self._factors:
-            self._factors[key] = StackedFactors(site, adapters, rows)
-        return self._factors[key]
+    def add_terms(self, site: LinearSite, y: Tensor, x: Tensor) -> None:
+        """Adds the terms of x [rows, in] to y [rows, out], in fewer calls than `terms`, but without backward."""
+        if site not in self._folded:
+            adapted = [group for group in self._groups if site.names[0] in group.adapters[0].pairs]
+            self._folded[site] = [(group, self._copy_of(site, group)) for group in adapted]
+        assert not self._folded[site] or len(x) == self._num_rows, self._misfit(site, len(x))
+        for group, factors in self._folded[site]:
+            own_y, own_x = (y, x) if group.is_whole else (y[group.rows], x[group.rows])
+            group.matmul.add_product(own_y, own_x, *factors)
+
+    def _misfit(self, site: LinearSite, num_rows: int) -> str:
+        return f"{site.names[0]}: {num_rows} tokens, but the segments end at {self._num_rows}"
+
+    def _copy_of(self, site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
+        key = site, group.adapters
+        if key not in self._copies:
+            self._copies[key] = fold(site, group)
+        return self._copies[key]
+
+
+class GroupTerms:
+    """The terms of a group's rows at a site, and their gradients."""
+
+    def __init__(self, site: LinearSite, group: RowGroup) -> None:
+        self.group, self._site = group, site
+        self._a, self._bs = _stacked(site, group)
+        ranks = consecutive_slices([b.shape[-2] for b in self._bs])
+        # Of each layer: its columns of the reduced x, its columns of the output, and B^T.
+        self._parts = list(zip(ranks, site.columns, self._bs, strict=True))
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Returns the scaled x A^T [rows, R] of x [rows, in], which `backward` needs."""
+        return self.group.matmul.scale(self.group.matmul.times(x, self._a.mT))
+
+    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the terms [rows, out] of x [rows, in], in `out` if given, and `reduce(x)`."""
+        reduced = self.reduce(x)
+        if len(self._bs) == 1:
+            return self.group.matmul.times(reduced, self._bs[0], out), reduced
+        out = x.new_empty(len(x), self._site.num_columns) if out is None else out
+        if self._site.num_frozen:
+            out[:, -self._site.num_frozen :] = 0
+        for ranks, columns, b in self._parts:
+            self.group.matmul.times(reduced[:, ranks], b, out[:, columns])
+        return out, reduced
+
+    def backward(
+        self, grad: Tensor, x: Tensor, reduced: Tensor, wants_x: bool, out: Tensor | None = None
+    ) -> Tensor | None:
+        """Adds to the gradients of all A and B. `grad` [rows, out] is the gradient of the terms.
+
+        Returns:
+            the terms' part of the gradient of x [rows, in] if `wants_x`, in `out` if given.
+        """
+        matmul = self.group.matmul
+        if len(self._bs) == 1:
+            grad_reduced = matmul.times(grad, self._bs[0].mT)
+        else:
+            grad_reduced = grad.new_empty(reduced.shape)
+            for ranks, columns, b in self._parts:
+                matmul.times(grad[:, columns], b.mT, grad_reduced[:, ranks])
+        matmul.scale(grad_reduced)
+        gradients = [adapter.gradients.of_lane().views for adapter in self.group.adapters]
+        for name, (ranks, columns, _) in zip(self._site.names, self._parts, strict=True):
+            grad_a, grad_b = zip(*(matrices[name] for matrices in gradients), strict=True)
+            matmul.add_outer(grad_a, grad_reduced[:, ranks], x)
+            matmul.add_outer(grad_b, reduced[:, ranks], grad[:, columns])
+        return matmul.times(grad_reduced, self._a, out) if wants_x else None
+
+    def merged(self, weight: FrozenWeight) -> Tensor | None:
+        """Returns the weight [out, in] with the terms' matrices added, if one product with it takes less time than two.
+
+        That needs one adapter, and more rows than the weight has on either side. It is a copy, of float32: a rounded
+        sum would lose what is small in the terms.
+        """
+        rows, adapters = self.group.rows, self.group.adapters
+        if len(adapters) != 1 or not isinstance(weight, Tensor) or rows.stop - rows.start < max(weight.shape):
+            return None
+        if not weight.is_cpu or weight.dtype != torch.float32:
+            return None
+        merged = weight.clone(memory_format=torch.contiguous_format)
+        for ranks, columns, b in self._parts:
+            merged[columns].addmm_(b.t(), self._a[ranks], alpha=adapters[0].scale)
+        return merged
+
+
+class SeveralTerms:
+    """The terms of several groups, or of one without all rows; zero for rows of no group."""
+
+    def __init__(self, site: LinearSite, terms: Sequence[GroupTerms], num_rows: int) -> None:
+        """Takes at least one group's terms, in row order."""
+        self._site, self._terms = site, [(each.group.rows, each) for each in terms]
+        bounds = [0, *(bound for rows, _ in self._terms for bound in (rows.start, rows.stop)), num_rows]
+        self._gaps = [slice(start, stop) for start, stop in list(pairwise(bounds))[::2] if start < stop]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Returns the terms [rows, out] of x [rows, in], and what `backward` needs."""
+        y = self._empty(x, self._site.num_columns)
+        return y, [terms.forward(x[rows], y[rows])[1] for rows, terms in self._terms]
+
+    def backward(self, grad: Tensor, x: Tensor, reduced: Sequence[Tensor], wants_x: bool) -> Tensor | None:
+        """See GroupTerms.backward."""
+        grad_x = self._empty(grad, x.shape[1]) if wants_x else None
+        for (rows, terms), own in zip(self._terms, reduced, strict=True):
+            terms.backward(grad[rows], x[rows], own, wants_x, None if grad_x is None else grad_x[rows])
+        return grad_x
+
+    def _empty(self, like: Tensor, num_columns: int) -> Tensor:
+        """Returns an output [rows, num_columns] for the groups, already zero in the rows of none."""
+        empty = like.new_empty(len(like), num_columns)
+        for gap in self._gaps:
+            empty[gap] = 0
+        return empty
+
+
+def fold(site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
+    """Returns a and b, for products without gradients: x a b are the terms of all layers of a site, scale included.
+
+    They are copies, so they may be kept while the adapters are offloaded: [in, R] and [R, out], or [n, in, R] and
+    [n, R, out] for n adapters, where R is the sum of the layers' ranks. b is zero but for one block per layer.
+    """
+    stacked, bs = _stacked(site, group)
+    a = stacked.mT.clone(memory_format=torch.contiguous_format)
+    b = a.new_zeros(*a.shape[:-2], a.shape[-1], site.num_columns)
+    ranks = consecutive_slices([each.shape[-2] for each in bs])
+    for own_ranks, columns, own in zip(ranks, site.columns, bs, strict=True):
+        b[..., own_ranks, columns] = own
+    if b.dim() == 2:
+        return a, b.mul_(group.adapters[0].scale)
+    # In float32 even if the factors are not, as in products with gradients.
+    scales = torch.tensor([adapter.scale for adapter in group.adapters], device=b.device)
+    return a, b.mul_(scales.view(-1, 1, 1))
+
+
+def _stacked(site: LinearSite, group: RowGroup) -> tuple[Tensor, list[Tensor]]:
+    """Stacks the matrices of a group's adapters. Returns A of all layers, [R, in] or [n, R, in], and B^T of each."""
+    adapters = [adapter.vectors.weight_views() for adapter in group.adapters]
+    pairs = [[views[name] for views in adapters] for name in site.names]
+    as_ = [group.matmul.stack([a for a, _ in of_layer]) for of_layer in pairs]
+    bs = [group.matmul.stack([b for _, b in of_layer]) for of_layer in pairs]
+    return as_[0] if len(as_) == 1 else torch.cat(as_, dim=-2), bs
+
+
+def consecutive_slices(sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Returns consecutive slices of these sizes."""
+    return tuple(slice(stop - size, stop) for stop, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 def _version(adapter: Adapter) -> tuple[int, int | None]:

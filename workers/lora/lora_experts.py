@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from ..ops.grouped_gemm import GroupedRows
 from .adapter import Adapter
-from .segment import Segment
-from .shared_factors import SharedFactors, SharedGroup, SharedTerms, width_of
+from .segment import RowGroup, Segment
+from .shared_factors import SharedFactors, SharedTerms, width_of
 from .target import DOWN, feature_kinds
 
 # On CUDA, ranks are padded to a multiple of this, so that rows of 16-bit numbers are multiples of 16 bytes.
@@ -53,8 +53,8 @@ class ExpertPlan:
     def __init__(
         self,
         segments: Sequence[Segment],
-        groups: Sequence[SharedGroup],
-        pass_adapters: Sequence[Adapter],
+        groups: Sequence[RowGroup],
+        adapters: Sequence[Adapter],
         device: torch.device,
         before: "ExpertPlan | None" = None,
     ) -> None:
@@ -62,12 +62,10 @@ class ExpertPlan:
 
         Args:
             groups: the segments' tokens of adapters whose experts share factors.
-            pass_adapters: adapters of the tokens that reach this rank's experts from any rank; all ranks list them in
-                the same order.
+            adapters: of the tokens that reach this rank's experts from any rank; all ranks list them in the same order.
             before: an earlier plan, whose copies are reused where the adapters are the same.
         """
-        adapting = [adapter for adapter in dict.fromkeys(pass_adapters) if adapter.adapts_experts]
-        self.adapters = sorted(adapting, key=_bundle_key)
+        self.adapters = sorted(dict.fromkeys(adapters), key=_bundle_key)
         self.bundles = list(_bundles(self.adapters))
         kinds = {adapter: kind for kind, adapter in enumerate(self.adapters)}
         self._adapted = [(kinds[each.adapter], each) for each in segments if each.adapter in kinds]
@@ -101,15 +99,15 @@ class ExpertPlan:
             self._slots = slots.to(self._device)
         return self._slots
 
-    def terms(self, layer: str, counts: Tensor, num_rows: int, has_bare: bool) -> "ExpertTerms | None":
-        """Returns the terms for one call of the layer whose experts have this name, or None if no adapter adapts them.
+    def terms(self, layer: str, counts: Tensor, num_rows: int, has_bare: bool) -> "ExpertTerms":
+        """Returns the terms for one call of the layer whose experts have this name.
 
         Args:
             counts: rows of each, int64 [experts, kinds].
             num_rows: of these, and of those after them that are of none.
             has_bare: whether some rows may be of the last kind, which has no adapter.
         """
-        return ExpertTerms(self, layer, counts, num_rows, has_bare) if self.adapters else None
+        return ExpertTerms(self, layer, counts, num_rows, has_bare)
 
     def shared_terms(self, layer: str) -> SharedTerms | None:
         """Returns the products with what experts share, or None if no adapter of the pass shares anything."""
@@ -124,12 +122,10 @@ class ExpertPlan:
 
     def own_factors(self, layer: str, num_experts: int) -> Sequence[Tensor] | None:
         """Returns B^T of gate, if there is one, and of up, and A of down, of each expert and adapter: [experts *
-        adapters, rank, features] each, and nothing if there are no adapters.
+        adapters, rank, features] each.
 
         Returns None unless all tokens have adapters of one bundle, whose experts share the other factors.
         """
-        if not self.adapters:
-            return ()
         if len(self.bundles) > 1 or self.has_unadapted or not self.width:
             return None
         (bundle,) = self.bundles

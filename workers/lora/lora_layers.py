@@ -18,10 +18,9 @@ from ..shapes.parts import RoutedExperts
 from ..shapes.split import Split
 from ..state.program import Program
 from .adapter import Adapter
-from .batch_plan import BatchPlan, PlanContext
+from .batch_plan import BatchPlan, LinearSite
 from .lora_linear import ActivePlan, LoraLinear, MergedLoraLinear
 from .segment import Segment
-from .stacked_factors import LinearSite
 from .target import DOWN, GATE_UP, Group, Target, group_of
 
 _FLAGS: Mapping[str, Group] = {"train_attn": "attention", "train_mlp": "mlp"}
@@ -40,7 +39,7 @@ class LoraLayers:
         self._frozen_experts = tuple(name for name, are_experts in frozen.items() if are_experts)
         base.finish_linears(MergedLoraLinear, self._active.captured_context)
         self._unembed_target = _unembed_target(base)
-        self._kind = PlanContext(base.device, _aligned(self._trunk_targets, base.dtype))
+        self._aligned = _aligned(self._trunk_targets, base.dtype)
 
     def build(self, lora: LoraConfig, program: Program = POLICY) -> Adapter:
         """Returns an adapter with zero weights that has no id yet.
@@ -124,7 +123,7 @@ class LoraLayers:
             segments: in order, ending at the row's last token; none for the bare base.
             before: an earlier plan to reuse copies from, see BatchPlan.
         """
-        return BatchPlan(segments, self._kind, before)
+        return BatchPlan(segments, self._base.device, self._aligned, before)
 
     @contextmanager
     def applied(self, segments: Sequence[Segment] | BatchPlan, pass_adapters: Sequence[Adapter] = ()) -> Iterator[None]:
@@ -133,12 +132,11 @@ class LoraLayers:
         A plan serves any number of rows of the same segments, until a weight changes. For `pass_adapters` see
         BatchPlan.
         """
-        plan = (
-            segments
-            if isinstance(segments, BatchPlan)
-            else BatchPlan(segments, self._kind, pass_adapters=pass_adapters)
-        )
-        assert plan.is_current, "an adapter's weights have changed since the plan was made"
+        if isinstance(segments, BatchPlan):
+            assert segments.is_current, "an adapter's weights have changed since the plan was made"
+            plan = segments
+        else:
+            plan = BatchPlan(segments, self._base.device, self._aligned, pass_adapters=pass_adapters)
         with self._active.activated(plan):
             yield
 

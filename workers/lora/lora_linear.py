@@ -13,10 +13,8 @@ from ..models.activation_checkpointing import ForwardContext
 from ..models.model import BaseModel
 from ..ops.frozen.quantized import FrozenWeight, JoinedWeight, dequantized
 from ..ops.linear import Product, add_product, to_product_layout
-from .batch_plan import BatchPlan
-from .delta import LoraDelta
+from .batch_plan import BatchPlan, GroupTerms, LinearSite, SeveralTerms
 from .lora_experts import ExpertPlan
-from .stacked_factors import LinearSite
 
 
 class LoraLinear(nn.Module):
@@ -65,68 +63,55 @@ class MergedLoraLinear(nn.Module):
 
 
 class ActivePlan:
-    """Holds what all LoraLinears of a base share: the active plan, and the product with frozen weights.
-
-    plan: of this thread, since each lane has one. is_sharded: whether weights are gathered for use. anchor: a leaf that
-    makes the outputs of adapted layers require a gradient, because autograd does not see the adapters' matrices.
-    """
+    """Holds what all LoraLinears of a base share: the active plan, and the product with frozen weights."""
 
     def __init__(self, base: BaseModel) -> None:
-        self._own = threading.local()
+        self._thread = _ThreadPlan()
+        # A leaf that makes the outputs of adapted layers require a gradient, because autograd does not see the
+        # adapters' matrices.
         self.anchor = torch.zeros((), device=base.device, requires_grad=True)
         self.product = base.product
         self.is_sharded = base.is_sharded
-
-    @property
-    def plan(self) -> BatchPlan | None:
-        return getattr(self._own, "plan", None)
-
-    @plan.setter
-    def plan(self, plan: BatchPlan | None) -> None:
-        self._own.plan = plan
+        """True if weights are gathered for use."""
 
     @property
     def experts(self) -> ExpertPlan | None:
         """The part of the active plan for sparse layers."""
-        return self.plan.experts if self.plan is not None else None
+        plan = self._thread.plan
+        return None if plan is None else plan.experts
 
     @contextmanager
     def activated(self, plan: BatchPlan | None) -> Iterator[None]:
         """Makes `plan` the active one on this thread while inside."""
-        before, self.plan = self.plan, plan
+        before, self._thread.plan = self._thread.plan, plan
         try:
             yield
         finally:
-            self.plan = before
+            self._thread.plan = before
 
     def captured_context(self) -> ForwardContext:
         """Returns a context manager factory that activates the current plan on any thread."""
-        return partial(self.activated, self.plan)
+        return partial(self.activated, self._thread.plan)
 
     def apply(self, site: LinearSite, x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tensor:
         """Returns x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""
-        rows = x if x.dim() == 2 else x.flatten(0, -2)
-        y = self._product(rows, weight, bias, self._plan_terms(site, rows.shape[0]))
-        return y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
-
-    def _plan_terms(self, site: LinearSite, num_rows: int) -> LoraDelta | None:
-        plan = self.plan
-        terms = plan.terms(site) if plan is not None else None
-        assert terms is None or num_rows == terms.num_rows, (
-            f"{site.names[0]}: {num_rows} tokens, but the segments end at {terms.num_rows}"
-        )
-        return terms
-
-    def _product(self, rows: Tensor, weight: FrozenWeight, bias: Tensor | None, terms: LoraDelta | None) -> Tensor:
+        rows, plan = x if x.dim() == 2 else x.flatten(0, -2), self._thread.plan
         if not torch.is_grad_enabled():
             y = self.product(rows, dequantized(weight), bias)
-            if terms is not None:
-                terms.add_to(y, rows)
-            return y
-        anchor = self.anchor if terms is not None else None
-        y = _LoraProduct.apply(rows, anchor, weight, bias, terms, self.product)
-        assert isinstance(y, Tensor)
-        return y
+            if plan is not None:
+                plan.add_terms(site, y, rows)
+        else:
+            terms = None if plan is None else plan.terms(site, len(rows))
+            anchor = None if terms is None else self.anchor
+            y = _LoraProduct.apply(rows, anchor, weight, bias, terms, self.product)
+            assert isinstance(y, Tensor)
+        return y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
+
+
+class _ThreadPlan(threading.local):
+    """The active plan of this thread, since each lane has a plan of its own."""
+
+    plan: BatchPlan | None = None
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -142,14 +127,14 @@ class _LoraProduct(torch.autograd.Function):
         anchor: Tensor | None,
         weight: FrozenWeight,
         bias: Tensor | None,
-        terms: LoraDelta | None,
+        terms: GroupTerms | SeveralTerms | None,
         product: Product,
     ) -> Tensor:
         ctx.terms, ctx.product, ctx.weight, ctx.bias = terms, product, weight, bias
         ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
         if terms is None:
             return product(x, dequantized(weight), bias)
-        if (merged := terms.merged(weight)) is not None:
+        if isinstance(terms, GroupTerms) and (merged := terms.merged(weight)) is not None:
             ctx.reduced = terms.reduce(x)
             return product(x, merged, bias)
         addend, ctx.reduced = terms.forward(x)
@@ -157,16 +142,16 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad = grads[0].contiguous()
+        grad, terms = grads[0].contiguous(), ctx.terms
         (x,) = ctx.saved_tensors
         if ctx.weight.requires_grad:
             add_product(ctx.weight.grad, grad, x)
         if ctx.bias is not None and ctx.bias.requires_grad:
             ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
         wants_x, merged, addend = ctx.needs_input_grad[0], None, None
-        if ctx.terms is not None:
-            merged = ctx.terms.merged(ctx.weight) if wants_x else None
-            addend = ctx.terms.backward(grad, x, ctx.reduced, wants_x and merged is None)
+        if terms is not None:
+            merged = terms.merged(ctx.weight) if wants_x and isinstance(terms, GroupTerms) else None
+            addend = terms.backward(grad, x, ctx.reduced, wants_x and merged is None)
         weight = dequantized(ctx.weight) if merged is None else merged
         grad_x = ctx.product(grad, weight.t(), None, addend) if wants_x else None
         return grad_x, None, None, None, None, None

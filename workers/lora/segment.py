@@ -1,13 +1,16 @@
-"""Segments, the tokens of a packed row that run with one adapter, and groups, neighbours multiplied together."""
+"""Segments, the tokens of a packed row that run with one adapter, and groups of neighbours multiplied together."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
+import torch
+
 from ..parallel.token_shard import overlap
 from ..state.trainable import Trainable
 from .adapter import Adapter
+from .segmented_matmul import SegmentedMatmul, choose_matmul
 
 # A group's ranks are padded to its highest, which may be up to this many times their mean.
 _MAX_PADDING = 3.0
@@ -38,68 +41,67 @@ class Segment:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class SegmentGroup:
-    """Neighbouring, non-empty segments of different adapters with the same matrices in the trunk, apart from ranks."""
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Neighbouring rows of different adapters that have the same matrices in the trunk, apart from ranks."""
 
-    segments: tuple[Segment, ...]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.segments[0].start, self.segments[-1].stop)
-
-    @property
-    def adapters(self) -> list[Adapter]:
-        return [segment.adapter for segment in self.segments if segment.adapter is not None]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [segment.length for segment in self.segments]
-
-    @property
-    def scales(self) -> list[float]:
-        return [adapter.scale for adapter in self.adapters]
-
-    def can_append(self, segment: Segment) -> bool:
-        """True if the next segment may join. A second segment of an adapter may not: its gradients would collide."""
-        adapters, adapter = self.adapters, segment.adapter
-        return (
-            adapter is not None
-            and segment.start == self.rows.stop
-            and adapter.layer_flags == adapters[0].layer_flags
-            and all(adapter is not other for other in adapters)
-            and _padding([*adapters, adapter]) <= _MAX_PADDING
-        )
-
-    def split(self) -> Iterator["SegmentGroup"]:
-        """Yields long segments separately, unless all are equally long."""
-        if len(set(self.lengths)) == 1:
-            yield self
-            return
-        for long, members in groupby(self.segments, key=lambda segment: segment.length >= _LONG):
-            if long:
-                yield from (SegmentGroup((segment,)) for segment in members)
-            else:
-                yield SegmentGroup(tuple(members))
+    rows: slice
+    adapters: tuple[Adapter, ...]
+    matmul: SegmentedMatmul
+    is_whole: bool
+    """True if these are all rows of the packed row."""
 
 
-def group_segments(segments: Sequence[Segment]) -> list[SegmentGroup]:
-    """Groups neighbouring segments. Segments of the bare base, and empty ones, are in no group."""
-    groups: list[SegmentGroup] = []
-    for segment in segments:
-        if segment.adapter is None or not segment.length:
-            continue
-        if groups and groups[-1].can_append(segment):
-            groups[-1] = SegmentGroup((*groups[-1].segments, segment))
-        else:
-            groups.append(SegmentGroup((segment,)))
+def row_groups(segments: Sequence[Segment], device: torch.device, aligned: bool) -> list[RowGroup]:
+    """Returns the groups of a packed row; `aligned` as for `choose_matmul`."""
+    groups: list[RowGroup] = []
+    for members in group_segments(segments, splits_long=device.type == "cpu"):
+        adapters, lengths = _adapters(members), [segment.length for segment in members]
+        matmul = choose_matmul(lengths, [adapter.scale for adapter in adapters], device, aligned)
+        rows = slice(members[0].start, members[-1].stop)
+        groups.append(RowGroup(rows, tuple(adapters), matmul, rows == slice(0, segments[-1].stop)))
     return groups
 
 
-def _padding(adapters: Sequence[Adapter]) -> float:
-    """Returns the highest rank divided by the mean rank."""
-    ranks = [adapter.lora.rank for adapter in adapters]
-    return max(ranks) * len(ranks) / sum(ranks)
+def group_segments(segments: Sequence[Segment], splits_long: bool) -> list[list[Segment]]:
+    """Groups neighbouring segments. Segments of the bare base, and empty ones, are in no group."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        if segment.adapter is None or not segment.length:
+            continue
+        if groups and _can_append(groups[-1], segment.adapter, segment.start):
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    return [part for group in groups for part in _split_long(group)] if splits_long else groups
+
+
+def _can_append(group: Sequence[Segment], adapter: Adapter, start: int) -> bool:
+    """True if the adapter's segment may join. A second segment of an adapter may not: its gradients would collide."""
+    adapters = _adapters(group)
+    ranks = [other.lora.rank for other in (*adapters, adapter)]
+    return (
+        start == group[-1].stop
+        and adapter.layer_flags == adapters[0].layer_flags
+        and all(adapter is not other for other in adapters)
+        and max(ranks) * len(ranks) / sum(ranks) <= _MAX_PADDING
+    )
+
+
+def _split_long(group: list[Segment]) -> Iterator[list[Segment]]:
+    """Yields long segments separately, unless all are equally long."""
+    if len({segment.length for segment in group}) == 1:
+        yield group
+        return
+    for is_long, members in groupby(group, key=lambda segment: segment.length >= _LONG):
+        if is_long:
+            yield from ([segment] for segment in members)
+        else:
+            yield list(members)
+
+
+def _adapters(segments: Sequence[Segment]) -> list[Adapter]:
+    return [segment.adapter for segment in segments if segment.adapter is not None]
 
 
 def clip_segments(segments: Sequence[Segment], tokens: slice) -> list[Segment]:

@@ -88,11 +88,13 @@ class SingleAdapter:
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         (total,) = totals
-        left, right = _summable(left[:, : len(total)], right)
+        left = left[:, : len(total)]
         if left.dtype == torch.float32:
             total.addmm_(left.t(), right)
-        else:
+        elif left.is_cuda:
             total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+        else:
+            total.addmm_(left.t().float(), right.float())
 
     def scale(self, x: Tensor) -> Tensor:
         return x.mul_(self._scale)

@@ -5,15 +5,13 @@ of down multiplies the sum over a token's experts. What is between, each expert'
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .adapter import Adapter
-from .segment import SegmentGroup
-from .segmented_matmul import SegmentedMatmul
+from .segment import RowGroup
 from .target import DOWN
 
 # Widths are multiples of this, so that rows of 16-bit numbers are multiples of 16 bytes.
@@ -24,21 +22,6 @@ def width_of(adapters: Sequence[Adapter]) -> int:
     """Returns the columns that products with the shared factors of any of these adapters have; 0 if none shares any."""
     highest = max((adapter.lora.rank for adapter in adapters if adapter.shares_factors), default=0)
     return -(-highest // _NATIVE_RANK) * _NATIVE_RANK
-
-
-@dataclass(frozen=True, eq=False)
-class SharedGroup:
-    """Neighbouring tokens of adapters whose experts share factors."""
-
-    rows: slice
-    adapters: tuple[Adapter, ...]
-    matmul: SegmentedMatmul
-
-    @staticmethod
-    def all_of(groups: Sequence[tuple[SegmentGroup, SegmentedMatmul]]) -> list["SharedGroup"]:
-        """Returns the groups among these whose adapters share factors."""
-        of_each = [SharedGroup(group.rows, tuple(group.adapters), matmul) for group, matmul in groups]
-        return [group for group in of_each if group.adapters[0].shares_factors]
 
 
 class SharedFactors:
@@ -63,7 +46,7 @@ class SharedTerms:
     """
 
     def __init__(
-        self, layer: str, kinds: Sequence[str], parts: Sequence[tuple[SharedGroup, SharedFactors]], width: int
+        self, layer: str, kinds: Sequence[str], parts: Sequence[tuple[RowGroup, SharedFactors]], width: int
     ) -> None:
         self.width = width
         self._layer, self._kinds, self._parts = layer, kinds, parts
@@ -124,10 +107,10 @@ class SharedTerms:
         return grad_z
 
     @staticmethod
-    def _scaled(group: SharedGroup, z: Tensor) -> Tensor:
+    def _scaled(group: RowGroup, z: Tensor) -> Tensor:
         return group.matmul.scale(z[group.rows].clone())
 
-    def _gradients(self, group: SharedGroup, kind: str, side: int) -> list[Tensor]:
+    def _gradients(self, group: RowGroup, kind: str, side: int) -> list[Tensor]:
         name = f"{self._layer}.{kind}"
         return [adapter.gradients.of_lane().views[name][side] for adapter in group.adapters]
 

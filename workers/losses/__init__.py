@@ -1,16 +1,12 @@
-"""The losses, one per file, grouped by what they score: log-probabilities, a critic's values, or a draft's predictions.
+"""The losses, one per file, grouped by what they score: log-probabilities or a critic's values.
 
 To add one, write its file, add its line here, and add its reference formula to FORMULAS in
-tests/workers/losses/test_losses.py, whose tests are parametrized over both. The losses of drafts have their references
-with the tests of their algorithms, in tests/workers/drafts/.
+tests/workers/losses/test_losses.py, whose tests are parametrized over both.
 """
 
-from .capture import CAPTURE
 from .cispo import CISPO
 from .cross_entropy import CROSS_ENTROPY
-from .dflash import DFLASH
 from .dro import DRO
-from .eagle3 import EAGLE3
 from .gspo import GSPO
 from .importance_sampling import IMPORTANCE_SAMPLING
 from .loss import Loss, LossOutput
@@ -30,8 +26,4 @@ LOSSES: dict[str, Loss] = {
 
 VALUE_LOSSES: dict[str, Loss] = {"value_mse": VALUE_MSE}
 
-DRAFT_LOSSES: dict[str, Loss] = {"eagle3": EAGLE3, "dflash": DFLASH}
-
-CAPTURES: dict[str, Loss] = {"capture": CAPTURE}
-
-__all__ = ["CAPTURES", "DRAFT_LOSSES", "LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]
+__all__ = ["LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]

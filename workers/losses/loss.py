@@ -27,9 +27,8 @@ class LossOutput:
     metrics: by name, one number per position, in the same shape and without a gradient. `name:mean` is their sum
     divided by the number of counted positions of the operation. A client that splits a batch over several operations
     weights their means by the number of datums.
-    ratios: of drafts only; by name, a numerator and a denominator, which are summed over the operation before the
-    division.
-    denominator: of drafts only; what "mean" divides gradients by, also summed over the operation.
+    ratios: by name, a numerator and a denominator, which are summed over the operation before the division.
+    denominator: what "mean" divides gradients by, also summed over the operation; None = Loss.denominator.
     """
 
     losses: Tensor
@@ -42,8 +41,8 @@ class LossOutput:
 class Loss:
     """A loss: function(scores [n] or [n, K], inputs of the same shape, config) -> LossOutput.
 
-    scores: "logprobs" of target_tokens; "values", which have no targets; "losses" of a draft, whose function gets
-    DraftScores and the weights of the predicted tokens, all [m, depth]; or "features", which only stores features.
+    scores: "logprobs" of target_tokens; "values", which have no targets; "losses" of models that predict several tokens
+    from each; or "features", which only stores features.
     required, optional: names of inputs in addition to target_tokens. An absent optional one is filled in.
     config: numeric options and their defaults. choices: options that are words; the first is the default.
     problem: returns what is wrong with the options, beginning with the option's name, or None.

@@ -4,11 +4,11 @@ The weights and the numbers are the same, with fewer passes over memory and less
 not recognised runs as transformers wrote it.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,56 @@ from .layers import DecoderLayer, GroupedExperts, Merge, TokenInputs, add_norm, 
 
 # Stands for the input of the first layer among captured layers.
 EMBEDDING = -1
+
+
+class Trunk(Protocol):
+    """Everything below the unembedding, run by our own forward or by transformers'."""
+
+    @property
+    def experts(self) -> Mapping[str, GroupedExperts]:
+        """The experts of sparse layers that run by our own forward, by their path below the trunk."""
+        ...
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        packing: Packing | AttendingPacking,
+        own: slice | None = None,
+        are_alike: bool = True,
+        captured: dict[int, Tensor] | None = None,
+        expert_counts: ExpertCounts | None = None,
+    ) -> Tensor:
+        """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
+
+        Args:
+            own: this rank's tokens, if tensor-parallel ranks shard the activations between linear layers; only their
+                hidden states are returned.
+            are_alike: whether expert-parallel ranks all run the same tokens.
+            captured: filled with the outputs of the layers whose numbers are its keys; EMBEDDING stands for the
+                embedding's.
+            expert_counts: see ResidualStream.
+        """
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""
+        ...
+
+    def parameters_changed(self, are_original: bool) -> None:
+        """Updates what was derived from the modules' parameters, after they changed.
+
+        Args:
+            are_original: whether the parameters are the original ones, of which merged weights were made.
+        """
+        ...
+
+    def using_weights(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
+        """Gathers layers from the parameters that the modules have on entry, while inside.
+
+        For `gradients` see ShardedLayer.using_weights.
+        """
+        ...
 
 
 class FusedTrunk:
@@ -72,11 +122,6 @@ class FusedTrunk:
             self._token_inputs.embed = of_layers
 
     def parameters_changed(self, are_original: bool) -> None:
-        """Updates what was derived from the modules' parameters, after they changed.
-
-        Args:
-            are_original: whether the parameters are the original ones, of which merged weights were made.
-        """
         self._norm.refresh()
         if self._token_inputs is not None:
             self._token_inputs.refresh()
@@ -84,10 +129,6 @@ class FusedTrunk:
             layer.refresh(are_original)
 
     def using_weights(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
-        """Gathers layers from the parameters that the modules have on entry, while inside.
-
-        For `gradients` see ShardedLayer.using_weights.
-        """
         return self._sharded.using_weights(gradients)
 
     def checkpoint_activations(self, layer_inputs: Callable[[], LayerInputs]) -> None:
@@ -100,7 +141,6 @@ class FusedTrunk:
 
     @property
     def experts(self) -> dict[str, GroupedExperts]:
-        """The experts of sparse layers, by their path below the trunk."""
         return {
             f"layers.{number}.{path}": experts
             for number, layer in enumerate(self._layers)
@@ -126,16 +166,6 @@ class FusedTrunk:
         captured: dict[int, Tensor] | None = None,
         expert_counts: ExpertCounts | None = None,
     ) -> Tensor:
-        """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
-
-        Args:
-            own: this rank's tokens, if tensor-parallel ranks shard the activations between linear layers; only their
-                hidden states are returned.
-            are_alike: whether expert-parallel ranks all run the same tokens.
-            captured: filled with the outputs of the layers whose numbers are its keys; EMBEDDING stands for the
-                embedding's.
-            expert_counts: see ResidualStream.
-        """
         stream = ResidualStream(self._team, own is not None, are_alike, expert_counts)
         hidden, update = self._embedded(tokens, own), None
         made = self._token_inputs
@@ -186,7 +216,6 @@ class FusedTrunk:
         return hidden, update
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""
         embedded = self._embed(tokens)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
@@ -199,6 +228,67 @@ class FusedTrunk:
             with torch.no_grad():
                 return self.embed(tokens)
         return self.embed(tokens if own is None else tokens[own])
+
+
+class TransformersTrunk:
+    """Everything below the unembedding by transformers' own modules, for a model that is not recognised."""
+
+    experts: Mapping[str, GroupedExperts] = {}
+
+    def __init__(self, trunk: Any, embedding: Any, num_layers: int) -> None:
+        self._trunk, self._embedding, self._num_layers = trunk, embedding, num_layers
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._embedding(tokens)
+
+    def parameters_changed(self, are_original: bool) -> None:
+        """Does nothing: the modules derive nothing from their parameters."""
+
+    def using_weights(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        packing: Packing | AttendingPacking,
+        own: slice | None = None,
+        are_alike: bool = True,
+        captured: dict[int, Tensor] | None = None,
+        expert_counts: ExpertCounts | None = None,
+    ) -> Tensor:
+        with self._capture_outputs(captured or {}):
+            output = self._trunk(
+                input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
+            )
+        return output.last_hidden_state.squeeze(0)
+
+    @contextmanager
+    def _capture_outputs(self, captured: dict[int, Tensor]) -> Iterator[None]:
+        """Makes layers store their outputs in `captured` while inside.
+
+        transformers' own hidden states would not do: the last layer's have the norm applied.
+        """
+
+        def kept(layer: int, state: Any) -> None:
+            captured[layer] = (state if isinstance(state, Tensor) else state[0]).squeeze(0)
+
+        with ExitStack() as held:
+            for layer in captured:
+                if layer == EMBEDDING:
+                    hook = self._layers[0].register_forward_pre_hook(lambda _, inputs: kept(EMBEDDING, inputs))
+                else:
+                    hook = self._layers[layer].register_forward_hook(
+                        lambda _, inputs, output, layer=layer: kept(layer, output)
+                    )
+                held.callback(hook.remove)
+            yield
+
+    @cached_property
+    def _layers(self) -> nn.ModuleList:
+        """The layers, whose name in transformers differs between families."""
+        lists = (each for each in self._trunk.modules() if isinstance(each, nn.ModuleList))
+        return next(each for each in lists if len(each) == self._num_layers)
 
 
 def fused_trunk(trunk: nn.Module, shape: ModelDescription, mesh: Mesh | None = None) -> FusedTrunk | None:

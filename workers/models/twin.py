@@ -10,7 +10,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..protocol.worker_config import ServedModel, WorkerConfig
 from ..shapes.model_shape import ModelDescription, ModelShape
-from .model import BaseModel, class_of
+from .loading import class_of
+from .model import BaseModel
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from .attention_kind import AttentionKind, Sinks
 from .chosen_attention import attend_to_chosen
 from .chunked_attention import attend_in_chunks, gradients_in_chunks
-from .kernels import TrainingKernels, training_kernels_for
+from .kernels import TrainingKernels, kernels_for
 
 if TYPE_CHECKING:
     from .recurrence import Recurrence
@@ -315,7 +315,7 @@ class _FlashOnGpu(torch.autograd.Function):
 def row_kernels_for(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> TrainingKernels | None:
     """Returns kernels that attend a whole packed row of these, whose values may differ from keys in size; or None."""
     is_plain = kind.cap is None and kind.chosen is None
-    return training_kernels_for(query, key, value) if is_plain else None
+    return kernels_for(query, key, value) if is_plain else None
 
 
 def _by_row(

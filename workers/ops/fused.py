@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from .kernels import Kernels, TrainingKernels, kernels_for, training_kernels_for, triton_kernels_for
+from .kernels import Kernels, device_kernels_for, kernels_for, triton_kernels_for
 
 if TYPE_CHECKING:
     from .triton_kernels import TritonKernels
@@ -42,10 +42,6 @@ class RmsNorm:
         """Updates the weight after the parameter was replaced."""
         weight = self._own_of(self.parameter.detach())
         self.weight = weight.float() + 1 if self._adds_one else weight
-
-    @property
-    def has_gradient(self) -> bool:
-        return self.parameter.grad is not None
 
     def add_gradient(self, grad: Tensor, x: Tensor, inverse: Tensor) -> None:
         """Adds to the parameter's gradient, if it has one, given the gradient of the norm's output [..., size]."""
@@ -120,7 +116,7 @@ def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
     """Returns the norm of x [tokens, size]."""
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := _kernels_for(x)) is not None:
+    if (kernels := device_kernels_for(x)) is not None:
         return kernels.rms_norm(x, norm.weight, norm.eps_number)
     return _normalized(x, inverse_rms(x, norm.eps), norm).to(x.dtype)
 
@@ -129,7 +125,7 @@ def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tens
     """Returns x + update, and its norm; all [tokens, size]."""
     if torch.is_grad_enabled():
         return _AddRmsNorm.apply(x, update, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := _kernels_for(x)) is not None:
+    if (kernels := device_kernels_for(x)) is not None:
         return kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
     total = x + update
     return total, _normalized(total, inverse_rms(total, norm.eps), norm).to(x.dtype)
@@ -139,7 +135,7 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     """Rotates the heads of x [tokens, heads, size], after normalizing each head if there is a norm."""
     if torch.is_grad_enabled():
         return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := kernels_for(x) or _triton_rotating(x, rotation)) is not None:
+    if (kernels := _rotating_kernels(x, rotation)) is not None:
         return kernels.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
     return _rotated(x, rotation, norm)[0]
 
@@ -167,7 +163,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Returns silu(gate) * up: Shazeer, https://arxiv.org/abs/2002.05202."""
     if torch.is_grad_enabled():
         return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
-    if (kernels := _kernels_for(gate)) is not None:
+    if (kernels := device_kernels_for(gate)) is not None:
         return kernels.swiglu(gate, up)
     return silu(gate).mul_(up)
 
@@ -183,14 +179,14 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def log_softmax(logits: Tensor, out: Tensor) -> Tensor:
     """Returns, in `out`, which may be the logits, the logarithms of the softmax over each row; both [rows, n]."""
-    if logits.is_contiguous() and (kernels := training_kernels_for(logits, out)) is not None:
+    if logits.is_contiguous() and (kernels := kernels_for(logits, out)) is not None:
         return kernels.log_softmax(logits, out)
     return torch.log_softmax(logits, dim=-1, out=out)
 
 
 def scaled_exponentials(x: Tensor, factors: Tensor) -> Tensor:
     """Replaces x [rows, n] by exp(x) times the factor of each row, [rows]."""
-    if x.is_contiguous() and (kernels := training_kernels_for(x, factors)) is not None:
+    if x.is_contiguous() and (kernels := kernels_for(x, factors)) is not None:
         return kernels.scaled_exponentials(x, factors)
     return x.exp_().mul_(factors[:, None])
 
@@ -202,8 +198,8 @@ GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: RmsNorm) -> Tensor:
-        ctx.norm = norm
-        if (kernels := _kernels_for(x)) is not None:
+        ctx.norm, ctx.kernels = norm, (kernels := device_kernels_for(x))
+        if kernels is not None:
             ctx.save_for_backward(x, None)
             return kernels.rms_norm(x, norm.weight, norm.eps_number)
         inverse = inverse_rms(x, norm.eps)
@@ -212,16 +208,15 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        x, inverse = ctx.saved_tensors
-        return _backward_of_norm(grads[0], None, x, inverse, ctx.norm), None
+        return _backward_of_norm(ctx, grads[0], None), None
 
 
 class _AddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
-        ctx.norm = norm
+        ctx.norm, ctx.kernels = norm, (kernels := device_kernels_for(x))
         ctx.set_materialize_grads(False)
-        if (kernels := _kernels_for(x)) is not None:
+        if kernels is not None:
             total, normalized = kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
             ctx.save_for_backward(total, None)
             return total, normalized
@@ -232,17 +227,16 @@ class _AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        total, inverse = ctx.saved_tensors
         grad_total, grad = grads
-        gradient = _backward_of_norm(grad, grad_total, total, inverse, ctx.norm)
+        gradient = _backward_of_norm(ctx, grad, grad_total)
         return gradient, gradient, None
 
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
-        ctx.rotation, ctx.norm = rotation, norm
-        if (kernels := kernels_for(x) or _triton_rotating(x, rotation)) is not None:
+        ctx.rotation, ctx.norm, ctx.kernels = rotation, norm, (kernels := _rotating_kernels(x, rotation))
+        if kernels is not None:
             ctx.save_for_backward(x if norm is not None else None, None)
             return kernels.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
         out, inverse = _rotated(x, rotation, norm)
@@ -253,10 +247,9 @@ class _RotateHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, inverse = ctx.saved_tensors
         (grad,), rotation, norm = grads, ctx.rotation, ctx.norm
-        kernels = training_kernels_for(grad) or _triton_rotating(grad, rotation)
-        if kernels is not None and (norm is None or not norm.has_gradient):
+        if ctx.kernels is not None and (norm is None or norm.parameter.grad is None):
             weight, eps = _weight_and_eps(norm)
-            return kernels.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
+            return ctx.kernels.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
         gradient = rotation.apply(grad.float(), sign=-1.0)
         if norm is not None:
             inverse = inverse_rms(x, norm.eps) if inverse is None else inverse
@@ -268,10 +261,10 @@ class _RotateHeads(torch.autograd.Function):
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.kernels = gradient_kernels_for(gate)
-        if (kernels := _kernels_for(gate)) is not None:
+        ctx.kernels = device_kernels_for(gate)
+        if ctx.kernels is not None:
             ctx.save_for_backward(gate, up, None)
-            return kernels.swiglu(gate, up)
+            return ctx.kernels.swiglu(gate, up)
         active = silu(gate)
         ctx.save_for_backward(gate, up, active)
         return active * up
@@ -310,11 +303,11 @@ class _GeGlu(torch.autograd.Function):
         return grad_gate, active.mul_(grad)
 
 
-def _backward_of_norm(grad: Tensor, addend: Tensor | None, x: Tensor, inverse: Tensor | None, norm: RmsNorm) -> Tensor:
+def _backward_of_norm(ctx: Any, grad: Tensor, addend: Tensor | None) -> Tensor:
     """Returns the gradient of a norm's input x, plus the addend, and adds the gradient of the norm's weight."""
-    kernels = gradient_kernels_for(x)
-    if kernels is not None and not norm.has_gradient:
-        return kernels.rms_norm_gradient(grad, x, norm.weight, norm.eps_number, addend)
+    (x, inverse), norm = ctx.saved_tensors, ctx.norm
+    if ctx.kernels is not None and norm.parameter.grad is None:
+        return ctx.kernels.rms_norm_gradient(grad, x, norm.weight, norm.eps_number, addend)
     wide, inverse = grad.float(), inverse_rms(x, norm.eps) if inverse is None else inverse
     norm.add_gradient(wide, x, inverse)
     gradient = norm_gradient(wide * norm.weight, x, inverse)
@@ -323,19 +316,9 @@ def _backward_of_norm(grad: Tensor, addend: Tensor | None, x: Tensor, inverse: T
     return gradient.to(grad.dtype)
 
 
-def _kernels_for(x: Tensor) -> "Kernels | TritonKernels | None":
-    """Returns kernels, or None if x needs torch's own operations."""
-    return kernels_for(x) if x.is_cpu else triton_kernels_for(x)
-
-
-def gradient_kernels_for(x: Tensor) -> "TrainingKernels | TritonKernels | None":
-    """Returns kernels for gradients, or None if x needs torch's own operations."""
-    return training_kernels_for(x) if x.is_cpu else triton_kernels_for(x)
-
-
-def _triton_rotating(x: Tensor, rotation: Rotation) -> "TritonKernels | None":
-    """Returns Triton's kernels if they rotate these heads: they rotate whole heads only."""
-    return triton_kernels_for(x) if rotation.cos.shape[-1] == x.shape[-1] else None
+def _rotating_kernels(x: Tensor, rotation: Rotation) -> "Kernels | TritonKernels | None":
+    """Returns kernels that rotate these heads. Triton's rotate whole heads only."""
+    return device_kernels_for(x) if x.is_cpu or rotation.cos.shape[-1] == x.shape[-1] else None
 
 
 def _weight_and_eps(norm: RmsNorm | None) -> tuple[Tensor | None, float]:

@@ -128,10 +128,9 @@ class TrainingKernels(Protocol):
         ...
 
 
-class Kernels(Protocol):
-    """Kernels for float32 on the CPU, without gradients."""
+class Kernels(TrainingKernels, Protocol):
+    """Kernels for float32 on the CPU. Those that TrainingKernels has not are without gradients."""
 
-    training: TrainingKernels
     outdo_torch: bool
     """False where torch's products of many rows are as fast."""
 
@@ -292,7 +291,17 @@ class Kernels(Protocol):
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
     """Returns the kernels, or None if one of the tensors needs torch's own operations."""
-    return load_kernels() if all(x.dtype == torch.float32 and x.is_cpu for x in tensors) else None
+    for x in tensors:
+        if x.dtype != torch.float32 or not x.is_cpu:
+            return None
+    return load_kernels()
+
+
+def device_kernels_for(x: Tensor) -> "Kernels | TritonKernels | None":
+    """Returns the kernels of x's device, or None if x needs torch's own operations."""
+    if x.is_cuda:
+        return load_triton_kernels(x.device)
+    return load_kernels() if x.is_cpu and x.dtype == torch.float32 else None
 
 
 def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:
@@ -306,11 +315,6 @@ def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:
 def triton_kernels_for(x: Tensor) -> "TritonKernels | None":
     """Returns Triton's kernels, or None if x needs torch's own operations."""
     return load_triton_kernels(x.device) if x.is_cuda else None
-
-
-def training_kernels_for(*tensors: Tensor) -> TrainingKernels | None:
-    """Returns the kernels of training passes, or None if one of the tensors needs torch's own operations."""
-    return None if (kernels := kernels_for(*tensors)) is None else kernels.training
 
 
 def new_step_tape() -> StepRecorder | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..resources.memory import release_freed_memory
-from ..resources.threads import ThreadCount
+from ..resources.threads import WORTH_ALL, ThreadCount
 from .kernels import FEW_ROWS, kernels_for
 
 # Rows and columns of matrices that are large enough for the highest rate, by the type of the device; for how long their
@@ -41,7 +41,7 @@ class FrozenProduct:
         self.is_torch = self._product is torch_linear
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
-        if self._threads.pays_for(weight.numel() * x.shape[0]):
+        if self._threads.alone and weight.numel() * x.shape[0] > WORTH_ALL:
             with self._threads.all_threads():
                 return self._product(x, weight, bias, addend)
         return self._product(x, weight, bias, addend)

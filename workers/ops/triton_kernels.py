@@ -55,19 +55,8 @@ class TritonKernels:
         grad, x = grad.contiguous(), x.contiguous()
         added = grad if addend is None else addend.contiguous()
         out = grad.new_empty(grad.shape)
-        launch(
-            _rms_norm_gradient,
-            x.shape[:1],
-            out,
-            grad,
-            added,
-            x,
-            weight,
-            eps,
-            x.shape[1],
-            addend is not None,
-            **_of_row(x.shape[1]),
-        )
+        tensors, size = (out, grad, added, x, weight), x.shape[1]
+        launch(_rms_norm_gradient, x.shape[:1], *tensors, eps, size, addend is not None, **_of_row(size))
         return out
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -81,20 +70,8 @@ class TritonKernels:
         """
         x = with_rows(x)
         out, (grid, sizes) = x.new_empty(x.shape), _of_heads(x)
-        launch(
-            _rotate_heads,
-            grid,
-            out,
-            x,
-            cos,
-            sin,
-            x if weight is None else weight,
-            eps,
-            x.stride(0),
-            *_of_weight(weight),
-            *x.shape[1:],
-            **sizes,
-        )
+        tensors = out, x, cos, sin, x if weight is None else weight
+        launch(_rotate_heads, grid, *tensors, eps, x.stride(0), *_of_weight(weight), *x.shape[1:], **sizes)
         return out
 
     def rotate_heads_gradient(
@@ -103,22 +80,8 @@ class TritonKernels:
         """Returns the gradient of `rotate_heads`'s input x, which is needed if there is a weight."""
         grad, x = with_rows(grad), grad if x is None else with_rows(x)
         out, (grid, sizes) = grad.new_empty(grad.shape), _of_heads(grad)
-        strides = grad.stride(0), x.stride(0)
-        launch(
-            _rotate_heads_gradient,
-            grid,
-            out,
-            grad,
-            x,
-            cos,
-            sin,
-            x if weight is None else weight,
-            eps,
-            *strides,
-            *_of_weight(weight),
-            *x.shape[1:],
-            **sizes,
-        )
+        strides, tensors = (grad.stride(0), x.stride(0)), (out, grad, x, cos, sin, x if weight is None else weight)
+        launch(_rotate_heads_gradient, grid, *tensors, eps, *strides, *_of_weight(weight), *x.shape[1:], **sizes)
         return out
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -191,18 +154,8 @@ class TritonKernels:
             BLOCK=block,
         )
         if parts > 1:
-            launch(
-                _join_parts,
-                (rows, heads),
-                out,
-                sums,
-                parts,
-                rows * heads,
-                heads,
-                size,
-                triton.next_power_of_2(parts),
-                block,
-            )
+            numbers = parts, rows * heads, heads, size, triton.next_power_of_2(parts), block
+            launch(_join_parts, (rows, heads), out, sums, *numbers)
         return out
 
 

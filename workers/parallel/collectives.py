@@ -75,16 +75,16 @@ class ResidualStream:
             is_replicated: whether all ranks have all weights of the part and compute the same; otherwise its first
                 layers are split by their outputs.
         """
-        if is_replicated:
-            return gather_replicated_rows(x, self.team) if self.sharded else x
-        return gather_rows(x, self.team) if self.sharded else copy_to_team(x, self.team)
+        if not self.sharded:
+            return x if is_replicated or self.team.size == 1 else copy_to_team(x, self.team)
+        return gather_replicated_rows(x, self.team) if is_replicated else gather_rows(x, self.team)
 
     def leave(self, x: Tensor, is_replicated: bool) -> Tensor:
         """Moves x back to the stream. The outputs of the part's last layers are summed, unless the part is
         replicated."""
-        if is_replicated:
-            return own_rows(x, self.team) if self.sharded else x
-        return reduce_scatter_rows(x, self.team) if self.sharded else reduce_from_team(x, self.team)
+        if not self.sharded:
+            return x if is_replicated or self.team.size == 1 else reduce_from_team(x, self.team)
+        return own_rows(x, self.team) if is_replicated else reduce_scatter_rows(x, self.team)
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:

@@ -200,7 +200,10 @@ class Mesh:
 
     def along(self, *axes: str) -> Team:
         """Returns the team of ranks that differ from this one only along these axes."""
-        return self._teams[self._needed(axes)]
+        if axes not in self._teams:
+            of_several = (axis for axis in AXES if axis in axes and getattr(self.spec, axis) > 1)
+            self._teams[axes] = self._teams[tuple(of_several)]
+        return self._teams[axes]
 
     def across(self, *axes: str) -> Team:
         """Returns the team of ranks that agree with this one along these axes."""
@@ -227,9 +230,6 @@ class Mesh:
             joined = ranks.movedim(AXES.index("sp"), AXES.index("fsdp") + 1).flatten(1, 2)
             self._torch_mesh = DeviceMesh("cpu", joined, mesh_dim_names=tuple(axis for axis in AXES if axis != "sp"))
         return self._torch_mesh[axes]
-
-    def _needed(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(axis for axis in AXES if axis in axes and getattr(self.spec, axis) > 1)
 
     def _new_team(self, axes: tuple[str, ...]) -> Team:
         """Creates the teams of all ranks and returns this rank's. Every rank must create all of them, in the same

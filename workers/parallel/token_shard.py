@@ -14,44 +14,27 @@ class TokenShard:
     Ranks along sp run equally many tokens, in order, and ranks along tp each score an equal part of these. With ring
     attention, a rank's tokens are `ring` positions apart (see SequenceSplit); otherwise they are contiguous. The end is
     padded with tokens of no sequence.
-
-    num_padded: the number of tokens with padding. tokens: those that this rank runs.
-    scored: those that it scores, and has the targets of. hidden: those whose final hidden states it has.
     """
 
     def __init__(self, num_tokens: int, mesh: Mesh, sharded: bool = False, ring: int = 1) -> None:
         """Computes the share. `sharded` says whether ranks along tp have hidden states only of the tokens that they
         score."""
-        self.num_tokens = num_tokens
-        self._ring = ring
-        self._sharded = sharded and mesh.along("tp").size > 1
-        self._scorers, self._among_tokens = mesh.along("sp", "tp"), mesh.along("tp")
-        each = -(-num_tokens // self._scorers.size)
-        self.num_padded = each * self._scorers.size
-        self.tokens = _part(self.num_padded, mesh.along("sp").index, mesh.along("sp").size, ring)
-        self.scored = _part(self.num_padded, self._scorers.index, self._scorers.size, ring)
-
-    @property
-    def is_all(self) -> bool:
-        return self._scorers.size == 1
-
-    @property
-    def is_first(self) -> bool:
+        runners, self._among_tokens, self._scorers = (mesh.along(*axes) for axes in (("sp",), ("tp",), ("sp", "tp")))
+        self._ring, self._sharded = ring, sharded and self._among_tokens.size > 1
+        self.is_all = self._scorers.size == 1
+        self.is_first = self._scorers.index == 0
         """True if this is the first of the ranks that run these tokens."""
-        return self._scorers.index == 0
-
-    @property
-    def hidden(self) -> slice:
-        return self.scored if self._sharded else self.tokens
-
-    @property
-    def own_of_tokens(self) -> slice | None:
-        """Returns which of the tokens that this rank runs are its own between linear layers, None = all."""
-        return self._scored_within(self.tokens) if self._sharded else None
-
-    @property
-    def num_padding(self) -> int:
-        return self.num_padded - self.num_tokens
+        self.num_tokens = num_tokens
+        self.num_padding = -num_tokens % self._scorers.size
+        self.num_padded = num_tokens + self.num_padding
+        self.tokens = _part(self.num_padded, runners.index, runners.size, ring)
+        """The tokens that this rank runs."""
+        self.scored = _part(self.num_padded, self._scorers.index, self._scorers.size, ring)
+        """The tokens that this rank scores, and has the targets of."""
+        self.hidden = self.scored if self._sharded else self.tokens
+        """The tokens whose final hidden states this rank has."""
+        self.own_of_tokens = self._scored_within(self.tokens) if self._sharded else None
+        """The places in `tokens` of this rank's own between linear layers, None = all."""
 
     def of_tokens(self, whole: Tensor) -> Tensor:
         """Selects the tokens that this rank runs from [num_tokens, ...]."""
@@ -115,7 +98,8 @@ def num_tokens_in(tokens: slice) -> int:
 
 def overlap(tokens: slice, start: int, stop: int) -> slice:
     """Returns which of `tokens`, counted from their first, are in start:stop."""
-    step, number = tokens.step or 1, num_tokens_in(tokens)
+    step = tokens.step or 1
+    number = len(range(tokens.start, tokens.stop, step))
     first, end = (min(max(0, -((tokens.start - bound) // step)), number) for bound in (start, stop))
     return slice(first, end)
 

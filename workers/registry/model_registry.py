@@ -1,33 +1,40 @@
-"""Holds the models of this rank's runs and samplers by id: adapters, full weights, and draft models."""
+"""Holds the models of this rank's runs and samplers by id: adapters, full weights, and models of plugins' kinds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from typing import Protocol
 
 from ...schemas.errors import OperationError
-from ...schemas.models import DraftConfig, FullConfig, TrainingConfig
-from ..drafts.algorithms.draft_programs import DraftProgram
-from ..drafts.draft_model import DraftModel
-from ..drafts.groups import DraftGroups
-from ..drafts.version import base_version, learned_version
+from ...schemas.models import FullConfig, LoraConfig, TrainingConfig
 from ..full import FullWeights
 from ..lora import Adapter, LoraLayers
 from ..models.model import BaseModel
 from ..programs.policy import POLICY
+from ..protocol.calls import RunInfo
 from ..protocol.worker_config import OptimizerStateDtype
-from ..state.moments import MOMENTS
+from ..state.moments import MOMENTS, MomentFormat
 from ..state.program import Program
 from ..state.residency import Residency
 from ..state.trainable import Trainable
 from ..state.vectors import FORWARD_VECTORS, STEP_VECTORS
 
-KINDS = (Adapter.kind, FullWeights.kind, DraftModel.kind)
+KINDS = (Adapter.kind, FullWeights.kind)
+
+
+class ModelKind(Protocol):
+    """Builds models of a kind that a plugin adds. name: in accounts of memory, as Trainable.kind."""
+
+    name: str
+
+    def build(
+        self, training: TrainingConfig, program: Program, moments: MomentFormat, is_trained: bool = True
+    ) -> Trainable: ...
 
 
 class ModelRegistry:
     """Builds models, finds them by id, and keeps those that a pass needs on the device.
 
-    lora: the layers that adapters target. residency: where the models are.
+    lora: the layers that adapters target. residency: where the models are. kinds: of plugins, by training config.
     """
 
     def __init__(
@@ -37,7 +44,7 @@ class ModelRegistry:
         residency: Residency | None = None,
         max_full_models: int = 0,
         optimizer_states: OptimizerStateDtype = "float32",
-        draft_groups: DraftGroups | None = None,
+        kinds: Mapping[type[TrainingConfig], ModelKind] | None = None,
     ) -> None:
         """Creates an empty registry.
 
@@ -45,15 +52,14 @@ class ModelRegistry:
             residency: None = all models stay on the device.
             max_full_models: the number of models with full weights from which `make_room` refuses another copy. The
                 server limits how many runs are created.
-            optimizer_states: of full weights and drafts; those of adapters are float32.
-            draft_groups: the ranks that train the drafts, None = this rank alone.
+            optimizer_states: of all models but adapters, whose are float32.
         """
         self._base = base
         self.lora = lora
         self.residency = residency or Residency(base.device, dict.fromkeys(KINDS))
         self._max_full_models = max_full_models
         self._moments = MOMENTS[optimizer_states]
-        self._draft_groups = draft_groups or DraftGroups.alone()
+        self.kinds = kinds or {}
         self._models: dict[str, Trainable] = {}
 
     def __contains__(self, model_id: str) -> bool:
@@ -69,18 +75,10 @@ class ModelRegistry:
         except KeyError:
             raise KeyError(f"no model {model_id!r} on this rank") from None
 
-    def draft(self, model_id: str) -> DraftModel:
-        """Returns the draft like `get`."""
-        model = self.get(model_id)
-        assert isinstance(model, DraftModel)
-        return model
-
-    def is_draft(self, model_id: str) -> bool:
-        return isinstance(self._models.get(model_id), DraftModel)
-
     def is_exclusive(self, model_id: str) -> bool:
         """True if the model cannot share micro-batches with other models."""
-        return isinstance(self._models.get(model_id), FullWeights | DraftModel)
+        model = self._models.get(model_id)
+        return model is not None and model.runs_alone
 
     @property
     def has_full(self) -> bool:
@@ -89,7 +87,7 @@ class ModelRegistry:
 
     @contextmanager
     def resident(self, model_ids: Sequence[str], wanted: frozenset[str] = STEP_VECTORS) -> Iterator[list[Trainable]]:
-        """Keeps the wanted vectors of these models, and the targets of drafts among them, on the device while inside.
+        """Keeps the wanted vectors of these models, and the models that their trunks use, on the device while inside.
 
         At most as many models as there are slots. Adapters, which are small, are always loaded as a whole.
 
@@ -103,30 +101,31 @@ class ModelRegistry:
         with self.residency.holding(vectors):
             yield models
 
-    def build(self, training: TrainingConfig, program: Program = POLICY, trains_drafts: bool = True) -> Trainable:
+    def build(self, training: TrainingConfig, program: Program = POLICY) -> Trainable:
         """Returns a model with zero weights and no id yet.
 
-        Args:
-            trains_drafts: whether all ranks train a draft together; otherwise each rank has one for itself, which only
-                proposes tokens.
         Raises:
             OperationError: the rank is too high, nothing is trainable, or the base model does not support it.
         """
         if isinstance(training, FullConfig):
             return FullWeights(training, self._base, program, self._moments)
-        if isinstance(training, DraftConfig):
-            assert isinstance(program, DraftProgram)
-            groups = self._draft_groups if trains_drafts else DraftGroups.alone()
-            draft = DraftModel(training, self._base, program, self._moments, groups, trains_drafts)
-            draft.target_version = self._base_version
-            return draft
-        return self.lora.build(training, program)
+        if isinstance(training, LoraConfig):
+            return self.lora.build(training, program)
+        return self.kinds[type(training)].build(training, program, self._moments)
 
     def build_initialized(self, training: TrainingConfig, program: Program = POLICY) -> Trainable:
         """Returns a freshly initialized model without an id yet. Raises as `build`."""
         model = self.build(training, program)
         model.initialize()
         return model
+
+    def describe(self, model: Trainable) -> RunInfo:
+        """Describes a new run's model."""
+        num_trained = model.layout.num_weights if model.program.trains else 0
+        if not isinstance(model, Adapter):
+            return RunInfo(num_trained, (), model.training, model.feature_bytes)
+        names, frozen = tuple(target.name for target in model.targets), self.lora.frozen_experts(model.lora)
+        return RunInfo(num_trained, names, model.training, not_adapted=model.not_adapted, frozen_experts=frozen)
 
     def copy_weights(self, model_id: str) -> Trainable:
         """Returns a copy of the model's weights as a model without an id yet. Raises as `resident`."""
@@ -184,31 +183,13 @@ class ModelRegistry:
         return model is not None and sum(other is model for other in self._models.values()) > 1
 
     def drop(self, model_id: str) -> None:
-        """Removes an id, and a draft's target. Ignores unknown ids; a model with another id stays."""
+        """Removes an id, and the model that its trunk uses. Ignores unknown ids; a model with another id stays."""
         model = self._models.pop(model_id, None)
         if model is None:
             return
-        self.drop(target_id(model_id))
+        self.drop(trunk_id(model_id))
         if all(model is not other for other in self._models.values()):
             self.residency.remove(model)
-
-    def set_target(self, draft_id: str, target: Trainable | None, version: str) -> None:
-        """Sets the draft's target to this model, for which there is room; None means the bare base model.
-
-        Args:
-            version: the target's version.
-        """
-        draft = self.draft(draft_id)
-        if target is not None:
-            target = self.put(target_id(draft_id), target)
-        else:
-            self.drop(target_id(draft_id))
-        draft.target, draft.target_version = target, version
-
-    def version_of(self, target: Trainable | None) -> str:
-        """Returns the version of this rank's part of the target, which must be on the device. None = the bare base
-        model."""
-        return self._base_version if target is None else learned_version(self._base_version, target)
 
     def with_weights_of(self, models: Sequence[Trainable], learns: bool = False) -> AbstractContextManager[None]:
         """Gives the base model the weights of the model among these that has full weights, while inside; it must run
@@ -218,16 +199,12 @@ class ModelRegistry:
             learns: whether backward passes add to its gradients.
         """
         of_trunk = [model.trunk_model for model in models]
-        own = next((model for model in of_trunk if isinstance(model, FullWeights)), None)
+        own = next((model for model in of_trunk if model is not None and model.replaces_base), None)
         if own is None:
             return nullcontext()
         assert all(model is own for model in of_trunk), "a model with weights of its own runs alone"
         learns = learns and own in models
         return self._base.with_weights(own.vectors.weight_views(), own.gradients.of_lane().views if learns else None)
-
-    @cached_property
-    def _base_version(self) -> str:
-        return base_version(self._base)
 
     def _check_full_models(self, model_id: str) -> None:
         """Raises OperationError if a copy with this id would exceed the limit on models with full weights."""
@@ -241,6 +218,6 @@ class ModelRegistry:
             )
 
 
-def target_id(draft_id: str) -> str:
-    """Returns the id under which a draft's target is held."""
-    return f"{draft_id}:target"
+def trunk_id(model_id: str) -> str:
+    """Returns the id of the other model that a model's trunk uses, if any."""
+    return f"{model_id}:target"

@@ -20,7 +20,8 @@ class ThreadCount:
     """Sets the number of threads of a pass.
 
     A decode step is hundreds of short operations; if threads shared each one, they would mostly wait for each other to
-    wake up. alone: whether one thread now does everything but large products. most: the number of threads available.
+    wake up. alone: whether one thread now does everything but large products, which run inside `all_threads`. most: the
+    number of threads available.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,10 +40,6 @@ class ThreadCount:
             readings = num_weights * max(1, num_tokens / _TOKENS_PER_READING) + num_cached
             self.alone = readings * _MICROSECONDS_PER_NUMBER < _MAX_ALONE
             torch.set_num_threads(1 if self.alone else self.most)
-
-    def pays_for(self, num_multiplications: int) -> bool:
-        """True if a product of this size should run inside `all_threads`."""
-        return self.alone and num_multiplications > WORTH_ALL
 
     @contextmanager
     def all_threads(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from ..protocol.calls import Failure, SampledPart, SampleJob
 from .requests.jobs import NOWHERE, Job, SequenceState, check_spec
 from .requests.lazy_tokenizer import LazyTokenizer
 from .requests.sequence_table import EndReason
-from .sequence_scheduler import SequenceScheduler
+from .scheduler import SequenceScheduler
 
 
 class ActiveJobs:

@@ -14,8 +14,7 @@ from ..protocol.calls import Failure, SampleJob, SamplingSlice, SliceResult
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
 from ..state.vectors import FORWARD_VECTORS
-from .native_sampler import NativeSampler
-from .shared_state import SharedState
+from .native_sampler import NativeSampler, SharedState
 
 
 @dataclass

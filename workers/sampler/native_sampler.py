@@ -7,8 +7,8 @@ tokens.
 """
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -17,32 +17,43 @@ from ..heads import LogprobHead
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
 from ..protocol.calls import Failure, SamplingSlice, SliceResult
+from ..protocol.plugins import plugin_rows
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
 from .active_jobs import ActiveJobs
-from .decoding.batch import Batch, DecodeBatch, DraftTokensPart, PrefillChunk
-from .decoding.decode_loop import DecodeLoop
-from .decoding.decode_rows import DecodeRows
+from .cache.cache import KVCache
 from .decoding.rank_sync import RankSync
-from .decoding.sampling_batch import SamplingBatch
-from .decoding.step_graph import StepGraphs
-from .draft_verifier import DraftVerifier
-from .model_runner import ModelRunner, PassOutput
-from .requests.jobs import SequenceState
-from .requests.sequence_table import SequenceTable
-from .sequence_scheduler import KVCacheFull, SequenceScheduler
-from .sequence_slots import SequenceSlots
-from .shared_state import SharedState
+from .recorder import TokenRecorder
+from .requests.lazy_tokenizer import LazyTokenizer
+from .runner import ModelRunner
+from .sampled_flops import SampledFlops
+from .scheduler import KVCacheFull, SequenceScheduler
 from .slice_models import SliceModels
-from .speculation.speculative_decoder import SpeculativeDecoder
-from .token_recorder import TokenRecorder
+from .slots import SequenceSlots, WeightVersions
+from .speculation import NewProposer, Proposer
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """The parts that all samplers of a rank share. Caches of drafts use the cache's budget."""
+
+    cache: KVCache
+    new_proposer: NewProposer
+    weight_versions: WeightVersions
+    text: LazyTokenizer
+    flops: SampledFlops
+
+    @classmethod
+    def of(cls, base: BaseModel, models: ModelRegistry, config: WorkerConfig) -> "SharedState":
+        cache = KVCache.of(base, config)
+        with_drafts = plugin_rows("workers.drafts.rows", "PROPOSERS").get("drafts")
+        new_proposer = with_drafts(base, models, cache.budget) if with_drafts else lambda head, ranks: Proposer()
+        text = LazyTokenizer(config.model.source, base)
+        return cls(cache, new_proposer, WeightVersions(models), text, SampledFlops(base, models))
 
 
 class NativeSampler:
-    """Samples on one rank: `slice` works on its jobs; between slices they can only be parked, failed or forgotten.
-
-    graphs: captures decode steps; None if they are not captured.
-    """
+    """Samples on one rank: `slice` works on its jobs; between slices they can only be parked, failed or forgotten."""
 
     def __init__(
         self,
@@ -60,27 +71,16 @@ class NativeSampler:
             shared: None if there are no other samplers.
         """
         shared = shared or SharedState.of(base, models, config)
+        self._base, self._registry = base, models
+        self._ranks = ranks = RankSync(mesh or Mesh())
         head = LogprobHead(base, config.head_chunk_tokens)
-        self._base, self._registry, self._limits, self._config = base, models, limits, config
-        mesh = mesh or Mesh()
-        self._ranks = RankSync(mesh)
-        # Exchanges between ranks are not captured.
-        is_captured = base.device.type == "cuda" and not mesh.has_forward_collectives
-        self.graphs = StepGraphs(base.device) if is_captured else None
-        self._speculation = SpeculativeDecoder(base, models, head, self._ranks, shared.draft_caches)
-        slots = SequenceSlots(shared.cache, self._speculation, shared.weight_versions)
-        self._scheduler = SequenceScheduler(slots, self._speculation, config, base)
-        self._jobs = ActiveJobs(self._scheduler, limits, shared.text, self._ranks.is_leader)
-        self._models = SliceModels(models, config, self._jobs, self._scheduler, self._speculation, self._ranks)
-        self._runner = ModelRunner(base, models, head, self._ranks, shared.cache)
-        self._recorder = TokenRecorder(self._scheduler, self._jobs, self._ranks)
-        self._flops = shared.flops
-        self._verifier = DraftVerifier(
-            self._scheduler, self._speculation, self._runner, self._recorder, self._ranks, self._flops
-        )
-        self._sampling: SamplingBatch | None = None
-        self._loop: DecodeLoop | None = None
-        self._rows: DecodeRows | None = None
+        self._proposer = proposer = shared.new_proposer(head, ranks)
+        slots = SequenceSlots(shared.cache, proposer, shared.weight_versions)
+        self._scheduler = SequenceScheduler(slots, proposer, config, base)
+        self._jobs = ActiveJobs(self._scheduler, limits, shared.text, ranks.is_leader)
+        self._models = SliceModels(models, config, self._jobs, self._scheduler, proposer, ranks)
+        self._runner = ModelRunner(base, models, limits, config, head, proposer, ranks, shared.cache)
+        self._recorder = TokenRecorder(self._scheduler, self._jobs, proposer, ranks, shared.flops)
 
     def slice(self, work: SamplingSlice) -> SliceResult:
         """Adds and cancels jobs, and samples until the time budget is spent. Cancelled jobs get no result.
@@ -116,17 +116,17 @@ class NativeSampler:
         """Forgets jobs and cached prefixes. The jobs get no result."""
         self._jobs.clear()
         self._scheduler.clear()
-        self._forget_tensors()
+        self._runner.forget()
+        self._recorder.forget()
 
     def park(self) -> None:
         """Frees the cache slots of its jobs, which continue at the next slice."""
         self._scheduler.preempt_all()
-        self._forget_tensors()
+        self._runner.forget()
 
     def forget_plan(self) -> None:
         """Drops tensors derived from the current weights; the next step rebuilds them."""
         self._runner.forget_plan()
-        self._loop = self._rows = None
 
     @property
     def num_jobs(self) -> int:
@@ -149,102 +149,22 @@ class NativeSampler:
             held.enter_context(self._base.gathered())
             deadline += time.monotonic() - began  # else gathering could leave little time for steps
             while not self._scheduler.is_idle:
-                has_run = self._iterate(deadline)
+                has_run = self._step()
                 if self._ranks.is_over(deadline) or not has_run:
                     break
+            self._recorder.write_back()
         if not self._scheduler.table.num_lines:
-            # The table may have grown for one long sample; the plan and the batch keep adapters and jobs alive.
-            self._scheduler.table = SequenceTable()
-            self._forget_tensors()
+            # The plan and the batch keep adapters and jobs alive.
+            self._scheduler.forget_tensors()
+            self._runner.forget()
 
-    def _iterate(self, deadline: float) -> bool:
-        """Runs one iteration. Returns False if nothing could run, as when other samplers fill the cache."""
+    def _step(self) -> bool:
+        """Returns False if nothing could run, as when other samplers fill the cache."""
         try:
-            self._scheduler.make_room_for_drafts()
-            proposed = self._speculation.propose(self._scheduler.with_drafts(), self._scheduler.table)
-            batch = self._scheduler.next_batch(proposed)
+            batch = self._scheduler.schedule()
         except KVCacheFull as error:
             self._jobs.fail(error.sequence.job.spec.job_id, error.message, error.category)
             return True
-        if batch.decoding is not None and not batch.parts:
-            self._decode(batch.decoding, deadline)
-        elif batch.num_tokens:
-            captured = self._speculation.captured([part.sequence for part in batch.parts])
-            self._flops.add_batch(batch, self._scheduler.table)
-            output = self._runner.run(batch, self._scheduler.table, captured)
-            self._extend(batch, output)
-            self._verifier.verify(batch, proposed, output)
+        if batch.num_tokens:
+            self._recorder.update(batch, self._runner.run(batch))
         return batch.num_tokens > 0
-
-    def _decode(self, decoding: DecodeBatch, deadline: float) -> None:
-        """Runs decode steps until a sequence ends or may outgrow its slot."""
-        if self._sampling is None or self._sampling.sequences is not decoding.sequences:
-            self._sampling = self._sampling_batch(decoding.sequences)
-        loop, self._loop = self._loop, None
-        if loop is None or not loop.continues(decoding):
-            rows = self._rows_for(decoding)
-            loop = DecodeLoop(decoding, self._sampling, self._scheduler.table, self._base.device, rows)
-        num_run, num_steps = self._scheduler.table.length[self._sampling.lines] - 1, 0
-        rows = loop.rows
-        with self._runner.applied(rows.adapter_spans, len(rows.tokens), rows.plan) as rows.plan:
-            while True:
-                sampled = self._runner.decode_step(loop)
-                num_steps += 1
-                has_more = loop.accept(sampled.chosen)
-                if not has_more or self._ranks.is_over(deadline):
-                    break
-        loop.write_back()
-        self._flops.add_steps(self._sampling.adapter_spans, num_run, num_steps)
-        if not has_more:
-            self._recorder.append(sampled)
-        else:
-            self._loop = loop
-
-    def _rows_for(self, decoding: DecodeBatch) -> DecodeRows:
-        if self._rows is None or not self._rows.give_to(decoding, self._scheduler.table):
-            self._rows = None  # frees the memory of its graph
-            self._rows = DecodeRows(decoding, self._scheduler.table, self._base.device, self.graphs)
-        return self._rows
-
-    def _extend(self, batch: Batch, output: PassOutput) -> None:
-        """Samples the next token of every sequence whose known tokens have all run, except those with draft tokens."""
-        sequences = list(batch.decoding.sequences) if batch.decoding is not None else []
-        last = list(range(len(sequences)))
-        for start, part in zip(batch.starts(), batch.parts, strict=True):
-            if isinstance(part, DraftTokensPart):
-                continue
-            self._end_chunk(part, start, output)
-            if part.is_last and part.prefill.samples_next:
-                sequences += part.prefill.sequences
-                last += [start + part.length - 1] * len(part.prefill.sequences)
-        if sequences:
-            sampling = self._sampling_batch(sequences)
-            self._flops.add_scored(sampling.adapter_spans)
-            hidden = output.hidden[self._runner.tensor(last)]
-            self._recorder.append(self._runner.sample(sampling, hidden, sampling.noise()))
-
-    def _end_chunk(self, part: PrefillChunk, start: int, output: PassOutput) -> None:
-        """Records that a part of a prompt has run.
-
-        A prompt is scored once per job: later samples may be prefilled separately or again.
-
-        Args:
-            start: the index of its first token in the packed row.
-        """
-        rows, prefill = slice(start, start + part.length), part.prefill
-        if part.cached and part.sequence.needs_cache and self._speculation.uses_draft(part.sequence):
-            self._speculation.observe(part.sequence, part.start, rows, output.captured, prefill.tokens)
-        if (scores := prefill.job.scores) is not None:
-            logits_of = self._runner.logits_with(prefill.job.adapter_id)
-            scores.score(part.start, output.hidden[rows], logits_of, self._config.head_chunk_tokens)
-        prefill.computed = part.stop
-        self._scheduler.slots.store_chunk(part)
-        if part.is_last:
-            self._scheduler.end_prefill(prefill)
-
-    def _sampling_batch(self, sequences: Sequence[SequenceState]) -> SamplingBatch:
-        return SamplingBatch(sequences, self._scheduler.table, self._limits.vocab_size, self._base.device)
-
-    def _forget_tensors(self) -> None:
-        self._runner.forget_plan()
-        self._sampling = self._loop = self._rows = None

@@ -11,8 +11,8 @@ from ..models.model import BaseModel
 from ..registry.model_registry import ModelRegistry
 from ..shapes.layouts.flops import ModelFlops, OwnFlops
 from ..shapes.model_shape import ModelShape
-from .decoding.batch import AdapterSpan, Batch, PrefillChunk
-from .requests.sequence_table import SequenceTable
+from .decoding.batch import Batch
+from .decoding.metadata import AdapterSpan, adapter_spans
 
 _BASE = OwnFlops()
 
@@ -48,14 +48,14 @@ class SampledFlops:
         self.add(spans, lengths, lengths + num_steps)
         self.add_scored(spans)
 
-    def add_batch(self, batch: Batch, table: SequenceTable) -> None:
-        """Counts the tokens of a packed row below the head, except for parts with draft tokens."""
-        if chunks := [part for part in batch.parts if isinstance(part, PrefillChunk)]:
-            spans = [AdapterSpan(part.sequence.job.adapter_id, part.length) for part in chunks]
-            self.add(spans, np.array([part.start for part in chunks]), np.array([part.stop for part in chunks]))
-        if batch.decoding is not None:
-            lengths = table.length[batch.decoding.lines]
-            self.add(batch.decoding.adapter_spans, lengths - 1, lengths)
+    def add_batch(self, batch: Batch) -> None:
+        """Counts the tokens of a packed row below the head, except for draft tokens."""
+        if chunks := [chunk for chunk in batch.chunks if chunk.draft is None]:
+            spans = [AdapterSpan(chunk.sequence.job.adapter_id, chunk.length) for chunk in chunks]
+            self.add(spans, np.array([chunk.start for chunk in chunks]), np.array([chunk.stop for chunk in chunks]))
+        if batch.decoding:
+            lengths = batch.table.length[batch.lines]
+            self.add(adapter_spans((each.job.adapter_id, 1) for each in batch.decoding), lengths - 1, lengths)
 
     def _own(self, span: AdapterSpan) -> OwnFlops:
         model = None if span.adapter_id is None else self._models.get(span.adapter_id)

@@ -1,7 +1,7 @@
 """Loads the adapters and drafts of a slice to the device."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from itertools import islice
 
 from ...schemas.errors import OperationError
@@ -11,9 +11,8 @@ from ..state.vectors import FORWARD_VECTORS
 from .active_jobs import ActiveJobs
 from .decoding.rank_sync import RankFailures, RankSync
 from .requests.jobs import SequenceState
-from .sequence_scheduler import SequenceScheduler
-from .speculation.payoff import may_use_draft
-from .speculation.speculative_decoder import SpeculativeDecoder
+from .scheduler import SequenceScheduler
+from .speculation import Proposer
 
 
 class SliceModels:
@@ -25,11 +24,11 @@ class SliceModels:
         config: WorkerConfig,
         jobs: ActiveJobs,
         scheduler: SequenceScheduler,
-        speculation: SpeculativeDecoder,
+        proposer: Proposer,
         ranks: RankSync,
     ) -> None:
         self._models, self._config, self._ranks = models, config, ranks
-        self._jobs, self._scheduler, self._speculation = jobs, scheduler, speculation
+        self._jobs, self._scheduler, self._proposer = jobs, scheduler, proposer
 
     def load(self, held: ExitStack) -> None:
         """Holds the slice's models on the device until `held` closes. The scheduler then admits only their sequences.
@@ -61,16 +60,9 @@ class SliceModels:
 
     def _load_drafts(self, held: ExitStack) -> dict[str, bool]:
         """Loads the drafts of this slice, as many as the device holds. Returns which of them loaded."""
-        wanted = dict.fromkeys(
-            sequence.job.spec.draft_id for sequence in [*self._scheduler.with_drafts(), *self._draft_candidates()]
-        )
-        known = [one for one in wanted if one is not None and self._models.is_draft(one)]
-        is_loaded = dict.fromkeys(known[: self._config.full_slots], False)
-        for draft_id in is_loaded:
-            with suppress(OperationError):
-                held.enter_context(self._models.resident([draft_id], FORWARD_VECTORS))
-                is_loaded[draft_id] = True
-        return is_loaded
+        users = [*self._scheduler.with_drafts(), *self._draft_candidates()]
+        wanted = (sequence.job.spec.draft_id for sequence in users)
+        return self._proposer.load(wanted, self._config.full_slots, held)
 
     def _draft_candidates(self) -> list[SequenceState]:
         """Returns one sequence of each job that a draft may serve, if the job has one."""
@@ -78,7 +70,7 @@ class SliceModels:
         return [sequence for sequence in of_jobs if sequence is not None]
 
     def _may_start_drafting(self, sequence: SequenceState) -> bool:
-        return self._scheduler.is_pending(sequence) and may_use_draft(sequence)
+        return self._scheduler.is_pending(sequence) and sequence.may_use_draft
 
     def _agree(self, drafts: Mapping[str, bool]) -> None:
         """Merges failures over the ranks that decode together.
@@ -89,7 +81,7 @@ class SliceModels:
         merged = self._ranks.merge_failures(RankFailures(self._jobs.failures, missing))
         for job_id, failure in merged.failures.items():
             self._jobs.fail(job_id, failure.message, failure.category)
-        self._speculation.serve([draft_id for draft_id in drafts if draft_id not in merged.missing_drafts])
+        self._proposer.serve([draft_id for draft_id in drafts if draft_id not in merged.missing_drafts])
         for sequence in self._scheduler.with_drafts():
-            if not self._speculation.is_ready(sequence):
+            if not self._proposer.is_ready(sequence):
                 self._scheduler.stop_drafting(sequence)

@@ -388,7 +388,7 @@ def _extends(kind: str, model_type: str, *, is_of_all_layers: bool) -> bool:
         case "linear" | "proportional":
             return not model_type.startswith("gemma3")  # its max_position_embeddings is the whole
         case "dynamic":
-            # Only these are made to rotate all lengths alike (long_rotations.py).
+            # Only these are made to rotate all lengths alike (models/loading.py).
             return is_of_all_layers and model_type in FAMILIES
         case _:
             return kind == "yarn"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .families import FAMILIES
+from .families.defaults import TEXT_PARTS as TEXT_PART_DEFAULTS
 
 # Further model_types. They run with transformers' modules and give the same numbers packed, alone and sampled.
 # tests/workers/models/test_survey.py checks each of them, and all others of transformers.
@@ -95,6 +96,11 @@ TEXT_MODELS = frozenset({"idefics2", "idefics3", "smolvlm"})
 # Those whose files have the matrices of a layer's experts in one tensor of [experts, in, out].
 TRANSPOSED_EXPERTS = frozenset({"qwen3_vl_moe"})
 
+# Defaults of the part for text in place of those of its type, in addition to what transformers' config classes declare.
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    whole: {"head_dim": None, "partial_rotary_factor": 1.0} for whole in ("glm46v", "glm4v", "glmga")
+}
+
 # Settings that the part for text has without saying so.
 _TEXT_SETTINGS: Mapping[str, Mapping[str, object]] = {
     **{whole: {"attention_bias": True} for whole in ("glm46v", "glm4v", "glmga")},
@@ -102,81 +108,6 @@ _TEXT_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "gemma4_unified": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
     "glm4v_moe": {"use_qk_norm": False},
     "qwen3_vl_moe": {"norm_topk_prob": True},
-}
-
-# Values of fields that the text part of a config.json may leave out, where they are not the family's: by its type, or
-# by the model_type of a whole whose text part has a type or defaults of its own.
-_LLAMA: Mapping[str, object] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
-_QWEN: Mapping[str, object] = {**_LLAMA, "vocab_size": 151936, "intermediate_size": 22016}
-_GLM4V: Mapping[str, object] = {
-    "hidden_size": 4096,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "head_dim": None,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 1.0,
-}
-_QWEN2_VL: Mapping[str, object] = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_window_layers": 80,
-}
-_TEXT_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    "exaone4": {"hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "gemma3_text": {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
-    "gemma4_unified": {"max_position_embeddings": 262144, "sliding_window": 1024},
-    "llama": _LLAMA,
-    "mistral": {**_LLAMA, "intermediate_size": 14336},
-    "qwen2": _QWEN,
-    "qwen3": _QWEN,
-    "glm46v": _GLM4V,
-    "glm4v": _GLM4V,
-    "glmga": _GLM4V,
-    "glm4v_moe": {
-        "vocab_size": 151424,
-        "hidden_size": 4096,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "attention_bias": True,
-        "max_position_embeddings": 65536,
-    },
-    "qwen2_5_vl": _QWEN2_VL,
-    "qwen2_vl": _QWEN2_VL,
-    "qwen3_vl": {**_QWEN, "max_position_embeddings": 128000},
-    "qwen3_vl_moe": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "max_position_embeddings": 128000,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 4,
-        "num_local_experts": 60,
-    },
-    "voxtral": {
-        "vocab_size": 131072,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-    },
 }
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
@@ -242,12 +173,9 @@ def text_settings(whole: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def text_defaults(whole: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns values of fields that the text part of a model's config.json may leave out, in addition to the
-    family's. Those of a model that is only for text are the family's alone."""
+    """Returns values of fields that the text part of a model's config.json may leave out, where the family's differ."""
     model_type = str(whole.get("model_type"))
-    if model_type not in TEXT_PARTS:
-        return {}
-    return _TEXT_DEFAULTS.get(model_type) or _TEXT_DEFAULTS.get(text_type_of(whole), {})
+    return {**TEXT_PART_DEFAULTS.get(model_type, {}), **_TEXT_DEFAULTS.get(model_type, {})}
 
 
 def unsupported_setting(model_type: str, config: Mapping[str, object]) -> str | None:

@@ -25,13 +25,6 @@ class GradientWindow:
     losses: dict[str, float] = field(default_factory=dict)
     refused: str | None = None
 
-    def add(self, num_tokens: int, weight_sum: float, losses: Mapping[str, float]) -> None:
-        self.num_operations += 1
-        self.num_tokens += num_tokens
-        self.weight_sum += weight_sum
-        for name, value in losses.items():
-            self.losses[name] = self.losses.get(name, 0.0) + value
-
 
 class Gradients:
     """Adds an operation's gradients to scratch, and from there, if it succeeds, to the accumulator: float32 [P], or
@@ -117,7 +110,12 @@ class Gradients:
             self.accumulator.add_(self.scratch)
         else:
             self._vectors.rename("scratch", "accumulator")
-        self.window.add(num_tokens, weight_sum, losses or {})
+        window = self.window
+        window.num_operations += 1
+        window.num_tokens += num_tokens
+        window.weight_sum += weight_sum
+        for name, value in (losses or {}).items():
+            window.losses[name] = window.losses.get(name, 0.0) + value
 
     def _commit_part(self, zero: ZeroShards) -> None:
         scratch = self._vectors.take("scratch")

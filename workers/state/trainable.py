@@ -40,6 +40,15 @@ class Trainable(ABC):
     # Models next to each other in a micro-batch run faster if they agree in this: the adapted layers, and the rank.
     batching_key: tuple[tuple[bool, ...], int] = (), 0
 
+    # True if passes use its weights in place of the base's.
+    replaces_base = False
+
+    # True if its passes share no micro-batches with those of other models.
+    runs_alone = False
+
+    # The bytes of a token's features that passes store for it.
+    feature_bytes = 0
+
     # The operations of its passes in addition to the base's; None if they are not counted.
     flops: OwnFlops | None = None
 
@@ -85,11 +94,6 @@ class Trainable(ABC):
     def trunk_model(self) -> "Trainable | None":
         """The model whose weights the trunk uses when this one runs; None for the base's own weights."""
         return self
-
-    @property
-    def missing_state(self) -> str | None:
-        """The state that is missing for scoring anything with it, in words; None if complete."""
-        return None
 
     @property
     def weights(self) -> Tensor:

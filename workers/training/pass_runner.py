@@ -11,18 +11,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from ...schemas.errors import OperationError
-from ...schemas.training import FeatureLocation
 from ..batch.micro_batch import MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..batch.partial_result import PartialResult
-from ..batch.validated import ModelLimits, validate_request
-from ..drafts.sequences.captured_features import CapturedFeatures
-from ..heads import LogprobHead
-from ..losses import CAPTURES
+from ..batch.validated import ModelLimits
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
 from ..protocol.calls import Failure, OperationPart, PartAnswer
 from ..protocol.log_lines import log_remote_failure
+from ..protocol.plugins import plugin_rows
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
 from ..resources.device_speed import DeviceSpeed
@@ -31,10 +30,7 @@ from ..resources.memory import bounded_memory
 from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
 from ..state.trainable import Trainable
-from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
-from .draft_pass import DraftPassRunner
-from .feature_capture import CapturingPassRunner
 from .rank_operation import RankOperation
 from .rounds import rounds
 from .scoring_pass import RunMicroBatch, ScoringPassRunner
@@ -43,7 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class PassStrategy(Protocol):
-    """Runs the micro-batches of a round, in one way for each kind of model."""
+    """Runs the micro-batches of a round in its own way."""
+
+    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+        """Validates the part's data into `operation.batch`, and finds what else it needs for `operation.prepared`.
+
+        Raises OperationError if the part cannot run.
+        """
+        ...
 
     def plan(self, operations: Sequence[RankOperation]) -> Any:
         """Returns what the ranks that share collectives must know of each other's operations before they run."""
@@ -101,9 +104,8 @@ class PassRunner:
         self._lanes = Lanes(base.device)
         self._max_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self.scoring = ScoringPassRunner(base, models.lora, mesh, config.head_chunk_tokens)
-        head = LogprobHead(base, config.head_chunk_tokens)
-        self._capturing = CapturingPassRunner(base, models, self.scoring, head)
-        self._draft_passes = DraftPassRunner(base, models, mesh, head, self.scoring.shard_of)
+        others = plugin_rows("workers.drafts.rows", "STRATEGIES").items()
+        self.strategies: Mapping[str, PassStrategy] = {name: make(base, models, self.scoring) for name, make in others}
         self._token_budget = config.micro_batch_tokens
         self._exclusive_budget = exclusive_tokens or config.micro_batch_tokens
         self._max_runs = config.adapter_slots
@@ -114,16 +116,19 @@ class PassRunner:
         answers: dict[int, PartAnswer] = {}
         for members in rounds(parts, self._max_runs, self._models.is_exclusive):
             started = time.perf_counter()
-            operations = [self._begin(parts[i]) for i in members]
             strategy = self._strategy([parts[i] for i in members])
+            operations = [self._begin(parts[i], strategy) for i in members]
             if self._mesh.has_forward_collectives:
                 self._run_coupled(operations, strategy)
             else:
                 self._run_or_split(operations, strategy)
             of_ranks = self._mesh.all_gather_object([each.result(self._mesh.is_leader) for each in operations])
             results = [PartialResult.merge(of_part) for of_part in zip(*of_ranks, strict=True)]
-            if self._speed is not None:
-                _record(results, self._speed, time.perf_counter() - started)
+            if self._speed is not None and (achieved := sum(result.flops for result in results)):
+                seconds = time.perf_counter() - started
+                self._speed.record("training", achieved, seconds)
+                for result in results:
+                    result.achieved, result.possible = achieved, seconds * self._speed.peak
             for i, operation, result in zip(members, operations, results, strict=True):
                 answers[i] = self._finish(operation, result)
         return tuple(answers[i] for i in range(len(parts)))
@@ -134,13 +139,13 @@ class PassRunner:
 
     def _strategy(self, parts: Sequence[OperationPart]) -> PassStrategy:
         """Returns how the parts of a round run; the same on all ranks, whichever of them fail there."""
-        if self._models.is_draft(parts[0].request.model_id):
-            return self._draft_passes
-        locations = [part.request.features for part in parts]
-        captures = any(each is not None and each.draft is not None for each in locations)
-        return self._capturing if captures else self.scoring
+        run_id, locations = parts[0].request.model_id, [part.request.features for part in parts]
+        if any(location is not None and location.draft is not None for location in locations):
+            return self.strategies.get("captures", self.scoring)
+        kind = self._models.get(run_id).kind if run_id in self._models else ""
+        return self.strategies.get(kind, self.scoring)
 
-    def _begin(self, part: OperationPart) -> RankOperation:
+    def _begin(self, part: OperationPart, strategy: PassStrategy) -> RankOperation:
         """Returns the part's operation; it has failed already if it cannot run."""
         operation = self._unfinished.get(part.operation_id) if part.first_datum else None
         if operation is None:
@@ -148,41 +153,30 @@ class PassRunner:
         else:
             operation.begin(part)
         try:
-            self._validate(operation)
+            self._read(operation, strategy)
         except Exception as error:
             self._give_up(operation, batch_failure_of(error))
         return operation
 
-    def _validate(self, operation: RankOperation) -> None:
+    def _read(self, operation: RankOperation, strategy: PassStrategy) -> None:
         """Reads the part's data. Raises OperationError if it cannot run."""
-        part, request = operation.part, operation.part.request
         if operation.run_id not in self._models:
             raise OperationError(f"run {operation.run_id} is not on this worker: create it first", "server")
         model = self._models.get(operation.run_id)
-        program, location = model.program, request.features
-        if not (program.trains or operation.forward_only):
-            raise OperationError(f"a {program.role} is not trained: use forward, or create a model of another role")
-        losses = CAPTURES if location is not None and location.captures else program.losses
-        operation.batch = validate_request(request, self._limits, part.share, losses)
-        if losses is not CAPTURES and model.missing_state is not None:
-            raise OperationError(model.missing_state)
-        if losses is not CAPTURES and self._flops is not None and model.flops is not None:
-            operation.count_flops(self._flops, model.flops)
-        if location is not None:
-            operation.stored = self._stored(operation, location)
-        if operation.num_data != part.first_datum:
+        if not (model.program.trains or operation.forward_only):
+            role = model.program.role
+            raise OperationError(f"a {role} is not trained: use forward, or create a model of another role")
+        strategy.read(operation, model, self._limits)
+        if self._flops is not None and model.flops is not None:
+            lengths = np.array([len(example.tokens) for example in operation.batch.examples], np.int64)
+            num_trained = None if operation.forward_only else operation.batch.num_tokens
+            operation.flops = self._flops.of_pass(lengths, model.flops, num_trained)
+        if operation.num_data != operation.part.first_datum:
             raise OperationError(
-                f"the results of the {part.first_datum} data before these are gone: since they were computed, the run's"
-                " gradients were cleared or its weights loaded; send the whole operation again",
+                f"the results of the {operation.part.first_datum} data before these are gone: since they were computed,"
+                " the run's gradients were cleared or its weights loaded; send the whole operation again",
                 "server",
             )
-
-    def _stored(self, operation: RankOperation, location: FeatureLocation) -> dict[int, CapturedFeatures]:
-        """Returns the stored features by example. Raises OperationError unless the run is a draft and they are its."""
-        if location.draft is not None:
-            self._capturing.check(operation.run_id, location)
-            return {}
-        return self._draft_passes.find_stored(operation.part.request, location, operation.batch.datum_indices)
 
     def _run_coupled(self, operations: list[RankOperation], strategy: PassStrategy) -> None:
         """Runs a round on ranks that share collectives in forward or backward.
@@ -191,10 +185,10 @@ class PassRunner:
         of them run the same number of micro-batches, without the failed operations.
         """
         with ExitStack() as held:
-            usable = _in_order((each for each in operations if not each.computed), self._models)
+            usable = _in_order([each for each in operations if not each.computed], self._models)
             models = self._load_models(usable, held)
             usable = _without_diverged([each for each in usable if not each.computed], models)
-            token_budget = self._budget_of(operations)
+            token_budget = self._budget_of(operations[0])
             lanes = pack([each.batch for each in usable], token_budget, self._base.device)
             num_micro_batches = sum(lane.num_micro_batches for lane in lanes)
             failures = [each.failure for each in operations]
@@ -202,12 +196,11 @@ class PassRunner:
             for operation, *of_ranks in zip(operations, *(each.failures for each in plans), strict=True):
                 if found := [failure for failure in of_ranks if failure is not None]:
                     operation.abandon(found[0])
-            self._compute([each for each in usable if not each.computed], models, strategy, token_budget, plans)
+            self._run([each for each in usable if not each.computed], models, strategy, token_budget, plans)
 
-    def _budget_of(self, operations: Sequence[RankOperation]) -> int:
-        """Returns the most tokens of a micro-batch of these operations, which can share one."""
-        run_id = operations[0].run_id
-        replaces_base = self._models.is_exclusive(run_id) and not self._models.is_draft(run_id)
+    def _budget_of(self, operation: RankOperation) -> int:
+        """Returns the most tokens of a micro-batch of this operation and those that can share one with it."""
+        replaces_base = operation.run_id in self._models and self._models.get(operation.run_id).replaces_base
         return self._exclusive_budget if replaces_base else self._token_budget
 
     def _load_models(self, operations: list[RankOperation], held: ExitStack) -> dict[str, Trainable]:
@@ -215,7 +208,7 @@ class PassRunner:
         models: dict[str, Trainable] = {}
         for operation in operations:
             try:
-                resident = self._models.resident([operation.run_id], _wanted(operation))
+                resident = self._models.resident([operation.run_id], operation.vectors)
                 (models[operation.run_id],) = held.enter_context(resident)
             except OperationError as error:
                 operation.abandon(Failure.of(error))
@@ -224,13 +217,21 @@ class PassRunner:
     def _run_or_split(self, operations: list[RankOperation], strategy: PassStrategy) -> None:
         """Runs the operations together. After an error that any of them may have caused, runs each alone; after running
         out of memory, in smaller micro-batches."""
-        together = _in_order((each for each in operations if not each.computed), self._models)
-        attempts = [(together, self._budget_of(together))] if together else []
+        together = _in_order([each for each in operations if not each.computed], self._models)
+        attempts = [(together, self._budget_of(together[0]))] if together else []
         while attempts:
             tried, token_budget = attempts.pop()
-            failure = self._attempt(tried, strategy, token_budget)
-            if failure is None:
+            run_ids = list(dict.fromkeys(each.run_id for each in tried))
+            try:
+                with (
+                    bounded_memory(self._base.device),
+                    self._models.resident(run_ids, tried[0].vectors) as resident,
+                ):
+                    models = dict(zip(run_ids, resident, strict=True))
+                    self._run(_without_diverged(tried, models), models, strategy, token_budget)
                 continue
+            except Exception as error:
+                failure = batch_failure_of(error)
             for operation in [each for each in reversed(tried) if not each.computed]:
                 if len(tried) > 1:
                     attempts.append(([operation], token_budget))
@@ -239,20 +240,7 @@ class PassRunner:
                 else:
                     self._give_up(operation, failure, token_budget)
 
-    def _attempt(
-        self, operations: list[RankOperation], strategy: PassStrategy, token_budget: int
-    ) -> BatchFailure | None:
-        """Returns the error that stopped the operations, or None. It holds no tensors of the attempt."""
-        run_ids = list(dict.fromkeys(each.run_id for each in operations))
-        try:
-            with bounded_memory(self._base.device), self._models.resident(run_ids, _wanted(*operations)) as resident:
-                models = dict(zip(run_ids, resident, strict=True))
-                self._compute(_without_diverged(operations, models), models, strategy, token_budget)
-        except Exception as error:
-            return batch_failure_of(error)
-        return None
-
-    def _compute(
+    def _run(
         self,
         operations: list[RankOperation],
         models: Mapping[str, Trainable],
@@ -260,7 +248,7 @@ class PassRunner:
         token_budget: int,
         plans: Sequence[RankPlan] = (),
     ) -> None:
-        """Computes operations that can share micro-batches (see `rounds`).
+        """Runs operations that can share micro-batches (see `rounds`).
 
         Args:
             models: by run.
@@ -269,7 +257,7 @@ class PassRunner:
         if not operations:
             return
         own, trains = [models[each.run_id] for each in operations], not operations[0].forward_only
-        max_lanes = 1 if self._models.is_exclusive(operations[0].run_id) else self._max_lanes
+        max_lanes = 1 if own[0].runs_alone else self._max_lanes
         lanes = pack([each.batch for each in operations], token_budget, self._base.device, max_lanes)
         for i, (operation, model) in enumerate(zip(operations, own, strict=True)):
             operation.restart()
@@ -301,7 +289,7 @@ class PassRunner:
         """Ends the part with the error; `token_budget` is the size of the micro-batches that were too large."""
         message = failure.message
         if failure.out_of_memory and token_budget is not None:
-            budget = self._budget_of([operation])
+            budget = self._budget_of(operation)
             message = out_of_memory_message(operation.batch, budget, token_budget, self._base.device)
         if failure.traceback:
             log_remote_failure(logger, f"an operation of run {operation.run_id} failed", failure.traceback)
@@ -316,7 +304,7 @@ class PassRunner:
         part, run_id = operation.part, operation.run_id
         self._unfinished.pop(part.operation_id, None)
         if result.failure is None:
-            with self._models.resident([run_id], _wanted(operation)) as (model,):
+            with self._models.resident([run_id], operation.vectors) as (model,):
                 answer = operation.end_part(model, result)
             if not part.last:
                 self._unfinished[part.operation_id] = operation
@@ -329,15 +317,7 @@ class PassRunner:
         return result.failure
 
 
-def _record(results: Sequence[PartialResult], speed: DeviceSpeed, seconds: float) -> None:
-    """Records the time that the parts of a round took together, unless their operations are not counted."""
-    if achieved := sum(result.flops for result in results):
-        speed.record("training", achieved, seconds)
-        for result in results:
-            result.achieved, result.possible = achieved, seconds * speed.peak
-
-
-def _in_order(operations: Iterable[RankOperation], models: ModelRegistry) -> list[RankOperation]:
+def _in_order(operations: list[RankOperation], models: ModelRegistry) -> list[RankOperation]:
     """Sorts operations: neighbours in a micro-batch share matrix products if their models are alike, and loss
     computations if their losses agree."""
 
@@ -345,7 +325,7 @@ def _in_order(operations: Iterable[RankOperation], models: ModelRegistry) -> lis
         batch, (layers, rank) = operation.batch, models.get(operation.run_id).batching_key
         return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
 
-    return sorted(operations, key=key)
+    return sorted(operations, key=key) if len(operations) > 1 else operations
 
 
 def _without_diverged(operations: list[RankOperation], models: Mapping[str, Trainable]) -> list[RankOperation]:
@@ -358,11 +338,6 @@ def _without_diverged(operations: list[RankOperation], models: Mapping[str, Trai
             )
             operation.abandon(Failure(message, "user"))
     return [each for each in operations if not each.computed]
-
-
-def _wanted(*operations: RankOperation) -> frozenset[str]:
-    """Returns the vectors of the operations' models that must be on the device."""
-    return FORWARD_VECTORS if all(each.forward_only for each in operations) else BACKWARD_VECTORS
 
 
 def _until_all_failed(micro_batches: Iterable[MicroBatch], operations: Sequence[RankOperation]) -> Iterator[MicroBatch]:

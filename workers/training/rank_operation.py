@@ -1,56 +1,50 @@
 """An operation on this rank through one or several passes: the running part, and the results of the finished ones."""
 
-from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from ...schemas.training import DraftFeatures, ForwardBackwardOutput
+from ...schemas.training import ForwardBackwardOutput
 from ..batch.micro_batch import MicroBatchSegment, split_by_example
 from ..batch.partial_result import PartialResult, narrowed, sum_counts
 from ..batch.validated import ValidatedBatch
-from ..drafts.sequences.captured_features import CapturedFeatures
 from ..protocol.calls import Failure, OperationPart, PartAnswer, RankOutput
-from ..shapes.layouts.flops import ModelFlops, OwnFlops
 from ..state.trainable import Trainable
+from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .scoring import ScoredTokens
-
-FEATURES = "features"
-"""Key of a datum's output that holds the address of its features and their size in bytes."""
 
 
 class RankOperation:
     """Holds an operation's running part and the results of its finished parts.
 
     part, batch: the running part and its data; a part that is refused before it runs has no batch.
-    stored: for drafts, the captured features of the part's examples, by their indices.
+    prepared: what its strategy has found for the part, see PassStrategy.read.
+    vectors: those of its model that must be on the device.
     failure: why the part contributes nothing; None so far.
     flops: the operations that the model needs for this rank's share of the running part.
     computed: true if nothing remains to be computed for the part.
     finished: the sums of the finished parts, on all ranks. num_data: their data, on all ranks.
-    scores, features: this rank's, by index of the datum.
+    outputs: this rank's, by index of the datum and by name.
     gradient: the sum of the finished parts' gradients on this rank, float32 [P]; None before the first. It is in host
         memory because adapters leave the device between passes.
-    has_warned: true if a warning about features that could not be stored was logged.
     """
 
     batch: ValidatedBatch
 
     def __init__(self, part: OperationPart) -> None:
         self.run_id, self.forward_only = part.request.model_id, part.request.forward_only
+        self.vectors = FORWARD_VECTORS if self.forward_only else BACKWARD_VECTORS
         self.finished = PartialResult()
         self.num_data = 0
-        self.scores: dict[int, np.ndarray] = {}
-        self.features: dict[int, np.ndarray] = {}
+        self.outputs: dict[int, dict[str, np.ndarray]] = {}
         self.gradient: Tensor | None = None
-        self.has_warned = False
         self.begin(part)
 
     def begin(self, part: OperationPart) -> None:
         """Begins the next part."""
         self.part = part
-        self.stored: Mapping[int, CapturedFeatures] = {}
+        self.prepared: Any = None
         self.computed = False
         self.flops = 0.0
         self.restart()
@@ -61,18 +55,6 @@ class RankOperation:
         # By the first example of each segment: lanes finish in any order, and float sums must not depend on it.
         self._segments: dict[int, PartialResult] = {}
         self._expert_counts: dict[int, tuple[np.ndarray, ...]] = {}
-
-    @property
-    def capture_directory(self) -> Path | None:
-        """The directory for features if the part only captures; else None."""
-        location = self.part.request.features
-        return Path(location.directory) if location is not None and location.captures else None
-
-    @property
-    def policy_capture(self) -> DraftFeatures | None:
-        """The features that a policy's part captures in addition to training; None if it does not."""
-        location = self.part.request.features
-        return None if location is None else location.draft
 
     def add_scores(self, segment: MicroBatchSegment, scored: ScoredTokens) -> None:
         """Adds the scores of a segment. Refuses the operation if its loss is not finite."""
@@ -87,21 +69,11 @@ class RankOperation:
             denominator=scored.denominator,
         )
         for example, scores in split_by_example(segment, scored.scores, self.batch):
-            self.scores[self.batch.datum_indices[example]] = scores
+            self.outputs.setdefault(self.batch.datum_indices[example], {})[self.batch.loss.scores] = scores
 
     def add_expert_counts(self, segment: MicroBatchSegment, of_layers: tuple[np.ndarray, ...]) -> None:
         """Adds the tokens of each expert, for those of the segment's tokens that this rank has run."""
         self._expert_counts[segment.examples[0]] = of_layers
-
-    def record_features(self, example: int, features: CapturedFeatures) -> None:
-        """Records that the example's features are stored, on the rank that reports their address."""
-        address = f"{features.address} {features.num_bytes}".encode()
-        self.features[self.batch.datum_indices[example]] = np.frombuffer(address, np.uint8)
-
-    def count_flops(self, base: ModelFlops, own: OwnFlops) -> None:
-        """Counts the operations that the model needs for this rank's share of the running part."""
-        lengths = np.array([len(example.tokens) for example in self.batch.examples], np.int64)
-        self.flops = base.of_pass(lengths, own, None if self.forward_only else self.batch.num_tokens)
 
     def refuse(self, reason: str) -> None:
         self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
@@ -130,7 +102,7 @@ class RankOperation:
                 along sp each route some of the tokens.
         """
         result = PartialResult(self.failure)
-        if self.failure is None:
+        if self.failure is None and self._expert_counts:
             result.expert_counts = narrowed(sum_counts(self._expert_counts.values()))
         if counts and self.failure is None:
             result.num_tokens, result.denominator = self.batch.num_tokens, self.batch.denominator
@@ -145,7 +117,8 @@ class RankOperation:
         The last part commits the gradient to the window and returns the operation's output. An earlier one moves it to
         the host, which frees the scratch until the next part.
         """
-        assert self.batch.loss.scores == "features" or self.scores.keys() >= {*self.batch.datum_indices}, (
+        scores = self.batch.loss.scores
+        assert scores == "features" or all(scores in self.outputs.get(i, ()) for i in self.batch.datum_indices), (
             "a datum was missing from all micro-batches"
         )
         self.finished.add(result)
@@ -155,20 +128,13 @@ class RankOperation:
                 self.gradient = model.gradients.scratch.to("cpu", copy=True)
                 model.gradients.abandon_operation()
             # The next part may take long to arrive, and these hold its data and open files.
-            self.stored = {}
+            self.prepared = None
             del self.batch, self.part
             return None
         if not self.forward_only:
             losses = {f"loss/{self.batch.loss_name}": self.finished.loss}
             model.gradients.commit(self.finished.num_tokens, self.finished.denominator, losses)
-        return self._output()
-
-    def _output(self) -> ForwardBackwardOutput | RankOutput:
-        outputs: dict[int, dict[str, np.ndarray]] = {}
-        for name, values in ((self.batch.loss.scores, self.scores), (FEATURES, self.features)):
-            for number, of_datum in values.items():
-                outputs.setdefault(number, {})[name] = of_datum
-        metrics = self.finished.client_metrics()
+        outputs, metrics = self.outputs, self.finished.client_metrics()
         if self.part.shared:
             return RankOutput(outputs, metrics)
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)

@@ -17,6 +17,9 @@ def rounds(
         runs_alone: true for a run whose parts cannot be in a round with those of other runs.
     """
     waiting = list(range(len(parts)))
+    if len(parts) == 1:
+        yield waiting
+        return
     while waiting:
         chosen = _next_round(parts, waiting, max_runs, runs_alone)
         yield chosen

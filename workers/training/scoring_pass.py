@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch
+from ..batch.validated import ModelLimits, validate_request
 from ..heads import HEADS
 from ..lora import Adapter, LoraLayers, Segment
 from ..lora.segment import clip_segments
@@ -29,8 +31,15 @@ class ScoringPassRunner:
     """The PassStrategy of models with heads."""
 
     def __init__(self, base: BaseModel, adapters: LoraLayers, mesh: Mesh, head_chunk_tokens: int) -> None:
-        self._base, self._adapters, self._mesh = base, adapters, mesh
+        self._base, self._adapters, self.mesh = base, adapters, mesh
+        self.head_chunk_tokens = head_chunk_tokens
         self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
+
+    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+        part = operation.part
+        if part.request.features is not None:
+            raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
+        operation.batch = validate_request(part.request, limits, part.share, model.program.losses)
 
     def plan(self, operations: Sequence[RankOperation]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""
@@ -48,23 +57,26 @@ class ScoringPassRunner:
         Args:
             hidden_states: None for those of the base model.
         """
+        heads = self._heads
+        if num_lanes > 1:
+            heads = {name: head.split_budget(num_lanes) for name, head in heads.items()}
         joint = _JointPass(
             self._adapters,
-            {name: head.split_budget(num_lanes) for name, head in self._heads.items()},
+            heads,
             operations,
             models,
-            _expert_adapters(operations, models) if self._mesh.along("ep").size > 1 else [],
+            _expert_adapters(operations, models) if self.mesh.along("ep").size > 1 else [],
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
             # Ranks along tp route the same tokens.
-            bool(self._base.experts) and self._mesh.along("tp").index == 0,
+            bool(self._base.experts) and self.mesh.along("tp").index == 0,
         )
         return joint.forward if operations[0].forward_only else joint.forward_backward
 
     def shard_of(self, micro_batch: MicroBatch) -> TokenShard:
         """Returns this rank's shard of a micro-batch's tokens."""
         ring = self._base.sequence_split.ring
-        return TokenShard(len(micro_batch.tokens), self._mesh, self._base.shards_activations, ring)
+        return TokenShard(len(micro_batch.tokens), self.mesh, self._base.shards_activations, ring)
 
     @torch.no_grad()
     def bare_hidden_states(self, micro_batch: MicroBatch) -> Tensor:
@@ -97,7 +109,7 @@ class _JointPass:
     def forward(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
         segments = _segments(micro_batch, self.models, share)
-        expert_counts = self._new_expert_counts(micro_batch, share)
+        expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
         with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, expert_counts)
         with self._heads_in_use():
@@ -109,7 +121,7 @@ class _JointPass:
     def forward_backward(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
         segments = _segments(micro_batch, self.models, share)
-        expert_counts = self._new_expert_counts(micro_batch, share)
+        expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
         with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, expert_counts)
             own, scored = share.select_scored(hidden.detach()), clip_segments(segments, share.scored)
@@ -137,7 +149,7 @@ class _JointPass:
             yield
 
     def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard) -> ExpertCounts | None:
-        if not self.counts_experts or not micro_batch.segments:
+        if not micro_batch.segments:
             return None
         return ExpertCounts(share, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
 

@@ -1,17 +1,25 @@
 """Loads a rank's base model, and sizes what shares the device with it."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from ..batch.micro_batch import MicroBatch
 from ..batch.validated import ModelLimits
-from ..lora import LoraLayers
+from ..lora import Adapter, LoraLayers
 from ..models.model import BaseModel
+from ..models.model_cache import with_local_model
+from ..models.packing_checks import check_ranks
+from ..models.twin import check_twin, needs_twin
+from ..ops.linear import product_rate
 from ..parallel.mesh import Mesh
 from ..protocol.plugins import plugin_rows
 from ..protocol.worker_config import (
@@ -23,15 +31,70 @@ from ..protocol.worker_config import (
     Training,
     WorkerConfig,
 )
-from ..resources.machine import gigabytes
+from ..registry.model_registry import KINDS, ModelKind, ModelRegistry
+from ..resources.allocator import tune_allocator
+from ..resources.device_speed import DeviceSpeed
+from ..resources.machine import gigabytes, keep_rate
 from ..resources.memory import available_bytes
 from ..shapes.model_shape import ModelShape, read_model
+from ..state.residency import Residency
 
 logger = logging.getLogger(__name__)
 
 # Memory that a loaded model leaves free on a GPU is split in three: KV cache, adapters, passes.
 _MEMORY_SHARES = 3
 _USUAL_RANK = 32
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedRank:
+    """A rank's base model, and what its size decides."""
+
+    base: BaseModel
+    limits: ModelLimits
+    models: ModelRegistry
+    """A registry without models."""
+    speed: DeviceSpeed
+    config: WorkerConfig
+    """The config, with sizes that fit the device."""
+    exclusive_tokens: int
+    """Most tokens of a micro-batch of a model that replaces the base's weights."""
+
+
+def prepared(config: WorkerConfig) -> WorkerConfig:
+    """Prepares this process, and returns the config with a model that is on this machine."""
+    tune_allocator()
+    # cuDNN plans attention for each new shape, about 30 ms each, and prompts and caches keep having new shapes.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    return with_local_model(config)
+
+
+def load_rank(config: WorkerConfig, mesh: Mesh) -> LoadedRank:
+    """Loads the base model. All ranks call this together. Raises ValueError if the model cannot be served."""
+    base = load_base(config, mesh)
+    limits, lora = limits_of(base, config), LoraLayers(base, config.max_lora_rank)
+    rate = product_rate(base.device, base.dtype, torch.get_num_threads())
+    tokens = default_micro_batch_tokens(config, base, mesh, rate)
+    config = sized_for_device(replace(config, micro_batch_tokens=tokens["lora"]), base, lora, mesh)
+    others = plugin_rows("workers.drafts.rows", "KINDS").items()
+    kinds: dict[Any, ModelKind] = {training: make(base, mesh, config) for training, make in others}
+    names = (*KINDS, *(kind.name for kind in kinds.values()))
+    slots = dict.fromkeys(names, config.full_slots) | {Adapter.kind: config.adapter_slots}
+    residency = Residency(base.device, slots, config.host_adapter_bytes, config.page_directory)
+    models = ModelRegistry(base, lora, residency, config.max_full_models, config.optimizer_states, kinds)
+    if base.device.type == "cuda" and base.dtype != torch.float32:
+        keep_rate(torch.cuda.get_device_name(base.device), rate)
+    speed = DeviceSpeed(sum(mesh.all_gather_object(rate)))
+    return LoadedRank(base, limits, models, speed, config, tokens["full"])
+
+
+def check_loaded(base: BaseModel, mesh: Mesh, hidden_states: Callable[[MicroBatch], Tensor]) -> None:
+    """Compares the loaded model with transformers' where it could differ. Raises ValueError if it does."""
+    if mesh.has_forward_collectives:
+        check_ranks(base.source, base.model, hidden_states)
+    if mesh.rank == 0 and needs_twin(base.shape, base.dtype, mesh.has_forward_collectives):
+        check_twin(base.source, base.config, base.shape)
 
 
 def load_base(config: WorkerConfig, mesh: Mesh) -> BaseModel:

@@ -50,12 +50,6 @@ class RankModels:
         if run_id not in self._registry:
             raise OperationError(unknown_run(run_id), "server")
 
-    def check_draft(self, run_id: str) -> None:
-        self.check_run(run_id)
-        if not self._registry.is_draft(run_id):
-            role = self._registry.get(run_id).program.role
-            raise OperationError(f"run {run_id} is a {role}: only drafts have a target and their own vocabulary")
-
     def check_samples(self, run_id: str) -> None:
         self.check_run(run_id)
         program = self._registry.get(run_id).program

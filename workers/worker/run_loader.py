@@ -1,12 +1,12 @@
-"""Loads checkpoints and snapshots into runs, and the targets of drafts."""
+"""Loads checkpoints and snapshots into runs."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint import is_snapshot, read_new_model, read_saved, target_directory
-from ..drafts.version import version_of_parts
+from ..checkpoint import read_new_model, read_saved
 from ..parallel.mesh import Mesh
-from ..registry.model_registry import ModelRegistry, target_id
+from ..registry.model_registry import ModelRegistry
 from ..resources.memory import reporting_out_of_memory
 from ..state.optim import keep_on_first_rank
 from ..training.pass_runner import PassRunner
@@ -24,9 +24,11 @@ class RunLoader:
         passes: PassRunner,
         mesh: Mesh,
         agreement: RankAgreement,
+        after_load: Sequence[Callable[[str, Path], None]] = (),
     ) -> None:
+        """Creates the loader. `after_load` is called with the run and the directory of each trained run."""
         self._registry, self._models, self._passes = registry, models, passes
-        self._mesh, self._agreement = mesh, agreement
+        self._mesh, self._agreement, self._after_load = mesh, agreement, after_load
 
     def load(self, run_id: str, directory: Path, optimizer: bool) -> None:
         """Replaces the run's state, see Worker.load_run."""
@@ -35,22 +37,8 @@ class RunLoader:
             self._replace(run_id, directory)
             return
         self._load_trained(run_id, directory, optimizer)
-        if self._registry.is_draft(run_id):
-            if is_snapshot(directory):
-                self.set_target(run_id, target_directory(directory))
-            else:
-                self._registry.draft(run_id).has_loaded_weights = True
-
-    def set_target(self, run_id: str, directory: Path | None) -> None:
-        """Makes the draft predict the policy saved in `directory`; None means the bare base model."""
-        self._models.check_draft(run_id)
-        target = None
-        if directory is not None:
-            read = partial(read_new_model, self._registry, directory)
-            target = self._models.build_with_room(target_id(run_id), read, is_copy=True)
-        versions = self._mesh.all_gather_object(self._registry.version_of(target))
-        self._registry.set_target(run_id, target, version_of_parts(versions))
-        self._passes.forget(run_id)
+        for act in self._after_load:
+            act(run_id, directory)
 
     def _replace(self, run_id: str, directory: Path) -> None:
         before = self._registry.get(run_id)

@@ -3,27 +3,16 @@
 All ranks of a base model receive the same calls in the same order.
 """
 
-import os
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import numpy as np
-import torch
+from typing import Any
 
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig, LoraConfig, Utilization
-from ..checkpoint import read_draft, read_new_model
+from ..checkpoint import read_new_model
 from ..checkpoint.peft_import import import_adapter
-from ..drafts.draft_model import DraftModel
-from ..drafts.groups import DraftGroups
-from ..lora import Adapter, LoraLayers
-from ..models.model import resolve_device, unique_name
-from ..models.model_cache import with_local_model
-from ..models.packing_checks import check_ranks
-from ..models.twin import check_twin, needs_twin
-from ..ops.linear import product_rate
+from ..models.loading import resolve_device, unique_name
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
 from ..protocol.calls import (
     AdapterFile,
@@ -39,19 +28,15 @@ from ..protocol.calls import (
     SavedContents,
     SliceResult,
 )
+from ..protocol.plugins import plugin_rows
 from ..protocol.shared_fs import SharedFileProbe
 from ..protocol.worker_config import WorkerConfig
-from ..registry.model_registry import KINDS, ModelRegistry
 from ..registry.programs import program_of
-from ..resources.allocator import tune_allocator
-from ..resources.device_speed import DeviceSpeed
-from ..resources.machine import keep_rate
 from ..sampler.multi_model import MultiModelSampler
-from ..state.residency import Residency
 from ..state.vectors import FORWARD_VECTORS
 from ..training.pass_runner import PassRunner
 from .agreement import RankAgreement
-from .loading import default_micro_batch_tokens, limits_of, load_base, sized_for_device
+from .loading import check_loaded, load_rank, prepared
 from .rank_memory import RankMemory
 from .rank_models import RankModels
 from .run_loader import RunLoader
@@ -73,15 +58,18 @@ class Worker:
 
         Raises ValueError as `load`.
         """
-        tune_allocator()
-        # cuDNN plans attention for each new shape, about 30 ms each, and prompts and caches keep having new shapes.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.set_num_threads(config.threads or os.cpu_count() or 1)
-        config = self._config = with_local_model(config)
+        config = self._config = prepared(config)
         self._name = config.model.name
         self._rendezvous: Rendezvous | None = None
         if config.parallel.num_ranks == 1:
             self._load(Mesh())
+
+    def __getattr__(self, verb: str) -> Any:
+        """Returns a verb that a plugin adds."""
+        try:
+            return vars(self)["_verbs"][verb]
+        except KeyError:
+            raise AttributeError(f"this worker has no {verb}") from None
 
     def open_rendezvous(self) -> str | None:
         """Returns the address at which the first rank waits for the others; None on the other ranks."""
@@ -115,38 +103,24 @@ class Worker:
         return probe.find_problem()
 
     def _load(self, mesh: Mesh) -> None:
-        config = self._config
-        self._mesh = mesh
-        self._base = load_base(config, mesh)
-        self._limits = limits_of(self._base, config)
-        lora = LoraLayers(self._base, config.max_lora_rank)
-        rate = product_rate(self._base.device, self._base.dtype, torch.get_num_threads())
-        tokens = default_micro_batch_tokens(config, self._base, mesh, rate)
-        config = replace(config, micro_batch_tokens=tokens["lora"])
-        config = sized_for_device(config, self._base, lora, mesh)
-        self._micro_batch_tokens = config.micro_batch_tokens
-        slots = dict.fromkeys(KINDS, config.full_slots) | {Adapter.kind: config.adapter_slots}
-        residency = Residency(self._base.device, slots, config.host_adapter_bytes, config.page_directory)
-        groups = DraftGroups.of(mesh, self._base.config, config.draft_parallel)
-        self._models = ModelRegistry(
-            self._base, lora, residency, config.max_full_models, config.optimizer_states, groups
-        )
-        if self._base.device.type == "cuda" and self._base.dtype != torch.float32:
-            keep_rate(torch.cuda.get_device_name(self._base.device), rate)
-        self._speed = DeviceSpeed(sum(mesh.all_gather_object(rate)))
+        loaded = load_rank(self._config, mesh)
+        config, base, models = loaded.config, loaded.base, loaded.models
+        self._mesh, self._base, self._limits, self._models = mesh, base, loaded.limits, models
+        self._micro_batch_tokens, self._speed = config.micro_batch_tokens, loaded.speed
         self._num_teams = len(mesh.spec.rank_groups(("ep", "tp")))
-        self._passes = PassRunner(self._base, self._models, self._limits, config, mesh, self._speed, tokens["full"])
-        if mesh.has_forward_collectives:
-            check_ranks(self._base.source, self._base.model, self._passes.scoring.bare_hidden_states)
-        if mesh.rank == 0 and needs_twin(self._base.shape, self._base.dtype, mesh.has_forward_collectives):
-            check_twin(self._base.source, self._base.config, self._base.shape)
-        self._steps = StepRunner(self._models, mesh, config.adapter_slots)
-        self._sampler = MultiModelSampler(self._base, self._models, self._limits, config, mesh)
+        self._passes = PassRunner(base, models, self._limits, config, mesh, self._speed, loaded.exclusive_tokens)
+        check_loaded(base, mesh, self._passes.scoring.bare_hidden_states)
+        self._steps = StepRunner(models, mesh, config.adapter_slots)
+        self._sampler = MultiModelSampler(base, models, self._limits, config, mesh)
         agreement = self._agreement = RankAgreement(mesh)
-        self._memory = RankMemory(self._base, residency, self._sampler, agreement.on_all, config.page_directory)
-        self._rank_models = RankModels(self._models, self._memory, agreement)
-        writer = SnapshotWriter(self._base.device, self._name)
-        self._loader = RunLoader(self._models, self._rank_models, self._passes, mesh, agreement)
+        self._memory = RankMemory(base, models.residency, self._sampler, agreement.on_all, config.page_directory)
+        self._rank_models = RankModels(models, self._memory, agreement)
+        writer = SnapshotWriter(base.device, self._name)
+        rows = plugin_rows("workers.drafts.rows", "VERBS").values()
+        plugins = [make(models, self._rank_models, self._passes, mesh) for make in rows]
+        self._verbs = {verb: getattr(plugin, verb) for plugin in plugins for verb in plugin.verbs}
+        after_load = [plugin.after_load for plugin in plugins]
+        self._loader = RunLoader(models, self._rank_models, self._passes, mesh, agreement, after_load)
         self._snapshots = RunSaver(self._rank_models, writer, mesh, agreement, self._name)
 
     def info(self) -> ModelInfo:
@@ -178,12 +152,7 @@ class Worker:
             spec.run_id, partial(self._models.build_initialized, spec.training, program_of(spec.role, spec.training))
         )
         model.base_name = spec.base_name
-        targets, others = (model.targets, model.not_adapted) if isinstance(model, Adapter) else ((), ())
-        feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
-        names = tuple(target.name for target in targets)
-        frozen = self._models.lora.frozen_experts(model.lora) if isinstance(model, Adapter) else ()
-        num_trained = model.layout.num_weights if model.program.trains else 0
-        return RunInfo(num_trained, names, model.training, feature_bytes, others, frozen)
+        return self._models.describe(model)
 
     def drop_run(self, run_id: str) -> None:
         """Drops the run; ignores unknown ones."""
@@ -235,28 +204,6 @@ class Worker:
         """
         self._loader.load(run_id, Path(directory), optimizer)
 
-    def set_target(self, run_id: str, directory: str | None) -> None:
-        """Makes the draft predict the policy saved in `directory`; None means the bare base model."""
-        self._loader.set_target(run_id, None if directory is None else Path(directory))
-
-    def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
-        """Sets the tokens that a draft can propose, int64 ascending. Raises OperationError after its training has
-        begun.
-        """
-        self._rank_models.check_draft(run_id)
-        self._passes.forget(run_id)
-        with self._rank_models.resident(run_id, FORWARD_VECTORS):
-            self._models.draft(run_id).set_vocabulary(token_ids)
-
-    def vocabulary(self, run_id: str) -> np.ndarray:
-        """Returns the tokens that a draft can propose, int64 ascending. Raises OperationError if they were not
-        chosen."""
-        self._rank_models.check_draft(run_id)
-        draft = self._models.draft(run_id)
-        if draft.missing_state is not None:
-            raise OperationError(draft.missing_state)
-        return draft.vocabulary.cpu().numpy()
-
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for a sampler, overwriting the same id. See WorkerConfig.full_sampling."""
         self._rank_models.check_samples(run_id)
@@ -271,12 +218,8 @@ class Worker:
             return
         self._rank_models.put(adapter_id, partial(read_new_model, self._models, Path(directory)), is_copy=True)
 
-    def load_draft(self, draft_id: str, directory: str) -> None:
-        """Loads the weights of a draft checkpoint for speculative decoding; `drop_adapter` drops it."""
-        self._rank_models.put(draft_id, partial(read_draft, self._models, Path(directory)))
-
     def drop_adapter(self, adapter_id: str) -> None:
-        """Drops the adapter or draft; ignores unknown ones."""
+        """Drops the model of a sampler; ignores unknown ones."""
         self._models.drop(adapter_id)
 
     def export_adapter(self, run_id: str) -> AdapterWeights | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trainhouse.workers.models.model import resolve_device
+from trainhouse.workers.models.loading import resolve_device
 from trainhouse.workers.parallel.mesh import Mesh, PendingCollective, Team
 from trainhouse.workers.protocol.calls import PartAnswer, Pass
 from trainhouse.workers.protocol.worker_config import WorkerConfig

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.bounds import load_json
 from trainhouse.server.checkpoints.download_urls import load_secret
-from trainhouse.server.features.feature_cache import FeatureFiles
 from trainhouse.server.files.directories import read_regular, remove_tree, sweep_runs, sync_files
 from trainhouse.server.files.manifest import MANIFEST, ManifestMismatch, check_directory, write_manifest
 from trainhouse.server.files.segment import Damage, complete_bytes, scan_segment
@@ -86,8 +85,5 @@ def test_nested_json_is_damage(tmp_path: Path) -> None:
     with pytest.raises(ManifestMismatch, match="not the JSON of a manifest"):
         check_directory(tmp_path)
     (tmp_path / MANIFEST).unlink()
-    (tmp_path / "a.safetensors").touch()
-    (tmp_path / "a.json").write_text(DEEP)
-    assert FeatureFiles(tmp_path).read() == []
     (tmp_path / "copied.json").write_text(DEEP)
     assert RestoreMarker(tmp_path).copied_at, "damaged: as if no run had continued since the copy"

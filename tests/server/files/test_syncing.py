@@ -8,6 +8,7 @@ from trainhouse.server.files.directories import STAGING
 from trainhouse.server.files.state_lock import created_state_directory
 from trainhouse.workers.dispatch import WorkerDispatch
 
+from ..api import DRAFTS
 from ..journal.test_futures import wait_until
 from ..real import MODEL, batch, running_server, sample, sample_body, server_config
 
@@ -58,12 +59,13 @@ async def test_durability_decides_what_a_run_leaves_on_disk(
             assert "error" not in await run.do("load_weights", path=path)
             saved = await run.do("save_weights_for_sampler", sampling_session_seq_id=0)
             await sample(server, sample_body(saved["sampling_session_id"], record_stability_info=True))
-            draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": path}
-            body = {"session_id": run.session_id, "model_seq_id": 1, "base_model": MODEL} | draft
-            assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
-            await wait_until(lambda: bool(list(top.glob("snapshots/*_train_1/[0-9]*"))))
             assert list(top.glob("loaded/*_train_0/[0-9]*"))
-            assert list(top.glob("loaded/*_train_1/*")), "its target"
+            if DRAFTS:
+                draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": path}
+                body = {"session_id": run.session_id, "model_seq_id": 1, "base_model": MODEL} | draft
+                assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
+                await wait_until(lambda: bool(list(top.glob("snapshots/*_train_1/[0-9]*"))))
+                assert list(top.glob("loaded/*_train_1/*")), "its target"
     every = [path for name in KEPT for path in (top / name, *(top / name).rglob("*"))]
     left = [path for path in every if STAGING not in str(path)]  # of a snapshot that the stop interrupted
     lost = {path.relative_to(tmp_path).as_posix() for path in (top.parent, top, *left) if not disk.has_synced(path)}

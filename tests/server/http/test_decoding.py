@@ -24,18 +24,18 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.openai import CompletionRequest, OpenAiError, decoder
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
+from trainhouse.schemas.verbs import FORWARD, FORWARD_BACKWARD
 from trainhouse.server.http.bodies import (
     PROCESS_JSON_BYTES,
     PROCESS_PROTOBUF_BYTES,
     UNLIMITED,
+    Body,
     Decoder,
-    ReceivedBody,
     decode_body,
-    forward_backward_decoder,
 )
 from trainhouse.server.http.decoding import decode_in_process
 from trainhouse.server.journal.journal import Header, JournalEntry
-from trainhouse.server.journal.request_decoding import decode_entry
+from trainhouse.server.journal.request_decoding import decode_entry, decoder_of
 
 AUTOGROUP = Path("/proc/self/autogroup")
 OF_TESTS = AUTOGROUP.read_text() if AUTOGROUP.exists() else None
@@ -50,24 +50,22 @@ def padded(body: bytes, num_bytes: int) -> bytes:
 
 
 async def test_a_large_body_is_decoded_in_another_process() -> None:
-    assert await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES - 1), UNLIMITED), eval) == os.getpid()
-    assert await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), eval) != os.getpid()
-    compressed = ReceivedBody(
-        zstandard.compress(padded(PROCESS_ID, PROCESS_JSON_BYTES)), UNLIMITED, content_encoding="zstd"
-    )
+    assert await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES - 1), UNLIMITED), eval) == os.getpid()
+    assert await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), eval) != os.getpid()
+    compressed = Body(zstandard.compress(padded(PROCESS_ID, PROCESS_JSON_BYTES)), UNLIMITED, content_encoding="zstd")
     assert await decode_body(compressed, eval) != os.getpid()
     for decode, is_here in ((Decoder(eval, PROCESS_JSON_BYTES + 1), True), (Decoder(eval, PROCESS_JSON_BYTES), False)):
-        where = await decode_body(ReceivedBody(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), decode)
+        where = await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), decode)
         assert (where == os.getpid()) == is_here
-    assert forward_backward_decoder(JSON).process_bytes == PROCESS_JSON_BYTES
-    assert forward_backward_decoder(PROTOBUF).process_bytes == PROCESS_PROTOBUF_BYTES
+    assert decoder_of(FORWARD_BACKWARD, JSON).process_bytes == PROCESS_JSON_BYTES
+    assert decoder_of(FORWARD_BACKWARD, PROTOBUF).process_bytes == PROCESS_PROTOBUF_BYTES
 
 
 async def test_another_process_decodes_to_the_same_result() -> None:
     inputs = {"target_tokens": np.arange(3), "weights": np.ones(3, np.float32)}
     data = tuple(Datum(np.arange(3, dtype=np.int32), inputs) for _ in range(20))
     body = encode_forward_backward_request(ForwardBackwardRequest("m", 1, data, "cross_entropy"))
-    decode = forward_backward_decoder(PROTOBUF, forward_only=True)
+    decode = decoder_of(FORWARD, PROTOBUF)
     here, apart = decode(body), await decode_in_process(decode.decode, body, None, 1 << 20)
     assert isinstance(apart, ForwardBackwardRequest) and apart.forward_only and len(apart.data) == 20
     for one, other in zip(here.data, apart.data, strict=True):

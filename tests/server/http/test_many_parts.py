@@ -7,28 +7,29 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from google.protobuf.message import Message
 from pydantic import BaseModel
 from trainhouse.schemas import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.checkpoints import SaveWeightsExternalRequest, SaveWeightsRequest
-from trainhouse.schemas.codec import JSON, PROTOBUF
+from trainhouse.schemas.codec import JSON, PROTOBUF, decode_model
 from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest, ReleaseFeaturesRequest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.models import CreateModelRequest, CreateSessionRequest
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import OptimStepRequest
+from trainhouse.schemas.verbs import FORWARD_BACKWARD
 from trainhouse.server.http.bodies import (
     PROCESS_JSON_BYTES,
     QUICK_BYTES,
     UNLIMITED,
-    ReceivedBody,
+    Body,
     decode_body,
-    forward_backward_decoder,
-    json_decoder,
 )
 from trainhouse.server.http.digests import digesting
+from trainhouse.server.journal.request_decoding import decoder_of
 
 MOST_UNITS = 10
 PROTOBUF_TOKEN = b"\1\0\0\0"
@@ -176,9 +177,9 @@ JSON_PARTS: dict[str, tuple[type[BaseModel] | None, str, str, str]] = {
 def body_of(name: str, size: int) -> tuple[Decode, bytes]:
     """Returns a body of about this size, and its decoder."""
     if name in PROTOBUF_PARTS:
-        return forward_backward_decoder(PROTOBUF), protobuf_of(name, size)
+        return decoder_of(FORWARD_BACKWARD, PROTOBUF), protobuf_of(name, size)
     model, before, part, after = JSON_PARTS[name]
-    decode = forward_backward_decoder(JSON) if model is None else json_decoder(model)
+    decode = decoder_of(FORWARD_BACKWARD, JSON) if model is None else partial(decode_model, model)
     return decode, filled(before, part, after, size)
 
 
@@ -209,5 +210,5 @@ def test_the_first_wrong_part_ends_the_decoding_of_a_large_body(name: str) -> No
 async def test_larger_bodies_are_decoded_in_a_thread() -> None:
     here = threading.get_ident()
     for size in (QUICK_BYTES - 1, QUICK_BYTES):
-        where = await decode_body(ReceivedBody(bytes(size), UNLIMITED), lambda body: threading.get_ident())
+        where = await decode_body(Body(bytes(size), UNLIMITED), lambda body: threading.get_ident())
         assert (where == here) == (size < QUICK_BYTES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from trainhouse.server.routes.examples import BASE_MODEL, SESSION_ID
+from trainhouse.schemas.verbs import BASE_MODEL, SESSION_ID
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ...live import save_byte_tokenizer

@@ -27,6 +27,8 @@ from trainhouse.server.serving.app import create_app
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
 
+from ..api import DRAFTS
+
 pytestmark = pytest.mark.anyio
 
 DISCARDED = {
@@ -100,7 +102,11 @@ def all_requests(kind: type[Request] = Request) -> Iterator[type[Request]]:
         yield from all_requests(each)
 
 
-MODELS = {each.__name__: each for each in all_requests() if each.__module__.startswith("trainhouse.schemas")}
+MODELS = {
+    each.__name__: each
+    for each in all_requests()
+    if each.__module__.startswith("trainhouse.schemas") and (DRAFTS or not each.__module__.endswith(".drafts"))
+}
 
 
 def bodies_with(kind: type[Request], body: dict[str, Any], extra: dict[str, object]) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
-from trainhouse.server.http.bodies import UNLIMITED, ReceivedBody
+from trainhouse.server.http.bodies import UNLIMITED, Body
 from trainhouse.server.journal.futures import Result
 from trainhouse.server.journal.journal import Header
 from trainhouse.server.journal.restore_marker import RestoreMarker, mark_copy
@@ -187,7 +187,7 @@ async def test_a_gap_in_a_damaged_journal_stops_recovery(make_bench: MakeBench) 
         for seq_id, kind in kinds.items()
     }
     async with resumed(bench, found):
-        assert bench.run.position_of(0).num_operations == 0
+        assert bench.run.queue.position_of(0).num_operations == 0
     bench.services.journal.unreadable.add(found[3].place.segment)
     with pytest.raises(ValueError, match="operation 2 may be in the damaged part"):
         async with resumed(bench, found):
@@ -336,7 +336,7 @@ async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(ma
 
     bench.operations.snapshot_run = snapshot  # pyright: ignore[reportAttributeAccessIssue]
     bench.operations.create_in_workers = make_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
-    body = ReceivedBody(b'{"model_id": "session:train:0", "path": "tinker://a/weights/b"}', UNLIMITED)
+    body = Body(b'{"model_id": "session:train:0", "path": "tinker://a/weights/b"}', UNLIMITED)
     for seq_id in (1, 2):
         await bench.submit(seq_id, LoadWeights("tinker://a/weights/b", optimizer=False), body)
         await bench.result(seq_id)

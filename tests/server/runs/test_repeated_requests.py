@@ -18,16 +18,23 @@ from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.journal import Journal
 from trainhouse.server.store.database.schema import runs
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.worker_config import ServedModel
 
+from ..api import needs_drafts
 from ..noting import with_noting_worker
-from ..real import ALICE, MODEL, Server, running_server, started_dispatch
-from .test_drafts import OTHER, config_of
+from ..real import ALICE, MODEL, Server, running_server, server_config, started_dispatch
 
 pytestmark = pytest.mark.anyio
 
+OTHER = "tiny/other"
 EAGLE = {"algorithm": "eagle3", "seed": 5}
 LORA = {"lora_config": {"rank": 4}, "user_metadata": {"a": "b", "c": 1}}
 DRAFT = {"model_role": "draft", "draft": EAGLE}
+
+
+def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
+    config = server_config(tiny_models["qwen3"], state_dir)
+    return config.with_knobs(base_models=(*config.models.base_models, ServedModel(OTHER, str(tiny_models["qwen3"]))))
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +83,8 @@ async def create_model(server: Server, body: dict[str, Any], route: str = "creat
         (LORA, {"base_model": OTHER}),
         (LORA, {"model_role": "critic"}),
         ({"training": "full"}, {"seed": 1}),
-        (DRAFT, {"draft": EAGLE | {"num_layers": 1}}),
-        (DRAFT, {"target_path": "PATH"}),
+        pytest.param(DRAFT, {"draft": EAGLE | {"num_layers": 1}}, marks=needs_drafts),
+        pytest.param(DRAFT, {"target_path": "PATH"}, marks=needs_drafts),
     ],
 )
 async def test_a_model_seq_id_belongs_to_one_request(
@@ -170,6 +177,7 @@ async def test_defaults_of_a_new_model_may_be_left_out_or_filled_in(restarting: 
         assert await create_model(server, load | again, "load_weights") == loaded
 
 
+@needs_drafts
 async def test_a_sampler_seq_id_belongs_to_one_request(restarting: Restarting) -> None:
     server = await restarting.start()
     session_id = await server.create_session()

@@ -7,6 +7,8 @@ from trainhouse.server.journal.strikes import STRIKE
 from trainhouse.server.operations.operation import REFUSED, Outcome, ReplayEntry
 from trainhouse.server.runs.replay_log import ReplayAction, ReplayLog
 
+from ..api import needs_drafts
+
 DONE, FAILED, BROKE, STRUCK = Outcome.DONE, Outcome.FAILED, Outcome.SERVER_FAILED, Outcome.POISONED
 REPLAY, CLEAR = ReplayAction.REPLAY, ReplayAction.CLEAR
 
@@ -63,6 +65,7 @@ def test_a_refused_part_taints_the_step_and_a_load_clears_the_taint() -> None:
     assert replays(made, after=3) == [(5, REPLAY), (6, REPLAY)]
 
 
+@needs_drafts
 def test_targets_and_vocabularies_are_repeated_and_a_target_keeps_the_taint() -> None:
     made, _ = history(("build_vocab_map", DONE), (FB, DONE), ("set_target", DONE), ("set_target", FAILED), (STEP, DONE))
     assert replays(made) == [(1, REPLAY), (2, REPLAY), (3, REPLAY), (5, REPLAY)]
@@ -70,6 +73,7 @@ def test_targets_and_vocabularies_are_repeated_and_a_target_keeps_the_taint() ->
     assert replays(made, after=2, is_tainted=True) == [(3, REPLAY), (5, CLEAR)]
 
 
+@needs_drafts
 def test_passes_refused_for_a_missing_vocabulary_do_not_taint_the_next_step() -> None:
     made, _ = history((FB, FAILED), ("build_vocab_map", DONE), (FB, DONE), (STEP, DONE))
     assert replays(made) == [(2, REPLAY), (3, REPLAY), (4, REPLAY)]

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from ...live import LiveServer, live_server
+from ..api import needs_drafts
 from ..gated import GATED
 from ..real import ALICE, MODEL, sample_body
 
@@ -65,6 +66,7 @@ def test_after_kill_9_everything_continues(tiny_models: dict[str, Path], tmp_pat
 
 
 @pytest.mark.slow
+@needs_drafts
 def test_after_kill_9_a_draft_has_its_full_target_though_no_snapshot_contains_it(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

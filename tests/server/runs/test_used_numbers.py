@@ -5,22 +5,24 @@ and every other request is refused. The bodies, and everything in them that can 
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 from pydantic import BaseModel
-from trainhouse.schemas.checkpoints import LoadWeightsRequest
-from trainhouse.schemas.codec import JSON, decode_forward_backward, encode_forward_backward_request
+from trainhouse.schemas.codec import JSON, decode_forward_backward, decode_model, encode_forward_backward_request
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.sampling import SampleRequest, SamplingParams
 from trainhouse.schemas.training import AdamParams
-from trainhouse.server.http.bodies import json_decoder
+from trainhouse.schemas.verbs import CREATE_MODEL
 from trainhouse.server.http.digests import digesting
-from trainhouse.server.journal.request_decoding import _OPERATIONS, operation_decoder
+from trainhouse.server.http.verbs import VERBS
+from trainhouse.server.journal.request_decoding import decoder_of
 from trainhouse.workers.dispatch import WorkerDispatch
 
+from ..api import DRAFTS
 from ..real import ALICE, MODEL, PROTOBUF, Server, running_server, server_config
 
 pytestmark = pytest.mark.anyio
@@ -84,9 +86,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         "optimizer_config": {"type": "sgd", "version": 2},
         "model_role": "policy",
     },
-    "set_target": {"path": PATH},
-    "build_vocab_map": {"tokens": [[5, 6], [7]], "weights": [[1.0, 0.0], [1.0]]},
-    "capture": {"data": [{"model_input": [5, 6]}, {"model_input": [7]}], "ttl_seconds": 60.0, "uses": 1},
     "schedule_checkpoints": {
         "checkpoints": {
             "every": 10,
@@ -100,6 +99,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "delete_evaluation": {"name": "held"},
 }
+if DRAFTS:
+    FIELDS |= {
+        "set_target": {"path": PATH},
+        "build_vocab_map": {"tokens": [[5, 6], [7]], "weights": [[1.0, 0.0], [1.0]]},
+        "capture": {"data": [{"model_input": [5, 6]}, {"model_input": [7]}], "ttl_seconds": 60.0, "uses": 1},
+    }
 SAMPLE: dict[str, Any] = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}, {"type": "encoded_text", "tokens": [7]}]},
     "sampling_params": PARAMS,
@@ -116,7 +121,11 @@ SAMPLE: dict[str, Any] = {
     "draft_path": "",
     "num_draft_tokens": 2,
 }
-MODELS: dict[str, type[BaseModel]] = {**_OPERATIONS, "load_weights": LoadWeightsRequest}
+MODELS: dict[str, type[BaseModel]] = {
+    verb.name: verb.request
+    for verb in VERBS.values()
+    if verb is not CREATE_MODEL and issubclass(verb.request, BaseModel)
+}
 NUMBERS = {"model_id", "seq_id", "session_id", "model_seq_id", "sampling_session_seq_id", "sampling_session_id", "type"}
 NOT_COMPARED = {"weights_access_token", "counts"}  # a secret; another body than with tokens, see below
 
@@ -289,9 +298,9 @@ async def test_a_used_number_belongs_to_its_request(restarting: Restarting) -> N
 
 def is_valid(verb: str, body: dict[str, Any]) -> bool:
     decode = (
-        json_decoder({**MODELS, "sample": SampleRequest}[verb])
+        partial(decode_model, {**MODELS, "sample": SampleRequest}[verb])
         if verb in (*MODELS, "sample")
-        else operation_decoder(verb, JSON)
+        else decoder_of(VERBS[verb], JSON)
     )
     try:
         digesting(decode)(json.dumps(body).encode())

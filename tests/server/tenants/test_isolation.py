@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ..api import OPENAI
+from ..api import DRAFTS, OPENAI
 from ..real import ALICE, BOB, MODEL, Run, Server, batch, sample_body
 
 pytestmark = pytest.mark.anyio
@@ -98,12 +98,13 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "GET", "sessions/{session_id}", None
     new_model = {"model_seq_id": 7, "base_model": MODEL, "lora_config": {"rank": 4}}
     yield "POST", "create_model", new_model | {"session_id": session_id}
-    draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": things.sampler_weights}
-    yield "POST", "create_model", {"session_id": bobs_session, "model_seq_id": 0, "base_model": MODEL} | draft
-    yield "POST", "set_target", model | {"path": things.sampler_weights}
-    yield "POST", "build_vocab_map", model | {"tokens": [[1, 2]]}
-    yield "POST", "capture", model | {"data": [{"model_input": [1, 2]}]}
-    yield "POST", "release_features", model
+    if DRAFTS:
+        draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": things.sampler_weights}
+        yield "POST", "create_model", {"session_id": bobs_session, "model_seq_id": 0, "base_model": MODEL} | draft
+        yield "POST", "set_target", model | {"path": things.sampler_weights}
+        yield "POST", "build_vocab_map", model | {"tokens": [[1, 2]]}
+        yield "POST", "capture", model | {"data": [{"model_input": [1, 2]}]}
+        yield "POST", "release_features", model
     yield "POST", "unload_model", model
     yield "POST", "schedule_checkpoints", model
     yield "POST", "create_evaluation", model | data | {"evaluation": {"name": "a", "every": 1}}

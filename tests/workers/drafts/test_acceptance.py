@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from trainhouse.workers.drafts.losses.draft_scores import DraftScores
 from trainhouse.workers.drafts.training.acceptance import Survivals, SurvivalTable, acceptance_lengths
-from trainhouse.workers.losses.draft_scores import DraftScores
 
 LENGTHS = (150, 1, 40, 2, 97)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainhouse.workers.drafts.losses.dflash import DFLASH
+from trainhouse.workers.drafts.losses.draft_scores import DraftScores
 from trainhouse.workers.drafts.sequences import block_attention
 from trainhouse.workers.drafts.sequences.block_attention import KeyValues, attend_blocks
 from trainhouse.workers.drafts.sequences.blocks import Blocks, TokenRandom, sample_anchors
 from trainhouse.workers.drafts.sequences.labels import Labels
-from trainhouse.workers.losses.dflash import DFLASH
-from trainhouse.workers.losses.draft_scores import DraftScores
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 
 from .case import (

@@ -21,8 +21,8 @@ from trainhouse.schemas.training import (
     ForwardBackwardOutput,
     ForwardBackwardRequest,
 )
+from trainhouse.workers.drafts.model.version import sums_of
 from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
-from trainhouse.workers.drafts.version import sums_of
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.planner.drafts.draft_load import draft_load
 from trainhouse.workers.planner.workload import Workload
@@ -388,7 +388,7 @@ def test_features_of_an_earlier_version_are_refused(stored_data: Stored, tmp_pat
 
 def test_features_of_another_target_are_refused(stored_data: Stored, tmp_path: Path) -> None:
     worker, data, addresses = stored_data
-    version = worker._models.draft("draft").target_version
+    version = worker._models.get("draft").target_version
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
     message = refusal(worker, data, addresses, tmp_path)
     assert f"names features captured from target {version}, but the draft's target is" in message
@@ -552,7 +552,7 @@ class Pair:
             for each in data
         ]
         weighted = [replace(each, loss_fn_inputs={**each.loss_fn_inputs, "weights": _ones(each)}) for each in weighted]
-        draft = self.worker._models.draft("draft")
+        draft = self.worker._models.get("draft")
         wanted = DraftFeatures(
             self.algorithm,
             tuple(draft.capture_layers),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.drafts.draft_model import DraftModel
+from trainhouse.workers.drafts.model.draft_model import DraftModel
 from trainhouse.workers.protocol.calls import OperationPart, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker

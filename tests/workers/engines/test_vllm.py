@@ -383,7 +383,6 @@ async def wait_until_num_adapters(dispatch: WorkerDispatch, number: int) -> None
         ),
         ({"prompt": np.array([600], np.int32)}, "vLLM refuses the request: Token id 600 is out of vocabulary"),
         ({"prompt": np.ones(1024, np.int32)}, "the prompt has 1024 tokens, and vLLM's context of 1024"),
-        ({"prompt": np.zeros(0, np.int32)}, "the prompt is empty"),
         ({"params": SamplingParams(seed=7, temperature=2.5)}, r"temperature 2\.5 exceeds vLLM's 2: lower it, or"),
         ({"stop_strings": ("",)}, "a stop string is empty"),
         ({"params": SamplingParams(seed=7, presence_penalty=2.5)}, r"presence_penalty must be in \[-2, 2\], got 2\.5"),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.workers.lora import Adapter, LoraLinear, MergedLoraLinear, Segment
-from trainhouse.workers.lora.segment import group_segments
+from trainhouse.workers.lora.batch_plan import GroupTerms, LinearSite, fold
+from trainhouse.workers.lora.segment import RowGroup, group_segments
 from trainhouse.workers.lora.segmented_matmul import PaddedLengths, RaggedLengths, SegmentedMatmul, SingleAdapter
-from trainhouse.workers.lora.stacked_factors import LinearSite, StackedFactors
 
 from ..adapted import Adapted, Dtype, probe, relative_error, sequences
 
@@ -29,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         def always(lengths: list[int], scales: list[float], device: torch.device, _aligned: bool) -> SegmentedMatmul:
             return ways[request.param](lengths, scales, device)
 
-        monkeypatch.setattr("trainhouse.workers.lora.batch_plan.choose_matmul", always)
+        monkeypatch.setattr("trainhouse.workers.lora.segment.choose_matmul", always)
     return request.param
 
 
@@ -158,8 +158,8 @@ def test_a_single_adapter_is_added_to_the_weight_in_long_rows(
     linears = [*layers(adapted, "mlp.gate_proj"), *layers(adapted, "mlp.up_proj")]
     segments = segments_of([adapted.create("a", rank=5)], [num_tokens])
     for module, parts in ((linears[0], linears[:1]), (MergedLoraLinear(linears), linears)):
-        terms = adapted.lora.plan(segments).terms(module.site)
-        assert terms is not None
+        terms = adapted.lora.plan(segments).terms(module.site, num_tokens)
+        assert isinstance(terms, GroupTerms)
         assert (terms.merged(torch.zeros(module.site.num_columns, 64)) is not None) == adds_to_weight
         assert_equal_to_naive(module, parts, adapted, segments)
         with pytest.raises(AssertionError):
@@ -243,9 +243,9 @@ def test_adjacent_segments_are_grouped_only_if_compatible(tiny_models: dict[str,
     a, b, c = (adapted.create(name) for name in "abc")
     mlp, wide = adapted.create("mlp", train_attn=False), adapted.create("wide", rank=64)
 
-    def members(*adapters: Adapter | None, lengths: Sequence[int] | None = None) -> list[list[Adapter]]:
+    def members(*adapters: Adapter | None, lengths: Sequence[int] | None = None) -> list[list[Adapter | None]]:
         segments = segments_of(adapters, lengths or [3] * len(adapters))
-        return [group.adapters for group in group_segments(segments)]
+        return [[segment.adapter for segment in group] for group in group_segments(segments, splits_long=False)]
 
     assert members(a, b, c) == [[a, b, c]]
     assert members(a, None, b) == [[a], [b]]
@@ -261,8 +261,9 @@ def test_long_segments_are_split_off_unless_equal(tiny_models: dict[str, Path]) 
     adapters = [adapted.create(name) for name in "abcd"]
 
     def split(*lengths: int) -> list[list[int]]:
-        (group,) = group_segments(segments_of(adapters, lengths))
-        return [part.lengths for part in group.split()]
+        segments = segments_of(adapters, lengths)
+        assert len(group_segments(segments, splits_long=False)) == 1
+        return [[segment.length for segment in group] for group in group_segments(segments, splits_long=True)]
 
     assert split(30, 40, 50, 60) == [[30, 40, 50, 60]]
     assert split(600, 600, 600, 600) == [[600, 600, 600, 600]]
@@ -303,7 +304,7 @@ def test_unadapted_layers_keep_no_graph_and_no_terms(tiny_models: dict[str, Path
     with adapted.lora.applied(plan):
         assert query(torch.randn(5, 64)).grad_fn is None
         assert down(torch.randn(5, 128)).grad_fn is not None
-    assert plan.terms(query.site) is None and plan.terms(down.site) is not None
+    assert plan.terms(query.site, 5) is None and plan.terms(down.site, 5) is not None
 
 
 def test_unadapted_layers_save_no_input_for_backward(tiny_models: dict[str, Path]) -> None:
@@ -351,8 +352,9 @@ def test_folded_factors_equal_the_terms_and_share_no_memory(rank: int, tiny_mode
     adapter = adapted.create("one", rank=rank, train_unembed=False)
     name = next(name for name in adapter.pairs if name.endswith("q_proj"))
     a, b = adapter.matrices(name)
-    folded = StackedFactors(LinearSite((name,), (b.shape[1],)), [adapter], SingleAdapter(adapter.scale)).folded
+    group = RowGroup(slice(0, 4), (adapter,), SingleAdapter(adapter.scale), is_whole=True)
+    folded_a, folded_b = fold(LinearSite((name,), (b.shape[1],)), group)
     x = torch.randn(4, a.shape[1])
-    assert relative_error(x @ folded.a @ folded.b, adapter.scale * (x @ a.t() @ b)) < 1e-6
+    assert relative_error(x @ folded_a @ folded_b, adapter.scale * (x @ a.t() @ b)) < 1e-6
     own = adapter.weights.untyped_storage().data_ptr()
-    assert own not in {folded.a.untyped_storage().data_ptr(), folded.b.untyped_storage().data_ptr()}
+    assert own not in {folded_a.untyped_storage().data_ptr(), folded_b.untyped_storage().data_ptr()}

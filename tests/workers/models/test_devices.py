@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from trainhouse.workers.models.devices import check_cuda, no_cuda
-from trainhouse.workers.models.model import resolve_device
+from trainhouse.workers.models.loading import resolve_device
 from trainhouse.workers.protocol.worker_config import (
     DispatchConfig,
     SamplingConfig,

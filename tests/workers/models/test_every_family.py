@@ -19,23 +19,23 @@ from trainhouse.schemas.models import ExpertFactors, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.batch import micro_batch
+from trainhouse.workers.drafts.speculation.payoff import DraftPayoff
 from trainhouse.workers.ops.attention import pack_lengths
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
 from trainhouse.workers.sampler.native_sampler import NativeSampler
-from trainhouse.workers.sampler.sequence_scheduler import SequenceScheduler
-from trainhouse.workers.sampler.speculation.payoff import DraftPayoff
+from trainhouse.workers.sampler.scheduler import SequenceScheduler
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 
 from ...drawn import Drawn, all_drawn
 from ...tiny import tiny_model
+from ..drafts.speculation.test_speculation import assert_same_samples, make_draft
+from ..drafts.speculation.test_states import drafting, propose_right_tokens
 from ..jobs import answers, job
 from ..parallel.training import ADAM, supervised
 from ..peft_reference import PeftReference
-from ..sampler.test_speculation import assert_same_samples, make_draft
-from ..sampler.test_speculation_states import drafting, propose_right_tokens
 from .test_survey import saved
 from .tiny_types import SERVED, tiny_config_of
 

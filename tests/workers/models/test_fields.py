@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.workers.models.fused_decoder import FusedTrunk, fused_trunk
-from trainhouse.workers.models.model import class_of
+from trainhouse.workers.models.loading import class_of
 from trainhouse.workers.models.packing_checks import check_numbers
 from trainhouse.workers.ops.attention import ATTENTION, AttendingPacking
 from trainhouse.workers.ops.linear import soft_capped

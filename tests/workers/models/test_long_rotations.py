@@ -11,6 +11,7 @@ import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.models import loading
 from trainhouse.workers.models import model as model_module
 from trainhouse.workers.protocol.calls import OperationPart, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
@@ -111,7 +112,7 @@ def test_the_check_at_load_compares_the_same_frequencies(tmp_path: Path, monkeyp
     def of_layers_alone(trunk: Any, longest: int | None) -> None:
         trunk.rotary_emb.inv_freq = trunk.rotary_emb.inv_freq / 4
 
-    monkeypatch.setattr(model_module, "rotate_alike", of_layers_alone)
+    monkeypatch.setattr(loading, "rotate_alike", of_layers_alone)
     with pytest.raises(ValueError, match="of their spread away from those by transformers"):
         model_module.BaseModel(config)
 

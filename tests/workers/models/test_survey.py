@@ -20,6 +20,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.batch.micro_batch import MicroBatch
+from trainhouse.workers.models import loading
 from trainhouse.workers.models import model as model_module
 from trainhouse.workers.models import packing_checks as plain
 from trainhouse.workers.models.model import BaseModel
@@ -304,7 +305,7 @@ def test_settings_without_effect_are_not_refused(config: dict[str, Any], words: 
 def test_recurrent_layers_are_found_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recurrent Gemma carries a state from one sequence into the next; the check of its config is off here."""
     saved(AutoModelForCausalLM.from_config(tiny_config_of("recurrent_gemma")), tmp_path)
-    monkeypatch.setattr(model_module, "refusal_of", lambda config: None)
+    monkeypatch.setattr(loading, "refusal_of", lambda config: None)
     with pytest.raises(ValueError, match=r"layers\.0\.temporal_block is a RecurrentGemmaRecurrentBlock, which may"):
         base_of(tmp_path)
     # Without each check the next one finds it: the modules, the order of attention, the numbers.
@@ -364,7 +365,7 @@ def test_models_that_the_kv_cache_cannot_hold_are_refused(
 ) -> None:
     """Packed passes of these models are right, though."""
     saved(AutoModelForCausalLM.from_config(tiny_config_of(model_type)), tmp_path)
-    monkeypatch.setattr(model_module, "refusal_of", lambda config: None)
+    monkeypatch.setattr(loading, "refusal_of", lambda config: None)
     if words is None:
         base_of(tmp_path)
     else:

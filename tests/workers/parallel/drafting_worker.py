@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import SamplingSlice, SliceResult
-from trainhouse.workers.sampler.decoding.rank_sync import RankSync, VerifyResult
-from trainhouse.workers.sampler.speculation.speculative_decoder import SpeculativeDecoder
-from trainhouse.workers.sampler.speculation.verification import DraftTokens
+from trainhouse.workers.sampler.decoding.rank_sync import RankSync
+from trainhouse.workers.sampler.logits.verification import DraftTokens, VerifyResult
 from trainhouse.workers.state.vectors import FORWARD_VECTORS
 
 from .watched_worker import ERRORS, WatchedWorker
@@ -74,7 +74,7 @@ class DraftingWorker(WatchedWorker):
     def break_drafting(self, rank: int, error: str) -> None:
         """Makes that rank's drafts raise one of ERRORS."""
         if self._mesh.rank == rank:
-            self._of_base._speculation.propose = mock.Mock(side_effect=ERRORS[error])
+            self._of_base._proposer.propose = mock.Mock(side_effect=ERRORS[error])
 
     def know(self, texts: Mapping[str, Sequence[int]]) -> None:
         """Makes drafts propose these tokens, by job; they include the prompts. Empty: drafts propose their own."""
@@ -88,8 +88,8 @@ class DraftingWorker(WatchedWorker):
                     each.probabilities.zero_()[np.arange(num), each.tokens] = 1
             return found
 
-        as_drawn = SpeculativeDecoder.propose.__get__(self._of_base._speculation)
-        self._of_base._speculation.propose = perfect if texts else as_drawn
+        as_drawn = DraftProposer.propose.__get__(self._of_base._proposer)
+        self._of_base._proposer.propose = perfect if texts else as_drawn
 
 
 def _own(answers: Any) -> Any:

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import DraftFeatures, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.drafts.training.feature_capture import FEATURES
 from trainhouse.workers.protocol.calls import DataShare, Failure, OperationPart, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
-from trainhouse.workers.training.rank_operation import FEATURES
 
 from ..requests import repeatable
 from .case import Case

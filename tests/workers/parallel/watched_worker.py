@@ -14,7 +14,9 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import FeatureLocation, ForwardBackwardRequest
 from trainhouse.workers.checkpoint import TrainedState, tensor_files
+from trainhouse.workers.drafts.model.draft_model import DraftModel
 from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
+from trainhouse.workers.drafts.training.draft_pass import DraftPassRunner
 from trainhouse.workers.lora import Adapter, lora_layers
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep
@@ -153,7 +155,8 @@ class WatchedWorker(CountingWorker):
 
     def miss_features(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Makes ranks miss the stored features of these rows, by rank."""
-        draft_runner = self._passes._draft_passes
+        draft_runner = self._passes.strategies[DraftModel.kind]
+        assert isinstance(draft_runner, DraftPassRunner)
         vars(draft_runner).pop("find_stored", None)
         find, missed = draft_runner.find_stored, rows.get(self._mesh.rank, ())
 

@@ -20,7 +20,7 @@ from trainhouse.schemas.training import (
 )
 from trainhouse.workers.drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
-from trainhouse.workers.drafts.draft_model import DraftModel
+from trainhouse.workers.drafts.model.draft_model import DraftModel
 from trainhouse.workers.planner.drafts.draft_estimate import DraftMemory, draft_memory, longest_sequence
 from trainhouse.workers.planner.drafts.draft_layouts import draft_layout_that_fits, draft_spec_of
 from trainhouse.workers.planner.drafts.draft_load import draft_load

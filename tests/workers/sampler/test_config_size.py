@@ -7,8 +7,7 @@ import torch
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.ops.kv_cache import CachedRow, NewSequences, SlotTensors
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.cache.cache import KVCache
-from trainhouse.workers.sampler.cache.config_size import size_of_config
+from trainhouse.workers.sampler.cache.cache import KVCache, size_of_config
 from trainhouse.workers.shapes.cache_size import CacheSize
 from transformers import AutoConfig
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice
-from trainhouse.workers.sampler.decoding.step_graph import StepGraph
+from trainhouse.workers.sampler.decoding.decode_steps import StepGraph
 from trainhouse.workers.sampler.native_sampler import NativeSampler
 
 from ...drawn import assert_same_sample
@@ -61,7 +61,7 @@ def jobs_of(name: str, lengths: Sequence[int]) -> list[SampleJob]:
 
 def with_graphs(adapted: Adapted) -> tuple[NativeSampler, Graphs]:
     sampler, graphs = new_sampler(adapted), Graphs()
-    sampler.graphs = graphs  # type: ignore[assignment]
+    sampler._runner.graphs = graphs  # type: ignore[assignment]
     return sampler, graphs
 
 
@@ -101,7 +101,7 @@ def test_idle_rows_do_not_touch_slots_that_other_samplers_take(adapted: Adapted)
     while len(found) < 3:
         found |= sampler.slice(SamplingSlice((), (), 0)).finished
     found |= sampler.slice(SamplingSlice((), (), 0)).finished
-    rows = sampler._rows
+    rows = sampler._runner._steps
     assert rows is not None and rows.is_current
     (pool,) = {id(each): each for each in sampler._scheduler.slots.cache._pools.values() if each.occupants}.values()
     free = slice(len(pool.occupants), pool.tensors.num_slots)

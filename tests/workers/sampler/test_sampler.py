@@ -536,26 +536,17 @@ def test_a_sample_ends_with_the_context(adapted: Adapted) -> None:
     for length, max_tokens, wanted in ((20, None, 12), (20, 50, 12), (20, 5, 5), (31, 50, 1), (32, 50, 1)):
         one = sample(sampler, job("a", prompt(length), max_tokens=max_tokens))
         assert (len(one.tokens), one.stop_reason) == (wanted, "length")
-    assert "33 tokens, more than the model's context of 32" in failure(sampler, job("a", prompt(33)))
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (job("a", prompt(0)), "the prompt is empty"),
-        (job("a", np.array([5, 512], np.int32)), "token id 512, outside the model's vocabulary of 512"),
-        (job("a", np.array([5, -1], np.int32)), "token id -1"),
         (job("a", prompt(4), "unknown"), "adapter unknown is gone"),
-        (
-            job("a", prompt(4), topk_prompt_logprobs=513),
-            "topk_prompt_logprobs 513 exceeds the model's vocabulary of 512",
-        ),
-        (job("a", prompt(4), topk_sample_logprobs=10**9), "topk_sample_logprobs 1000000000 exceeds"),
+        (job("a", prompt(4), topk_sample_logprobs=10**9), "topk_sample_logprobs 1000000000 at 12 sampled tokens"),
         (job("a", prompt(4), prompt_alt_tokens_k=10**9), "prompt_alt_tokens_k 1000000000 at 4 prompt tokens"),
         (job("a", prompt(4), stop_strings=("x", "")), "a stop string is empty"),
         (job("a", prompt(4), prompt_logprobs_last_n=2), "prompt_logprobs_last_n 2 needs prompt_logprobs"),
         (job("a", prompt(4), prompt_logprobs=True, prompt_logprobs_last_n=4), "between 1 and len(prompt) - 1 = 3"),
-        (job("a", prompt(4), target_prompt_tokens=np.zeros((4, 1), np.int64)), "expected [len(prompt) - 1 = 3, K]"),
         (job("a", prompt(4), target_prompt_tokens=np.full((3, 1), 600)), "target_prompt_logprobs holds token id 600"),
     ],
 )

@@ -260,7 +260,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     ),
     "no shape": (
         "--parallel tp=2",
-        {key: value for key, value in DENSE.items() if key != "hidden_size"},
+        DENSE | {"hidden_size": None},
         "the config.json of M has hidden_size None: expected a number of at least 1",
     ),
     "no number of heads": (

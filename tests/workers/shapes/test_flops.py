@@ -171,7 +171,7 @@ def test_an_eagle3_pass_reports_the_operations_counted_by_hand(tiny_models: dict
     worker, target = a_worker(tiny_models["qwen3"]), BY_HAND["qwen3"]
     worker.create_run(RunSpec("draft", DraftConfig(algorithm="eagle3", seed=0, draft_vocab_size=100), "draft"))
     worker.set_vocabulary("draft", np.arange(100))
-    captured = worker._models.draft("draft").shape.captured
+    captured = worker._models.get("draft").shape.captured
     trunk = TOKENS * target.weights + PAIRS * target.scores
     # The token at 1 has a prediction from one token, that at 2 from two, and all others from three; no data have a last
     # label, which counts for no token.
@@ -190,7 +190,7 @@ def test_a_dflash_pass_reports_the_operations_counted_by_hand(tiny_models: dict[
     worker, target = a_worker(tiny_models["qwen3"]), BY_HAND["qwen3"]
     config = DraftConfig(algorithm="dflash", seed=0, block_size=4, mask_token_id=2)
     worker.create_run(RunSpec("draft", config, "draft"))
-    shape = worker._models.draft("draft").shape
+    shape = worker._models.get("draft").shape
     assert shape.layers == 1
     trunk, fc = TOKENS * target.weights + PAIRS * target.scores, TOKENS * shape.captured * 64 * 64
     found = run_draft(worker, "dflash", forward_only=True)

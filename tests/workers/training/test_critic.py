@@ -21,6 +21,7 @@ from trainhouse.workers.checkpoint import TrainedState, save
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import Failure, OperationPart, RunSpec
+from trainhouse.workers.protocol.plugins import plugin_rows
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.registry.programs import PROGRAMS
 from trainhouse.workers.worker.worker import Worker
@@ -211,8 +212,9 @@ def test_critics_and_references_cannot_be_sampled(worker: Worker) -> None:
 
 
 def test_every_role_has_a_program_and_every_loss_its_scores() -> None:
-    assert set(get_args(Role)) == {program.role for program in PROGRAMS.values()}
-    assert all(loss.scores == program.scores for program in PROGRAMS.values() for loss in program.losses.values())
+    programs = {**PROGRAMS, **plugin_rows("workers.drafts.rows", "PROGRAMS")}
+    assert {*get_args(Role)} == {"draft", *(program.role for program in programs.values())}
+    assert all(loss.scores == program.scores for program in programs.values() for loss in program.losses.values())
 
 
 def test_requests_for_another_kind_of_model_are_refused(worker: Worker) -> None:

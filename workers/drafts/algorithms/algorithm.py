@@ -9,11 +9,11 @@ from transformers import PreTrainedConfig
 
 from ....schemas.models import DraftConfig
 from ....schemas.training import TargetRepr
-from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
 from ...parallel.mesh import ALONE, Team
 from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
+from ..losses.draft_scores import DraftGradients, DraftScores
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
 from ..sequences.features import DraftInputs
 from ..sequences.labels import Labels, Options

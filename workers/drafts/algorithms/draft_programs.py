@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ...losses import DRAFT_LOSSES
 from ...state.program import Program
+from ..losses import DRAFT_LOSSES
 from .algorithm import DraftAlgorithm
 from .dflash import DFlash
 from .eagle3 import Eagle3

@@ -5,8 +5,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...losses.draft_scores import DraftGradients, DraftScores
 from ...ops.linear import add_product
+from ..losses.draft_scores import DraftGradients, DraftScores
 from ..sequences.target_distribution import TargetDistribution
 
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
 from ....schemas.training import TargetRepr
-from ...losses.draft_scores import DraftGradients, DraftScores
 from ...models.model import BaseModel
 from ...ops.attention import AttendingPacking, AttentionKind, attend
 from ...ops.kv_cache import CachedRow, ContinuationChunk
@@ -26,6 +25,7 @@ from ...parallel.mesh import ALONE, Team
 from ...shapes.draft_sizes import eagle3_shapes
 from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
+from ..losses.draft_scores import DraftGradients, DraftScores
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
 from ..sequences.features import DraftInputs
 from ..sequences.labels import Labels, Options

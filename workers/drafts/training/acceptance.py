@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...losses.draft_scores import DraftScores
+from ..losses.draft_scores import DraftScores
 
 KINDS = ("greedy", "sampled")
 """Kinds of survivals, named as in DraftScores."""

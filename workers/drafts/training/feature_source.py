@@ -18,7 +18,7 @@ from ...models.fused_decoder import EMBEDDING
 from ...models.model import BaseModel
 from ...parallel.token_shard import TokenShard
 from ...shapes.draft_features import CAPTURED
-from ..draft_model import DraftModel
+from ..model.draft_model import DraftModel
 from ..sequences.captured_features import CapturedFeatures, FeatureKind
 from ..sequences.target_form import HIDDEN_STATE, Kept
 from .target_outputs import StoredOutputs, TargetLogits, TargetOutputs

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...shapes.draft_sizes import Shapes, dflash_shapes, eagle3_shapes
 from ...shapes.layouts.flops import ModelFlops, OwnFlops
-from ..draft_model import DraftModel
+from ..model.draft_model import DraftModel
 from ..sequences.blocks import TokenRandom, sample_anchors
 from ..sequences.labels import Options
 

@@ -14,7 +14,7 @@ from ...batch.micro_batch import MicroBatch, MicroBatchSegment
 from ...ops.attention import Packing, pack_lengths
 from ...parallel.mesh import Team
 from ...parallel.token_shard import scored_tokens
-from ..groups import DraftGroups
+from ..model.groups import DraftGroups
 from ..sequences.labels import Labels
 from ..sequences.sequence_shard import SequenceShard, shard_slice
 

@@ -204,8 +204,8 @@ class _SamplerWorker:
 
     @contextmanager
     def _counted(self, job: SampleJob) -> Iterator[None]:
-        room = max(1, self.group.supervisor.info.max_context_length - len(job.prompt))
-        num_tokens = len(job.prompt) + job.num_samples * min(job.params.max_tokens or room, room)
+        most = job.params.most_tokens(len(job.prompt), self.group.supervisor.info.max_context_length)
+        num_tokens = len(job.prompt) + job.num_samples * most
         self.num_tokens += num_tokens
         try:
             yield

@@ -18,6 +18,7 @@ from pathlib import Path
 from ....schemas.adapters.adapter_files import write_for_vllm
 from ....schemas.adapters.vllm_form import VllmForm
 from ....schemas.errors import OperationError
+from ...protocol.methods import LOAD_ADAPTER
 from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
 from ..in_flight import cancel_and_wait
@@ -113,7 +114,7 @@ class VllmAdapters:
         async with version.training_lock:
             num_deaths = self._training.supervisor.num_deaths
             if version.training_crash_epoch != num_deaths:
-                await load_weights(self._training, "load_adapter", version.name, version.directory)
+                await load_weights(self._training, LOAD_ADAPTER, version.name, version.directory)
                 version.training_crash_epoch = num_deaths
 
     async def close(self) -> None:

@@ -97,13 +97,12 @@ def split(job: SampleJob, model: VllmModel, adapter: str | None) -> list[VllmReq
 
     Raises OperationError if the prompt fills the context, or top log-probabilities would need too much memory.
     """
-    room = model.max_length - len(job.prompt)
-    if room < 1:
+    if len(job.prompt) >= model.max_length:
         raise OperationError(
             f"the prompt has {len(job.prompt)} tokens, and vLLM's context of {model.max_length} must hold one more:"
             " shorten it"
         )
-    max_tokens = min(job.params.max_tokens or room, room)
+    max_tokens = job.params.most_tokens(len(job.prompt), model.max_length)
     if _num_cells(job, max_tokens) > _MAX_CELLS:
         raise OperationError(
             f"topk_sample_logprobs {job.topk_sample_logprobs} of {job.num_samples} samples of {max_tokens} tokens makes"
@@ -127,8 +126,6 @@ def check_supported(job: SampleJob, has_drafts: bool) -> None:
     """
     if reason := next(chain(_obstacles(job), _obstacles_with_draft(job) if has_drafts else ()), None):
         raise OperationError(f"{reason}, or start the server with --sampler native")
-    if not len(job.prompt):
-        raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
     if "" in job.stop_strings:
         raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
 

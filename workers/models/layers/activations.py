@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from ...ops.fused import geglu, gradient_kernels_for, swiglu
-from ...ops.kernels import triton_kernels_for
+from ...ops.fused import geglu, swiglu
+from ...ops.kernels import device_kernels_for, triton_kernels_for
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _overwrite_relu2(grad: Tensor, up: Tensor) -> None:
 
 
 def _overwrite_swiglu(grad: Tensor, gate: Tensor, up: Tensor) -> None:
-    if (kernels := gradient_kernels_for(gate)) is not None:
+    if (kernels := device_kernels_for(gate)) is not None:
         kernels.swiglu_gradient(grad, gate, up)
         return
     of_active = grad * up

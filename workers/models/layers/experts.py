@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.grouped_gemm import GroupedRows
-from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels, training_kernels_for
+from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels
 from ...parallel.collectives import ResidualStream, all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from ...shapes.parts import RoutedExperts
@@ -69,7 +69,7 @@ class AdapterPlan(Protocol):
         """Returns the place of each token's adapter in `adapters`, or their number if none: int64 [num_tokens]."""
         ...
 
-    def terms(self, layer: str, counts: Tensor, num_rows: int, has_bare: bool) -> AdapterTerms | None: ...
+    def terms(self, layer: str, counts: Tensor, num_rows: int, has_bare: bool) -> AdapterTerms: ...
 
     def shared_terms(self, layer: str) -> SharedAdapterTerms | None: ...
 
@@ -180,7 +180,7 @@ class GroupedExperts:
     def _keys(self, chosen: Tensor) -> Tensor:
         """Returns the group, by expert and adapter, of each pair of token and expert: [tokens, experts of each]."""
         plan = self._active.experts if self._active else None
-        if plan is None or not plan.adapters:
+        if plan is None:
             return chosen
         return chosen * self._num_kinds + plan.kinds(len(chosen))[:, None]
 
@@ -206,7 +206,7 @@ class GroupedExperts:
         """Returns the weighted sums [tokens, hidden] of the outputs of this rank's pairs, or of all pairs if exchanged,
         for x [tokens, hidden]."""
         plan = self._active.experts if self._active is not None else None
-        if self._active is None or plan is None or not plan.adapters:
+        if self._active is None or plan is None:
             of_pairs, _ = _ExpertMlp.apply(x, None, None, self._weights, pairs, None)
             return pairs.combine([of_pairs], weights)[0]
         anchor = self._active.anchor
@@ -394,7 +394,7 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
         of_pairs, places, weights = ctx.saved_tensors
-        kernels = training_kernels_for(of_pairs)
+        kernels = kernels_for(of_pairs)
         assert kernels is not None
         of_x, of_weights = kernels.combine_pairs_gradient(grads[0], of_pairs, places, weights)
         return of_x, None, of_weights

@@ -58,13 +58,13 @@ class _ExpertTerms(ctypes.Structure):
     ]
 
 
-class CpuKernels:
+class CpuKernels(CpuTrainingKernels):
     """`Kernels` in C. Tensors whose rows are not contiguous are copied."""
 
     def __init__(self, library: CompiledLibrary) -> None:
+        super().__init__(library)
         library.declare(_ARGUMENTS, _FALLIBLE)
-        self.library, self._most_threads = library, torch.get_num_threads()
-        self.training = CpuTrainingKernels(library)
+        self._most_threads = torch.get_num_threads()
         # On registers of 16 numbers (AVX-512) torch's products are as fast, and faster if all dimensions are large.
         self.outdo_torch = library.register_size() < _WIDE_REGISTER
 
@@ -86,21 +86,8 @@ class CpuKernels:
         tokens, heads, size = x.shape
         x, out = with_rows(x), x.new_empty(x.shape)
         pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
-        angles = cos.data_ptr(), sin.data_ptr()
-        self.library.rotate_heads(
-            out.data_ptr(),
-            x.data_ptr(),
-            x.stride(0),
-            pointer,
-            stride,
-            eps,
-            *angles,
-            tokens,
-            heads,
-            size,
-            cos.shape[-1],
-            threads_for(x),
-        )
+        inputs = x.data_ptr(), x.stride(0), pointer, stride, eps, cos.data_ptr(), sin.data_ptr()
+        self.library.rotate_heads(out.data_ptr(), *inputs, tokens, heads, size, cos.shape[-1], threads_for(x))
         return out
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -137,25 +124,19 @@ class CpuKernels:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
-        x, (columns, inner) = with_rows(x), weight.shape
-        y = x.new_empty(len(x), columns) if addend is None else with_rows(addend)
+        columns, inner = weight.shape
+        x = x if x.stride(1) == 1 else x.contiguous()
+        if addend is not None and addend.stride(1) != 1:
+            addend = addend.contiguous()
+        y = x.new_empty(len(x), columns) if addend is None else addend
         if bias is not None:
             y = y.copy_(bias.expand_as(y)) if addend is None else y.add_(bias)
         transposed = weight.stride(1) == 1
         pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), weight.data_ptr()
-        self.library.grouped_matmul(
-            *pointers,
-            0,
-            weight.stride(0 if transposed else 1),
-            transposed,
-            (_SIZE * 2)(0, len(x)),
-            len(x),
-            1,
-            inner,
-            columns,
-            addend is not None or bias is not None,
-            torch.get_num_threads() if y.numel() * inner > WORTH_ALL else 1,
-        )
+        rows = 0, weight.stride(0 if transposed else 1), transposed, (_SIZE * 2)(0, len(x)), len(x)
+        adds, threads = addend is not None or bias is not None, torch.get_num_threads()
+        threads = threads if y.numel() * inner > WORTH_ALL else 1
+        self.library.grouped_matmul(*pointers, *rows, 1, inner, columns, adds, threads)
         return y
 
     def grouped_matmul(self, y: Tensor, x: Tensor, matrices: Tensor, bounds: Tensor, adds: bool) -> None:
@@ -164,18 +145,8 @@ class CpuKernels:
         apart = matrices.stride(0), matrices.stride(2 if transposed else 1)
         threads = self._threads_for_product(len(x) * inner * columns)
         pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), matrices.data_ptr()
-        self.library.grouped_matmul(
-            *pointers,
-            *apart,
-            transposed,
-            bounds.data_ptr(),
-            len(x),
-            groups,
-            inner,
-            columns,
-            adds,
-            threads,
-        )
+        rows = *apart, transposed, bounds.data_ptr(), len(x)
+        self.library.grouped_matmul(*pointers, *rows, groups, inner, columns, adds, threads)
 
     def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
         x, a, b = with_rows(x), with_rows(a), with_rows(b)
@@ -229,16 +200,8 @@ class CpuKernels:
     ) -> Tensor:
         x, weight, out = with_rows(x), weight.contiguous(), x.new_empty(x.shape)
         where = states.data_ptr(), slots.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr()
-        self.library.convolve_step(
-            out.data_ptr(),
-            x.data_ptr(),
-            x.stride(0),
-            *where,
-            *x.shape,
-            weight.shape[1],
-            is_silu,
-            torch.get_num_threads(),
-        )
+        sizes = *x.shape, weight.shape[1], is_silu, torch.get_num_threads()
+        self.library.convolve_step(out.data_ptr(), x.data_ptr(), x.stride(0), *where, *sizes)
         return out
 
     def delta_step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:

@@ -44,12 +44,12 @@ class CpuTrainingKernels:
 
     def __init__(self, library: CompiledLibrary) -> None:
         library.declare(_ARGUMENTS, _FALLIBLE)
-        self._library = library
+        self.library = library
 
     def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
         grad, x, out = grad.contiguous(), x.contiguous(), x.new_empty(x.shape)
         pointer = None if addend is None else (addend := addend.contiguous()).data_ptr()
-        self._library.rms_norm_gradient(
+        self.library.rms_norm_gradient(
             out.data_ptr(), grad.data_ptr(), pointer, x.data_ptr(), weight.data_ptr(), eps, *x.shape, threads_for(x)
         )
         return out
@@ -63,7 +63,7 @@ class CpuTrainingKernels:
         pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
         inputs = grad.data_ptr(), grad.stride(0), x.data_ptr(), x.stride(0), pointer, stride, eps
         angles = cos.data_ptr(), sin.data_ptr()
-        self._library.rotate_heads_gradient(
+        self.library.rotate_heads_gradient(
             out.data_ptr(), *inputs, *angles, tokens, heads, size, cos.shape[-1], threads_for(grad)
         )
         return out
@@ -73,23 +73,23 @@ class CpuTrainingKernels:
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
         inputs = grad.data_ptr(), grad.stride(0), gate.data_ptr(), up.data_ptr(), gate.stride(0)
-        self._library.swiglu_gradient(*inputs, *gate.shape, threads_for(gate))
+        self.library.swiglu_gradient(*inputs, *gate.shape, threads_for(gate))
         return gate, up
 
     def log_softmax(self, x: Tensor, out: Tensor) -> Tensor:
-        self._library.log_softmax(out.data_ptr(), x.data_ptr(), *x.shape, threads_for(x))
+        self.library.log_softmax(out.data_ptr(), x.data_ptr(), *x.shape, threads_for(x))
         return out
 
     def scaled_exponentials(self, x: Tensor, factors: Tensor) -> Tensor:
         factors = factors.contiguous()
-        self._library.scaled_exponentials(x.data_ptr(), factors.data_ptr(), *x.shape, threads_for(x))
+        self.library.scaled_exponentials(x.data_ptr(), factors.data_ptr(), *x.shape, threads_for(x))
         return x
 
     def combine_pairs_gradient(self, grad: Tensor, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         grad, x, weights, (num_tokens, of_each) = grad.contiguous(), x.contiguous(), weights.contiguous(), weights.shape
         grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
         pointers = (each.data_ptr() for each in (grad_x, grad_weights, grad, x, places, weights))
-        self._library.combine_pairs_gradient(*pointers, num_tokens, of_each, x.shape[1], threads_for(x))
+        self.library.combine_pairs_gradient(*pointers, num_tokens, of_each, x.shape[1], threads_for(x))
         return grad_x, grad_weights
 
     def attention(
@@ -100,7 +100,7 @@ class CpuTrainingKernels:
         out, log_sums = query.new_empty(tokens, heads, value_size), query.new_empty(heads, tokens)
         pointers = (x.data_ptr() for x in (out, log_sums, query, key, value, bounds))
         of = _described(query, key, value, out, kind)
-        self._library.attention(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads())
+        self.library.attention(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads())
         return out, log_sums
 
     def attention_gradient(
@@ -119,7 +119,7 @@ class CpuTrainingKernels:
         tensors = (*found, grad, query, key, value, out.contiguous(), log_sums.contiguous(), bounds)
         pointers = (x.data_ptr() for x in tensors)
         of = _described(query, key, value, grad, kind)
-        self._library.attention_gradient(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads())
+        self.library.attention_gradient(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads())
         return found
 
 

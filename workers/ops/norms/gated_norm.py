@@ -42,7 +42,7 @@ class _GatedNorm(torch.autograd.Function):
         gated = wide * active if ctx.gates_first else wide
         inverse = inverse_rms(gated, norm.eps)
         of_norm = grad if ctx.gates_first else grad * active
-        if norm.has_gradient:
+        if norm.parameter.grad is not None:
             norm.parameter.grad.add_((of_norm * gated).mul_(inverse).sum(0).flatten())
         of_gated = norm_gradient(of_norm * weight, gated, inverse)
         if ctx.gates_first:

@@ -6,9 +6,14 @@ rest of the budget keeps prefixes for later requests.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from operator import itemgetter
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ...models.model import BaseModel
 from ...ops.kv_cache import SlotTensors
@@ -16,8 +21,6 @@ from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, WorkerConfig
 from ...shapes.cache_size import CacheSize
 from ...shapes.model_shape import ModelShape
 from ..requests.jobs import SequenceState
-from .cache_budget import CacheBudget
-from .config_size import size_of_config
 from .prefix_cache import PrefixCache, StoredRange, restore
 
 # Slots hold this many tokens or a larger power of two; from _FINE on also the lengths half way between these.
@@ -51,6 +54,57 @@ class CacheSlot:
     @property
     def capacity(self) -> int:
         return self.pool.tensors.capacity
+
+
+class CacheBudget:
+    """Shares `num_bytes` among the caches that joined. Holds them weakly: a cache leaves when its owner drops it.
+
+    clock: orders the uses of prefixes over all caches.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.clock, self._numbers = count(), count()
+        # In the order of joining, so that ranks that sample together drop the same prefixes.
+        self._spenders: WeakValueDictionary[int, KVCache] = WeakValueDictionary()
+
+    def join(self, spender: "KVCache") -> None:
+        self._spenders[next(self._numbers)] = spender
+
+    def used_bytes(self) -> int:
+        return sum(each.num_bytes() for each in self._all())
+
+    def slot_bytes(self) -> int:
+        return sum(each.slot_bytes() for each in self._all())
+
+    def held_bytes(self) -> int:
+        """Returns the bytes of the slots in use."""
+        return sum(each.held_bytes() for each in self._all())
+
+    def free_bytes(self) -> int:
+        return self.num_bytes - self.used_bytes()
+
+    def drop_prefixes(self, num_bytes: int) -> None:
+        """Drops the least recently used prefixes of all caches until `num_bytes` are free or none is left."""
+        while self.free_bytes() < num_bytes:
+            by_age = [(age, each) for each in self._all() if (age := each.prefixes.oldest) is not None]
+            if not by_age:
+                return
+            min(by_age, key=itemgetter(0))[1].prefixes.drop_oldest()
+
+    def shrink(self, num_bytes: int) -> None:
+        """Frees unused slots until `num_bytes` are free."""
+        for each in self._all():
+            if self.free_bytes() >= num_bytes:
+                return
+            each.free_unused_slots()
+
+    def tensors(self) -> Iterator[Tensor]:
+        for each in self._all():
+            yield from each.tensors()
+
+    def _all(self) -> "list[KVCache]":
+        return list(self._spenders.values())
 
 
 class KVCache:
@@ -196,12 +250,6 @@ class KVCache:
             self.budget.drop_prefixes(num_bytes)
             self.prefixes.add(missing, self._slots[sequence].tensors, self._slots[sequence].index)
 
-    def oldest_prefix(self) -> int | None:
-        return self.prefixes.oldest
-
-    def drop_oldest_prefix(self) -> None:
-        self.prefixes.drop_oldest()
-
     def free_unused_slots(self) -> None:
         """Frees unused slots."""
         for pool in self._pools.values():
@@ -254,3 +302,23 @@ class KVCache:
     def _bytes(self, pool: SlotPool) -> int:
         """Returns the bytes of one slot."""
         return self.size.bytes_of(pool.tensors.capacity)
+
+
+def size_of_config(config: PreTrainedConfig, bytes_per_value: int, num_ranks: int = 1) -> CacheSize:
+    """Returns the size of the cache of a model whose layers all have softmax attention, perhaps of different shapes.
+
+    Args:
+        config: of the model, or of one that has it as its text part.
+        num_ranks: ranks that share the heads.
+    """
+    text = config.get_text_config()
+    layers = [text.per_layer_config[layer] for layer in range(text.num_hidden_layers)]
+    values = sum(map(_values_per_token, layers)) // num_ranks
+    return CacheSize(values * bytes_per_value, 0, values // len(layers))
+
+
+def _values_per_token(layer: Any) -> int:
+    """Returns how many numbers the keys and values of a token have in one layer."""
+    heads = layer.num_attention_heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return 2 * (getattr(layer, "num_key_value_heads", None) or heads) * head_dim

@@ -10,14 +10,7 @@ from torch import Tensor
 from ...parallel.mesh import Mesh
 from ...protocol.calls import Failure
 from ..logits.token_choice import ChosenTokens
-
-
-@dataclass(frozen=True)
-class VerifyResult:
-    """The number of accepted draft tokens of a sequence, and the token after them."""
-
-    num_accepted: int
-    token: int
+from ..logits.verification import VerifyResult
 
 
 @dataclass(frozen=True)
@@ -35,12 +28,14 @@ class RankSync:
     """Makes the ranks of a team decide alike.
 
     is_leader: true on the rank that returns results.
+    exchange_in_passes: whether passes of the model exchange tensors between ranks.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._team = mesh.along("ep", "tp")
         self.is_leader = self._team.index == 0
+        self.exchange_in_passes = mesh.has_forward_collectives
 
     def merge_failures(self, own: RankFailures) -> RankFailures:
         """Merges the failures of the ranks that decode with this one. A collective: all ranks must call it."""

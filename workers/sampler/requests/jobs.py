@@ -119,6 +119,11 @@ class SequenceState:
         penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         return bool(self.job.is_constrained or params.logit_bias or params.min_tokens or penalties)
 
+    @property
+    def may_use_draft(self) -> bool:
+        """True if its parameters allow a draft, and draft tokens pay off."""
+        return not (self.needs_processors or self.without_draft)
+
     def token_ids(self) -> np.ndarray:
         """Returns prompt and sampled tokens, int64."""
         return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt
@@ -176,8 +181,7 @@ class Job:
         self.number = number
         self.seed = spec.params.seed
         self.prompt = spec.prompt.astype(np.int64)
-        room = max(1, limits.max_context_length - len(self.prompt))
-        self.max_new_tokens = min(spec.params.max_tokens or room, room)
+        self.max_new_tokens = spec.params.most_tokens(len(self.prompt), limits.max_context_length)
         # The model never samples tokens outside its vocabulary.
         self.stop_token_ids = frozenset(i for i in spec.stop_token_ids if 0 <= i < limits.vocab_size)
         self.scores = PromptScoring(spec) if wants_scores(spec) else None
@@ -259,51 +263,13 @@ def _joined(tops: list[TopkLogprobs]) -> TopkLogprobs | None:
 
 
 def check_spec(spec: SampleJob, limits: ModelLimits) -> None:
-    """Raises OperationError if a parameter is invalid.
-
-    A prompt may fill the context and then gets one token. The server is stricter and refuses it.
-    """
-    prompt = spec.prompt
-    if not len(prompt):
-        raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
-    if len(prompt) > limits.max_context_length:
-        raise OperationError(
-            f"the prompt has {len(prompt)} tokens, more than the model's context of {limits.max_context_length}:"
-            " shorten it"
-        )
-    _check_tokens("prompt", prompt, 0, limits)
+    """Raises OperationError if a parameter is invalid that the server has not checked in its SamplingJob."""
     if biased := spec.params.logit_bias:
         _check_tokens("logit_bias", np.array(list(biased)), 0, limits)
     if "" in spec.stop_strings:
         raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
-    _check_sizes(spec, limits)
-    last_n = spec.prompt_logprobs_last_n
-    if last_n is not None and not (spec.prompt_logprobs and 1 <= last_n < len(prompt)):
-        raise OperationError(
-            f"prompt_logprobs_last_n {last_n} needs prompt_logprobs and must be between 1 and len(prompt) - 1 ="
-            f" {len(prompt) - 1}"
-        )
-    targets = spec.target_prompt_tokens
-    if targets is not None:
-        if targets.ndim != 2 or len(targets) != len(prompt) - 1:
-            raise OperationError(
-                f"target_prompt_logprobs has shape {list(targets.shape)}, expected [len(prompt) - 1 ="
-                f" {len(prompt) - 1}, K]"
-            )
-        _check_tokens("target_prompt_logprobs", targets, -1, limits)
-
-
-def _check_sizes(spec: SampleJob, limits: ModelLimits) -> None:
-    """Raises OperationError if the response would need too much memory."""
-    for name, k in (
-        ("topk_prompt_logprobs", spec.topk_prompt_logprobs),
-        ("topk_sample_logprobs", spec.topk_sample_logprobs),
-    ):
-        if k > limits.vocab_size:
-            raise OperationError(f"{name} {k} exceeds the model's vocabulary of {limits.vocab_size}: lower it")
-    num_prompt = len(spec.prompt)
-    room = max(1, limits.max_context_length - num_prompt)
-    num_sampled = min(spec.params.max_tokens or room, room)
+    num_prompt, last_n = len(spec.prompt), spec.prompt_logprobs_last_n
+    num_sampled = spec.params.most_tokens(num_prompt, limits.max_context_length)
     for name, k, num_tokens, kind in (
         ("topk_prompt_logprobs", spec.topk_prompt_logprobs, num_prompt, "prompt"),
         ("prompt_alt_tokens_k", spec.prompt_alt_tokens_k, num_prompt, "prompt"),
@@ -314,6 +280,13 @@ def _check_sizes(spec: SampleJob, limits: ModelLimits) -> None:
                 f"{name} {k} at {num_tokens} {kind} tokens makes more than {MAX_TOPK_CELLS} cells: lower it or split"
                 " the request"
             )
+    if last_n is not None and not (spec.prompt_logprobs and 1 <= last_n < num_prompt):
+        raise OperationError(
+            f"prompt_logprobs_last_n {last_n} needs prompt_logprobs and must be between 1 and len(prompt) - 1 ="
+            f" {num_prompt - 1}"
+        )
+    if spec.target_prompt_tokens is not None:
+        _check_tokens("target_prompt_logprobs", spec.target_prompt_tokens, -1, limits)
 
 
 def _check_tokens(name: str, tokens: np.ndarray, lowest: int, limits: ModelLimits) -> None:

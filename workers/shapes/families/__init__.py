@@ -7,6 +7,7 @@ from .arcee import ARCEE
 from .bamba import BAMBA
 from .cohere import COHERE, COHERE2
 from .deepseek import DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MISTRAL4, SARVAM_MLA
+from .defaults import TYPES
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone import EXAONE4, EXAONE_MOE
@@ -40,8 +41,7 @@ from .solar_open import SOLAR_OPEN
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 
-# By model_type.
-FAMILIES: Mapping[str, Family] = {
+_DECLARED: Mapping[str, Family] = {
     "llama": LLAMA,
     "llama4_text": LLAMA4,
     "mistral": MISTRAL,
@@ -115,5 +115,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": GEMMA3,
     "gemma4_text": GEMMA4,
 }
+FAMILIES: Mapping[str, Family] = {name: family.with_defaults(TYPES[name]) for name, family in _DECLARED.items()}
+"""The families by model_type."""
 
 __all__ = ["FAMILIES", "FIXED_ROTATIONS", "Family"]

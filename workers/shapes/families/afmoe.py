@@ -4,7 +4,7 @@ sigmoids.
 https://huggingface.co/arcee-ai/Trinity-Mini.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Dense, Layer, Norms, OutputGate, RoutedExperts, SoftmaxAttention, Weight
 from .config_reader import ConfigReader
@@ -55,22 +55,4 @@ def _experts(config: ConfigReader) -> RoutedExperts:
     )
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 200192,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 32,
-    "num_dense_layers": 1,
-    "num_attention_heads": 16,
-    "head_dim": 128,
-    "max_position_embeddings": 16384,
-    "num_experts": 64,
-    "num_experts_per_tok": 6,
-    "num_shared_experts": 2,
-    "global_attn_every_n_layers": 4,
-    "sliding_window": 1024,
-    "layer_types": None,
-}
-
-AFMOE = Family("Afmoe", "afmoe", _layers, _DEFAULTS, embedding_root_key="mup_enabled")
+AFMOE = Family("Afmoe", "afmoe", _layers, embedding_root_key="mup_enabled")

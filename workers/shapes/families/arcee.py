@@ -16,18 +16,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, mlp)] * config.num_layers
 
 
-ARCEE = Family(
-    "Arcee",
-    "arcee",
-    _layers,
-    {
-        "vocab_size": 32000,
-        "hidden_size": 2560,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096,
-        "hidden_act": _ACTIVATION,
-    },
-    activation=_ACTIVATION,
-)
+ARCEE = Family("Arcee", "arcee", _layers, activation=_ACTIVATION)

@@ -1,6 +1,6 @@
 """Bamba, whose layers have Mamba-2 or softmax attention: https://huggingface.co/ibm-ai-platform/Bamba-9B-v2."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Layer, Norms
 from .config_reader import ConfigReader
@@ -19,21 +19,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, of_all, _NORMS) for mixer in mixers]
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 128000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 262144,
-    "partial_rotary_factor": 0.5,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-}
-
-BAMBA = Family("Bamba", "bamba", _layers, _DEFAULTS, last_norm="final_layernorm")
+BAMBA = Family("Bamba", "bamba", _layers, defaults={"partial_rotary_factor": 0.5}, last_norm="final_layernorm")

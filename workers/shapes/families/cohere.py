@@ -4,7 +4,7 @@ Attention and the feed-forward part of a layer run in parallel, behind a layer n
 with weights of its own; in Cohere 2 only layers with a window rotate.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Layer, Norms, SoftmaxAttention
 from .config_reader import ConfigReader
@@ -34,24 +34,12 @@ def _layer(config: ConfigReader, mixer: SoftmaxAttention) -> Layer:
     return Layer(config.hidden, mixer, dense(config), _NORMS, is_parallel=True)
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 256000,
-    "hidden_size": 8192,
-    "intermediate_size": 22528,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 64,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-}
-
-COHERE = Family(
-    "Cohere", "cohere", _layers, _DEFAULTS, norm="LayerNorm", centers_norms=True, logit_scale_key="logit_scale"
-)
+COHERE = Family("Cohere", "cohere", _layers, norm="LayerNorm", centers_norms=True, logit_scale_key="logit_scale")
 COHERE2 = Family(
     "Cohere2",
     "cohere2",
     _layers_of_cohere2,
-    {**_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+    defaults={"sliding_window_pattern": 4},
     norm="LayerNorm",
     centers_norms=True,
     logit_scale_key="logit_scale",

@@ -113,25 +113,10 @@ def _unsupported_of_glm_moe_dsa(config: ConfigReader) -> str | None:
 
 
 _SHARED = ("shared", "S")
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "n_shared_experts": 1,
-    "n_routed_experts": 256,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "qk_nope_head_dim": 128,
-    "num_experts_per_tok": 8,
-    "max_position_embeddings": 4096,
-    "partial_rotary_factor": None,
-    "rope_interleave": True,
-}
+
+# A config without num_key_value_heads has as many as heads: transformers' default is that of its largest model.
+_DEFAULTS: Mapping[str, object] = {"num_key_value_heads": None, "partial_rotary_factor": None}
+_INDEXED: Mapping[str, object] = {**_DEFAULTS, "rope_interleave": True}
 
 # Another name of a field, also in models with the experts of DeepSeek-V3.
 ALIASES = {"num_local_experts": "n_routed_experts"}
@@ -142,111 +127,54 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3",
     "deepseek_v3",
     _layers,
-    {**_DEFAULTS, "first_k_dense_replace": 3},
-    ALIASES,
-    _unsupported,
+    defaults=_DEFAULTS,
+    aliases=ALIASES,
+    unsupported=_unsupported,
     settings=("kv_lora_rank",),
 )
 GLM4_MOE_LITE = Family(
     "Glm4MoeLite",
     "glm4_moe_lite",
     _layers,
-    {
-        **_DEFAULTS,
-        "vocab_size": 154880,
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "moe_intermediate_size": 1536,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "n_routed_experts": 64,
-        "q_lora_rank": 768,
-        "v_head_dim": 256,
-        "qk_nope_head_dim": 192,
-        "num_experts_per_tok": 4,
-        "max_position_embeddings": 202752,
-        "mlp_layer_types": None,
-    },
-    {**ALIASES, "head_dim": "qk_rope_head_dim"},
-    _unsupported,
+    defaults=_DEFAULTS,
+    aliases={**ALIASES, "head_dim": "qk_rope_head_dim"},
+    unsupported=_unsupported,
     settings=("kv_lora_rank",),
 )
-_INDEXED: Mapping[str, object] = {
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "first_k_dense_replace": 3,
-    "mlp_layer_types": None,
-}
 _INDEXED_ALIASES = {**ALIASES, "num_experts": "n_routed_experts"}
 DEEPSEEK_V32 = Family(
     "DeepseekV32",
     "deepseek_v32",
     _layers_of_deepseek_v32,
-    {**_DEFAULTS, **_INDEXED, "max_position_embeddings": 163840},
-    _INDEXED_ALIASES,
-    _unsupported,
+    defaults=_INDEXED,
+    aliases=_INDEXED_ALIASES,
+    unsupported=_unsupported,
     settings=("kv_lora_rank",),
 )
 GLM_MOE_DSA = Family(
     "GlmMoeDsa",
     "glm_moe_dsa",
     _layers_of_glm_moe_dsa,
-    {
-        **_DEFAULTS,
-        **_INDEXED,
-        "vocab_size": 154880,
-        "hidden_size": 6144,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 78,
-        "num_attention_heads": 64,
-        "q_lora_rank": 2048,
-        "v_head_dim": 256,
-        "qk_nope_head_dim": 192,
-        "index_n_heads": 32,
-        "max_position_embeddings": 202752,
-    },
-    _INDEXED_ALIASES,
-    _unsupported_of_glm_moe_dsa,
+    defaults=_INDEXED,
+    aliases=_INDEXED_ALIASES,
+    unsupported=_unsupported_of_glm_moe_dsa,
     settings=("kv_lora_rank",),
 )
 SARVAM_MLA = Family(
     "DeepseekV3",
     "deepseek_v3",
     _layers,
-    {
-        **_DEFAULTS,
-        "vocab_size": 262144,
-        "hidden_size": 4096,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 64,
-        "n_routed_experts": 128,
-        "q_lora_rank": None,
-        "first_k_dense_replace": 1,
-    },
-    SARVAM_ALIASES,
-    _unsupported,
+    defaults=_DEFAULTS,
+    aliases=SARVAM_ALIASES,
+    unsupported=_unsupported,
     settings=("kv_lora_rank",),
 )
 MISTRAL4 = Family(
     "Mistral4",
     "mistral4",
     _layers_of_mistral4,
-    {
+    defaults={
         **_DEFAULTS,
-        "vocab_size": 131072,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "n_routed_experts": 128,
-        "kv_lora_rank": 256,
-        "q_lora_rank": 1024,
-        "qk_nope_head_dim": 64,
-        "num_experts_per_tok": 4,
-        "first_k_dense_replace": 0,
-        "max_position_embeddings": 1048576,
         "rope_parameters": {
             "rope_type": "yarn",
             "factor": 128.0,
@@ -254,7 +182,7 @@ MISTRAL4 = Family(
             "llama_4_scaling_beta": 0.1,
         },
     },
-    ALIASES,
-    _unsupported,
+    aliases=ALIASES,
+    unsupported=_unsupported,
     settings=("kv_lora_rank",),
 )

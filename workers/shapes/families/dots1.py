@@ -20,18 +20,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, *each) for each in parts]
 
 
-DOTS1 = Family(
-    "Dots1",
-    "dots1",
-    _layers,
-    {
-        "vocab_size": 152064,
-        "max_position_embeddings": 2048,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "max_window_layers": 62,
-        "layer_types": None,
-        "first_k_dense_replace": 0,
-    },
-    ALIASES,
-)
+DOTS1 = Family("Dots1", "dots1", _layers, aliases=ALIASES)

@@ -47,35 +47,10 @@ def _experts(config: ConfigReader) -> RoutedExperts:
     )
 
 
-ERNIE4_5 = Family(
-    "Ernie4_5",
-    "ernie4_5",
-    _dense_layers,
-    {
-        "vocab_size": 103424,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-)
+ERNIE4_5 = Family("Ernie4_5", "ernie4_5", _dense_layers)
 ERNIE4_5_MOE = Family(
     "Ernie4_5_Moe",
     "ernie4_5_moe",
     _sparse_layers,
-    {
-        "vocab_size": 103424,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": True,
-        "moe_intermediate_size": 1536,
-        "moe_k": 6,
-        "moe_num_experts": 64,
-        "moe_num_shared_experts": 2,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
-    },
-    {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
 )

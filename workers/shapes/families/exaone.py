@@ -4,7 +4,7 @@ Only layers with a window rotate. EXAONE 4 has norms after each part; K-EXAONE h
 DeepSeek-V3.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Dense, Layer, Norms, RoutedExperts, SoftmaxAttention
 from .config_reader import ConfigReader
@@ -43,27 +43,5 @@ def _mixers(config: ConfigReader) -> Sequence[SoftmaxAttention]:
     return [local if kind == "sliding_attention" else whole for kind in kinds]
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 102400,
-    "max_position_embeddings": 2048,
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "layer_types": None,
-}
-
-EXAONE4 = Family("Exaone4", "exaone4", _layers, _DEFAULTS)
-EXAONE_MOE = Family(
-    "ExaoneMoe",
-    "exaone_moe",
-    _sparse_layers,
-    {
-        **_DEFAULTS,
-        "moe_intermediate_size": 1024,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "mlp_layer_types": None,
-    },
-)
+EXAONE4 = Family("Exaone4", "exaone4", _layers)
+EXAONE_MOE = Family("ExaoneMoe", "exaone_moe", _sparse_layers)

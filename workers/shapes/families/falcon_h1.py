@@ -1,7 +1,7 @@
 """Falcon-H1, whose layers have Mamba-2 and softmax attention side by side, with factors of both:
 https://arxiv.org/abs/2507.22448."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Layer, Norms
 from .config_reader import ConfigReader
@@ -36,31 +36,13 @@ def _scales(config: ConfigReader) -> tuple[float, ...]:
 # Multipliers of inputs are applied to outputs, which would multiply biases, too. No release has any.
 _BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 128000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "mamba_d_ssm": 1024,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-    "mamba_norm_before_gate": True,
-}
 
 FALCON_H1 = Family(
     "FalconH1",
     "falcon_h1",
     _layers,
-    _DEFAULTS,
     unsupported=any_set(*_BIASES),
-    refused_by_peft="out_proj",  # kernels for training may read its weight alone
+    refused_by_peft="out_proj",
     logit_scale_key="lm_head_multiplier",
     last_norm="final_layernorm",
     embedding_scale_key="embedding_multiplier",

@@ -4,7 +4,7 @@ Imports no torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..parts import Dense, Layer, Mamba, OutputGate, QueryGrowth, SoftmaxAttention
 from .config_reader import ConfigReader
@@ -13,7 +13,7 @@ from .config_reader import ConfigReader
 Setting = bool | str | float | tuple[str, str] | QueryGrowth | OutputGate | None
 
 # Rotations that do not depend on the lengths in a batch; with "dynamic" and "longrope" once a model is loaded
-# (long_rotations.py).
+# (models/loading.py).
 FIXED_ROTATIONS = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "ntk_alpha", "proportional", "yarn"})
 
 # Fields that a config.json may leave out.
@@ -28,7 +28,7 @@ DEFAULTS: Mapping[str, object] = {
     "use_sliding_window": True,
 }
 
-# Fields that only types have whose families list them in `defaults`. transformers ignores them in all others.
+# Fields that transformers ignores in types whose config class does not declare them.
 _FIELDS_OF_SOME = frozenset({"first_k_dense_replace", "mlp_layer_types", "use_sliding_window"})
 
 
@@ -38,8 +38,8 @@ class Family:
 
     name: the prefix of its classes in transformers. module: the module of transformers that defines them.
     layers: reads the layers off a config.
-    defaults: values of fields that a config.json may leave out, in addition to DEFAULTS. Heads rotate in part, by
-    `partial_rotary_factor`, only if it is listed.
+    defaults: values of fields that a config.json may leave out and transformers' config class does not declare. Heads
+    rotate in part, by `partial_rotary_factor`, only if it is listed.
     aliases: other names of fields.
     unsupported: names what a model with this config has that the layers do not run, None if nothing.
     trunk, rotary: suffixes of the classes of the model without its head, and of its rotations.
@@ -124,6 +124,13 @@ class Family:
         """Names what a model may have for which `describes` is false."""
         return " or ".join((f"another activation than {self.activation}", *self.unknown_settings))
 
+    def with_defaults(self, fields: Mapping[str, object]) -> "Family":
+        """Returns the family with these values for fields that a config.json may leave out, where it has none."""
+        return replace(self, defaults={**self._renamed(fields), **self.defaults})
+
+    def _renamed(self, fields: Mapping[str, object]) -> Mapping[str, object]:
+        return {self.aliases.get(name, name): value for name, value in fields.items()}
+
     def reader(
         self, name: str, config: Mapping[str, object], defaults: Mapping[str, object] | None = None
     ) -> ConfigReader:
@@ -139,7 +146,7 @@ class Family:
                 both = f"{alias} {value} and {key} {other}"
                 raise ValueError(f"the config.json of {name} has {both}, which are two names of one field")
             known |= {} if value is None else {key: value}
-        return ConfigReader(name, known, {**DEFAULTS, **self.defaults, **(defaults or {})})
+        return ConfigReader(name, known, {**DEFAULTS, **self.defaults, **self._renamed(defaults or {})})
 
     def refused(self, config: ConfigReader) -> str | None:
         """Names what a model with this config has for which it is refused, None if it can be served."""

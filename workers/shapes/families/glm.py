@@ -5,7 +5,7 @@ after each part in addition. GLM-4.5 has the experts of DeepSeek-V3. Sarvam 30B 
 is as GLM-4.5, but its heads rotate whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Layer, Norms
 from .config_reader import ConfigReader
@@ -34,52 +34,13 @@ def _layers_of_glm4_moe(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, each) for each in feed_forwards(config, experts_of(config))]
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 151552,
-    "max_position_embeddings": 131072,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-}
-
-GLM = Family("Glm", "glm", _layers, _DEFAULTS)
-GLM4 = Family("Glm4", "glm4", _layers_of_glm4, _DEFAULTS)
-GLM4_MOE = Family(
-    "Glm4Moe",
-    "glm4_moe",
-    _layers_of_glm4_moe,
-    {
-        "vocab_size": 151552,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "partial_rotary_factor": 0.5,
-        "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "first_k_dense_replace": 1,
-    },
-    ALIASES,
-)
+GLM = Family("Glm", "glm", _layers, defaults={"partial_rotary_factor": 0.5})
+GLM4 = Family("Glm4", "glm4", _layers_of_glm4, defaults={"partial_rotary_factor": 0.5})
+GLM4_MOE = Family("Glm4Moe", "glm4_moe", _layers_of_glm4_moe, defaults={"partial_rotary_factor": 0.5}, aliases=ALIASES)
 SARVAM_MOE = Family(
     "Glm4Moe",
     "glm4_moe",
     _layers_of_glm4_moe,
-    {
-        **GLM4_MOE.defaults,
-        "vocab_size": 262144,
-        "hidden_size": 4096,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 19,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "partial_rotary_factor": 1.0,
-        "moe_intermediate_size": 1024,
-        "num_experts_per_tok": 6,
-        "use_qk_norm": True,
-    },
-    SARVAM_ALIASES | {"use_qkv_bias": "attention_bias"},
+    defaults={"partial_rotary_factor": 1.0},
+    aliases=SARVAM_ALIASES | {"use_qkv_bias": "attention_bias"},
 )

@@ -36,24 +36,4 @@ def _attention(config: ConfigReader, kind: str) -> SoftmaxAttention:
     return attention(config, window=window, qkv_bias=has_bias, output_bias=has_bias, has_sinks=True)
 
 
-GPT_OSS = Family(
-    "GptOss",
-    "gpt_oss",
-    _layers,
-    {
-        "num_hidden_layers": 36,
-        "num_local_experts": 128,
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "head_dim": 64,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "sliding_window": 128,
-        "max_position_embeddings": 131072,
-        "num_experts_per_tok": 4,
-        "layer_types": None,
-        "attention_bias": True,
-    },
-    {"num_experts": "num_local_experts"},
-)
+GPT_OSS = Family("GptOss", "gpt_oss", _layers, aliases={"num_experts": "num_local_experts"})

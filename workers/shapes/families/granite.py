@@ -6,7 +6,7 @@ https://huggingface.co/ibm-granite/granite-3.3-8b-instruct, https://huggingface.
 https://huggingface.co/naver-hyperclovax/HyperCLOVAX-SEED-Think-14B.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ..parts import Dense, FeedForward, Layer, Mixer, Norms, RoutedExperts
 from .config_reader import ConfigReader
@@ -111,52 +111,20 @@ def _shared(config: ConfigReader) -> Dense:
 # Names of earlier versions of transformers.
 _LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "max_position_embeddings": 2048,
-}
 _THETA = 10000.0
-_WINDOWS: Mapping[str, object] = {"sliding_window": 128, "layer_types": None, "layer_rope_theta": None}
 _EMBEDDING_SCALE, _LOGITS = "embedding_multiplier", "logits_scaling"
-_SPARSE: Mapping[str, object] = {"num_local_experts": 8, "num_experts_per_tok": 2}
-_HYBRID: Mapping[str, object] = {
-    "shared_intermediate_size": 1024,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
-    "mamba_conv_bias": True,
-}
 
-GRANITE = Family(
-    "Granite", "granite", _dense_layers, _DEFAULTS, embedding_scale_key=_EMBEDDING_SCALE, logit_divisor_key=_LOGITS
-)
+GRANITE = Family("Granite", "granite", _dense_layers, embedding_scale_key=_EMBEDDING_SCALE, logit_divisor_key=_LOGITS)
 HYPERCLOVAX = Family(
-    "HyperCLOVAX",
-    "hyperclovax",
-    _layers_of_hyperclovax,
-    {**_DEFAULTS, "use_post_norm": True},
-    embedding_scale_key=_EMBEDDING_SCALE,
-    logit_scale_key=_LOGITS,
+    "HyperCLOVAX", "hyperclovax", _layers_of_hyperclovax, embedding_scale_key=_EMBEDDING_SCALE, logit_scale_key=_LOGITS
 )
 GRANITE_MOE = Family(
-    "GraniteMoe",
-    "granitemoe",
-    _sparse_layers,
-    {**_DEFAULTS, **_SPARSE},
-    embedding_scale_key=_EMBEDDING_SCALE,
-    logit_divisor_key=_LOGITS,
+    "GraniteMoe", "granitemoe", _sparse_layers, embedding_scale_key=_EMBEDDING_SCALE, logit_divisor_key=_LOGITS
 )
 GRANITE_MOE_SHARED = Family(
     "GraniteMoeShared",
     "granitemoeshared",
     _layers_with_shared_part,
-    {**_DEFAULTS, **_SPARSE},
     embedding_scale_key=_EMBEDDING_SCALE,
     logit_divisor_key=_LOGITS,
 )
@@ -164,18 +132,6 @@ GRANITE_SWA = Family(
     "GraniteSWA",
     "granite_swa",
     _dense_layers_with_windows,
-    {
-        **_DEFAULTS,
-        **_WINDOWS,
-        "vocab_size": 100352,
-        "hidden_size": 2560,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
     unsupported=_several_rotations,
     embedding_scale_key=_EMBEDDING_SCALE,
     logit_divisor_key=_LOGITS,
@@ -184,7 +140,6 @@ GRANITE_MOE_SWA = Family(
     "GraniteMoeSWA",
     "granitemoe_swa",
     _sparse_layers_with_windows,
-    {**_DEFAULTS, **_SPARSE, **_WINDOWS},
     unsupported=_several_rotations,
     embedding_scale_key=_EMBEDDING_SCALE,
     logit_divisor_key=_LOGITS,
@@ -193,8 +148,7 @@ GRANITE4 = Family(
     "GraniteMoeHybrid",
     "granitemoehybrid",
     _hybrid_layers,
-    {**_DEFAULTS, **_SPARSE, **_HYBRID},
-    {"layers_block_type": "layer_types"},
+    aliases={"layers_block_type": "layer_types"},
     embedding_scale_key=_EMBEDDING_SCALE,
     logit_divisor_key=_LOGITS,
 )

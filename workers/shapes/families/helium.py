@@ -12,10 +12,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, dense(config, has_bias=config.is_set("mlp_bias")))] * config.num_layers
 
 
-HELIUM = Family(
-    "Helium",
-    "helium",
-    _layers,
-    {"max_position_embeddings": 4096, "num_key_value_heads": 20, "head_dim": 128},
-    unsupported=heads_unlike_hidden,
-)
+HELIUM = Family("Helium", "helium", _layers, unsupported=heads_unlike_hidden)

@@ -44,13 +44,10 @@ def _attention(config: ConfigReader) -> SoftmaxAttention:
     )
 
 
-_DEFAULTS = {"vocab_size": 290943, "max_position_embeddings": 2048}
-
-HUNYUAN_V1_DENSE = Family("HunYuanDenseV1", "hunyuan_v1_dense", _dense_layers, _DEFAULTS)
+HUNYUAN_V1_DENSE = Family("HunYuanDenseV1", "hunyuan_v1_dense", _dense_layers)
 HUNYUAN_V1_MOE = Family(
     "HunYuanMoEV1",
     "hunyuan_v1_moe",
     _sparse_layers,
-    {**_DEFAULTS, "num_experts": 1, "moe_topk": 1},
-    {"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
+    aliases={"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"},
 )

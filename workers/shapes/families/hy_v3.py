@@ -25,24 +25,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, each) for each in feed_forwards(config, experts, has_bias=of_mlp)]
 
 
-HY_V3 = Family(
-    "HYV3",
-    "hy_v3",
-    _layers,
-    {
-        "vocab_size": 120832,
-        "hidden_size": 4096,
-        "intermediate_size": 13312,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "num_experts": 192,
-        "num_experts_per_tok": 8,
-        "num_shared_experts": 1,
-        "moe_intermediate_size": 1536,
-        "mlp_layer_types": None,
-    },
-    {"num_local_experts": "num_experts"},
-)
+HY_V3 = Family("HYV3", "hy_v3", _layers, aliases={"num_local_experts": "num_experts"})

@@ -27,24 +27,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, experts, _NORMS) for mixer in mixers]
 
 
-KOLIBRI1 = Family(
-    "Kolibri1",
-    "kolibri1",
-    _layers,
-    {
-        "vocab_size": 128000,
-        "hidden_size": 2560,
-        "num_hidden_layers": 50,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 262144,
-        "sliding_window": 513,
-        "num_local_experts": 384,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "layer_types": None,
-    },
-    {"num_experts": "num_local_experts"},
-)
+KOLIBRI1 = Family("Kolibri1", "kolibri1", _layers, aliases={"num_experts": "num_local_experts"})

@@ -4,14 +4,11 @@ sigmoids.
 https://huggingface.co/poolside/Laguna-XS.2.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Dense, Layer, OutputGate, RoutedExperts, SoftmaxAttention, Weight
 from .config_reader import ConfigReader
 from .family import Family, attention, dense
-
-_HALF = {"rope_type": "default", "partial_rotary_factor": 0.5}
-_WHOLE = {"rope_type": "default", "partial_rotary_factor": 1.0}
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
@@ -59,25 +56,16 @@ def _experts(config: ConfigReader) -> RoutedExperts:
     )
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 100352,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 48,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "sliding_window": 512,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "gating": True,
-    "partial_rotary_factor": None,
-    "layer_types": None,
-    "mlp_layer_types": None,
-    "rope_parameters": {"full_attention": _HALF, "sliding_attention": _WHOLE},
-}
-
-LAGUNA = Family("Laguna", "laguna", _layers, _DEFAULTS, unsupported=_unsupported)
+LAGUNA = Family(
+    "Laguna",
+    "laguna",
+    _layers,
+    defaults={
+        "partial_rotary_factor": None,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    },
+    unsupported=_unsupported,
+)

@@ -23,70 +23,17 @@ def _layers_of_cwm(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, attention(config, window=each), mlp) for each in windows]
 
 
-LLAMA = Family("Llama", "llama", _layers, {"max_position_embeddings": 2048})
-INTERNLM3 = Family(
-    "Llama",
-    "llama",
-    _layers,
-    {
-        "vocab_size": 128512,
-        "hidden_size": 4096,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-    },
-    {"qkv_bias": "attention_bias", "bias": "mlp_bias"},
-)
+LLAMA = Family("Llama", "llama", _layers)
+INTERNLM3 = Family("Llama", "llama", _layers, aliases={"qkv_bias": "attention_bias", "bias": "mlp_bias"})
 IQUESTCODER = Family(
     "Llama",
     "llama",
     _layers,
-    {
-        "vocab_size": 76800,
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "use_sliding_window": False,
-    },
+    defaults={"use_sliding_window": False},
     unsupported=any_set("use_sliding_window", "clip_qkv"),
 )
-CWM = Family(
-    "Cwm",
-    "cwm",
-    _layers_of_cwm,
-    {
-        "vocab_size": 128256,
-        "hidden_size": 6144,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "sliding_window": 8192,
-        "layer_types": None,
-    },
-)
+CWM = Family("Cwm", "cwm", _layers_of_cwm)
 # Has the modules of Llama. Releases have names of its own for fields and weights.
 EXAONE = Family(
-    "Llama",
-    "llama",
-    _layers,
-    {
-        "vocab_size": 102400,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-    },
-    {"num_layers": "num_hidden_layers", "activation_function": "hidden_act"},
+    "Llama", "llama", _layers, aliases={"num_layers": "num_hidden_layers", "activation_function": "hidden_act"}
 )

@@ -4,7 +4,7 @@ inputs are weighted.
 https://ai.meta.com/blog/llama-4-multimodal-intelligence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Dense, Layer, QueryGrowth, RoutedExperts, SoftmaxAttention
 from .config_reader import ConfigReader
@@ -69,28 +69,4 @@ def _unsupported(config: ConfigReader) -> str | None:
     return None if per_token == 1 else f"{per_token} experts for each token"
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 202048,
-    "hidden_size": 5120,
-    "intermediate_size": 8192,
-    "intermediate_size_mlp": 16384,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "num_experts_per_tok": 1,
-    "num_local_experts": 16,
-    "moe_layers": None,
-    "interleave_moe_layer_step": 1,
-    "use_qk_norm": True,
-    "no_rope_layers": None,
-    "no_rope_layer_interval": 4,
-    "attention_chunk_size": 8192,
-    "layer_types": None,
-    "attn_temperature_tuning": True,
-    "floor_scale": 8192,
-    "attn_scale": 0.1,
-}
-
-LLAMA4 = Family("Llama4Text", "llama4", _layers, _DEFAULTS, unsupported=_unsupported)
+LLAMA4 = Family("Llama4Text", "llama4", _layers, unsupported=_unsupported)

@@ -35,25 +35,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, *each) for each in parts]
 
 
-MELLUM = Family(
-    "Mellum",
-    "mellum",
-    _layers,
-    {
-        "vocab_size": 98304,
-        "hidden_size": 2304,
-        "intermediate_size": 7168,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "sliding_window": 1024,
-        "num_local_experts": 64,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 896,
-        "layer_types": None,
-        "mlp_layer_types": None,
-    },
-    {"num_experts": "num_local_experts"},
-)
+MELLUM = Family("Mellum", "mellum", _layers, aliases={"num_experts": "num_local_experts"})

@@ -34,14 +34,6 @@ MINIMAX_M2 = Family(
     "MiniMaxM2",
     "minimax_m2",
     _layers,
-    {
-        "vocab_size": 200064,
-        "max_position_embeddings": 196608,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "partial_rotary_factor": None,
-    },
+    defaults={"partial_rotary_factor": None},
     aliases={"num_experts": "num_local_experts"},
 )

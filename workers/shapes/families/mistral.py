@@ -39,36 +39,24 @@ def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, attention(config, window=config.window), experts)] * config.num_layers
 
 
-_DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
-
-MISTRAL = Family("Mistral", "mistral", _dense_layers, {**_DEFAULTS, "sliding_window": 4096})
+MISTRAL = Family("Mistral", "mistral", _dense_layers)
 MINISTRAL = Family(
     "Ministral",
     "ministral",
     _layers_of_ministral,
-    {**_DEFAULTS, "sliding_window": 4096, "layer_types": None},
     unsupported=lambda config: None if config.is_set("sliding_window") else "no sliding_window",
 )
 MINISTRAL3 = Family(
     "Ministral3",
     "ministral3",
     _layers_of_ministral3,
-    {
-        "max_position_embeddings": 262144,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+    defaults={
         "rope_parameters": {
             "rope_type": "yarn",
             "factor": 16.0,
             "original_max_position_embeddings": 16384,
             "llama_4_scaling_beta": 0.1,
-        },
+        }
     },
 )
-MIXTRAL = Family(
-    "Mixtral",
-    "mixtral",
-    _sparse_layers,
-    {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
-    {"num_experts": "num_local_experts"},
-)
+MIXTRAL = Family("Mixtral", "mixtral", _sparse_layers, aliases={"num_experts": "num_local_experts"})

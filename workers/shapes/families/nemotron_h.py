@@ -80,43 +80,21 @@ def _mamba(config: ConfigReader) -> Mamba:
     )
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 131072,
-    "hidden_size": 4096,
-    "intermediate_size": 21504,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "mlp_hidden_act": _ACTIVATION,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "use_conv_bias": True,
-}
-
 NEMOTRON_H = Family(
     "NemotronH",
     "nemotron_h",
     _layers,
-    _DEFAULTS,
-    {
+    aliases={
         "layer_types": "layers_block_type",
         "mamba_d_conv": "conv_kernel",
         "mamba_n_groups": "n_groups",
         "num_local_experts": "n_routed_experts",
     },
-    _unsupported,
+    unsupported=_unsupported,
     layer="Block",
     last_norm="norm_f",
     embedding_name="embeddings",
     activation=_ACTIVATION,
     activation_key="mlp_hidden_act",
-    refused_by_peft="out_proj",  # kernels for training may read its weight alone
+    refused_by_peft="out_proj",
 )

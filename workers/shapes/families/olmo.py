@@ -45,35 +45,14 @@ def _attention(config: ConfigReader, **settings: str | int | None) -> SoftmaxAtt
     return attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="together", **settings)
 
 
-OLMO2 = Family("Olmo2", "olmo2", _layers_of_olmo2, {"max_position_embeddings": 2048})
-OLMO3 = Family(
-    "Olmo3",
-    "olmo3",
-    _layers_of_olmo3,
-    {"max_position_embeddings": 2048, "sliding_window": 4096, "layer_types": None},
-)
-FLEX_OLMO = Family(
-    "FlexOlmo",
-    "flex_olmo",
-    _layers_of_flex_olmo,
-    {
-        "vocab_size": 100352,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096,
-        "num_experts": 7,
-        "num_experts_per_tok": 5,
-    },
-    {"num_local_experts": "num_experts"},
-)
+OLMO2 = Family("Olmo2", "olmo2", _layers_of_olmo2)
+OLMO3 = Family("Olmo3", "olmo3", _layers_of_olmo3)
+FLEX_OLMO = Family("FlexOlmo", "flex_olmo", _layers_of_flex_olmo, aliases={"num_local_experts": "num_experts"})
 OLMOE = Family(
     "Olmoe",
     "olmoe",
     _layers_of_olmoe,
-    {"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
-    {"num_local_experts": "num_experts"},
-    heads_unlike_hidden,
+    aliases={"num_local_experts": "num_experts"},
+    unsupported=heads_unlike_hidden,
     unknown_settings=("clip_qkv",),
 )

@@ -16,4 +16,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, dense(config, is_fused=True))] * config.num_layers
 
 
-PHI3 = Family("Phi3", "phi3", _layers, {"max_position_embeddings": 4096, "partial_rotary_factor": 1.0})
+PHI3 = Family("Phi3", "phi3", _layers, defaults={"partial_rotary_factor": 1.0})

@@ -2,7 +2,7 @@
 Qwen3 (https://arxiv.org/abs/2505.09388), with norms of each head; both dense and sparse. Qwen2-MoE has a gated part for
 all tokens, too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Dense, Layer, RoutedExperts
 from .config_reader import ConfigReader
@@ -71,45 +71,13 @@ def _experts(config: ConfigReader, num: int, shared: Dense | None = None, gates_
     )
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "max_position_embeddings": 32768,
-    "num_key_value_heads": 32,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-
-QWEN2 = Family("Qwen2", "qwen2", _layers_of_qwen2, _DEFAULTS)
-QWEN2_MOE = Family(
-    "Qwen2Moe",
-    "qwen2_moe",
-    _layers_of_qwen2_moe,
-    {
-        **_DEFAULTS,
-        "num_key_value_heads": 16,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-        "qkv_bias": True,
-    },
-)
-QWEN3 = Family("Qwen3", "qwen3", _layers_of_qwen3, {**_DEFAULTS, "head_dim": 128})
+QWEN2 = Family("Qwen2", "qwen2", _layers_of_qwen2)
+QWEN2_MOE = Family("Qwen2Moe", "qwen2_moe", _layers_of_qwen2_moe)
+QWEN3 = Family("Qwen3", "qwen3", _layers_of_qwen3)
 QWEN3_MOE = Family(
     "Qwen3Moe",
     "qwen3_moe",
     _layers_of_qwen3_moe,
-    {
-        **_DEFAULTS,
-        "num_key_value_heads": 4,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-    },
-    {"num_experts": "num_local_experts"},
+    defaults={"max_window_layers": 28, "layer_types": None},
+    aliases={"num_experts": "num_local_experts"},
 )

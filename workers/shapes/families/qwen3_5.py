@@ -4,7 +4,7 @@ Three layers in four run the gated delta rule, the others gated softmax attentio
 multimodal releases the part for text runs, where the three positions of a token are equal.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..parts import Dense, GatedDelta, Layer, Mixer, RoutedExperts
 from .config_reader import ConfigReader
@@ -59,34 +59,11 @@ def _experts(config: ConfigReader) -> RoutedExperts:
     )
 
 
-_DEFAULTS: Mapping[str, object] = {
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-    "layer_types": None,
-}
-_SPARSE: Mapping[str, object] = {
-    "hidden_size": 2048,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts_per_tok": 8,
-    "num_experts": 256,
-}
-
 QWEN3_5 = Family(
     "Qwen3_5",
     "qwen3_5",
     _dense_layers,
-    {**_DEFAULTS, "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32},
+    defaults={"partial_rotary_factor": 0.25, "full_attention_interval": 4},
     trunk="TextModel",
     rotary="TextRotaryEmbedding",
     norm_weight_plus_one=True,
@@ -95,7 +72,7 @@ QWEN3_5_MOE = Family(
     "Qwen3_5Moe",
     "qwen3_5_moe",
     _sparse_layers,
-    {**_DEFAULTS, **_SPARSE, "vocab_size": 248320, "num_hidden_layers": 40},
+    defaults={"partial_rotary_factor": 0.25, "full_attention_interval": 4},
     trunk="TextModel",
     rotary="TextRotaryEmbedding",
     norm_weight_plus_one=True,
@@ -104,16 +81,6 @@ QWEN3_NEXT = Family(
     "Qwen3Next",
     "qwen3_next",
     _layers_of_next,
-    {
-        **_DEFAULTS,
-        **_SPARSE,
-        "vocab_size": 151936,
-        "num_hidden_layers": 48,
-        "num_experts_per_tok": 10,
-        "num_experts": 512,
-        "intermediate_size": 5632,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": None,
-    },
+    defaults={"partial_rotary_factor": 0.25, "full_attention_interval": 4},
     norm_weight_plus_one=True,
 )

@@ -13,9 +13,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, dense(config, has_bias=config.is_set("mlp_bias")))] * config.num_layers
 
 
-SEED_OSS = Family(
-    "SeedOss",
-    "seed_oss",
-    _layers,
-    {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
-)
+SEED_OSS = Family("SeedOss", "seed_oss", _layers)

@@ -23,17 +23,4 @@ def _attention(config: ConfigReader, rotates: bool, kind: str) -> SoftmaxAttenti
     return attention(config, qkv_bias=has_bias, output_bias=has_bias, rotation=rotation, window=window)
 
 
-SMOLLM3 = Family(
-    "SmolLM3",
-    "smollm3",
-    _layers,
-    {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 4,
-        "use_sliding_window": False,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "layer_types": None,
-        "tie_word_embeddings": True,
-    },
-)
+SMOLLM3 = Family("SmolLM3", "smollm3", _layers)

@@ -13,20 +13,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, experts_of(config))] * config.num_layers
 
 
-SOLAR_OPEN = Family(
-    "SolarOpen",
-    "solar_open",
-    _layers,
-    {
-        "vocab_size": 196608,
-        "max_position_embeddings": 131072,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "moe_intermediate_size": 1280,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-    },
-    ALIASES,
-)
+SOLAR_OPEN = Family("SolarOpen", "solar_open", _layers, aliases=ALIASES)

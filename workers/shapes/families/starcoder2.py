@@ -16,23 +16,4 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     return [Layer(config.hidden, mixer, mlp, Norms(has_bias=True))] * config.num_layers
 
 
-STARCODER2 = Family(
-    "Starcoder2",
-    "starcoder2",
-    _layers,
-    {
-        "vocab_size": 49152,
-        "hidden_size": 3072,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "hidden_act": _ACTIVATION,
-        "use_bias": True,
-        "tie_word_embeddings": True,
-    },
-    norm=None,
-    centers_norms=True,
-    activation=_ACTIVATION,
-)
+STARCODER2 = Family("Starcoder2", "starcoder2", _layers, norm=None, centers_norms=True, activation=_ACTIVATION)

@@ -13,6 +13,7 @@ from trainhouse.workers.ops.cpu.step_tape import StepTape
 from trainhouse.workers.ops.fused import RmsNorm, rms_norm, swiglu
 from trainhouse.workers.ops.kernels import load_kernels
 from trainhouse.workers.protocol.calls import SamplingSlice
+from trainhouse.workers.sampler.decoding import decode_steps
 
 from ....drawn import assert_same_sample
 from ....tiny import tiny_model
@@ -101,7 +102,7 @@ def test_large_results_are_not_kept() -> None:
 def test_repeated_steps_sample_what_single_ones_do(
     adapters: tuple[str | None, ...], adapted: Adapted, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Samples with other likely tokens are sampled step by step, by the layers."""
+    """Also if each token needs a look, here for other likely tokens."""
     computed, run = [0], adapted.base.hidden_states
 
     def counting(*arguments: Any, **more: Any) -> Tensor:
@@ -110,34 +111,38 @@ def test_repeated_steps_sample_what_single_ones_do(
 
     monkeypatch.setattr(adapted.base, "hidden_states", counting)
     found = []
-    for most_likely in (0, 1):
+    for most_likely, has_tape in ((0, True), (1, True), (0, False)):
+        if not has_tape:
+            monkeypatch.setattr(decode_steps, "new_step_tape", lambda: None)
         sampler, computed[0] = new_sampler(adapted), 0
         asked = [
             job(str(number), prompt(5 + number), adapters[number % len(adapters)], num_samples=2, max_tokens=STEPS)
             for number in range(4)
         ]
         found.append(finish(sampler, *(replace(each, topk_sample_logprobs=most_likely) for each in asked)))
-        assert (computed[0] < STEPS / 2) == (not most_likely and request.node.callspec.params["adapted"] not in READING)
-    repeated, single = found
-    for job_id, response in repeated.items():
-        for one, other in zip(response.sequences, single[job_id].sequences, strict=True):
-            assert_same_sample(one, other, 1e-5)
+        assert (computed[0] < STEPS / 2) == (has_tape and request.node.callspec.params["adapted"] not in READING)
+    *repeated, single = found
+    for job_id, response in single.items():
+        for one, *others in zip(response.sequences, *(each[job_id].sequences for each in repeated), strict=True):
+            for other in others:
+                assert_same_sample(other, one, 1e-5)
 
 
 @needs_kernels
-def test_new_weights_are_used_at_the_next_step(tmp_path: Path) -> None:
+def test_new_weights_are_used_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices are of one step, so a tape remains from slice to slice until the adapter changes."""
     adapted = Adapted(tiny_model("qwen3_moe", tmp_path))
 
-    def sampled(name: str, factor: float, most_likely: int) -> list[int]:
+    def sampled(name: str, factor: float) -> list[int]:
         adapter, sampler = adapted.create(name), new_sampler(adapted)
-        one = replace(job("1", prompt(5), name, max_tokens=STEPS), topk_sample_logprobs=most_likely)
+        one = job("1", prompt(5), name, max_tokens=STEPS)
         for joining in ((one,), *[()] * 9):
             sampler.slice(SamplingSlice(joining, (), 0.0))
         for pair in adapter.pairs.values():
             pair.b.mul_(factor)
         return list(finish(sampler)["1"].sequences[0].tokens)
 
-    changed = sampled("repeated", -3.0, 0)
-    assert changed == sampled("computed", -3.0, 1)
-    assert changed != sampled("unaltered", 1.0, 0)
+    changed = sampled("repeated", -3.0)
+    assert changed != sampled("unaltered", 1.0)
+    monkeypatch.setattr(decode_steps, "new_step_tape", lambda: None)
+    assert changed == sampled("computed", -3.0)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 from trainhouse.workers.ops.fused import log_softmax, scaled_exponentials
-from trainhouse.workers.ops.kernels import TrainingKernels, training_kernels_for
+from trainhouse.workers.ops.kernels import TrainingKernels, kernels_for
 
 TOLERANCE = 3e-6
 
 
 @pytest.fixture(params=[1, 2])
 def kernels(request: pytest.FixtureRequest) -> Iterator[TrainingKernels]:
-    loaded, before = training_kernels_for(torch.empty(1)), torch.get_num_threads()
+    loaded, before = kernels_for(torch.empty(1)), torch.get_num_threads()
     assert loaded is not None, "no C compiler here: install gcc or clang"
     torch.set_num_threads(request.param)
     yield loaded

@@ -1,0 +1,1 @@
+"""Draft models on the server: their operations and routes, and the features captured for them."""

@@ -1,1 +1,0 @@
-"""Captured features (stored hidden states for draft training): stored, counted, released."""

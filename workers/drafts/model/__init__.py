@@ -1,0 +1,1 @@
+"""A draft's weights and the ranks that share them, and the versions of its target."""

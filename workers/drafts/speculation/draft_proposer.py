@@ -1,0 +1,290 @@
+"""Speculative decoding: draft models propose tokens, and one target pass verifies several per sequence.
+
+Leviathan, Kalman and Matias, Fast Inference from Transformers via Speculative Decoding (2023),
+https://arxiv.org/abs/2211.17192: the distribution of the samples does not change.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....schemas.errors import OperationError
+from ...heads import LogprobHead
+from ...lora import Segment
+from ...models.model import BaseModel
+from ...ops.kv_cache import ContinuationChunk
+from ...registry.model_registry import ModelRegistry
+from ...sampler.cache.prefix_cache import StoredRange, num_tokens_of
+from ...sampler.decoding.rank_sync import RankSync
+from ...sampler.logits.verification import DraftTokens
+from ...sampler.requests.jobs import SequenceState
+from ...sampler.requests.sequence_table import SequenceTable
+from ...sampler.speculation import Proposer
+from ...state.trainable import Trainable
+from ...state.vectors import FORWARD_VECTORS
+from ..model.draft_model import DraftModel
+from ..sequences.drafting import TargetStates
+from .draft_caches import DraftCaches
+from .draft_sampling import DraftSampling
+from .payoff import DraftPayoff, draft_of
+
+
+@dataclass(eq=False)
+class _State:
+    """The draft's state of one sequence.
+
+    num_changes: of the draft's weights (see StateVectors) when the sequence was placed.
+    num_cached: tokens in the draft's cache.
+    pending_features: captured features of the tokens after these, except the newest token, [m, layers * hidden].
+    """
+
+    draft: DraftModel
+    num_changes: int
+    num_cached: int = 0
+    pending_features: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens whose captured features the draft has processed or has waiting."""
+        return self.num_cached + sum(map(len, self.pending_features))
+
+
+class DraftProposer(Proposer):
+    """The drafts of one sampler."""
+
+    def __init__(
+        self, base: BaseModel, models: ModelRegistry, caches: DraftCaches, head: LogprobHead, ranks: RankSync
+    ) -> None:
+        self._base, self._models, self._ranks = base, models, ranks
+        self._head, self._caches = head, caches
+        self._served: Collection[str] = ()
+        self._states: dict[SequenceState, _State] = {}
+        self._payoff = DraftPayoff(base, models)
+
+    def load(self, draft_ids: Iterable[str | None], most: int, held: ExitStack) -> dict[str, bool]:
+        known = [one for one in dict.fromkeys(draft_ids) if one is not None and self._is_draft(one)]
+        is_loaded = dict.fromkeys(known[:most], False)
+        for draft_id in is_loaded:
+            with suppress(OperationError):
+                held.enter_context(self._models.resident([draft_id], FORWARD_VECTORS))
+                is_loaded[draft_id] = True
+        return is_loaded
+
+    def serve(self, draft_ids: Collection[str]) -> None:
+        self._served = draft_ids
+        for sequence, state in list(self._states.items()):
+            if not self.uses_draft(sequence) or self._draft(sequence) is not state.draft:
+                self.forget(sequence)
+
+    def uses_draft(self, sequence: SequenceState) -> bool:
+        return sequence.job.spec.draft_id in self._served and sequence.may_use_draft
+
+    def num_draft_tokens(self, sequence: SequenceState) -> int:
+        """Returns the number of draft tokens per pass; fewer at the end of the sequence."""
+        lengths, requested = self._draft(sequence).draft_lengths, sequence.job.spec.num_draft_tokens
+        return lengths.default if requested is None else min(requested, lengths.most)
+
+    def num_logits(self, sequence: SequenceState) -> int:
+        return 1 + (self.num_draft_tokens(sequence) if self.uses_draft(sequence) else 0)
+
+    def is_ready(self, sequence: SequenceState) -> bool:
+        return sequence in self._states and self.uses_draft(sequence)
+
+    def pays(self, sequence: SequenceState, num_sampled: int) -> bool:
+        return self._payoff.pays(sequence, num_sampled)
+
+    def may_pay(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> bool:
+        return self._payoff.may_pay(sequence, weight_version, num_sampled)
+
+    def captured(self, sequences: Sequence[SequenceState]) -> dict[int, Tensor] | None:
+        drafts = [self._states[sequence].draft for sequence in sequences if sequence in self._states]
+        layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
+        return dict.fromkeys(layers, torch.empty(0)) if layers else None
+
+    def num_bytes(self, sequence: SequenceState, count: int) -> int:
+        draft = self._draft(sequence)
+        return self._caches.of(draft).num_bytes_for(self._num_cached(sequence, draft, count))
+
+    def place(self, sequence: SequenceState, count: int) -> bool:
+        draft = self._draft(sequence)
+        if not self._caches.of(draft).allocate(sequence, self._num_cached(sequence, draft, count)):
+            return False
+        self._states[sequence] = _State(draft, draft.vectors.num_changes)
+        return True
+
+    def find_prefix(
+        self, sequence: SequenceState, weight_version: int, tokens: np.ndarray, most: int
+    ) -> list[StoredRange]:
+        draft = self._draft(sequence)
+        return self._caches.of(draft).prefixes.find(_draft_weight_version(draft, weight_version), tokens, most)
+
+    def restore(self, sequence: SequenceState, ranges: Sequence[StoredRange]) -> None:
+        state = self._states[sequence]
+        self._caches.of(state.draft).load_prefix(sequence, ranges)
+        state.num_cached = num_tokens_of(ranges)
+
+    def keep(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
+        state = self._states.get(sequence)
+        if state is not None and state.num_changes == state.draft.vectors.num_changes:
+            known = tokens[: state.num_cached + 1]
+            self._caches.of(state.draft).store_prefix(
+                sequence, _draft_weight_version(state.draft, weight_version), known
+            )
+
+    def observe(
+        self, sequence: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], tokens: np.ndarray
+    ) -> None:
+        state = self._states.get(sequence)
+        if state is None or first != state.num_seen:
+            self.forget(sequence)
+            return
+        state.pending_features.append(_features(state.draft, captured, part))
+        # The token after the last one may not be known yet.
+        known = state.num_seen - state.num_cached - 1
+        if known:
+            waiting = torch.cat(state.pending_features)
+            following = tokens[state.num_cached + 1 : state.num_cached + 1 + known]
+            draft_input = self._draft_input([sequence], [waiting[:known]], [following])
+            state.draft.network(trains=False).extend_cache(draft_input, self._ends([sequence]))
+            state.pending_features = [waiting[known:]]
+
+    def fork(self, leader: SequenceState, others: Sequence[SequenceState]) -> None:
+        state = self._states.get(leader)
+        placed = [sequence for sequence in others if sequence in self._states]
+        if state is None:
+            for sequence in placed:
+                self.forget(sequence)
+            return
+        self._caches.of(state.draft).fork(leader, placed)
+        for sequence in placed:
+            self._states[sequence] = replace(state, pending_features=list(state.pending_features))
+
+    def num_next(self, sequence: SequenceState, count: int) -> int:
+        return min(self.num_draft_tokens(sequence), sequence.job.max_new_tokens - count - 1)
+
+    def has_room(self, sequence: SequenceState, count: int) -> bool:
+        state = self._states[sequence]
+        length, cache = self._num_cached(sequence, state.draft, count), self._caches.of(state.draft)
+        slot = cache.slot_of(sequence)
+        assert slot is not None
+        return length <= slot.capacity or cache.grow(sequence, length)
+
+    def propose(self, sequences: Sequence[SequenceState], table: SequenceTable) -> dict[SequenceState, DraftTokens]:
+        found: dict[SequenceState, DraftTokens] = {}
+        by_draft: dict[tuple[DraftModel, int], list[SequenceState]] = {}
+        for sequence in sequences:
+            num = self.num_next(sequence, int(table.count[sequence.line]))
+            if num > 0:
+                by_draft.setdefault((self._states[sequence].draft, num), []).append(sequence)
+            else:
+                found[sequence] = DraftTokens(np.zeros(0, np.int64), None)
+        for (draft, num), group in by_draft.items():
+            group = sorted(group, key=lambda sequence: sequence.job.adapter_key)
+            found |= zip(group, self._propose_group(draft, group, num, table), strict=True)
+        return found
+
+    def accept(self, sequence: SequenceState, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
+        state = self._states.get(sequence)
+        if state is not None:
+            state.pending_features.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
+            self._payoff.recent_stats(state.draft, sequence.weight_version).add(part.stop - part.start - 1, num)
+
+    def vocabulary(self, sequence: SequenceState) -> Tensor:
+        return self._states[sequence].draft.vocabulary
+
+    def forget(self, sequence: SequenceState) -> None:
+        state = self._states.pop(sequence, None)
+        if state is None:
+            return
+        cache = self._caches.of(state.draft)
+        cache.free(sequence)
+        if not cache.held_bytes():
+            cache.free_unused_slots()
+
+    def clear(self) -> None:
+        self._states = {}
+        self._caches.clear()
+
+    def _num_cached(self, sequence: SequenceState, draft: DraftModel, count: int) -> int:
+        """Returns how many tokens the draft's cache holds when it proposes tokens after `count` sampled ones."""
+        num = self.num_next(sequence, count)
+        return len(sequence.job.prompt) + count - 1 + (draft.draft_lengths.num_ahead(num) if num > 0 else 0)
+
+    def _is_draft(self, draft_id: str) -> bool:
+        return draft_id in self._models and isinstance(self._models.get(draft_id), DraftModel)
+
+    def _draft(self, sequence: SequenceState) -> DraftModel:
+        return draft_of(sequence, self._models)
+
+    def _propose_group(
+        self, draft: DraftModel, sequences: list[SequenceState], num: int, table: SequenceTable
+    ) -> list[DraftTokens]:
+        waiting = [torch.cat(self._states[sequence].pending_features) for sequence in sequences]
+        following = [table.last_tokens(sequence, len(each)) for sequence, each in zip(sequences, waiting, strict=True)]
+        sampling = DraftSampling(draft, sequences, table, self._base.device, self._ranks)
+        draft_input = self._draft_input(sequences, waiting, following)
+        draft.network(trains=False).propose(draft_input, num, self._ends(sequences), sampling.draw)
+        for sequence in sequences:
+            self._states[sequence].pending_features = []
+        return sampling.draft_tokens()
+
+    def _draft_input(
+        self, sequences: Sequence[SequenceState], waiting: Sequence[Tensor], following: Sequence[np.ndarray]
+    ) -> TargetStates:
+        """Returns input for the draft, and counts it as processed.
+
+        Args:
+            waiting: captured features of each sequence.
+            following: the token after each of these.
+        """
+        chunks, start = [], 0
+        for sequence, each in zip(sequences, waiting, strict=True):
+            state, stop = self._states[sequence], start + len(each)
+            chunks.append(self._chunk(sequence, start, stop, state.num_cached))
+            state.num_cached, start = state.num_cached + len(each), stop
+        return TargetStates(torch.cat(list(waiting)), self._tensor(np.concatenate(following)), chunks)
+
+    def _ends(self, sequences: Sequence[SequenceState]) -> "_Ends":
+        return _Ends(self._base, self._head, [self._model(sequence) for sequence in sequences])
+
+    def _model(self, sequence: SequenceState) -> Trainable | None:
+        """Returns the sampled adapter or model; None for the base model."""
+        return None if sequence.job.adapter_id is None else self._models.get(sequence.job.adapter_id)
+
+    def _chunk(self, sequence: SequenceState, start: int, stop: int, cached: int) -> ContinuationChunk:
+        slot = self._caches.of(self._states[sequence].draft).slot_of(sequence)
+        assert slot is not None
+        return ContinuationChunk(start, stop, slot.tensors, slot.index, cached)
+
+    def _tensor(self, integers: np.ndarray) -> Tensor:
+        return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ends:
+    """Implements TargetEnds. models: the model of each sequence; None is the base model."""
+
+    base: BaseModel
+    head: LogprobHead
+    models: Sequence[Trainable | None]
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.base.embedded(tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        num = hidden.shape[1]
+        segments = [Segment(at * num, (at + 1) * num, model) for at, model in enumerate(self.models)]
+        return self.head.logits_of_segments(hidden.flatten(0, 1), segments).unflatten(0, (-1, num))
+
+
+def _draft_weight_version(draft: DraftModel, target_version: int) -> int:
+    """Returns the weight version of a draft's entries, which depend on its weights and on its target's."""
+    return target_version << 32 | draft.vectors.num_changes
+
+
+def _features(draft: DraftModel, captured: Mapping[int, Tensor], part: slice) -> Tensor:
+    return torch.cat([captured[layer][part] for layer in draft.draft.capture_layers or ()], dim=-1)

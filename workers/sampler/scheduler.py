@@ -1,0 +1,292 @@
+"""Schedules sequences: waiting, prefill, decoding, or decoding with draft tokens; and gives them slots in the KV cache.
+
+Sequences are admitted in order of arrival. If the cache is full, the youngest are preempted: they wait, and are
+prefilled again later.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable
+
+from ...schemas.errors import OperationError
+from ..models.model import BaseModel
+from ..protocol.worker_config import WorkerConfig
+from .cache.cache import KVCache
+from .decoding.batch import Batch, Chunk, Prefill
+from .requests.jobs import NOWHERE, Job, SequenceState
+from .requests.sequence_table import SequenceTable
+from .slots import SequenceSlots
+from .speculation import Proposer
+
+
+class KVCacheFull(OperationError):
+    """The sequence does not fit into an empty cache. length: the tokens that it needs room for."""
+
+    def __init__(self, sequence: SequenceState, length: int, cache: KVCache) -> None:
+        super().__init__(
+            f"a sequence of {length} tokens needs {cache.size.bytes_of(length)} bytes of key/value cache, more than"
+            f" kv_cache_bytes {cache.budget_bytes}: lower max_tokens, shorten the prompt or start the server with a"
+            " larger --kv-cache-bytes"
+        )
+        self.sequence = sequence
+
+
+class SequenceScheduler:
+    """Decides what each pass runs; `table` has a line for each sequence that is admitted."""
+
+    def __init__(self, slots: SequenceSlots, proposer: Proposer, config: WorkerConfig, base: BaseModel) -> None:
+        self.slots, self.table = slots, SequenceTable()
+        self._proposer, self._config, self._base = proposer, config, base
+        self._served: Collection[str] = ()
+        self._waiting: deque[SequenceState] = deque()
+        self._prefills: list[Prefill] = []
+        self._decoding: dict[SequenceState, None] = {}
+        self._drafting: dict[SequenceState, None] = {}
+        self._decode_batch: Batch | None = None
+        self._batch: Batch | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no sequence is admitted, and the first that waits cannot be."""
+        return not self.table.num_lines and not (self._waiting and self._is_served(self._waiting[0]))
+
+    def admitted(self) -> list[SequenceState]:
+        prefilled = (sequence for prefill in self._prefills for sequence in prefill.sequences)
+        return [*self._decoding, *self._drafting, *prefilled]
+
+    def with_drafts(self) -> list[SequenceState]:
+        """Returns the sequences that decode with draft tokens."""
+        return list(self._drafting)
+
+    @property
+    def num_sampled(self) -> int:
+        """The number of sequences that decode, with or without draft tokens."""
+        return len(self._decoding) + len(self._drafting)
+
+    def is_pending(self, sequence: SequenceState) -> bool:
+        """True if the sequence waits or is in prefill."""
+        return sequence.stop_reason is None and sequence not in self._decoding and sequence not in self._drafting
+
+    def stop_drafting(self, sequence: SequenceState) -> None:
+        """Lets a sequence with draft tokens continue without them."""
+        del self._drafting[sequence]
+        self.slots.stop_drafting(sequence, self.table)
+        self._decoding[sequence] = None
+        self._decode_batch = None
+
+    def serve(self, adapter_ids: Collection[str]) -> None:
+        """Admits from now on only sequences of these adapters and of the base model."""
+        self._served = adapter_ids
+
+    def check(self, sequence: SequenceState) -> None:
+        """Raises OperationError if the sequence can never fit into the cache."""
+        max_tokens = sequence.job.spec.params.max_tokens
+        # Without max_tokens a sample may end long before the context is full.
+        length = sequence.longest_cached if max_tokens else sequence.length + 1
+        if sequence.needs_cache and not self.slots.cache.fits_alone(length):
+            raise KVCacheFull(sequence, length, self.slots.cache)
+
+    def enqueue(self, sequences: Iterable[SequenceState]) -> None:
+        """Appends the sequences to the queue."""
+        self._waiting.extend(sequences)
+
+    def schedule(self) -> Batch:
+        """Returns what runs next; without tokens if nothing can.
+
+        Raises:
+            KVCacheFull: a sequence does not fit. The caller may remove it and continue.
+        """
+        if self._batch is not None and self._batch.is_repeated:
+            return self._batch
+        self._make_room_for_drafts()
+        proposed = self._proposer.propose(self.with_drafts(), self.table)
+        self._make_room()
+        self._admit()
+        budget = self._prefill_budget()
+        chunks = [Chunk.of_draft(sequence, proposed[sequence], self.table) for sequence in self._drafting]
+        for prefill in self._prefills:
+            length = min(prefill.until_border, budget) if prefill.cached else prefill.remaining
+            if length > 0:
+                chunks.append(prefill.next_chunk(length))
+                budget -= length
+        self._batch = self._current_decoding().with_chunks(chunks)
+        return self._batch
+
+    def end_chunk(self, chunk: Chunk) -> None:
+        """Records that a chunk of a prefill has run."""
+        if (prefill := chunk.prefill) is not None:
+            prefill.computed = chunk.stop
+            self.slots.store_chunk(chunk, prefill)
+            if chunk.is_last:
+                self._end_prefill(prefill)
+
+    def _end_prefill(self, prefill: Prefill) -> None:
+        """Lets the sequences of the prefill decode."""
+        self._prefills.remove(prefill)
+        leader, *others = prefill.sequences
+        self.slots.fork(leader, others, prefill.cached)
+        for sequence in prefill.sequences:
+            sequence.weight_version = prefill.weight_version
+            joined = self._drafting if self._proposer.is_ready(sequence) else self._decoding
+            joined[sequence] = None
+        self._decode_batch = None
+
+    def end(self, sequence: SequenceState) -> None:
+        """Removes an ended sequence. The prefix cache keeps its tokens, for the next turn of a conversation."""
+        if self.slots.cache.slot_of(sequence) is not None:
+            self.table.copy_to(sequence)
+            # The newest token is not in the cache yet.
+            self.slots.store_prefix(sequence, sequence.weight_version, sequence.token_ids()[:-1])
+        self._release(sequence)
+
+    def remove(self, job: Job) -> None:
+        """Removes the sequences of a job, except those that have ended."""
+        for sequence in job.sequences:
+            self._release(sequence)
+        self._waiting = deque(sequence for sequence in self._waiting if sequence.job is not job)
+
+    def preempt_all(self) -> None:
+        """Preempts all sequences. They keep their tokens."""
+        for sequence in sorted(self.admitted(), key=lambda sequence: sequence.order, reverse=True):
+            self._release(sequence)
+            self._waiting.appendleft(sequence)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._prefills.clear()
+        self._decoding.clear()
+        self._drafting.clear()
+        self.forget_tensors()
+        self.slots.clear()
+
+    def forget_tensors(self) -> None:
+        """Frees the memory of a table without lines, which may have grown for one long sample."""
+        self.table = SequenceTable()
+        self._decode_batch = self._batch = None
+
+    def _is_served(self, sequence: SequenceState) -> bool:
+        return sequence.job.adapter_id is None or sequence.job.adapter_id in self._served
+
+    def _release(self, sequence: SequenceState) -> None:
+        """Frees the line and the slots of a sequence. Ignored if it is not admitted."""
+        if sequence.line == NOWHERE:
+            return
+        self.table.remove(sequence)
+        self.slots.free(sequence)
+        self._decoding.pop(sequence, None)
+        self._drafting.pop(sequence, None)
+        self._decode_batch = None
+        for prefill in self._prefills:
+            if sequence in prefill.sequences:
+                prefill.sequences.remove(sequence)
+        self._prefills = [prefill for prefill in self._prefills if prefill.sequences]
+
+    # Room for decoding
+
+    def _make_room_for_drafts(self) -> None:
+        """Makes room for the draft tokens of all sequences that use a draft, by preempting the youngest. Raises
+        KVCacheFull.
+
+        A preempted sequence resumes at the same token and with its draft: else its tokens would depend on which other
+        requests run.
+        """
+        for sequence in sorted(self._drafting, key=lambda sequence: sequence.order):
+            while sequence in self._drafting and not self.slots.has_room_to_draft(sequence, self.table):
+                self._preempt_youngest()
+
+    def _make_room(self) -> None:
+        """Makes room for the next token of all decoding sequences, by preempting the youngest."""
+        for sequence in self._current_decoding().outgrown():
+            while sequence in self._decoding and not self.slots.grow(sequence, int(self.table.length[sequence.line])):
+                self._preempt_youngest()
+            self._decode_batch = None
+
+    def _current_decoding(self) -> Batch:
+        if self._decode_batch is None or self._decode_batch.has_moved:
+            device, num_threads = self._base.device, self._base.threads.most
+            self._decode_batch = Batch([*self._decoding], self.table, self.slots.cache, device, num_threads)
+        return self._decode_batch
+
+    def _preempt_youngest(self) -> None:
+        """Preempts the youngest sequence. If it is alone, only its own slot is in the way of the longer one."""
+        under_way = self.admitted()
+        youngest = max(under_way, key=lambda sequence: sequence.order)
+        length = int(self.table.length[youngest.line])
+        if len(under_way) == 1 and not self.slots.cache.fits_alone(length):
+            raise KVCacheFull(youngest, length, self.slots.cache)
+        self._release(youngest)
+        self._waiting.appendleft(youngest)
+
+    # Admission
+
+    def _admit(self) -> None:
+        """Admits waiting sequences in order, until one does not fit or enough prompt tokens are in prefill.
+
+        A sequence whose adapter is not served blocks those behind it, or it could wait forever.
+        """
+        budget = self._prefill_budget() - sum(prefill.remaining for prefill in self._prefills)
+        num_logits = sum(map(self._proposer.num_logits, self.admitted()))
+        while self._waiting and num_logits < self._config.head_chunk_tokens:
+            sequence = self._waiting[0]
+            num_logits += self._proposer.num_logits(sequence)
+            if not self._is_served(sequence):
+                return
+            if self._prefills and self._prefills[-1].matches(sequence):
+                admitted = self._join_prefill(self._prefills[-1], sequence)
+            elif budget <= 0:
+                return
+            else:
+                admitted = self._start_prefill(sequence)
+                budget -= self._prefills[-1].remaining if admitted else 0
+            if not admitted and not self._is_alone():
+                return
+            if not admitted:
+                raise KVCacheFull(sequence, sequence.length + 1, self.slots.cache)
+
+    def _prefill_budget(self) -> int:
+        """Returns the most prompt tokens of an iteration: few if other sequences decode meanwhile."""
+        has_others = self._decoding or self._drafting
+        return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
+
+    def _join_prefill(self, prefill: Prefill, sequence: SequenceState) -> bool:
+        sequence.without_draft |= prefill.sequences[0].without_draft
+        self.slots.decide_drafting(sequence, prefill.weight_version, 1 + self.table.num_lines)
+        if sequence.needs_cache and not self.slots.place(sequence, is_alone=not self.table.num_lines):
+            return False
+        prefill.sequences.append(sequence)
+        self._enter(sequence)
+        return True
+
+    def _start_prefill(self, sequence: SequenceState) -> bool:
+        weight_version = self.slots.weight_version_of(sequence.job)
+        self.slots.decide_drafting(sequence, weight_version, 1 + self.table.num_lines)
+        # With a draft, the newest token runs together with the next draft tokens.
+        samples_next = not (len(sequence.tokens) and self.slots.uses_draft(sequence))
+        tokens = sequence.token_ids() if samples_next else sequence.token_ids()[:-1]
+        prefix = self.slots.find_prefix(sequence, weight_version, tokens)
+        needs_slot = sequence.needs_cache or self._is_long(len(tokens) - prefix.num_tokens, len(tokens))
+        cached = (needs_slot or bool(prefix.num_tokens)) and self.slots.place(
+            sequence, is_alone=not self.table.num_lines
+        )
+        if needs_slot and not cached:
+            return False
+        if cached:
+            self.slots.load_prefix(sequence, prefix)
+        prefill = Prefill([sequence], tokens, cached, weight_version, prefix.num_tokens if cached else 0, samples_next)
+        prefill.borders = self.slots.borders(prefill)
+        if sequence.job.num_cache_hits is None:
+            sequence.job.num_cache_hits = prefill.computed
+        self._prefills.append(prefill)
+        self._enter(sequence)
+        return True
+
+    def _is_long(self, num_tokens: int, length: int) -> bool:
+        """True if the tokens must run in chunks. Those that exceed the whole cache run in one pass, uncached."""
+        return num_tokens > self._prefill_budget() and self.slots.cache.fits_alone(length)
+
+    def _is_alone(self) -> bool:
+        """True if nothing is in flight, in other samplers neither."""
+        return not self.table.num_lines and not self.slots.cache.budget.held_bytes()
+
+    def _enter(self, sequence: SequenceState) -> None:
+        self._waiting.popleft()
+        self.table.add(sequence)

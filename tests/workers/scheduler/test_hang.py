@@ -33,6 +33,7 @@ from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol import methods
 from trainhouse.workers.protocol.calls import RunSpec, SampleJob, WorkerLost
 from trainhouse.workers.protocol.methods import MEMORY, SAVE_RUN, Method
+from trainhouse.workers.protocol.plugins import plugin_rows
 from trainhouse.workers.protocol.timeouts import CallTimeouts, ObservedDurations, cost_of
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
@@ -229,6 +230,8 @@ def test_long_sequences_and_backward_passes_cost_more() -> None:
 
 def test_the_table_names_methods_of_the_worker_and_whatever_reads_a_directory_has_time_for_it() -> None:
     verbs = {name: function for name, function in vars(Worker).items() if callable(function)}
+    for plugin in plugin_rows("workers.drafts.rows", "VERBS").values():
+        verbs |= {name: getattr(plugin, name) for name in plugin.verbs}
     table = {method.name: method for method in vars(methods).values() if isinstance(method, Method)}
     assert verbs.keys() >= table.keys()
     reading = {name for name, function in verbs.items() if "directory" in inspect.signature(function).parameters}

@@ -10,7 +10,7 @@ from ..sampler.cache.cache import CacheBudget
 from ..sampler.speculation import NewProposer
 from .algorithms.draft_programs import DRAFT_PROGRAMS
 from .draft_format import DraftFormat
-from .losses import CAPTURES, DRAFT_LOSSES
+from .losses import DRAFT_LOSSES
 from .model.draft_kind import DraftKind
 from .speculation.draft_caches import DraftCaches
 from .speculation.draft_proposer import DraftProposer
@@ -24,7 +24,7 @@ def _proposers(base: BaseModel, models: ModelRegistry, budget: CacheBudget) -> N
 
 
 PROGRAMS = DRAFT_PROGRAMS
-LOSSES = {**DRAFT_LOSSES, **CAPTURES}
+LOSSES = DRAFT_LOSSES
 KINDS = {DraftConfig: DraftKind}
 FORMATS = {DraftKind.name: DraftFormat}
 STRATEGIES = {DraftKind.name: DraftPassRunner, "captures": CapturingPassRunner}

@@ -20,7 +20,7 @@ from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, Forwa
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.drafts.feature_cache import FeatureFiles
 from trainhouse.server.drafts.feature_store import FeatureStore
-from trainhouse.server.serving import app
+from trainhouse.server.drafts.rows import FEATURES
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.calls import RunInfo
 
@@ -61,7 +61,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Returns the clock by which features expire."""
     clock = Clock()
-    monkeypatch.setattr(app, "FeatureStore", partial(FeatureStore, clock=clock))
+    monkeypatch.setitem(FEATURES, "files", partial(FeatureStore, clock=clock))
     return clock
 
 

@@ -137,36 +137,37 @@ class Execution:
         state.one_ended.set()
 
     async def _take_turn(self, operation: Operation, window: OperationWindow) -> None:
-        enter_work(operation.context)
-        try:
-            # Without a client that waits, it is run only for its effect: it must not be published again.
-            if operation.future is not None or operation.changes_state:
-                await self._execute(operation, window)
-        finally:
-            self._ended(operation.seq_id)
-
-    async def _execute(self, operation: Operation, window: OperationWindow) -> None:
         """Performs the operation and answers it. The outcome is in the operation's log entry.
 
         Args:
             window: the gradient window that the operation is part of, or ends.
         """
+        enter_work(operation.context)
         try:
-            result = await self._perform(operation, window)
-        except Exception as error:
-            await self._failed(operation, window, error)
-        else:
-            operation.log_entry.outcome, self._state.outage = Outcome.DONE, None
-            if operation.future is not None:
-                ended = operation.ended(self._state.record.run_id, None)
-                self._services.telemetry.operation_ended(operation.context, ended, operation.size_of_call, "user", None)
-                self._services.futures.resolve(operation.future, result, ended)
-            if operation.loads_files:
-                # The pinned checkpoint can then be deleted soon.
-                self._snapshots.take(Boundary(operation.seq_id, self._state.window))
-        if operation.is_step and not operation.is_chained:
-            self._snapshots.take_if_due(Boundary(operation.seq_id, self._state.window), is_step=True)
-        self._services.sessions.touch(self._state.record.session_id)
+            # Without a client that waits, it is run only for its effect: it must not be published again.
+            if operation.future is None and not operation.changes_state:
+                return
+            try:
+                result = await self._perform(operation, window)
+            except Exception as error:
+                await self._failed(operation, window, error)
+            else:
+                self._succeeded(operation, result)
+            if operation.is_step and not operation.is_chained:
+                self._snapshots.take_if_due(Boundary(operation.seq_id, self._state.window), is_step=True)
+            self._services.sessions.touch(self._state.record.session_id)
+        finally:
+            self._ended(operation.seq_id)
+
+    def _succeeded(self, operation: Operation, result: Result) -> None:
+        operation.log_entry.outcome, self._state.outage = Outcome.DONE, None
+        if operation.future is not None:
+            ended = operation.ended(self._state.record.run_id, None)
+            self._services.telemetry.operation_ended(operation.context, ended, operation.size_of_call, "user", None)
+            self._services.futures.resolve(operation.future, result, ended)
+        if operation.loads_files:
+            # The pinned checkpoint can then be deleted soon.
+            self._snapshots.take(Boundary(operation.seq_id, self._state.window))
 
     async def _failed(self, operation: Operation, window: OperationWindow, error: Exception) -> None:
         """Answers an operation that failed."""

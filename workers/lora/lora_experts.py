@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ..ops.grouped_gemm import GroupedRows
 from .adapter import Adapter
 from .segment import RowGroup, Segment
-from .shared_factors import SharedFactors, SharedTerms, width_of
+from .shared_factors import SharedTerms, shared_factors, width_of
 from .target import DOWN, feature_kinds
 
 # On CUDA, ranks are padded to a multiple of this, so that rows of 16-bit numbers are multiples of 16 bytes.
@@ -74,7 +74,7 @@ class ExpertPlan:
         self._slots: Tensor | None = None
         self._copies: dict[tuple[str, int, tuple[Adapter, ...]], Tensor] = {}
         self._groups, self.width = groups, width_of(self.adapters)
-        self._shared: dict[tuple[str, tuple[Adapter, ...]], SharedFactors] = {}
+        self._shared: dict[tuple[str, tuple[Adapter, ...]], tuple[Tensor, Tensor]] = {}
         if before is not None:
             wanted = {bundle.adapters for bundle in self.bundles}
             self._copies = {key: copies for key, copies in before._copies.items() if key[2] in wanted}
@@ -116,7 +116,7 @@ class ExpertPlan:
         kinds = feature_kinds(layer, self.adapters[0].pairs)
         for adapters in (group.adapters for group in self._groups):
             if (layer, adapters) not in self._shared:
-                self._shared[layer, adapters] = SharedFactors(layer, kinds, adapters, self.width)
+                self._shared[layer, adapters] = shared_factors(layer, kinds, adapters, self.width)
         parts = [(group, self._shared[layer, group.adapters]) for group in self._groups]
         return SharedTerms(layer, kinds, parts, self.width)
 
@@ -129,7 +129,7 @@ class ExpertPlan:
         if len(self.bundles) > 1 or self.has_unadapted or not self.width:
             return None
         (bundle,) = self.bundles
-        sides = [*((kind, 1) for kind in feature_kinds(layer, bundle.adapters[0].pairs)), *((kind, 0) for kind in DOWN)]
+        sides = [*((kind, 1) for kind in feature_kinds(layer, bundle.adapters[0].pairs)), (DOWN, 0)]
         return [self.matrices(f"{layer}.{kind}", side, bundle, num_experts, is_kept=True) for kind, side in sides]
 
     def matrices(self, name: str, side: int, bundle: AdapterBundle, num_experts: int, is_kept: bool) -> Tensor:
@@ -261,7 +261,7 @@ class _BundleTerms(_BundleRows):
         self._gate_up = self._add(self._kinds, y, x)
 
     def add_down(self, y: Tensor, x: Tensor, z: Tensor | None) -> None:
-        self._down = self._add(DOWN, y, x)
+        self._down = self._add((DOWN,), y, x)
 
     def gate_up_backward(
         self, grad: Tensor, x: Tensor | None, reduced: Tensor | None, grad_x: Tensor | None, grad_reduced: Tensor | None
@@ -270,7 +270,7 @@ class _BundleTerms(_BundleRows):
         self._backward(self._kinds, grad, x, self._gate_up, grad_x)
 
     def down_backward(self, grad: Tensor, grad_z: Tensor | None, x: Tensor, grad_x: Tensor) -> None:
-        self._backward(DOWN, grad, x, self._down, grad_x)
+        self._backward((DOWN,), grad, x, self._down, grad_x)
 
     def _add(self, kinds: Sequence[str], y: Tensor, x: Tensor) -> list[Tensor]:
         """Returns what `_backward` needs, one tensor per kind."""
@@ -310,9 +310,8 @@ class _BetweenSharedTerms(_BundleRows):
 
     def add_down(self, y: Tensor, x: Tensor, z: Tensor | None) -> None:
         assert z is not None
-        for kind in DOWN:
-            a = self._matrices(kind, 0)
-            self._add_times(z[:, : a.shape[1]], self._own(x), a.mT)
+        a = self._matrices(DOWN, 0)
+        self._add_times(z[:, : a.shape[1]], self._own(x), a.mT)
 
     def gate_up_backward(
         self, grad: Tensor, x: Tensor | None, reduced: Tensor | None, grad_x: Tensor | None, grad_reduced: Tensor | None
@@ -329,11 +328,9 @@ class _BetweenSharedTerms(_BundleRows):
 
     def down_backward(self, grad: Tensor, grad_z: Tensor | None, x: Tensor, grad_x: Tensor) -> None:
         assert grad_z is not None
-        own = self._own(grad_z)
-        for kind in DOWN:
-            a = self._matrices(kind, 0)
-            self._groups.add_outer(self._gradients(kind, 0), own, self._own(x))
-            self._add_times(grad_x, own[:, : a.shape[1]], a)
+        own, a = self._own(grad_z), self._matrices(DOWN, 0)
+        self._groups.add_outer(self._gradients(DOWN, 0), own, self._own(x))
+        self._add_times(grad_x, own[:, : a.shape[1]], a)
 
 
 def _bundle_key(adapter: Adapter) -> tuple[bool, int, float]:

@@ -251,8 +251,7 @@ def _expert_targets(name: str, experts: GroupedExperts, splits: Sequence[Mapping
     stacked_as = stacked_names(has_gate=len(kinds) == 2)
     for kind, saved_as in zip(kinds, of_features, strict=True):
         yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert, saved_as, stacked_as[kind])
-    for kind in DOWN:
-        yield Target(f"{name}.{kind}", features, hidden, inner, None, num, by_expert, of_hidden, stacked_as[kind])
+    yield Target(f"{name}.{DOWN}", features, hidden, inner, None, num, by_expert, of_hidden, stacked_as[DOWN])
 
 
 def _of_features(splits: Mapping[int, Split]) -> Split | None:

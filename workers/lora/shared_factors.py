@@ -24,19 +24,19 @@ def width_of(adapters: Sequence[Adapter]) -> int:
     return -(-highest // _NATIVE_RANK) * _NATIVE_RANK
 
 
-class SharedFactors:
-    """Holds copies of what some adapters share in a layer. The rows that lower ranks lack are zeros.
+def shared_factors(layer: str, kinds: Sequence[str], adapters: Sequence[Adapter], width: int) -> tuple[Tensor, Tensor]:
+    """Copies what some adapters share in a layer. The rows that lower ranks lack are zeros.
 
-    a: A of gate, if there is one, then of up, [kinds * width, hidden], or [n, kinds * width, hidden] for n adapters.
-    b: B^T of down, [width, hidden] or [n, width, hidden].
+    Args:
+        layer: its path.
+        kinds: its experts' linear layers before their activation.
+    Returns:
+        A of gate, if there is one, then of up, [kinds * width, hidden], and B^T of down, [width, hidden]; for n
+        adapters [n, kinds * width, hidden] and [n, width, hidden].
     """
-
-    def __init__(self, layer: str, kinds: Sequence[str], adapters: Sequence[Adapter], width: int) -> None:
-        """Takes the layer's path and its experts' linear layers before their activation."""
-        pairs = [adapter.vectors.weight_views() for adapter in adapters]
-        of_a = [[views[f"{layer}.{kind}"][0] for kind in kinds] for views in pairs]
-        of_b = [[views[f"{layer}.{kind}"][1] for kind in DOWN] for views in pairs]
-        self.a, self.b = _padded(of_a, width), _padded(of_b, width)
+    pairs = [adapter.vectors.weight_views() for adapter in adapters]
+    of_a = [[views[f"{layer}.{kind}"][0] for kind in kinds] for views in pairs]
+    return _padded(of_a, width), _padded([[views[f"{layer}.{DOWN}"][1]] for views in pairs], width)
 
 
 class SharedTerms:
@@ -46,7 +46,7 @@ class SharedTerms:
     """
 
     def __init__(
-        self, layer: str, kinds: Sequence[str], parts: Sequence[tuple[RowGroup, SharedFactors]], width: int
+        self, layer: str, kinds: Sequence[str], parts: Sequence[tuple[RowGroup, tuple[Tensor, Tensor]]], width: int
     ) -> None:
         self.width = width
         self._layer, self._kinds, self._parts = layer, kinds, parts
@@ -76,33 +76,32 @@ class SharedTerms:
 
     def _reduced(self, x: Tensor) -> Tensor:
         reduced = x.new_zeros(len(x), len(self._kinds) * self.width)
-        for group, factors in self._parts:
-            group.matmul.times(x[group.rows], factors.a.mT, reduced[group.rows])
+        for group, (a, _) in self._parts:
+            group.matmul.times(x[group.rows], a.mT, reduced[group.rows])
             group.matmul.scale(reduced[group.rows])
         return reduced
 
     def reduce_backward(self, grad: Tensor, x: Tensor) -> Tensor:
         """Adds to the gradients of A, and returns the gradient of x. `grad` is that of `reduce`."""
         grad_x = torch.zeros_like(x)
-        for group, factors in self._parts:
+        for group, (a, _) in self._parts:
             scaled, own = group.matmul.scale(grad[group.rows].clone()), x[group.rows]
             for kind, of_kind in zip(self._kinds, scaled.split(self.width, dim=1), strict=True):
                 group.matmul.add_outer(self._gradients(group, kind, 0), of_kind, own)
-            group.matmul.times(scaled, factors.a, grad_x[group.rows])
+            group.matmul.times(scaled, a, grad_x[group.rows])
         return grad_x
 
     def _add_expanded(self, y: Tensor, z: Tensor) -> None:
-        for group, factors in self._parts:
-            y[group.rows].add_(group.matmul.times(self._scaled(group, z), factors.b))
+        for group, (_, b) in self._parts:
+            y[group.rows].add_(group.matmul.times(self._scaled(group, z), b))
 
     def expand_backward(self, grad: Tensor, z: Tensor) -> Tensor:
         """Adds to the gradients of B, and returns the gradient of z. `grad` is that of `add_expanded`."""
         grad_z = torch.zeros_like(z)
-        for group, factors in self._parts:
+        for group, (_, b) in self._parts:
             own = grad[group.rows]
-            for kind in DOWN:
-                group.matmul.add_outer(self._gradients(group, kind, 1), self._scaled(group, z), own)
-            group.matmul.times(own, factors.b.mT, grad_z[group.rows])
+            group.matmul.add_outer(self._gradients(group, DOWN, 1), self._scaled(group, z), own)
+            group.matmul.times(own, b.mT, grad_z[group.rows])
             group.matmul.scale(grad_z[group.rows])
         return grad_z
 

@@ -14,7 +14,7 @@ Side = Literal["lora_A", "lora_B"]
 
 # The linear layers of an expert.
 GATE_UP = ("gate_proj", "up_proj")
-DOWN = ("down_proj",)
+DOWN = "down_proj"
 
 # Layers are recognised by the last part of their names, and where that is ambiguous, by the part before it too.
 _ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn"})
@@ -119,7 +119,7 @@ class Target:
         """
         if self.num_experts is None:
             return self
-        return replace(self, shared="lora_B" if self.kind in DOWN else "lora_A")
+        return replace(self, shared="lora_B" if self.kind == DOWN else "lora_A")
 
     def matrices(self, rank: int) -> tuple["LoraMatrix", "LoraMatrix"]:
         """Returns A and B^T of an adapter of this rank."""

@@ -33,12 +33,7 @@ class ActiveJobs:
 
     @property
     def failures(self) -> dict[str, Failure]:
-        """The failures among the results."""
         return {job_id: result for job_id, result in self.finished.items() if isinstance(result, Failure)}
-
-    def start_slice(self) -> None:
-        """Forgets the results of the slice before."""
-        self.finished = {}
 
     def join(self, spec: SampleJob) -> None:
         """Adds a job. An invalid one fails."""

@@ -54,12 +54,10 @@ class SequenceScheduler:
         return [*self._decoding, *self._drafting, *prefilled]
 
     def with_drafts(self) -> list[SequenceState]:
-        """Returns the sequences that decode with draft tokens."""
         return list(self._drafting)
 
     @property
     def num_sampled(self) -> int:
-        """The number of sequences that decode, with or without draft tokens."""
         return len(self._decoding) + len(self._drafting)
 
     def is_pending(self, sequence: SequenceState) -> bool:
@@ -86,7 +84,6 @@ class SequenceScheduler:
             raise KVCacheFull(sequence, length, self.slots.cache)
 
     def enqueue(self, sequences: Iterable[SequenceState]) -> None:
-        """Appends the sequences to the queue."""
         self._waiting.extend(sequences)
 
     def schedule(self) -> Batch:
@@ -257,7 +254,7 @@ class SequenceScheduler:
         return True
 
     def _start_prefill(self, sequence: SequenceState) -> bool:
-        weight_version = self.slots.weight_version_of(sequence.job)
+        weight_version = self.slots.weight_versions.of(sequence.job)
         self.slots.decide_drafting(sequence, weight_version, 1 + self.table.num_lines)
         # With a draft, the newest token runs together with the next draft tokens.
         samples_next = not (len(sequence.tokens) and self.slots.uses_draft(sequence))

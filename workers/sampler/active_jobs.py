@@ -41,13 +41,12 @@ class ActiveJobs:
         try:
             check_spec(spec, self._limits)
             job = Job(spec, self._num_joined, self._limits, self._text, self._is_leader)
-            self._scheduler.check(job.sequences[0])
+            self._scheduler.add(job)
         except OperationError as error:
             self.finished[spec.job_id] = Failure.of(error)
             return
         self._num_joined += 1
         self._jobs[spec.job_id] = job
-        self._scheduler.enqueue(job.sequences)
 
     def remove(self, job_id: str) -> None:
         """Frees everything that a job holds. Unknown ids are ignored: the job may just have ended."""

@@ -5,7 +5,7 @@ prefilled again later.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
@@ -75,16 +75,14 @@ class SequenceScheduler:
         """Admits from now on only sequences of these adapters and of the base model."""
         self._served = adapter_ids
 
-    def check(self, sequence: SequenceState) -> None:
-        """Raises OperationError if the sequence can never fit into the cache."""
-        max_tokens = sequence.job.spec.params.max_tokens
+    def add(self, job: Job) -> None:
+        """Appends the job's sequences to the queue. Raises OperationError if one can never fit into the cache."""
+        first = job.sequences[0]
         # Without max_tokens a sample may end long before the context is full.
-        length = sequence.longest_cached if max_tokens else sequence.length + 1
-        if sequence.needs_cache and not self.slots.cache.fits_alone(length):
-            raise KVCacheFull(sequence, length, self.slots.cache)
-
-    def enqueue(self, sequences: Iterable[SequenceState]) -> None:
-        self._waiting.extend(sequences)
+        length = first.longest_cached if job.spec.params.max_tokens else first.length + 1
+        if first.needs_cache and not self.slots.cache.fits_alone(length):
+            raise KVCacheFull(first, length, self.slots.cache)
+        self._waiting.extend(job.sequences)
 
     def schedule(self) -> Batch:
         """Returns what runs next; without tokens if nothing can.
@@ -234,10 +232,11 @@ class SequenceScheduler:
             else:
                 admitted = self._start_prefill(sequence)
                 budget -= self._prefills[-1].remaining if admitted else 0
-            if not admitted and not self._is_alone():
-                return
             if not admitted:
-                raise KVCacheFull(sequence, sequence.length + 1, self.slots.cache)
+                # Nothing else is in flight, in other samplers neither.
+                if not self.table.num_lines and not self.slots.cache.budget.held_bytes():
+                    raise KVCacheFull(sequence, sequence.length + 1, self.slots.cache)
+                return
 
     def _prefill_budget(self) -> int:
         """Returns the most prompt tokens of an iteration: few if other sequences decode meanwhile."""
@@ -260,7 +259,9 @@ class SequenceScheduler:
         samples_next = not (len(sequence.tokens) and self.slots.uses_draft(sequence))
         tokens = sequence.token_ids() if samples_next else sequence.token_ids()[:-1]
         prefix = self.slots.find_prefix(sequence, weight_version, tokens)
-        needs_slot = sequence.needs_cache or self._is_long(len(tokens) - prefix.num_tokens, len(tokens))
+        # Tokens that exceed the budget run in chunks; those that exceed the whole cache run in one pass, uncached.
+        is_long = len(tokens) - prefix.num_tokens > self._prefill_budget() and self.slots.cache.fits_alone(len(tokens))
+        needs_slot = sequence.needs_cache or is_long
         cached = (needs_slot or bool(prefix.num_tokens)) and self.slots.place(
             sequence, is_alone=not self.table.num_lines
         )
@@ -275,14 +276,6 @@ class SequenceScheduler:
         self._prefills.append(prefill)
         self._enter(sequence)
         return True
-
-    def _is_long(self, num_tokens: int, length: int) -> bool:
-        """True if the tokens must run in chunks. Those that exceed the whole cache run in one pass, uncached."""
-        return num_tokens > self._prefill_budget() and self.slots.cache.fits_alone(length)
-
-    def _is_alone(self) -> bool:
-        """True if nothing is in flight, in other samplers neither."""
-        return not self.table.num_lines and not self.slots.cache.budget.held_bytes()
 
     def _enter(self, sequence: SequenceState) -> None:
         self._waiting.popleft()

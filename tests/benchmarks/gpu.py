@@ -32,7 +32,7 @@ from trainhouse.workers.protocol.calls import (
 )
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler import native_sampler
+from trainhouse.workers.sampler import runner
 from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.without_triton:
         kernels.load_triton_kernels = lambda device: None
     if options.without_graphs:
-        native_sampler.StepGraphs = lambda device: None
+        runner.StepGraphs = lambda device: None
     for step in options.steps:
         started = time.monotonic()
         bench = Bench(options, options.out / f"{step}-{options.model}.json")

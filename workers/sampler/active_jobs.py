@@ -33,12 +33,7 @@ class ActiveJobs:
 
     @property
     def failures(self) -> dict[str, Failure]:
-        """The failures among the results."""
         return {job_id: result for job_id, result in self.finished.items() if isinstance(result, Failure)}
-
-    def start_slice(self) -> None:
-        """Forgets the results of the slice before."""
-        self.finished = {}
 
     def join(self, spec: SampleJob) -> None:
         """Adds a job. An invalid one fails."""
@@ -46,13 +41,12 @@ class ActiveJobs:
         try:
             check_spec(spec, self._limits)
             job = Job(spec, self._num_joined, self._limits, self._text, self._is_leader)
-            self._scheduler.check(job.sequences[0])
+            self._scheduler.add(job)
         except OperationError as error:
             self.finished[spec.job_id] = Failure.of(error)
             return
         self._num_joined += 1
         self._jobs[spec.job_id] = job
-        self._scheduler.enqueue(job.sequences)
 
     def remove(self, job_id: str) -> None:
         """Frees everything that a job holds. Unknown ids are ignored: the job may just have ended."""

@@ -163,11 +163,9 @@ class MultiModelSampler:
         return self._cache.budget.used_bytes()
 
     def draft_cache_bytes(self) -> int:
-        """Returns the bytes of the drafts' caches."""
         return self.cache_bytes() - self._cache.num_bytes()
 
     def held_bytes(self) -> int:
-        """Returns the bytes of the slots in use."""
         return self._cache.budget.held_bytes()
 
     def offloadable_tensors(self) -> Iterator[Tensor]:

@@ -88,7 +88,7 @@ class NativeSampler:
         May exceed the budget by one iteration, and by the time that gathering the layers takes.
         """
         deadline = time.monotonic() + work.budget_milliseconds / 1000
-        self._jobs.start_slice()
+        self._jobs.finished = {}
         for job_id in work.cancel:
             self._jobs.remove(job_id)
         for spec in work.join:
@@ -137,7 +137,6 @@ class NativeSampler:
         return self._scheduler.slots.cache.budget.used_bytes()
 
     def held_bytes(self) -> int:
-        """Returns the bytes of the slots in use."""
         return self._scheduler.slots.cache.budget.held_bytes()
 
     @torch.no_grad()

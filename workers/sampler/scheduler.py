@@ -5,7 +5,7 @@ prefilled again later.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
@@ -54,12 +54,10 @@ class SequenceScheduler:
         return [*self._decoding, *self._drafting, *prefilled]
 
     def with_drafts(self) -> list[SequenceState]:
-        """Returns the sequences that decode with draft tokens."""
         return list(self._drafting)
 
     @property
     def num_sampled(self) -> int:
-        """The number of sequences that decode, with or without draft tokens."""
         return len(self._decoding) + len(self._drafting)
 
     def is_pending(self, sequence: SequenceState) -> bool:
@@ -77,17 +75,14 @@ class SequenceScheduler:
         """Admits from now on only sequences of these adapters and of the base model."""
         self._served = adapter_ids
 
-    def check(self, sequence: SequenceState) -> None:
-        """Raises OperationError if the sequence can never fit into the cache."""
-        max_tokens = sequence.job.spec.params.max_tokens
+    def add(self, job: Job) -> None:
+        """Appends the job's sequences to the queue. Raises OperationError if one can never fit into the cache."""
+        first = job.sequences[0]
         # Without max_tokens a sample may end long before the context is full.
-        length = sequence.longest_cached if max_tokens else sequence.length + 1
-        if sequence.needs_cache and not self.slots.cache.fits_alone(length):
-            raise KVCacheFull(sequence, length, self.slots.cache)
-
-    def enqueue(self, sequences: Iterable[SequenceState]) -> None:
-        """Appends the sequences to the queue."""
-        self._waiting.extend(sequences)
+        length = first.longest_cached if job.spec.params.max_tokens else first.length + 1
+        if first.needs_cache and not self.slots.cache.fits_alone(length):
+            raise KVCacheFull(first, length, self.slots.cache)
+        self._waiting.extend(job.sequences)
 
     def schedule(self) -> Batch:
         """Returns what runs next; without tokens if nothing can.
@@ -237,10 +232,11 @@ class SequenceScheduler:
             else:
                 admitted = self._start_prefill(sequence)
                 budget -= self._prefills[-1].remaining if admitted else 0
-            if not admitted and not self._is_alone():
-                return
             if not admitted:
-                raise KVCacheFull(sequence, sequence.length + 1, self.slots.cache)
+                # Nothing else is in flight, in other samplers neither.
+                if not self.table.num_lines and not self.slots.cache.budget.held_bytes():
+                    raise KVCacheFull(sequence, sequence.length + 1, self.slots.cache)
+                return
 
     def _prefill_budget(self) -> int:
         """Returns the most prompt tokens of an iteration: few if other sequences decode meanwhile."""
@@ -257,13 +253,15 @@ class SequenceScheduler:
         return True
 
     def _start_prefill(self, sequence: SequenceState) -> bool:
-        weight_version = self.slots.weight_version_of(sequence.job)
+        weight_version = self.slots.weight_versions.of(sequence.job)
         self.slots.decide_drafting(sequence, weight_version, 1 + self.table.num_lines)
         # With a draft, the newest token runs together with the next draft tokens.
         samples_next = not (len(sequence.tokens) and self.slots.uses_draft(sequence))
         tokens = sequence.token_ids() if samples_next else sequence.token_ids()[:-1]
         prefix = self.slots.find_prefix(sequence, weight_version, tokens)
-        needs_slot = sequence.needs_cache or self._is_long(len(tokens) - prefix.num_tokens, len(tokens))
+        # Tokens that exceed the budget run in chunks; those that exceed the whole cache run in one pass, uncached.
+        is_long = len(tokens) - prefix.num_tokens > self._prefill_budget() and self.slots.cache.fits_alone(len(tokens))
+        needs_slot = sequence.needs_cache or is_long
         cached = (needs_slot or bool(prefix.num_tokens)) and self.slots.place(
             sequence, is_alone=not self.table.num_lines
         )
@@ -278,14 +276,6 @@ class SequenceScheduler:
         self._prefills.append(prefill)
         self._enter(sequence)
         return True
-
-    def _is_long(self, num_tokens: int, length: int) -> bool:
-        """True if the tokens must run in chunks. Those that exceed the whole cache run in one pass, uncached."""
-        return num_tokens > self._prefill_budget() and self.slots.cache.fits_alone(length)
-
-    def _is_alone(self) -> bool:
-        """True if nothing is in flight, in other samplers neither."""
-        return not self.table.num_lines and not self.slots.cache.budget.held_bytes()
 
     def _enter(self, sequence: SequenceState) -> None:
         self._waiting.popleft()

@@ -91,7 +91,6 @@ class PendingStates:
                 self.forget(sequence)
 
     def sequences(self) -> list[SequenceState]:
-        """Returns the sequences whose states are pending."""
         return list(self._places)
 
     def forget(self, sequence: SequenceState) -> None:
@@ -138,11 +137,7 @@ class SequenceSlots:
 
     def __init__(self, cache: KVCache, proposer: Proposer, weight_versions: WeightVersions) -> None:
         self.cache, self.pending = cache, PendingStates(cache)
-        self._proposer, self._weight_versions = proposer, weight_versions
-
-    def weight_version_of(self, job: Job) -> int:
-        """Returns the version of the weights that the job samples, see WeightVersions."""
-        return self._weight_versions.of(job)
+        self._proposer, self.weight_versions = proposer, weight_versions
 
     def uses_draft(self, sequence: SequenceState) -> bool:
         """True if the sequence uses a draft from its first sampled token on."""
@@ -235,14 +230,14 @@ class SequenceSlots:
         Args:
             tokens: int64. The states that are in the slot or pending must be those after them.
         """
-        if weight_version == self.weight_version_of(sequence.job):
+        if weight_version == self.weight_versions.of(sequence.job):
             self.pending.advance({sequence: len(tokens)})
             self.cache.store_prefix(sequence, weight_version, tokens)
         self.store_draft_prefix(sequence, weight_version, tokens)
 
     def store_draft_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores the sequence in the draft's prefix cache, unless the weights have changed since."""
-        if weight_version == self.weight_version_of(sequence.job):
+        if weight_version == self.weight_versions.of(sequence.job):
             self._proposer.keep(sequence, weight_version, tokens)
 
     def store_chunk(self, chunk: Chunk, prefill: Prefill) -> None:

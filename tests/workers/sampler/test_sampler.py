@@ -18,10 +18,12 @@ from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.ops.kernels import new_step_tape
 from trainhouse.workers.protocol.calls import Failure, OperationPart, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler import native_sampler
 from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
 from trainhouse.workers.sampler.logits.token_choice import SamplingSettings, SamplingTensors, choose
 from trainhouse.workers.sampler.native_sampler import NativeSampler
 from trainhouse.workers.sampler.requests.stop_strings import StopStrings
+from trainhouse.workers.sampler.speculation import Proposer
 from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -215,6 +217,17 @@ def test_an_overwritten_adapter_is_used_from_the_next_slice(adapted: Adapted) ->
     assert as_drawn(kept) == as_drawn(alone)
     assert as_drawn(moved)[:1] == as_drawn(kept)[:1]
     assert moved.tokens.tolist() != kept.tokens.tolist()
+
+
+def test_a_sampler_without_drafts_samples_as_with_them(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a job that names a draft, which may be gone."""
+    jobs = [job("a", prompt(9), "one", num_samples=2, draft_id="draft"), job("b", prompt(9), max_tokens=1)]
+    wanted = finish(new_sampler(adapted), *jobs)
+    monkeypatch.setattr(native_sampler, "plugin_rows", lambda module, table: {})
+    sampler = new_sampler(adapted)
+    assert type(sampler._proposer) is Proposer
+    found = finish(sampler, *jobs)
+    assert {i: tokens_of(found[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
 
 
 # --- seeds, slices and the cache ---

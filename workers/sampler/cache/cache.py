@@ -78,7 +78,6 @@ class CacheBudget:
         return sum(each.slot_bytes() for each in self._all())
 
     def held_bytes(self) -> int:
-        """Returns the bytes of the slots in use."""
         return sum(each.held_bytes() for each in self._all())
 
     def free_bytes(self) -> int:
@@ -134,7 +133,6 @@ class KVCache:
 
     @property
     def has_states(self) -> bool:
-        """True if the model has recurrent states."""
         return self.size.bytes_per_sequence > 0
 
     @property
@@ -148,7 +146,6 @@ class KVCache:
         return sum(pool.tensors.num_slots * self._bytes(pool) for pool in self._pools.values())
 
     def held_bytes(self) -> int:
-        """Returns the bytes of the slots in use."""
         return sum(len(pool.occupants) * self._bytes(pool) for pool in self._pools.values())
 
     def values_per_layer(self) -> int:
@@ -251,7 +248,6 @@ class KVCache:
             self.prefixes.add(missing, self._slots[sequence].tensors, self._slots[sequence].index)
 
     def free_unused_slots(self) -> None:
-        """Frees unused slots."""
         for pool in self._pools.values():
             if pool.num_free:
                 pool.tensors.resize(len(pool.occupants))
@@ -300,7 +296,6 @@ class KVCache:
         return num_added > 0
 
     def _bytes(self, pool: SlotPool) -> int:
-        """Returns the bytes of one slot."""
         return self.size.bytes_of(pool.tensors.capacity)
 
 

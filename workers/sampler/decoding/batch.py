@@ -94,7 +94,6 @@ class Chunk:
 
     @property
     def is_last(self) -> bool:
-        """True for the last chunk of a prefill."""
         return self.prefill is not None and self.stop == len(self.prefill.tokens)
 
 

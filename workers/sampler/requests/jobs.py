@@ -222,7 +222,6 @@ class Job:
 
     @cached_property
     def stop_ids(self) -> np.ndarray:
-        """`stop_token_ids`, int64."""
         return np.fromiter(self.stop_token_ids, np.int64, len(self.stop_token_ids))
 
     @cached_property

@@ -99,11 +99,11 @@ class BatchPlan:
 
     def add_terms(self, site: LinearSite, y: Tensor, x: Tensor) -> None:
         """Adds the terms of x [rows, in] to y [rows, out], in fewer calls than `terms`, but without backward."""
-        if site not in self._folded:
+        if (folded := self._folded.get(site)) is None:
             adapted = [group for group in self._groups if site.names[0] in group.adapters[0].pairs]
-            self._folded[site] = [(group, self._copy_of(site, group)) for group in adapted]
-        assert not self._folded[site] or len(x) == self._num_rows, self._misfit(site, len(x))
-        for group, factors in self._folded[site]:
+            folded = self._folded[site] = [(group, self._copy_of(site, group)) for group in adapted]
+        assert not folded or len(x) == self._num_rows, self._misfit(site, len(x))
+        for group, factors in folded:
             own_y, own_x = (y, x) if group.is_whole else (y[group.rows], x[group.rows])
             group.matmul.add_product(own_y, own_x, *factors)
 

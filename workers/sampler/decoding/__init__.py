@@ -1,1 +1,1 @@
-"""The packed batch of a forward pass, decode steps and logits processors."""
+"""The packed batch of a forward pass, recorded decode steps and logits processors."""

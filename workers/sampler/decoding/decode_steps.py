@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 # Capturing a step takes about as long as running it.
 _WORTH_CAPTURE = 4
 
-# Failedcaptures of other batches than those that succeed are cheap; after so many in a row, none is tried.
+# Failed captures of other batches than those that succeed are cheap; after so many in a row, none is tried.
 _MOST_FAILURES = 8
 
 # Noise is computed for this many steps at a time.

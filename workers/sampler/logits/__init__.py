@@ -1,1 +1,1 @@
-"""Chooses tokens from logits."""
+"""Chooses tokens from logits, and verifies draft tokens."""

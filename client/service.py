@@ -65,7 +65,7 @@ class ServiceClient:
     """Connects to a server with one API key. Use it as a context manager, or call `close()`.
 
     A method `x` with a variant `x_async` waits for the result; `x_async` returns a future immediately. APIFuture.result
-    lists the errors of both. The class is long because it creates every kind of client.
+    lists the errors of both.
 
     Args:
         base_url: default TRAINHOUSE_BASE_URL, else TINKER_BASE_URL, else http://127.0.0.1:8000.

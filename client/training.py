@@ -48,7 +48,6 @@ class TrainingClient:
     """Trains one model; created by ServiceClient.create_lora_training_client and similar methods.
 
     Methods return futures, whose errors APIFuture.result lists. Invalid arguments raise ValueError or TypeError.
-    The class is long because it has a documented method for each thing that a model can be asked to do.
     """
 
     def __init__(

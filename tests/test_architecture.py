@@ -170,20 +170,28 @@ def test_every_folder_is_in_the_order() -> None:
     assert found == set(FOLDERS)
 
 
+# Classes that may have more than 250 lines, and why.
+LONG_CLASSES = {
+    "client/service.py:ServiceClient": "the client's face: a documented method for every kind of client",
+    "client/training.py:TrainingClient": "the client's face: a documented method for each thing to ask of a model",
+}
+
+
 def long_classes(file: Path) -> Iterator[str]:
-    """Yields the classes of more than 250 lines whose docstrings do not say why they are long."""
+    """Yields the classes of more than 250 lines."""
     for node in ast.walk(ast.parse(file.read_text())):
-        is_long = isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 250
-        if is_long and "The class is long because" not in " ".join((ast.get_docstring(node) or "").split()):
-            yield f"{file}: {node.name}"
+        if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 250:
+            yield node.name
 
 
-@pytest.mark.slow
-def test_a_long_class_says_why(tmp_path: Path) -> None:
-    assert not [line for name in MAY_IMPORT for path in sources(name) for line in long_classes(path)]
+def test_only_listed_classes_are_long(tmp_path: Path) -> None:
+    long = {
+        f"{path.relative_to(ROOT)}:{name}" for top in MAY_IMPORT for path in sources(top) for name in long_classes(path)
+    }
+    assert long == LONG_CLASSES.keys()
     planted = tmp_path / "planted.py"
-    planted.write_text('class Long:\n    """Does much."""\n' + "    x = 1\n" * 250)
-    assert list(long_classes(planted)) == [f"{planted}: Long"]
+    planted.write_text("class Long:\n" + "    x = 1\n" * 250)
+    assert list(long_classes(planted)) == ["Long"]
 
 
 def test_folders_stay_small() -> None:

@@ -20,26 +20,23 @@ from ...schemas.errors import OperationError
 from ..config.knob_values import is_url
 from ..files.checkpoint_cache import CheckpointCache
 from ..files.directories import make_directory, move_into_place, staging_path
-from ..files.manifest import MANIFEST, check_directory, listed_files, read_manifest, write_manifest
+from ..files.manifest import MANIFEST, listed_files, read_manifest, write_manifest
 from ..files.object_store import ObjectStore, ObjectStoreError, key_of
 from ..files.remote_directory import KEY_PARTS
 from ..files.state_lock import live_directory
 from ..files.storage_config import CheckpointStorageConfig
 from ..store import DATABASE_NAME
 from .leftovers import DELETED, NEW_RUN, find_unlisted, remove_now, set_mark, sweep_leftovers
+from .verified_files import FindCopies, VerifiedFiles
 
 logger = logging.getLogger(__name__)
 
-FindCopies = Callable[[str], Awaitable[Collection[str]]]
 CLOSING_SECONDS = 3.0
-_Signature = tuple[tuple[str, int, int, int], ...]
 
 
 class CheckpointFiles:
     """Reads, writes and deletes the files of checkpoints. A checkpoint's `directory` is a path or a URL and is never
     reused.
-
-    The class is long because writing, removing and restoring must know what each other is doing to a directory.
 
     copies: returns the URLs of a directory's complete copies.
     """
@@ -53,14 +50,12 @@ class CheckpointFiles:
         self.local_root = Path(place).expanduser().absolute() if is_here else self._own_root
         self._root = str(self.local_root) if is_here else place.rstrip("/")
         self._object_store = object_store
-        self._copies = copies
         self._staging = state_dir.absolute() / "staging"
         self._cache = CheckpointCache(state_dir.absolute() / "cache", config.checkpoint_cache_bytes)
         self._being_written: set[str] = set()
         self._removing: set[asyncio.Task[None]] = set()
         self._unwanted: set[Path] = set()
-        self._restoring: dict[Path, asyncio.Task[None]] = {}
-        self._verified_signatures: dict[Path, _Signature] = {}
+        self._verified = VerifiedFiles(object_store, self._cache, copies)
 
     def directory(self, run_name: str, kind: str, name: str) -> str:
         """Returns a new, unused directory or URL for a checkpoint."""
@@ -143,7 +138,7 @@ class CheckpointFiles:
         the next start or by `trainhouse verify`.
         """
         here = self._local_path(directory)
-        self._verified_signatures.pop(here, None)
+        self._verified.forget(here)
         self._unwanted.add(here)
         await self._remove_if_unread(here)
         if is_url(directory):
@@ -190,8 +185,8 @@ class CheckpointFiles:
         try:
             with self._cache.hold(here):
                 if rehash:
-                    self._verified_signatures.pop(here, None)
-                await self._ensure_verified(directory, here)
+                    self._verified.forget(here)
+                await self._verified.ensure(directory, here)
                 yield here
         finally:
             await self._remove_if_unread(here)
@@ -252,58 +247,6 @@ class CheckpointFiles:
             await self._object_store.remove(url)
         except ObjectStoreError as error:
             logger.warning("a checkpoint could not be removed: %s", error)
-
-    async def _ensure_verified(self, directory: str, here: Path) -> None:
-        """Verifies or restores the files; concurrent callers share one run of it."""
-        if here not in self._restoring:
-            making = self._restoring[here] = asyncio.create_task(self._verify_or_restore(directory, here))
-            making.add_done_callback(lambda _: self._restoring.pop(here))
-        await asyncio.shield(self._restoring[here])
-
-    async def _verify_or_restore(self, directory: str, here: Path) -> None:
-        with self._cache.hold(here):
-            try:
-                await asyncio.to_thread(self._check, here)
-            except ValueError as error:
-                sources = [directory] if is_url(directory) else []
-                sources += await self._copies(directory)
-                await self._restore_from(directory, here, sources, str(error))
-                await asyncio.to_thread(self._check, here)
-            if is_url(directory):
-                await asyncio.to_thread(self._cache.touch, here)
-
-    def _check(self, here: Path) -> None:
-        """Verifies the hashes, unless the same files passed before. Raises ValueError."""
-        signature = _signature(here)
-        if signature and self._verified_signatures.get(here) == signature:
-            return
-        check_directory(here)
-        self._verified_signatures[here] = signature
-
-    async def _restore_from(self, directory: str, here: Path, sources: Collection[str], reason: str) -> None:
-        """Downloads the checkpoint from the first source that has it complete.
-
-        Raises:
-            OperationError: (server) no source has it; the message says why each one failed.
-        """
-        staging = staging_path(here.parent)
-        reasons = [] if is_url(directory) else [reason]
-        for source in sources:
-            try:
-                await asyncio.to_thread(staging.mkdir, parents=True, exist_ok=True)
-                await self._object_store.download(source, staging)
-                await asyncio.to_thread(_replace_with, staging, here)
-            except (ObjectStoreError, OSError) as error:
-                reasons.append(str(error))
-            else:
-                if source != directory:
-                    done = "is read from its copy at" if is_url(directory) else "was restored from"
-                    logger.warning("%s %s %s (%s)", directory, done, source, "; ".join(reasons))
-                return
-            finally:
-                await asyncio.to_thread(remove_now, staging)
-        remedy = "" if sources else "; it has no copy: start the server with --mirror to keep copies"
-        raise OperationError(f"the checkpoint's files cannot be read: {'; '.join(reasons)}{remedy}", "server")
 
     def _seal_and_rename(self, staging: Path, directory: Path, entries: Mapping[str, object]) -> int:
         size_bytes = write_manifest(staging, entries)
@@ -366,19 +309,3 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links, or two different ones
         shutil.copyfile(source, target)
-
-
-def _replace_with(staging: Path, here: Path) -> None:
-    """Replaces `here` with the staging directory. Between the two renames neither exists; a reader that meets this
-    downloads again.
-    """
-    before = staging.with_name(f"{staging.name}-before")
-    if here.exists():
-        here.rename(before)
-    staging.rename(here)
-    remove_now(before)
-
-
-def _signature(directory: Path) -> _Signature:
-    stats = [(path.name, path.stat()) for path in sorted(directory.rglob("*"))]
-    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)

@@ -6,27 +6,23 @@ copies.
 """
 
 import asyncio
-import hashlib
-import json
 import logging
 import time
 from collections import defaultdict
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Iterator,
     Mapping,
 )
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import OperationError, RequestError
-from ...schemas.models import Limit, TrainingConfig
+from ...schemas.models import Limit
 from ...workers.protocol.calls import WorkerLost
 from ..files.directories import directory_name
 from ..files.object_store import ObjectStore
@@ -36,14 +32,13 @@ from ..store import (
     CheckpointKind,
     CheckpointRecord,
     RunRecord,
-    SessionRecord,
     Store,
 )
 from ..tenants.auth import Auth, Tenant
-from .archive import Archive, Archives
-from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, link_files
+from .archive import Archives
+from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles
 from .checkpoint_paths import check_name, parse_path
-from .download_urls import URL_LIFETIME_SECONDS, SignedFile, UrlSigner, load_secret
+from .download_urls import UrlSigner, load_secret
 from .mirror import CheckpointMirrors
 from .publication import CheckpointPublication, name_in_use_error
 from .upkeep import CheckpointUpkeep
@@ -54,8 +49,6 @@ logger = logging.getLogger(__name__)
 class Checkpoints:
     """The checkpoints of all tenants. The owner may do everything. Public ones can be read by every tenant, others also
     by a caller that presents the owner's key as access token.
-
-    The class is long because looking up, saving and copying follow the same rules of names, owners and expiry.
     """
 
     def __init__(
@@ -66,22 +59,22 @@ class Checkpoints:
         clock: Callable[[], float] = time.time,
         config: CheckpointStorageConfig = CheckpointStorageConfig(),  # noqa: B008
     ) -> None:
-        self._store = store
+        self.store = store
         self._auth = auth
         self._config = config
         self._object_store = ObjectStore(config.retry_pauses_seconds, config.mirrors)
         self._mirror = CheckpointMirrors(store, self._object_store, config)
-        self._files = CheckpointFiles(state_dir, config, self._object_store, self._mirror.complete_copies)
-        self._archives = Archives(self._files)
-        self._publication = CheckpointPublication(store, self._files, self._mirror, config)
+        self.files = CheckpointFiles(state_dir, config, self._object_store, self._mirror.complete_copies)
+        self.archives = Archives(self.files)
+        self.publication = CheckpointPublication(store, self.files, self._mirror, config)
         self._secret_file = state_dir / "url_secret"
-        self._signer = UrlSigner(b"")
+        self.signer = UrlSigner(b"")
         self._clock = clock
-        self._upkeep = CheckpointUpkeep(store, self._files, self._mirror, self.expire)
+        self._upkeep = CheckpointUpkeep(store, self.files, self._mirror, self.expire)
 
     async def start(self) -> None:
         """Sweeps what a crash left behind and starts the background tasks, such as deleting expired checkpoints."""
-        self._signer = UrlSigner(await asyncio.to_thread(load_secret, self._secret_file))
+        self.signer = UrlSigner(await asyncio.to_thread(load_secret, self._secret_file))
         await self._upkeep.start()
 
     def schedule_transfer_cancellation(self) -> None:
@@ -92,7 +85,7 @@ class Checkpoints:
         asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._object_store.close)
 
     async def close(self) -> None:
-        await asyncio.gather(self._upkeep.close(), self._mirror.close(), self._files.close(), return_exceptions=True)
+        await asyncio.gather(self._upkeep.close(), self._mirror.close(), self.files.close(), return_exceptions=True)
         self._object_store.close()
 
     @asynccontextmanager
@@ -116,16 +109,16 @@ class Checkpoints:
             OperationError: (user) the name is not allowed, or in use without `overwrite`; (server) it could not be
                 saved.
         """
-        checkpoint = self._new_checkpoint(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
+        checkpoint = self.new_checkpoint(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
         if not overwrite:
             await self._require_free(checkpoint)
-        await self._publication.require_room(checkpoint)
+        await self.publication.require_room(checkpoint)
 
-        async with self._files.staging(checkpoint.directory) as staging:
+        async with self.files.staging(checkpoint.directory) as staging:
             yield staging
-            move = partial(self._files.publish, staging, checkpoint.directory)
-            insert = partial(self._publication.insert_or_replace, overwrite)
-            await self._publication.publish(checkpoint, move, insert, request_id)
+            move = partial(self.files.publish, staging, checkpoint.directory)
+            insert = partial(self.publication.insert_or_replace, overwrite)
+            await self.publication.publish(checkpoint, move, insert, request_id)
 
     async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
         """True if this very save published the checkpoint before a crash lost its response.
@@ -134,7 +127,7 @@ class Checkpoints:
             OperationError: (server) the manifest cannot be read.
         """
         record = await self._find(run.run_id, kind, name)
-        return record is not None and (await self._manifest(record)).get("request_id") == request_id
+        return record is not None and (await self.manifest(record)).get("request_id") == request_id
 
     @asynccontextmanager
     async def reading(self, checkpoint: CheckpointRecord) -> AsyncIterator[Path]:
@@ -143,13 +136,13 @@ class Checkpoints:
         Entering raises OperationError (server) if the files and all copies are lost or damaged.
         """
         async with AsyncExitStack() as held:
-            async with self._hiding_paths(checkpoint):
-                here = await held.enter_async_context(self._files.reading(checkpoint.directory))
+            async with self.hiding_paths(checkpoint):
+                here = await held.enter_async_context(self.files.reading(checkpoint.directory))
             yield here
 
     async def limits(self, tenant_id: str) -> dict[str, Limit]:
         """Returns those fields of Limits that concern the tenant's checkpoints."""
-        num, num_bytes = await self._store.checkpoints.stock_of_tenant(tenant_id, self._clock())
+        num, num_bytes = await self.store.checkpoints.stock_of_tenant(tenant_id, self._clock())
         return {
             "checkpoints": Limit(limit=self._config.tenant_checkpoints, used=num),
             "checkpoint_bytes": Limit(limit=self._config.tenant_checkpoint_bytes, used=num_bytes),
@@ -158,7 +151,7 @@ class Checkpoints:
     async def copies(self, checkpoints: Collection[CheckpointRecord]) -> Mapping[str, list[CheckpointCopyRecord]]:
         """Returns directory -> its copies at mirrors."""
         found: dict[str, list[CheckpointCopyRecord]] = defaultdict(list)
-        for copy in await self._store.copies.list_in([checkpoint.directory for checkpoint in checkpoints]):
+        for copy in await self.store.copies.list_in([checkpoint.directory for checkpoint in checkpoints]):
             found[copy.directory].append(copy)
         return found
 
@@ -201,166 +194,29 @@ class Checkpoints:
 
     async def delete(self, checkpoint: CheckpointRecord) -> None:
         """Deletes the checkpoint. Its copies at mirrors are deleted later, in the background."""
-        await self._files.mark_deleted(checkpoint.directory)
+        await self.files.mark_deleted(checkpoint.directory)
         async with self._mirror.deleting(checkpoint.directory):
-            await self._store.checkpoints.delete(checkpoint)
-        await self._files.remove(checkpoint.directory)
+            await self.store.checkpoints.delete(checkpoint)
+        await self.files.remove(checkpoint.directory)
 
     async def set_public(self, checkpoint: CheckpointRecord, public: bool) -> None:
-        await self._store.checkpoints.set_public(checkpoint, public)
+        await self.store.checkpoints.set_public(checkpoint, public)
 
     async def set_ttl(self, checkpoint: CheckpointRecord, ttl_seconds: int | None) -> None:
         """Sets when the checkpoint expires, counted from now; None means never."""
-        await self._store.checkpoints.set_expiry(checkpoint, self._expiry(ttl_seconds))
+        await self.store.checkpoints.set_expiry(checkpoint, self._expiry(ttl_seconds))
 
-    async def copy(self, source: CheckpointRecord, to: SessionRecord, ttl_seconds: int | None) -> CheckpointRecord:
-        """Copies the checkpoint into a new run that cannot be trained.
-
-        The files are shared with the source if the file system supports it. A repeated idempotency key of the same
-        tenant returns the same copy.
-
-        Args:
-            to: session of the new run; already ended, and not yet in the store.
-        Raises:
-            RequestError: 503 if the source cannot be read or the copy cannot be written, 400 if the key was used for
-                another request.
-        """
-        asked = _hash("copy_weights", source.tinker_path, ttl_seconds, to.project_id)
-        if known := await self._find_copied(to, asked):
-            return known
-        now = self._clock()
-        run = RunRecord(
-            run_id=f"{to.session_id}:train:0",
-            session_id=to.session_id,
-            tenant_id=to.tenant_id,
-            base_model=source.base_model,
-            training=source.training,
-            role=source.role,
-            target_path=source.target_path,
-            created_at=now,
-            last_request_at=now,
-            user_metadata={"copied_from": source.tinker_path},
-            asked=asked,
-        )
-        checkpoint = self._new_checkpoint(
-            run, source.kind, source.name, ttl_seconds, source.user_metadata, source.has_optimizer
-        )
-        with _as_request_errors():
-            await self._copy(source, checkpoint, partial(self._store.checkpoints.insert_copied, to, run))
-        return await self.resolve(Tenant(to.tenant_id, ""), checkpoint.tinker_path)
-
-    async def create(
-        self,
-        run: RunRecord,
-        session: SessionRecord,
-        name: str,
-        ttl_seconds: int | None,
-        write: Callable[[Path], Awaitable[TrainingConfig]],
-    ) -> CheckpointRecord:
-        """Creates a checkpoint, without optimizer state, of a new run that cannot be trained. Idempotent like `copy`.
-
-        Args:
-            run: not yet in the store; `asked`: a hash of what `write` writes.
-            session: already ended, and not yet in the store.
-            write: fills an empty directory and returns the training configuration of its content.
-        Raises:
-            OperationError: the name is not allowed, the checkpoint could not be saved, or `write` raised it.
-        """
-        run = replace(run, asked=_hash("import_weights", run.asked, name, ttl_seconds, run.base_model))
-        if known := await self._find_copied(session, run.asked):
-            return known
-        checkpoint = self._new_checkpoint(run, "weights", check_name(name), ttl_seconds, None, has_optimizer=False)
-        await self._publication.require_room(checkpoint)
-        new_run, staging = self._files.marking_new_run(checkpoint.directory), self._files.staging(checkpoint.directory)
-        async with new_run, staging as staging:
-            try:
-                training = await write(staging)
-            except OperationError:
-                await self._files.discard_new_run(checkpoint.directory)
-                raise
-            checkpoint, run = replace(checkpoint, training=training), replace(run, training=training)
-            move = partial(self._files.publish, staging, checkpoint.directory)
-            insert = partial(self._store.checkpoints.insert_copied, session, run)
-            await self._publication.publish(checkpoint, move, insert)
-        return await self.resolve(Tenant(session.tenant_id, ""), checkpoint.tinker_path)
-
-    async def _find_copied(self, session: SessionRecord, asked: str | None) -> CheckpointRecord | None:
-        """Returns what was made under the session's idempotency key. Raises RequestError 400 if that was another
-        request."""
-        if (known := await self._store.checkpoints.find_copied(session)) is None:
-            return None
-        run = await self._store.runs.get(known.run_id)
-        if run is None or run.asked in (None, asked):
-            return known
-        raise RequestError(
-            f"the X-Idempotency-Key of this request was used to make {known.tinker_path} by a different request: use a "
-            "new key for each request"
-        )
-
-    async def sign_files(self, checkpoint: CheckpointRecord) -> list[SignedFile]:
-        """Returns the files with signatures that allow downloads without a key for URL_LIFETIME_SECONDS.
-
-        Raises:
-            RequestError: 503 if the manifest cannot be read.
-        """
-        expires = int(self._clock()) + URL_LIFETIME_SECONDS
-        with _as_request_errors():
-            files = (await self._manifest(checkpoint))["files"]
-        return [self._signer.signed(checkpoint, file, expires) for file in files]
-
-    def sign_archive(self, checkpoint: CheckpointRecord) -> SignedFile:
-        """Returns the signature with which the archive of all files can be downloaded."""
-        return self._signer.signed(checkpoint, None, int(self._clock()) + URL_LIFETIME_SECONDS)
+    async def manifest(self, checkpoint: CheckpointRecord) -> Mapping[str, Any]:
+        async with self.hiding_paths(checkpoint):
+            return await self.files.manifest(checkpoint.directory)
 
     @asynccontextmanager
-    async def signed_archive(self, path: str, signed: SignedFile) -> AsyncIterator[Archive]:
-        """Yields the archive that `sign_archive` signed, of the files as PEFT loads them. Its files stay until the end
-        of the block.
-
-        Raises RequestError like `signed_file`, and 429 if too many archives of the owner are being downloaded.
-        """
-        record = await self._signed(path, signed)
-        async with AsyncExitStack() as kept:
-            with _as_request_errors():
-                async with self._hiding_paths(record):
-                    archive = await kept.enter_async_context(self._archives.reading(record))
-            yield archive
-
-    @asynccontextmanager
-    async def signed_file(self, path: str, signed: SignedFile) -> AsyncIterator[Path]:
-        """Yields the local path of a file that `sign_files` signed; it is kept meanwhile.
-
-        Raises:
-            RequestError: 403 if the signature is wrong or expired, 503 if the file cannot be read.
-        """
-        assert signed.name is not None, "an archive is no file"
-        record = await self._signed(path, signed)
-        async with AsyncExitStack() as kept:
-            with _as_request_errors():
-                async with self._hiding_paths(record):
-                    here = await kept.enter_async_context(self._files.reading(record.directory, rehash=False))
-            yield here / signed.name
-
-    async def _signed(self, path: str, signed: SignedFile) -> CheckpointRecord:
-        """Returns the checkpoint. Raises RequestError 403 if the signature is wrong or expired."""
-        record = await self._find(*parse_path(path))
-        if record is None or not self._signer.is_valid(record, signed):
-            raise RequestError("this download URL is not valid, or its checkpoint was deleted: request a new URL", 403)
-        if signed.expires <= self._clock():
-            raise RequestError("this download URL has expired: request a new URL", 403)
-        return record
-
-    async def _manifest(self, checkpoint: CheckpointRecord) -> Mapping[str, Any]:
-        async with self._hiding_paths(checkpoint):
-            return await self._files.manifest(checkpoint.directory)
-
-    @asynccontextmanager
-    async def _hiding_paths(self, checkpoint: CheckpointRecord) -> AsyncIterator[None]:
+    async def hiding_paths(self, checkpoint: CheckpointRecord) -> AsyncIterator[None]:
         """Replaces the message of an OperationError by one that names no local path; the original goes to the log."""
         try:
             yield
         except OperationError as error:
-            now = await self._store.checkpoints.get(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+            now = await self.store.checkpoints.get(checkpoint.run_id, checkpoint.kind, checkpoint.name)
             if now is None or now.directory != checkpoint.directory:
                 words = f"{checkpoint.tinker_path} was deleted or replaced while it was read: send the request again"
                 raise OperationError(words, "user") from None
@@ -373,7 +229,7 @@ class Checkpoints:
 
     async def expire(self) -> None:
         """Deletes expired checkpoints. Readers no longer see them even before that."""
-        for checkpoint in await self._store.checkpoints.list_expired(self._clock()):
+        for checkpoint in await self.store.checkpoints.list_expired(self._clock()):
             logger.info("checkpoint %s has expired", checkpoint.tinker_path)
             await self.delete(checkpoint)
 
@@ -381,25 +237,7 @@ class Checkpoints:
         """Returns the time that decides expiry: what has expired by then is hidden, deleted or not."""
         return self._clock()
 
-    async def _copy(
-        self,
-        source: CheckpointRecord,
-        checkpoint: CheckpointRecord,
-        insert: Callable[[CheckpointRecord], Awaitable[None]],
-    ) -> None:
-        await self._publication.require_room(replace(checkpoint, size_bytes=source.size_bytes))
-        if self._files.can_copy_remotely(source.directory, checkpoint.directory):
-            move = partial(self._files.copy_remotely, source.directory, checkpoint.directory)
-            await self._publication.publish(checkpoint, move, insert)
-            return
-        new_run, staging = self._files.marking_new_run(checkpoint.directory), self._files.staging(checkpoint.directory)
-        async with new_run, staging as staging, self.reading(source) as files:
-            await asyncio.to_thread(link_files, files, staging)
-            await self._publication.publish(
-                checkpoint, partial(self._files.publish, staging, checkpoint.directory), insert
-            )
-
-    def _new_checkpoint(
+    def new_checkpoint(
         self,
         run: RunRecord,
         kind: CheckpointKind,
@@ -413,7 +251,7 @@ class Checkpoints:
             tenant_id=run.tenant_id,
             kind=kind,
             name=name,
-            directory=self._files.directory(directory_name(run.run_id), kind, name),
+            directory=self.files.directory(directory_name(run.run_id), kind, name),
             size_bytes=0,
             created_at=self._clock(),
             expires_at=self._expiry(ttl_seconds),
@@ -429,11 +267,11 @@ class Checkpoints:
     async def _require_free(self, checkpoint: CheckpointRecord) -> None:
         if await self._find(checkpoint.run_id, checkpoint.kind, checkpoint.name):
             raise name_in_use_error(checkpoint)
-        if expired := await self._store.checkpoints.get(checkpoint.run_id, checkpoint.kind, checkpoint.name):
+        if expired := await self.store.checkpoints.get(checkpoint.run_id, checkpoint.kind, checkpoint.name):
             await self.delete(expired)
 
     async def _find(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
-        record = await self._store.checkpoints.get(run_id, kind, name)
+        record = await self.store.checkpoints.get(run_id, kind, name)
         if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
             return None
         return record
@@ -458,14 +296,9 @@ def hiding_directory_as(name: str, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _as_request_errors() -> Iterator[None]:
+def as_request_errors() -> Iterator[None]:
     """Turns OperationError into RequestError: 409 for the user's errors, 503 for the server's."""
     try:
         yield
     except OperationError as error:
         raise RequestError(error.message, 409 if error.category == "user" else 503) from error
-
-
-def _hash(*asked: object) -> str:
-    """Hashes what a request asked for."""
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ...schemas.adapters.adapter_header import check_header, header_of
+from ...schemas.adapters.peft_config import PeftConfig
 from ...schemas.codec import parse_json
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import LoraConfig
@@ -17,9 +19,8 @@ from ..config.base_model_lookup import require_served
 from ..http.decoding import decode_in_process
 from ..store import CheckpointRecord, RunRecord, SessionRecord
 from ..tenants.auth import Tenant
-from .adapter_header import check_header, header_of
 from .checkpoints import Checkpoints
-from .peft_config import PeftConfig
+from .copies import create_checkpoint
 
 _UPLOADED = "uploaded.safetensors"
 
@@ -104,7 +105,7 @@ async def import_checkpoint(
             await asyncio.to_thread(partial(source.unlink, missing_ok=True))
 
     try:
-        return await checkpoints.create(run, session, request.name, request.ttl_seconds, write)
+        return await create_checkpoint(checkpoints, run, session, request.name, request.ttl_seconds, write)
     except OperationError as error:
         raise RequestError(error.message, 400 if error.category == "user" else 503) from error
 

@@ -15,7 +15,7 @@ from ...schemas.checkpoints import (
 )
 from ...schemas.errors import OperationError
 from ...schemas.schedules import METRIC_KEY, STEP_KEY
-from ..checkpoints.encryption import encrypt_files, parse_recipients
+from ..files.encryption import encrypt_files, parse_recipients
 from ..journal.futures import Result
 from ..logs.repeated_errors import refusing_full_disk
 from ..store import CheckpointKind, RunRecord, checkpoint_path

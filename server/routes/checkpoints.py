@@ -30,7 +30,9 @@ from ...schemas.models import lora_of
 from ...schemas.training import Natural
 from ...schemas.verbs import CHECKPOINT
 from ..checkpoints.archive import Archive
+from ..checkpoints.copies import copy_checkpoint
 from ..checkpoints.download_urls import SignedFile
+from ..checkpoints.downloads import sign_archive, sign_files, signed_archive, signed_file
 from ..checkpoints.importing import ImportRequest, import_checkpoint, read_upload
 from ..http.bodies import Decoder, json_body, json_parameter
 from ..store import CheckpointRecord, SessionRecord, checkpoint_path
@@ -102,7 +104,7 @@ async def external_weights_urls(
     checkpoint: ReadableDependency, request: Request, services: ServicesDependency
 ) -> ExternalWeightsUrls:
     """Returns signed URLs of the checkpoint's files, for any kind of checkpoint. They need no key until they expire."""
-    signed = await services.checkpoints.sign_files(checkpoint)
+    signed = await sign_files(services.checkpoints, checkpoint)
     place = {"run_id": checkpoint.run_id, "kind": checkpoint.kind, "name": checkpoint.name}
     urls = {
         one.name: request.url_for("download_file", **place, file=one.name).include_query_params(
@@ -124,7 +126,7 @@ async def checkpoint_archive(
 
     SDKs up to 0.35 download checkpoints so. Adapters have the form that PEFT loads.
     """
-    signed = services.checkpoints.sign_archive(checkpoint)
+    signed = sign_archive(services.checkpoints, checkpoint)
     place = {"run_id": checkpoint.run_id, "kind": checkpoint.kind, "name": checkpoint.name}
     url = request.url_for("download_archive", **place).include_query_params(
         expires=signed.expires, signature=signed.signature
@@ -148,7 +150,7 @@ async def download_archive(
 ) -> Response:
     signed = SignedFile(None, expires, signature)
     async with AsyncExitStack() as kept:
-        reading = services.checkpoints.signed_archive(checkpoint_path(run_id, kind, name), signed)
+        reading = signed_archive(services.checkpoints, checkpoint_path(run_id, kind, name), signed)
         archive = await kept.enter_async_context(reading)
         headers = {"Content-Length": str(archive.num_bytes), "Content-Disposition": "attachment"}
         if request.method == "HEAD":
@@ -192,7 +194,8 @@ async def download_file(
 ) -> FileResponse:
     signed = SignedFile(file, expires, signature)
     kept = AsyncExitStack()
-    path = await kept.enter_async_context(services.checkpoints.signed_file(checkpoint_path(run_id, kind, name), signed))
+    reading = signed_file(services.checkpoints, checkpoint_path(run_id, kind, name), signed)
+    path = await kept.enter_async_context(reading)
     return _CheckpointFileResponse(path, kept)
 
 
@@ -232,9 +235,8 @@ async def copy_weights(
     token = access_token or request.weights_access_token
     source = await services.checkpoints.resolve(tenant, request.source_path, token)
     project_id = await _destination(services, tenant, request)
-    copy = await services.checkpoints.copy(
-        source, _closed_session_record(tenant, project_id, idempotency_key, "copy_weights"), request.ttl_seconds
-    )
+    session = _closed_session_record(tenant, project_id, idempotency_key, "copy_weights")
+    copy = await copy_checkpoint(services.checkpoints, source, session, request.ttl_seconds)
     return CopyWeightsResponse(tinker_path=copy.tinker_path)
 
 

@@ -26,7 +26,6 @@ from ..journal.journal import SAMPLING_RULES, EntryLocation, Header, Journal
 from ..journal.recordings import Recordings
 from ..journal.request_decoding import decode_entry
 from ..journal.strikes import STRIKE, Strikes
-from ..store import CheckpointRecord
 from ..tenants.auth import Tenant
 from ..tenants.quotas import UNORDERED, Quotas
 from ..tenants.reservation import Reservation
@@ -52,12 +51,16 @@ class _JournaledRequest:
     header: Header
     places: list[RecordPosition]
 
+    def release(self, journal: Journal) -> None:
+        for place in self.places:
+            journal.release(place)
+
 
 class SamplingService:
     """Runs sampling requests.
 
     `submit` returns immediately and the result is retrieved through a future; `sample_now` waits for the samples and
-    keeps nothing. The class is long because accepting, resuming and answering a request share its journal entries.
+    keeps nothing.
     """
 
     def __init__(
@@ -141,7 +144,7 @@ class SamplingService:
         answered_before = is_named and await self._futures.has_result(request_id)
         is_repeated = seq_id in sampler.accepted or answered_before
         if not is_repeated:
-            job = self._job(sampler, request, request_id)
+            job = SamplingJob(request, request_id, sampler, self._dispatch.models[sampler.record.base_model])
             self._admit(job, body, reservation)
             accepting = self._accept(sampler, seq_id, job, body, reservation)
             sampler.accepted[seq_id] = asyncio.create_task(accepting)
@@ -168,7 +171,8 @@ class SamplingService:
 
     def job_for_sample_now(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
         """Returns a job for `sample_now`, with `stops` in place of the request's own. Raises RequestError."""
-        return self._job(sampler, request, sampler.next_sample_now_id(), stops)
+        model = self._dispatch.models[sampler.record.base_model]
+        return SamplingJob(request, sampler.next_sample_now_id(), sampler, model, stops)
 
     async def sample_now(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """Samples and returns the response. Cancelling the call cancels the job; nothing of it is kept.
@@ -224,16 +228,12 @@ class SamplingService:
         request = await decode_entry(await self._journal.read(one.place))
         assert isinstance(request, SampleRequest)
         job = SamplingJob.resumed(request, header, sampler, model)
-        job.draft = await self._draft_if_available(job)
-        sampler.accepted[header.seq_id] = None
-        self._begin(job, _JournaledRequest(header, [one.place, *strikes]), None)
-
-    async def _draft_if_available(self, job: SamplingJob) -> CheckpointRecord | None:
         try:
-            return await self._drafts.draft_for(job.sampler, job.request)
+            job.draft = await self._drafts.draft_for(sampler, request)
         except RequestError as error:
             log_draft_lost(job, error)
-            return None
+        sampler.accepted[header.seq_id] = None
+        self._begin(job, _JournaledRequest(header, [one.place, *strikes]), None)
 
     async def _accept(
         self, sampler: Sampler, seq_id: int, job: SamplingJob, body: Body, reservation: Reservation
@@ -269,31 +269,16 @@ class SamplingService:
         """Starts the job and creates its future. reservation: None if an earlier process accepted the request."""
         record = job.sampler.record
         job.strikes = Strikes("this request", partial(self._record_strike, journaled), len(journaled.places) - 1)
-        pending, answered = partial(self._pending, job.sampler), partial(self._release, journaled)
+        pending, answered = partial(self._pending, job.sampler), partial(journaled.release, self._journal)
         fingerprint = journaled.header.fingerprint
         future = self._futures.create(job.request_id, record.tenant_id, pending, answered, fingerprint)
-        performing = asyncio.create_task(self._run_and_complete(job, future, reservation))
+        performing = asyncio.create_task(self._resolve(job, future, reservation))
         self._tasks.add(performing)
         performing.add_done_callback(self._tasks.discard)
         return performing
 
-    def _release(self, journaled: _JournaledRequest) -> None:
-        for place in journaled.places:
-            self._journal.release(place)
-
-    def _job(
-        self, sampler: Sampler, request: SampleRequest, request_id: str, stops: Stops | None = None
-    ) -> SamplingJob:
-        return SamplingJob(request, request_id, sampler, self._dispatch.models[sampler.record.base_model], stops)
-
     def _pending(self, sampler: Sampler) -> Pending:
         return Pending(queue_state_reason=sampler.outage or self._dispatch.status(sampler.record.base_model))
-
-    async def _run_and_complete(self, job: SamplingJob, future: Future, reservation: Reservation | None) -> None:
-        await self._resolve(job, future, reservation)
-        assert future.result is not None
-        ended = ResultSummary(job.request_id, future.result.is_error, len(future.result.body))
-        self._completions.record(job.sampler.record.sampler_id, ended)
 
     async def _resolve(self, job: SamplingJob, future: Future, reservation: Reservation | None) -> None:
         try:
@@ -302,7 +287,8 @@ class SamplingService:
                 reservation.charge(response.num_tokens)
             if job.request.record_stability_info:
                 await self._recordings.keep(job.request_id, future.tenant_id, job.prompt, response)
-            self._futures.resolve(future, Result(await self._encoded(job, response), "sample"))
+            body = await _encoded(job, response, self._futures.large_result_lock)
+            self._futures.resolve(future, Result(body, "sample"))
         except OperationError as error:
             self._futures.fail(future, error.message, error.category)
         except RequestError as error:
@@ -313,13 +299,17 @@ class SamplingService:
         finally:
             if reservation is not None:
                 reservation.release()
-
-    async def _encoded(self, job: SamplingJob, response: SampleResponse) -> bytes:
-        if response.num_bytes < LARGE_BYTES:
-            return encode_sample_response(response, job.target_layout)
-        async with self._futures.large_result_lock:
-            return await asyncio.to_thread(encode_sample_response, response, job.target_layout)
+        assert future.result is not None
+        ended = ResultSummary(job.request_id, future.result.is_error, len(future.result.body))
+        self._completions.record(job.sampler.record.sampler_id, ended)
 
     async def _record_strike(self, journaled: _JournaledRequest) -> None:
         place = await self._journal.append(replace(journaled.header, kind=STRIKE, drawn={}))
         journaled.places.append(place)
+
+
+async def _encoded(job: SamplingJob, response: SampleResponse, large_result_lock: asyncio.Lock) -> bytes:
+    if response.num_bytes < LARGE_BYTES:
+        return encode_sample_response(response, job.target_layout)
+    async with large_result_lock:
+        return await asyncio.to_thread(encode_sample_response, response, job.target_layout)

@@ -17,6 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 from trainhouse.server.checkpoints.checkpoints import Checkpoints
+from trainhouse.server.checkpoints.copies import copy_checkpoint
 from trainhouse.server.files.remote_directory import RemoteDirectory
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.store import DATABASE_NAME, SessionRecord, SqliteStore
@@ -58,7 +59,7 @@ async def save_and_copy(checkpoints: Checkpoints, store: SqliteStore) -> None:
     record = await checkpoints.find(f"tinker://{run_id}/weights/a")
     assert record is not None
     session = SessionRecord("copied", record.tenant_id, 1.0, 1.0, finished_at=1.0, end="success")
-    await checkpoints.copy(record, session, None)
+    await copy_checkpoint(checkpoints, record, session, None)
     await checkpoints.resolve(Tenant(record.tenant_id, ""), "tinker://copied:train:0/weights/a")
 
 

@@ -3,6 +3,8 @@
 from collections import deque
 from typing import Literal, get_args
 
+from ...schemas.models import Utilization
+
 Kind = Literal["training", "sampling"]
 
 # The passes or slices that count as recent.
@@ -22,8 +24,11 @@ class DeviceSpeed:
     def record(self, kind: Kind, flops: float, seconds: float) -> None:
         self._recent[kind].append((flops, seconds))
 
-    def utilization(self, kind: Kind) -> float | None:
-        """Returns the part of the peak that recent work has reached, None before the first."""
+    def utilization(self) -> Utilization:
+        """Returns the part of the peak that recent work of each kind has reached, None before the first."""
+        return Utilization(peak_flops=self.peak, **{kind: self._share_of_peak(kind) for kind in self._recent})
+
+    def _share_of_peak(self, kind: Kind) -> float | None:
         recent = self._recent[kind]
         if not recent:
             return None

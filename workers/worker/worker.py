@@ -49,8 +49,7 @@ from .transferred_weights import exported_weights, import_weights, overwrite_wei
 class Worker:
     """Holds the models of runs and samplers, which share one base model or replace its weights by full weights.
 
-    Failures of items are returned; a method for one run raises OperationError. The class is long because pools call
-    each verb by its name on one object; what a verb does is elsewhere.
+    Failures of items are returned; a method for one run raises OperationError.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -219,7 +218,7 @@ class Worker:
         self._rank_models.put(adapter_id, partial(read_new_model, self._models, Path(directory)), is_copy=True)
 
     def drop_adapter(self, adapter_id: str) -> None:
-        """Drops the model of a sampler; ignores unknown ones."""
+        """Ignores an unknown one."""
         self._models.drop(adapter_id)
 
     def export_adapter(self, run_id: str) -> AdapterWeights | None:
@@ -252,8 +251,7 @@ class Worker:
     def convert_adapter(
         self, source: AdapterFile, lora: LoraConfig, directory: str, base_name: str | None = None
     ) -> LoraConfig:
-        """Converts an adapter of peft into a checkpoint in an existing empty directory; returns what it
-        adapts.
+        """Converts an adapter of peft into a checkpoint in an existing empty directory; returns what it adapts.
 
         Args:
             base_name: see RunSpec.
@@ -283,17 +281,10 @@ class Worker:
         return result
 
     def memory(self) -> dict[str, int]:
-        """Returns RankMemory.by_purpose."""
         return self._memory.by_purpose()
 
     def utilization(self) -> Utilization:
-        """Returns the speed of the ranks' devices, and what part of it recent work has used."""
-        speed = self._speed
-        return Utilization(
-            peak_flops=speed.peak,
-            training=speed.utilization("training"),
-            sampling=speed.utilization("sampling"),
-        )
+        return self._speed.utilization()
 
     def offload(self) -> float:
         """Offloads the rank from its device until a verb needs it; see RankMemory.offload.

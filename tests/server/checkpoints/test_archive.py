@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from trainhouse.server.checkpoints.archive import _MOST_OF_TENANT, Archive
+from trainhouse.server.checkpoints.downloads import sign_archive, signed_archive
 from trainhouse.server.files.directories import STAGING
 from trainhouse.server.store import CheckpointRecord, RunRecord
 
@@ -96,15 +97,10 @@ async def test_an_archive_leaves_nothing_behind(api: Api, tmp_path: Path) -> Non
 @asynccontextmanager
 async def downloading(api: Api, *records: CheckpointRecord) -> AsyncIterator[list[Archive]]:
     """Downloads archives at the same time, none of which ends before the block does."""
+    checkpoints = api.services.checkpoints
     async with AsyncExitStack() as stack:
-        yield await asyncio.gather(
-            *(
-                stack.enter_async_context(
-                    api.services.checkpoints.signed_archive(one.tinker_path, api.services.checkpoints.sign_archive(one))
-                )
-                for one in records
-            )
-        )
+        archives = [signed_archive(checkpoints, one.tinker_path, sign_archive(checkpoints, one)) for one in records]
+        yield await asyncio.gather(*map(stack.enter_async_context, archives))
 
 
 def staged(record: CheckpointRecord) -> list[Path]:

@@ -21,6 +21,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Message, Receive, Scope, Send
 from tinker import types
 from trainhouse.schemas.errors import OperationError, RequestError
+from trainhouse.server.checkpoints.copies import copy_checkpoint
+from trainhouse.server.checkpoints.downloads import sign_files
 from trainhouse.server.files.manifest import check_directory
 from trainhouse.server.store import DATABASE_NAME, CheckpointRecord, RunRecord
 
@@ -252,7 +254,7 @@ async def lose_rows(state: Path, num_known: int) -> list[CheckpointRecord]:
                 flush_wal()
         files = Path(saved[1].directory)
         kept = shutil.copytree(files, state / "kept")
-        await api.services.checkpoints._files.mark_deleted(saved[1].directory)
+        await api.services.checkpoints.files.mark_deleted(saved[1].directory)
         shutil.copytree(files, kept, dirs_exist_ok=True)
         await api.services.checkpoints.delete(saved[1])
         kept.rename(files)
@@ -593,10 +595,10 @@ async def test_a_checkpoint_replaced_while_it_is_read_is_answered_409(api: Api) 
     tenant = await api.tenant()
     session = session_record("copy", tenant.id, finished_at=1.0, end="success")
     with pytest.raises(RequestError, match="deleted or replaced while it was read") as refused:
-        await api.services.checkpoints.copy(old, session, None)
+        await copy_checkpoint(api.services.checkpoints, old, session, None)
     assert refused.value.status == 409
     with pytest.raises(RequestError, match="deleted or replaced") as refused:
-        await api.services.checkpoints.sign_files(old)
+        await sign_files(api.services.checkpoints, old)
     assert refused.value.status == 409
     copied = await client.post("/api/v1/copy_weights", json={"source_path": old.tinker_path})
     assert copied.status_code == 200

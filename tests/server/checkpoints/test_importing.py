@@ -11,8 +11,8 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import save
+from trainhouse.schemas.adapters.adapter_header import check_header
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.checkpoints.adapter_header import check_header
 
 from ..real import ALICE, BOB, MODEL, Server, batch, sample, sample_body
 

@@ -165,7 +165,7 @@ async def test_deletions_at_a_removed_mirror_are_given_up_after_a_day(tmp_path: 
         for record, num_tries in zip(records, (34, 0), strict=True):
             copied = CheckpointCopyRecord(record.directory, away, f"{away}/a", "failed", "away", num_tries, 0.0)
             await api.services.store.copies.put(copied)
-            await api.services.checkpoints._files.mark_deleted(record.directory)
+            await api.services.checkpoints.files.mark_deleted(record.directory)
             await api.services.store.checkpoints.delete(record)
     async with running_api(tmp_path) as api:
         await wait_for_copies(api, records[0], lambda copies: copies == ())
@@ -259,7 +259,7 @@ async def test_a_crash_after_a_deletion_leaves_no_copy(tmp_path: Path, mirror: s
         await wait_for_copies(api, record, all_copied)
         mirrors = api.services.checkpoints._mirror
         await mirrors.close()
-        await api.services.checkpoints._files.mark_deleted(record.directory)
+        await api.services.checkpoints.files.mark_deleted(record.directory)
         await mirrors._mark_waiting(record.directory)
         await api.services.store.checkpoints.delete(record)
     assert names_at(mirror)
@@ -290,10 +290,10 @@ async def test_a_checkpoint_deleted_meanwhile_is_not_copied(mirroring: Api, mirr
     s3.fails = wait
     removing = asyncio.create_task(checkpoints._mirror._remove_due())
     await asyncio.to_thread(is_removing.wait, SOON_SECONDS)
-    assert await asyncio.wait_for(checkpoints._mirror._copy(checkpoints._files, copy), SOON_SECONDS) is None
+    assert await asyncio.wait_for(checkpoints._mirror._copy(checkpoints.files, copy), SOON_SECONDS) is None
     may_remove.set()
     assert await removing is None
-    assert await checkpoints._mirror._copy(checkpoints._files, copy) is None
+    assert await checkpoints._mirror._copy(checkpoints.files, copy) is None
     assert not any(request.startswith("PUT") for request in s3.requests)
     assert names_at(mirror) == [] and await mirroring.services.store.copies.list_in([record.directory]) == ()
 
@@ -305,10 +305,10 @@ async def test_a_copy_finished_during_a_deletion_is_still_removed(mirroring: Api
     checkpoints, store = mirroring.services.checkpoints, mirroring.services.store
     await checkpoints._mirror.close()
     async with checkpoints._mirror.deleting(record.directory):
-        await checkpoints._mirror._copy(checkpoints._files, copy)
+        await checkpoints._mirror._copy(checkpoints.files, copy)
         assert [one.state for one in await store.copies.list_in([record.directory])] == ["waiting"]
         await store.checkpoints.delete(record)
-    await checkpoints._mirror._copy(checkpoints._files, copy)
+    await checkpoints._mirror._copy(checkpoints.files, copy)
     assert [one.state for one in await store.copies.list_in([record.directory])] == ["waiting"]
 
 

@@ -160,7 +160,7 @@ async def test_a_checkpoint_published_during_a_sweep_stays(remote: Api, place: s
         await saving
         return rows
 
-    await checkpoints._files.sweep_url({run.run_id.replace(":", "_")}, rows_of_before)
+    await checkpoints.files.sweep_url({run.run_id.replace(":", "_")}, rows_of_before)
     assert await weights_of(remote, await saving) == b"weights"
 
 

@@ -15,10 +15,10 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trainhouse.schemas.adapters import peft_config
 from trainhouse.schemas.adapters.adapter_files import write_for_peft
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.models import GATE_UP_PATTERN, LoraConfig
-from trainhouse.server.checkpoints import peft_config
 from trainhouse.workers.checkpoint import read_new_model
 from trainhouse.workers.checkpoint.peft_import import import_adapter
 from trainhouse.workers.protocol.calls import AdapterFile, Failure, RunSpec

@@ -344,11 +344,11 @@ def counted_samples(worker: Worker) -> float:
 
 def test_utilization_is_a_part_of_the_peak() -> None:
     speed = DeviceSpeed(peak=100.0)
-    assert speed.utilization("training") is None
+    assert speed.utilization().training is None
     speed.record("training", 50.0, seconds=1.0)
     speed.record("training", 10.0, seconds=2.0)
-    assert speed.utilization("training") == pytest.approx(60 / 300)
-    assert speed.utilization("sampling") is None
+    assert speed.utilization().training == pytest.approx(60 / 300)
+    assert speed.utilization().sampling is None
 
 
 def test_a_worker_reports_its_peak_and_the_utilization_of_passes(tiny_models: dict[str, Path]) -> None:

@@ -5,7 +5,7 @@ A process of its own does that, which imports this module: it imports little.
 
 from pydantic_core import from_json
 
-from ...schemas.errors import RequestError
+from ..errors import RequestError
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 32 << 20

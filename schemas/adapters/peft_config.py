@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...schemas.errors import RequestError
+from ..errors import RequestError
 
 _NEUTRAL = frozenset(
     {

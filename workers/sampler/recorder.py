@@ -50,7 +50,7 @@ class TokenRecorder:
         self._accept(output)
 
     def write_back(self) -> None:
-        """Writes the tokens of passes that are not in the table yet. The next pass is scheduled anew."""
+        """Writes the tokens of passes that are not in the table yet. The next pass is a new batch."""
         if self._taking is not None:
             num_run = self._taking.table.length[self._taking.lines] - 1
             self._flops.add_steps(self._taking.adapter_spans(), num_run, self._taking.write_back())

@@ -33,7 +33,7 @@ class VerifiedChunk:
 
     chunk: Chunk
     rows: slice
-    """Where they and the token before them are in the packed row."""
+    """The places of the draft tokens and of the token before them in the packed row."""
     result: VerifyResult
     logits: Tensor
     """The model's, float32, [rows, vocab]."""
@@ -46,7 +46,7 @@ class VerifiedChunk:
 
 @dataclass(frozen=True)
 class PassOutput:
-    """What a pass sampled."""
+    """The tokens that a pass sampled, and what drafts need of it."""
 
     sampled: SampledTokens | None
     """The next token of each sequence whose known tokens have all run, except those with draft tokens."""
@@ -54,7 +54,7 @@ class PassOutput:
     captured: Mapping[int, Tensor] | None = None
     """The layers that drafts read, see BaseModel.hidden_states."""
     pending: Sequence[PendingInputs] = ()
-    """Of the draft tokens, see CachedRow."""
+    """Inputs of recurrences at draft tokens, see CachedRow."""
 
 
 class ModelRunner:

@@ -1,4 +1,4 @@
-"""What a sampler asks of the models that propose tokens for it."""
+"""The interface of a sampler to the models that propose tokens for it."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack

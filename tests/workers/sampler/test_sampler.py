@@ -220,7 +220,7 @@ def test_an_overwritten_adapter_is_used_from_the_next_slice(adapted: Adapted) ->
 
 
 def test_a_sampler_without_drafts_samples_as_with_them(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a job that names a draft, which may be gone."""
+    """A job may name a draft that is gone."""
     jobs = [job("a", prompt(9), "one", num_samples=2, draft_id="draft"), job("b", prompt(9), max_tokens=1)]
     wanted = finish(new_sampler(adapted), *jobs)
     monkeypatch.setattr(native_sampler, "plugin_rows", lambda module, table: {})

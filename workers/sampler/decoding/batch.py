@@ -36,9 +36,9 @@ class Prefill:
     weight_version: int
     """See PrefixCache."""
     computed: int = 0
-    """How many of the tokens are in the cache."""
+    """The number of tokens that are in the cache."""
     samples_next: bool = True
-    """Whether the next token is sampled at the end of the prefill."""
+    """True if the next token is sampled at the end of the prefill."""
     borders: Sequence[int] = ()
     """Numbers of tokens, ascending, after which a pass ends so that the states there can be stored."""
 
@@ -70,7 +70,7 @@ class Chunk:
     """Consecutive tokens of a sequence: of a prefill, or its newest token and the draft tokens after it."""
 
     sequence: SequenceState
-    """Its slot stores the tokens, if it has one."""
+    """The sequence whose slot stores the tokens, if it has one."""
     start: int
     """The position of the first token."""
     tokens: np.ndarray
@@ -129,11 +129,11 @@ class Batch:
         self.decoding = sorted(
             decoding, key=lambda each: (each.job.adapter_key, slots[each].capacity, slots[each].index)
         )
-        """In the order of the packed row."""
+        """The sequences that decode, in the order of the packed row."""
         self.lines = np.array([sequence.line for sequence in self.decoding], dtype=np.int64)
         """Theirs in the table, int64, [n]."""
         self.chunks: Sequence[Chunk] = ()
-        """In the order of the packed row, new prompts last."""
+        """The other parts in the order of the packed row, new prompts last."""
         self.is_repeated = False
         """True if the next pass is one more of this batch."""
         self.table = table
@@ -200,7 +200,7 @@ class Batch:
     # Passes whose tokens are not in the table yet
 
     def take(self, sampled: SampledTokens) -> bool:
-        """Keeps the tokens for `write_back` if the next pass is of the same sequences whatever they are.
+        """Keeps the tokens for `write_back` if the next pass is of the same sequences.
 
         It is not if a sequence ends, outgrows its slot or needs more than tokens and log-probabilities.
         """

@@ -100,9 +100,9 @@ class DecodeSteps:
 
     def __init__(self, batch: Batch, device: torch.device, graphs: StepGraphs | None) -> None:
         self.adapter_spans = batch.adapter_spans()
-        """Of all rows."""
+        """The adapters of all rows."""
         self.plan: BatchPlan | None = None
-        """Of the adapters of its last step."""
+        """The plan of the adapters, of the last step."""
         self.tokens = torch.from_numpy(batch.tokens()).to(device)
         """The input of the next step, int64, [rows]."""
         self.positions = torch.from_numpy(batch.positions()).to(device)

@@ -31,7 +31,7 @@ def adapter_spans(lengths: Iterable[tuple[str | None, int]]) -> list[AdapterSpan
 
 
 class SamplingMetadata:
-    """How sequences, at least one, sample their next token; those of the same adapter are adjacent."""
+    """The parameters by which sequences, at least one, sample their next token; those of an adapter are adjacent."""
 
     def __init__(
         self, sequences: Sequence[SequenceState], table: SequenceTable, vocab_size: int, device: torch.device

@@ -102,7 +102,7 @@ def test_large_results_are_not_kept() -> None:
 def test_repeated_steps_sample_what_single_ones_do(
     adapters: tuple[str | None, ...], adapted: Adapted, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Also if each token needs a look, here for other likely tokens."""
+    """The same holds if each token needs a look, here for other likely tokens."""
     computed, run = [0], adapted.base.hidden_states
 
     def counting(*arguments: Any, **more: Any) -> Tensor:

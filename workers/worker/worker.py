@@ -218,7 +218,6 @@ class Worker:
         self._rank_models.put(adapter_id, partial(read_new_model, self._models, Path(directory)), is_copy=True)
 
     def drop_adapter(self, adapter_id: str) -> None:
-        """Ignores an unknown one."""
         self._models.drop(adapter_id)
 
     def export_adapter(self, run_id: str) -> AdapterWeights | None:

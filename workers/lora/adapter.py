@@ -130,16 +130,6 @@ class LoraPair:
         """B: float32 [out, rank], a view of the adapter's weights."""
         return self._adapter.matrices(self._name)[1].t()
 
-    @property
-    def a_grad(self) -> Tensor:
-        """The gradient of A in this thread's lane: float32 [rank, in]."""
-        return self._adapter.gradients.of_lane().views[self._name][0]
-
-    @property
-    def b_grad(self) -> Tensor:
-        """The gradient of B in this thread's lane: float32 [out, rank]."""
-        return self._adapter.gradients.of_lane().views[self._name][1].t()
-
     def project_down(self, x: Tensor) -> Tensor:
         """Returns x A^T [tokens, rank] for x [tokens, in]. x has the base's dtype, as in the other products."""
         a, _ = self._adapter.vectors.weight_views()[self._name]

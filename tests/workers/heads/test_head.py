@@ -19,6 +19,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.training.scoring import ScoredTokens, score, score_with_gradient
 
 from ..adapted import new_adapter
+from ..lora.pair_gradients import pair_gradients
 
 LENGTHS = (7, 4, 12, 1)
 NUM_TOKENS = sum(LENGTHS)
@@ -97,12 +98,15 @@ def ours(
     hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: Objective, chunk_tokens: int
 ) -> tuple[Tensor, ...]:
     gradient = torch.full_like(hidden, float("nan"))
-    pair = adapter.unembed if adapter is not None else None
     if adapter is not None:
         adapter.gradients.begin_operation()
     output = score_alone(LogprobHead(base, chunk_tokens), hidden, adapter, objective, gradient)
-    pair_gradients = (pair.a_grad.clone(), pair.b_grad.clone()) if pair is not None else ()
-    return torch.from_numpy(output.scores), torch.from_numpy(output.losses).sum(), gradient, *pair_gradients
+    of_pair = head_gradients(adapter) if adapter is not None and adapter.unembed is not None else ()
+    return torch.from_numpy(output.scores), torch.from_numpy(output.losses).sum(), gradient, *of_pair
+
+
+def head_gradients(adapter: Adapter) -> list[Tensor]:
+    return [grad.clone() for grad in pair_gradients(adapter, adapter.unembed_name)]
 
 
 def score_alone(
@@ -254,8 +258,8 @@ def test_mixed_losses_and_adapters_match_each_alone(chunk_tokens: int, base: Bas
         each.gradients.begin_operation()
     heads = {"logprobs": LogprobHead(base, chunk_tokens)}
     found = score_with_gradient(heads, hidden, segments, mixed_objectives(), gradient)
-    pairs = [pair for each in (adapter, other) if (pair := each.unembed)]
-    pair_gradients = [(pair.a_grad.clone(), pair.b_grad.clone()) for pair in pairs]
+    adapted = [each for each in (adapter, other) if each.unembed is not None]
+    together = [head_gradients(each) for each in adapted]
     only_forward = score(heads, hidden, segments, mixed_objectives())
     for each in (adapter, other):
         each.gradients.begin_operation()
@@ -273,11 +277,10 @@ def test_mixed_losses_and_adapters_match_each_alone(chunk_tokens: int, base: Bas
         for name, values in expected.metrics.items():
             torch.testing.assert_close(output.metrics[name], values)
             torch.testing.assert_close(forward.metrics[name], values)
-    for pair, (a_grad, b_grad) in zip(pairs, pair_gradients, strict=True):
-        torch.testing.assert_close(a_grad, pair.a_grad)
-        torch.testing.assert_close(b_grad, pair.b_grad)
+    for each, gradients in zip(adapted, together, strict=True):
+        torch.testing.assert_close(gradients, head_gradients(each))
         with pytest.raises(AssertionError):
-            torch.testing.assert_close(a_grad, 1.001 * pair.a_grad)
+            torch.testing.assert_close(gradients[0], 1.001 * head_gradients(each)[0])
 
 
 class LargestTensor(TorchDispatchMode):

@@ -123,17 +123,17 @@ def test_next_server_gets_the_same_ranks_with_fresh_state(state: StateDirectory)
 def test_newer_lease_epoch_takes_over_and_an_older_one_is_refused(state: StateDirectory) -> None:
     async def check() -> None:
         async with state.attached(state.pool("older", 1)) as first:
-            assert await first.call("count", None) == [1, 1]
+            assert await first.broadcast("count", None) == [1, 1]
             async with state.attached(state.pool("newer", 2)) as second:
                 assert second.pids == first.pids
                 assert "a server with lease epoch 2 has taken over the workers" in await death_of(first)
                 with pytest.raises(WorkerDied):
-                    await first.call("count", None)
+                    await first.broadcast("count", None)
                 with pytest.raises(PlacementError, match="a server with lease epoch 2 has used the workers"):
                     await state.pool("older", 1).start()
                 with pytest.raises(PlacementError, match="a server with lease epoch 2 has used the workers"):
                     await state.pool("older", 1, replaces=True).start()
-                assert await second.call("count", None) == [1, 1]
+                assert await second.broadcast("count", None) == [1, 1]
         with pytest.raises(PlacementError, match=f"lease has epoch 1: .* delete {state.id_file}"):
             await state.pool("older", 1).start()  # even after the newer server left
 

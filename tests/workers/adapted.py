@@ -84,13 +84,19 @@ class Adapted:
         num_tokens = sum(len(sequence) for sequence in sequences)
         hidden = self.hidden(sequences, [Segment(0, num_tokens, adapter)])
         logits = linear(hidden, self.base.unembedding)
-        pair = adapter.unembed if adapter else None
-        if pair is None:
+        if adapter is None or (pair := adapter.unembed) is None:
             return soft_capped(logits, self.base.logit_cap)
         a, b = pair.a.clone().requires_grad_(), pair.b.clone().requires_grad_()
-        a.register_hook(lambda grad: pair.a_grad.add_(grad))
-        b.register_hook(lambda grad: pair.b_grad.add_(grad))
+        a_grad, b_grad = pair_gradients(adapter, adapter.unembed_name)
+        a.register_hook(a_grad.add_)
+        b.register_hook(b_grad.add_)
         return soft_capped(logits + pair.scale * (hidden @ a.t()) @ b.t(), self.base.logit_cap)
+
+
+def pair_gradients(adapter: Adapter, name: str) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of A [rank, in] and B [out, rank] of a target in this thread's lane."""
+    a, b_t = adapter.gradients.of_lane().views[name]
+    return a, b_t.t()
 
 
 def sequences(lengths: Sequence[int] = LENGTHS, vocab_size: int = 512) -> list[Tensor]:

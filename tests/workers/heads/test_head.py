@@ -18,8 +18,7 @@ from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.training.scoring import ScoredTokens, score, score_with_gradient
 
-from ..adapted import new_adapter
-from ..lora.pair_gradients import pair_gradients
+from ..adapted import new_adapter, pair_gradients
 
 LENGTHS = (7, 4, 12, 1)
 NUM_TOKENS = sum(LENGTHS)

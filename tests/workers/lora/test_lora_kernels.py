@@ -13,8 +13,7 @@ from trainhouse.workers.lora.batch_plan import GroupTerms, LinearSite, fold
 from trainhouse.workers.lora.segment import RowGroup, group_segments
 from trainhouse.workers.lora.segmented_matmul import PaddedLengths, RaggedLengths, SegmentedMatmul, SingleAdapter
 
-from ..adapted import Adapted, Dtype, probe, relative_error, sequences
-from .pair_gradients import pair_gradients
+from ..adapted import Adapted, Dtype, pair_gradients, probe, relative_error, sequences
 
 TOLERANCE = 2e-6
 LAYER = "model.layers.0"

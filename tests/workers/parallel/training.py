@@ -64,7 +64,7 @@ class Layout:
 
     def answers(self, method: str, *arguments: object) -> list[Any]:
         """Calls all ranks, and returns all their answers."""
-        return self._runner.run(self.ranks._answers(method, *arguments, hang_seconds=self.hang_seconds))
+        return self._runner.run(self.ranks.call_each(method, *arguments, hang_seconds=self.hang_seconds))
 
     def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:
         parts = [OperationPart(self._new_operation(), request) for request in requests]

@@ -236,24 +236,28 @@ async def decode_body(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded
     Raises:
         RequestError: 413 if it is too large, or the error of decompression or `decode`.
     """
-    limits = body.limits
-    if body.too_large:
-        refusal = BodyTooLarge(limits.received_bytes)
-        raise RequestError(refusal.detail, refusal.status_code)
-    process_bytes, plain = PROCESS_JSON_BYTES, decode
-    if isinstance(decode, Decoder):
-        plain, process_bytes = decode.decode, decode.process_bytes
     try:
-        if body.content_encoding is None and len(body.received) < QUICK_BYTES:
-            return plain(body.received)
-        if await size_of(body) >= process_bytes:
-            return await decode_in_process(plain, body.received, body.content_encoding, limits.decompressed_bytes)
-        return await asyncio.to_thread(decode_here, body, plain)
+        return await _decode(body, decode)
     except UnknownField as error:
         if body.tolerance == "none" or (body.tolerance != "all" and error.changes_results):
             raise
         body.ignored.append(error.message)
-    return await decode_body(body, ignoring_unknown(decode))
+    return await _decode(body, ignoring_unknown(decode))
+
+
+async def _decode(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
+    limits = body.limits
+    if body.too_large:
+        refusal = BodyTooLarge(limits.received_bytes)
+        raise RequestError(refusal.detail, refusal.status_code)
+    process_bytes = PROCESS_JSON_BYTES
+    if isinstance(decode, Decoder):
+        decode, process_bytes = decode.decode, decode.process_bytes
+    if body.content_encoding is None and len(body.received) < QUICK_BYTES:
+        return decode(body.received)
+    if await size_of(body) >= process_bytes:
+        return await decode_in_process(decode, body.received, body.content_encoding, limits.decompressed_bytes)
+    return await asyncio.to_thread(decode_here, body, decode)
 
 
 def decode_here(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:

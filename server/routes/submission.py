@@ -114,7 +114,12 @@ def submitting(verb: Verb) -> Endpoint:
     async def submit(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
         with Reservation(services.quotas, tenant.id) as reservation:
             content = await receive(request, services, tenant, verb, reservation)
-            operation, body = operation_of(content), request.state.body
+            body: Body = request.state.body
+            try:
+                operation = operation_of(content)
+            except RequestError as error:
+                await count_as_refused(services, tenant, verb.name, body, error)
+                raise
             if operation.stores_features:
                 reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
                 await reserve(services, tenant, content, body, operation, reservation)

@@ -15,6 +15,7 @@ from ...schemas.models import (
     UnloadModelResponse,
 )
 from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import require_served
 from ..files.segment_log import RecordPosition
@@ -254,6 +255,8 @@ class Runs:
                 self._services.journal.release(one.place)
             return
         require_served(self._dispatch, record.base_model)
+        if record.role == "draft" and not plugin_rows("server.drafts.operations", "OPERATIONS"):
+            raise RequestError(f"run {record.run_id} is a draft, and this installation is without server/drafts")
         run = Run(record, self._services)
         loadable = await self._loadable(record.run_id)
         await run.resume(await JournaledRun.of(entries, self._services.journal, self._services.futures), loadable)

@@ -64,6 +64,8 @@ class Gate:
             else:
                 await self._serve(request, receive, send_noting_status)
         finally:
+            # The server keeps the scope of a connection's last request for as long as the connection is open.
+            del request.state.body
             seconds = time.monotonic() - began_at
             telemetry.request_ended(work, request.method, route, scope["path"], status, seconds)
 

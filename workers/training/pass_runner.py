@@ -140,10 +140,9 @@ class PassRunner:
     def _strategy(self, parts: Sequence[OperationPart]) -> PassStrategy:
         """Returns how the parts of a round run; the same on all ranks, whichever of them fail there."""
         run_id, locations = parts[0].request.model_id, [part.request.features for part in parts]
-        if any(location is not None and location.draft is not None for location in locations):
-            return self.strategies.get("captures", self.scoring)
         kind = self._models.get(run_id).kind if run_id in self._models else ""
-        return self.strategies.get(kind, self.scoring)
+        captures = any(location is not None and location.draft is not None for location in locations)
+        return self.strategies.get(kind) or self.strategies.get("captures" if captures else "", self.scoring)
 
     def _begin(self, part: OperationPart, strategy: PassStrategy) -> RankOperation:
         """Returns the part's operation; it has failed already if it cannot run."""

@@ -3,7 +3,9 @@ reads."""
 
 import asyncio
 import contextlib
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import httpx
@@ -13,7 +15,7 @@ import zstandard
 from fastapi import FastAPI, Request
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config.server_config import ServerConfig
-from trainhouse.server.http.bodies import CONTROL_BODY_BYTES
+from trainhouse.server.http.bodies import CONTROL_BODY_BYTES, Body, BodyLimits
 from trainhouse.server.serving import connections
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import SqliteStore
@@ -268,3 +270,23 @@ async def test_requests_without_a_key_over_the_limit_get_retry_after(tmp_path: P
         assert (await client.get("sessions", headers={"X-API-Key": ALICE})).status_code == 429, "not known yet"
         for _ in range(5):
             assert (await client.get("healthz")).status_code == 200
+
+
+async def test_a_body_is_freed_while_its_connection_idles(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[weakref.ref[Body]] = []
+    announced = Body.announced
+
+    def recorded(request: Request, limits: BodyLimits) -> Body:
+        bodies.append(weakref.ref(body := announced(request, limits)))
+        return body
+
+    monkeypatch.setattr(Body, "announced", recorded)
+    async with serving(api.app) as server:
+        host, port = server.servers[0].sockets[0].getsockname()
+        async with httpx.AsyncClient(headers={"X-API-Key": ALICE}) as client:
+            for _ in range(2):
+                response = await client.post(f"http://{host}:{port}/api/v1/session_heartbeat", json={"session_id": "s"})
+                assert response.status_code == 404 and "connection" not in response.headers
+            await asyncio.sleep(0.1)  # until the server has done all that follows the answer
+            gc.collect()
+            assert len(bodies) == 2 and not any(body() for body in bodies)

@@ -117,8 +117,8 @@ def _fingerprint(config: DispatchConfig) -> str:
     groups = [(name, replace(model, shared_directories=(), threads=0)) for name, model in groups_of(config)]
     threads = [model.threads for model in config.models]
     resources = config.worker, threads, config.ray_cpus_per_rank, config.ray_gpus_per_rank
-    files = (file for part in ("schemas", "workers") for file in sorted((_PACKAGE / part).rglob("*.[pc]*")))
-    files = (file for file in files if file.suffix in (".py", ".c"))
+    files = (file for part in ("schemas", "workers") for file in sorted((_PACKAGE / part).rglob("*.*")))
+    files = (file for file in files if file.suffix in (".py", ".c", ".h", ".json"))
     return hash_of(repr((groups, resources)), *(file.read_text() for file in files))
 
 

@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import (
 from ..schemas.adapters.vllm_form import FORMS
 from ..server.cli.commands import main
 from ..workers.shapes import families
-from ..workers.shapes.families import FAMILIES, Family
+from ..workers.shapes.families import DECLARED, FAMILIES, Family
 from ..workers.shapes.model_shape import ModelShape, describe_model, refusal_of
 from ..workers.shapes.other_models import BY_TRANSFORMERS, TEXT_PARTS
 from ..workers.shapes.parts import Dense, GatedDelta, LatentAttention, Mamba, Part, RoutedExperts, SoftmaxAttention
@@ -185,7 +185,7 @@ def family_rows() -> Iterator[str]:
     for info in iter_modules(families.__path__):
         module = import_module(f"{families.__name__}.{info.name}")
         own = [each for each in vars(module).values() if isinstance(each, Family)]
-        types = sorted(model_type for model_type, each in FAMILIES.items() if any(each is one for one in own))
+        types = sorted(model_type for model_type, each in DECLARED.items() if any(each is one for one in own))
         if types:
             text = re.sub(r"https?://[^\s),]*[^\s),.]", r"<\g<0>>", " ".join(str(module.__doc__).split()))
             yield f"| {names_of(types)} | {text} |\n"

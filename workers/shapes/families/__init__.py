@@ -41,7 +41,7 @@ from .solar_open import SOLAR_OPEN
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 
-_DECLARED: Mapping[str, Family] = {
+DECLARED: Mapping[str, Family] = {
     "llama": LLAMA,
     "llama4_text": LLAMA4,
     "mistral": MISTRAL,
@@ -115,7 +115,7 @@ _DECLARED: Mapping[str, Family] = {
     "gemma3_text": GEMMA3,
     "gemma4_text": GEMMA4,
 }
-FAMILIES: Mapping[str, Family] = {name: family.with_defaults(TYPES[name]) for name, family in _DECLARED.items()}
+FAMILIES: Mapping[str, Family] = {name: family.with_defaults(TYPES[name]) for name, family in DECLARED.items()}
 """The families by model_type."""
 
 __all__ = ["FAMILIES", "FIXED_ROTATIONS", "Family"]

@@ -30,8 +30,7 @@ def sign_archive(checkpoints: Checkpoints, checkpoint: CheckpointRecord) -> Sign
 
 @asynccontextmanager
 async def signed_archive(checkpoints: Checkpoints, path: str, signed: SignedFile) -> AsyncIterator[Archive]:
-    """Yields the archive that `sign_archive` signed, of the files as PEFT loads them. Its files stay until the end
-    of the block.
+    """Yields the archive that `sign_archive` signed, in PEFT's form. Its files stay until the block ends.
 
     Raises RequestError like `signed_file`, and 429 if too many archives of the owner are being downloaded.
     """

@@ -79,7 +79,7 @@ class Body:
     digest: str | None = None
     """The digest of its decoded content (see digests.py); None where it is not needed."""
     ignored: list[str] = field(default_factory=list)
-    """The descriptions of unknown fields that were ignored."""
+    """Messages about unknown fields that were ignored, for the client."""
 
     @classmethod
     def announced(cls, request: Request, limits: BodyLimits) -> Self:

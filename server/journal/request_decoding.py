@@ -46,7 +46,7 @@ _OTHERS: Mapping[str, type[Request]] = {
 
 
 def decoder_of(verb: Verb, content_type: str, was_accepted: bool = False) -> Callable[[bytes], RunRequest]:
-    """Returns the verb's decoder; it raises RequestError as decode_model and decode_forward_backward do.
+    """Returns the decoder of the verb's requests, which raises RequestError.
 
     was_accepted: by this version or an earlier one; it is not a new request.
     """

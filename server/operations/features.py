@@ -10,7 +10,7 @@ from ..store import RunRecord
 
 
 class Features:
-    """Holds no features. A server with draft models has a FeatureStore, which describes the methods."""
+    """The store of captured features of a server without draft models: always empty. See FeatureStore."""
 
     async def open(self) -> None: ...
 

@@ -141,7 +141,7 @@ class BaseModel(ModelWeights):
     ) -> Tensor:
         """Returns the hidden states of `share.hidden`, [tokens, hidden].
 
-        For `expert_counts` and `captured` see FusedTrunk.hidden_states.
+        For `expert_counts` and `captured` see Trunk.hidden_states.
         """
         team, packing = self._mesh.along("sp"), micro_batch.packing
         # Also for tensor parallelism alone: the share pads the row, and the packing must cover the padding.
@@ -162,7 +162,7 @@ class BaseModel(ModelWeights):
     ) -> Tensor:
         """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
 
-        For the other arguments see FusedTrunk.hidden_states.
+        For the other arguments see Trunk.hidden_states.
         """
         hidden = self._layers.hidden_states(tokens, positions, packing, own, are_alike, captured, expert_counts)
         return self._logit_scaled(hidden)

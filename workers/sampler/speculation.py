@@ -26,7 +26,7 @@ class Proposer:
         return {}
 
     def serve(self, draft_ids: Collection[str]) -> None:
-        """Uses these drafts, which are on the device, from now on.
+        """Switches to these drafts, which are on the device.
 
         Sequences of other drafts stop using them: they would miss captured features.
         """

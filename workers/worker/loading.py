@@ -90,7 +90,7 @@ def load_rank(config: WorkerConfig, mesh: Mesh) -> LoadedRank:
 
 
 def check_loaded(base: BaseModel, mesh: Mesh, hidden_states: Callable[[MicroBatch], Tensor]) -> None:
-    """Compares the loaded model with transformers' where it could differ. Raises ValueError if it does."""
+    """Checks the loaded model against transformers' where the two could differ. Raises ValueError if they do."""
     if mesh.has_forward_collectives:
         check_ranks(base.source, base.model, hidden_states)
     if mesh.rank == 0 and needs_twin(base.shape, base.dtype, mesh.has_forward_collectives):

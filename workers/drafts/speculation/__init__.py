@@ -1,1 +1,1 @@
-"""Drafts that speculate for the sampler: their caches, what they propose, and whether it pays."""
+"""Speculative decoding with drafts: their caches, their proposals, and when drafting pays."""

@@ -14,6 +14,7 @@ import zstandard
 from tinker import types
 from trainhouse.schemas.codec import encode_forward_backward_request
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
+from trainhouse.server.operations import registry
 
 from ..real import ALICE, MODEL, VOCAB, Run, Server, batch, datum
 
@@ -164,6 +165,18 @@ async def test_invalid_json_uses_its_seq_id(server: Server) -> None:
     response = await server.post_bytes("optim_step", broken.encode())
     assert response.status_code == 400 and "not valid JSON" in response.json()["detail"]
     await assert_run_continues(run, tainted=False)
+
+
+async def test_a_pass_that_captures_uses_its_seq_id_where_drafts_are_missing(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "plugin_rows", lambda module, table: {})
+    run = await server.create_run()
+    data = [{"model_input": [5, 6], "loss_fn_inputs": {"target_tokens": [6, 7], "weights": [1.0, 1.0]}}]
+    fields = {"data": data, "loss_fn": "cross_entropy", "capture_for": run.model_id}
+    answer = await run.submit("forward_backward", status=400, **fields)
+    assert "without: leave it out" in answer["detail"]
+    await assert_run_continues(run)
 
 
 async def test_json_is_accepted_without_a_json_content_type(server: Server) -> None:

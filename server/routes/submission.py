@@ -140,8 +140,7 @@ async def submit_operation(
 ) -> SubmitResponse:
     """Submits the operation to its run. Raises RequestError."""
     run = await services.runs.get(tenant, content.model_id or "")
-    submitted = await run.submit(content.seq_id or 0, operation, body, reservation)
-    return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
+    return await run.submit(content.seq_id or 0, operation, body, reservation)
 
 
 async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, content_type: str) -> QueuePosition:

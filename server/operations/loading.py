@@ -150,8 +150,7 @@ class LoadWeights(Operation):
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
-        assert header is not None, "created otherwise by the route, which knows the reader"
-        return cls(request.path, request.optimizer, header.reader)
+        return cls(request.path, request.optimizer, None if header is None else header.reader)
 
     @property
     def loads_files(self) -> bool:

@@ -49,7 +49,11 @@ class Execution:
         """
         if self._state.has_stopped:
             return
-        while (operation := self._queue.next) is not None and self._may_begin(operation):
+        while (operation := self._queue.next) is not None and operation.log_entry.place is not None:
+            if isinstance(operation, OptimStep):
+                operation.runs_alone = self._may_be_due()
+            if self._state.unusable is None and not self._queue.may_begin(operation):
+                break
             self._begin(operation)
         self._gaps.watch()
 
@@ -71,15 +75,6 @@ class Execution:
             for task in in_progress:
                 task.cancel()
             await asyncio.wait(in_progress)
-
-    def _may_begin(self, operation: Operation) -> bool:
-        if operation.log_entry.place is None:
-            return False
-        if self._state.unusable is not None:
-            return True
-        if isinstance(operation, OptimStep):
-            operation.runs_alone = self._may_be_due()
-        return self._queue.may_begin(operation)
 
     def _may_be_due(self) -> bool:
         """True if something may have to be done after the next optimizer step."""

@@ -199,7 +199,8 @@ class Gaps:
 
     def watch(self) -> None:
         """Restarts the timer of a gap; call it after each change of the queue."""
-        self.close()
+        if self._timer is not None:
+            self.close()
         if (since := self._queue.gap_since) is not None:
             at = max(since + self._gap_seconds, self._gave_up_at + _RETRY_SECONDS)
             self._timer = asyncio.get_running_loop().call_later(at - time.monotonic(), self._give_up)

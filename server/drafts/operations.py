@@ -40,9 +40,8 @@ class SetTarget(Operation):
     sets_target = True
     request: SetTargetRequest
 
-    @property
-    def loads_files(self) -> bool:
-        return self.request.path is not None
+    def __post_init__(self) -> None:
+        self.loads_files = self.request.path is not None
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         if run.role != "draft":

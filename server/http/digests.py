@@ -22,6 +22,7 @@ from ...schemas.training import ForwardBackwardRequest, ProvenanceSpan
 from .bodies import Decoder
 
 _DIGEST_CHARACTERS = 32
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _NO_CONTENT = {
     *("model_id", "seq_id", "sampling_session_id"),  # the number, and the run or sampler that it belongs to
     "sampling_session_seq_id",  # the SDK sends a save again with the next one
@@ -78,14 +79,16 @@ def _pieces_of(request: BaseModel) -> Arrays:
     """Yields what is requested, without the number of the request. Arrays begin with their sizes, so that no two
     contents give the same bytes."""
     of_fields = _arrays_of(request)
-    yield _as_json({"type": getattr(request, "type", None), **content_of(request, without=of_fields.keys())})
+    yield _JSON.encode(
+        {"type": getattr(request, "type", None), **content_of(request, without=of_fields.keys())}
+    ).encode()
     yield from chain.from_iterable(of_fields.values())
 
 
 def _pieces_of_pass(request: ForwardBackwardRequest) -> Arrays:
     """Like `_pieces_of`: all tokens, and of each input the datums that have it, its shapes and all its values."""
     schedule, data = request.evaluation, request.data
-    yield _as_json(
+    yield _JSON.encode(
         (
             "forward" if request.forward_only else "forward_backward",
             request.loss_fn,
@@ -103,7 +106,7 @@ def _pieces_of_pass(request: ForwardBackwardRequest) -> Arrays:
                 if datum.model_input_spans or datum.loss_fn_input_spans or datum.feature_ref
             ],
         )
-    )
+    ).encode()
     columns: dict[str, list[tuple[int, np.ndarray]]] = {}
     for index, datum in enumerate(data):
         for name, values in datum.loss_fn_inputs.items():
@@ -115,10 +118,6 @@ def _pieces_of_pass(request: ForwardBackwardRequest) -> Arrays:
         places = (number for index, values in column for number in (index, values.ndim, *values.shape))
         yield array("q", [len(column), *places])
         yield np.concatenate([values.ravel() for _, values in column]).data
-
-
-def _as_json(content: object) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 def content_of(request: BaseModel, without: Collection[str] = ()) -> dict[str, object]:

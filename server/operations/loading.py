@@ -50,9 +50,8 @@ class CreateRun(Operation):
         created.drawn = header.drawn
         return created
 
-    @property
-    def loads_files(self) -> bool:
-        return self.target_path is not None
+    def __post_init__(self) -> None:
+        self.loads_files = self.target_path is not None
 
     def header(self, run: RunRecord, body: Body) -> Header:
         header = super().header(run, body)
@@ -119,9 +118,8 @@ class CreateRunFromCheckpoint(CreateRun):
         assert header is not None, "created otherwise by Runs"
         return cls(header.target_path, path=request.path, optimizer=request.optimizer)
 
-    @property
-    def loads_files(self) -> bool:
-        return True
+    def __post_init__(self) -> None:
+        self.loads_files = True
 
     def _is_new(self, is_replay: bool) -> bool:
         return False
@@ -152,9 +150,8 @@ class LoadWeights(Operation):
     def of(cls, request: Any, header: Header | None = None) -> Self:
         return cls(request.path, request.optimizer, None if header is None else header.reader)
 
-    @property
-    def loads_files(self) -> bool:
-        return True
+    def __post_init__(self) -> None:
+        self.loads_files = True
 
     def header(self, run: RunRecord, body: Body) -> Header:
         return replace(super().header(run, body), reader=self.reader)

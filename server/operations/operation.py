@@ -124,10 +124,11 @@ class Operation(ABC):
     num_tokens: to be trained on or scored.
 
     drawn: seeds drawn because the request had none.
+    loads_files: it loads a checkpoint's files, which are pinned until snapshots cover the load.
     journaled: done as soon as its journal entry is written, whose place its log entry then has.
     future: None if no client waits for a result: it was refused, or an earlier process answered it but lost its effect.
     reservation: the reservation of an operation that this process accepted.
-    num_strikes: crashes of workers in earlier processes that ran it.
+    num_strikes: crashes of workers that ran it.
     failed_before: an earlier process answered it with a failure of the server.
     turns: of its run, None if it is replayed. ready_at: when only the ranks were left to wait for (see Turns).
     begun_at: when the workers first received it or a part of it; None before.
@@ -150,6 +151,7 @@ class Operation(ABC):
     seq_id: int = field(init=False)
     log_entry: ReplayEntry = field(init=False)
     drawn: Mapping[str, int] = field(init=False, default_factory=dict)
+    loads_files: bool = field(init=False, default=False)
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)
     arrived_at: float = field(init=False)
     future: Future | None = field(init=False, default=None)
@@ -209,11 +211,6 @@ class Operation(ABC):
     @property
     def num_tokens(self) -> int:
         return 0
-
-    @property
-    def loads_files(self) -> bool:
-        """True if it loads a checkpoint's files, which are pinned until snapshots cover the load."""
-        return False
 
     @property
     def feature_uses(self) -> Counter[str]:

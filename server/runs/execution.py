@@ -49,13 +49,15 @@ class Execution:
         """
         if self._state.has_stopped:
             return
-        while (operation := self._queue.next) is not None and operation.log_entry.place is not None:
+        queue = self._queue
+        while (operation := queue.waiting.get(queue.next_seq_id)) and operation.log_entry.place is not None:
             if isinstance(operation, OptimStep):
                 operation.runs_alone = self._may_be_due()
-            if self._state.unusable is None and not self._queue.may_begin(operation):
+            if self._state.unusable is None and not queue.may_begin(operation):
                 break
             self._begin(operation)
-        self._gaps.watch()
+        if queue.waiting:
+            self._gaps.watch()
 
     def cancel_later(self) -> None:
         """Cancels the operations in progress, but for the first, since only that is certain to be running."""
@@ -182,12 +184,11 @@ class Execution:
             OperationError: the operation failed, or was given up after too many crashes.
             RequestError: access was denied.
         """
-        state, record_strike = self._state, partial(self._record_strike, operation.seq_id)
-        strikes = Strikes(f"this {operation.kind}", record_strike, operation.num_strikes)
+        state = self._state
         while True:
             if isinstance(operation, OptimStep):
                 # The last attempt is without what follows the step, which may be what kills the workers.
-                operation.skips_schedules = strikes.num == MAX_STRIKES - 1
+                operation.skips_schedules = operation.num_strikes == MAX_STRIKES - 1
             if state.unusable is not None:
                 raise OperationError(state.unusable, "user" if state.has_ended else "server")
             if state.is_lost:
@@ -195,7 +196,7 @@ class Execution:
                 continue
             is_handed_over = False
             try:
-                await self._check(operation, window, strikes)
+                await self._check(operation, window)
                 if not operation.reports_begin:
                     operation.mark_begun()
                 is_handed_over = True
@@ -204,7 +205,9 @@ class Execution:
                 return result
             except WorkerLost as lost:
                 state.is_loaded = False
+                strikes = self._strikes(operation)
                 await strikes.add(lost)
+                operation.num_strikes = strikes.num
             except OperationError:
                 if is_handed_over and operation.is_step and window.tainted_by is not None:
                     # A part failed after the step was handed over, so the worker refused it and cleared the gradients.
@@ -213,15 +216,16 @@ class Execution:
             except OUTAGE_ERRORS as error:
                 await state.wait_out(error)
 
-    async def _check(self, operation: Operation, window: OperationWindow, strikes: Strikes) -> None:
+    async def _check(self, operation: Operation, window: OperationWindow) -> None:
         """Raises OperationError if the operation cannot be performed."""
         state, context = self._state, self._services.context
         clears = operation.is_step and window.tainted_by is not None
-        if operation.failed_before or strikes.is_exhausted:
+        is_given_up = operation.num_strikes >= MAX_STRIKES
+        if operation.failed_before or is_given_up:
             # It failed in an earlier process: its result stays the same.
-            if clears or (operation.is_step and strikes.is_exhausted):
+            if clears or (operation.is_step and is_given_up):
                 await context.clear_gradients(state.record, operation.seq_id)
-            strikes.check()
+            self._strikes(operation).check()
             raise OperationError("it failed before the server restarted", "server")
         operation.check(state.record)
         if clears:
@@ -253,6 +257,10 @@ class Execution:
             return Outcome.POISONED, error.message, error.category
         outcome = Outcome.SERVER_FAILED if error.category == "server" else Outcome.FAILED
         return outcome, error.message, error.category
+
+    def _strikes(self, operation: Operation) -> Strikes:
+        record = partial(self._record_strike, operation.seq_id)
+        return Strikes(f"this {operation.kind}", record, operation.num_strikes)
 
     async def _record_strike(self, seq_id: int) -> None:
         """Raises RequestError if the journal cannot be written."""

@@ -198,9 +198,8 @@ class Gaps:
         self._services.restore_marker.mark_continued(self._state.record.run_id)
 
     def watch(self) -> None:
-        """Restarts the timer of a gap; call it after each change of the queue."""
-        if self._timer is not None:
-            self.close()
+        """Restarts the timer of a gap; call it after each change of a queue in which operations wait."""
+        self.close()
         if (since := self._queue.gap_since) is not None:
             at = max(since + self._gap_seconds, self._gave_up_at + _RETRY_SECONDS)
             self._timer = asyncio.get_running_loop().call_later(at - time.monotonic(), self._give_up)
@@ -227,6 +226,8 @@ class Gaps:
 
     def _give_up(self) -> None:
         """Refuses the missing operations up to the first that arrived; a run that is behind its client ends instead."""
+        if self._queue.gap_since is None:
+            return
         self._gave_up_at = time.monotonic()
         run_id, marker, missing = self._state.record.run_id, self._services.restore_marker, self._queue.missing
         within = f"within {self._gap_seconds:g} s"

@@ -19,7 +19,6 @@ from ..heads.head import chunks
 from ..lora import Segment
 from ..lora.segment import clip_segments
 from ..losses import LossOutput
-from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
 
 # By the name of their scores (see Loss.scores).
@@ -62,8 +61,8 @@ def score(
 
     `share` is None if this rank has all tokens.
     """
-    share = share or TokenShard(len(hidden), Mesh())
-    scores = share.joined(_HeadSpans(heads, hidden, segments, objectives, share).all_scores())
+    scores = _HeadSpans(heads, hidden, segments, objectives, share).all_scores()
+    scores = scores if share is None else share.joined(scores)
     return [_evaluated(objective, scores) for objective in objectives]
 
 
@@ -81,23 +80,24 @@ def score_with_gradient(
     Writes the gradient with respect to hidden [n, hidden] to `gradient`, and adds the gradients of adapters on the
     heads to their scratch.
     """
-    share = share or TokenShard(len(hidden), Mesh())
     spans = _HeadSpans(heads, hidden, segments, objectives, share)
     scorings = [_ObjectiveScoring(objective) for objective in objectives]
     if wanting := [each for each in scorings if spans.needs_all_scores_first(each.objective)]:
-        scores = share.joined(spans.all_scores())
+        scores = spans.all_scores()
+        scores = scores if share is None else share.joined(scores)
         for scoring in wanting:
             scoring.score_all(scores)
     parts = []
     for head, of_head, own in spans.chunks():
         parts.append(head.scores(of_head))
         of_scores = torch.zeros_like(parts[-1])
-        for scoring, taken, of_objective in _overlapping(scorings, share.in_micro_batch(own)):
+        tokens = own if share is None else share.in_micro_batch(own)
+        for scoring, taken, of_objective in _overlapping(scorings, tokens):
             targets = scoring.objective.targets
             found = scoring.gradient(in_shape_of(targets, parts[-1][taken]), of_objective)
             in_shape_of(targets, of_scores[taken]).copy_(found)
         head.backward(of_scores, gradient[own])
-    if share.is_all:
+    if share is None:
         return [scoring.output() for scoring in scorings]
     scores = share.joined(_concatenated(parts, spans.targets))
     return [_evaluated(objective, scores) for objective in objectives]
@@ -124,18 +124,21 @@ class _HeadSpans:
         hidden: Tensor,
         segments: Sequence[Segment],
         objectives: Sequence[Objective],
-        share: TokenShard,
+        share: TokenShard | None,
     ) -> None:
         self._share = share
-        self.targets = share.of_scored(_concatenate_targets([each.targets for each in objectives]))
+        targets = _concatenate_targets([each.targets for each in objectives])
+        self.targets = targets if share is None else share.of_scored(targets)
         # Keyed by the first token, counted over all ranks.
         self._spans: dict[int, _HeadSpan] = {}
         self._first_of: dict[int, int] = {}
         for scores, members in groupby(objectives, key=lambda objective: objective.loss.scores):
             of_head = list(members)
             start, stop = of_head[0].start, of_head[-1].stop
-            last = stop if of_head[-1] is not objectives[-1] else share.num_padded
-            own = overlap(share.scored, start, last)
+            own = slice(start, stop)
+            if share is not None:
+                last = stop if of_head[-1] is not objectives[-1] else share.num_padded
+                own = overlap(share.scored, start, last)
             head = heads[scores].start_pass(hidden[own], clip_segments(segments, own), self.targets[own])
             self._spans[start] = _HeadSpan(own.start, own.stop - own.start, head)
             self._first_of |= {objective.start: start for objective in of_head}
@@ -158,7 +161,7 @@ class _HeadSpans:
         start = self._first_of[objective.start]
         size = self._spans[start].head.chunk_tokens
         first, last = (objective.start - start) // size, (objective.stop - 1 - start) // size
-        return first != last or not self._share.is_all
+        return first != last or self._share is not None
 
 
 class _ObjectiveScoring:
@@ -194,12 +197,13 @@ def _overlapping(
     scorings: Sequence[_ObjectiveScoring], tokens: slice
 ) -> Iterator[tuple[_ObjectiveScoring, slice, slice]]:
     """Yields the objectives that have some of the tokens: which of `tokens` these are, and which of the objective's."""
+    step = tokens.step or 1
     for scoring in scorings:
         start = scoring.objective.start
         taken = overlap(tokens, start, scoring.objective.stop)
         if taken.start < taken.stop:
-            first, stop = (tokens.start + tokens.step * bound - start for bound in (taken.start, taken.stop))
-            yield scoring, taken, slice(first, stop, tokens.step)
+            first, stop = (tokens.start + step * bound - start for bound in (taken.start, taken.stop))
+            yield scoring, taken, slice(first, stop, step)
 
 
 def _scores_of(objective: Objective, scores: Tensor) -> Tensor:

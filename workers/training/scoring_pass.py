@@ -23,8 +23,8 @@ from .scoring import Heads, ScoredTokens, score, score_with_gradient
 
 RunMicroBatch = Callable[[MicroBatch], None]
 
-# Returns the hidden states of `share.hidden`, see BaseModel.shared_hidden_states.
-HiddenStates = Callable[[MicroBatch, TokenShard, ExpertCounts | None], Tensor]
+# Returns the hidden states of `share.hidden`, or of all tokens without a share, see BaseModel.shared_hidden_states.
+HiddenStates = Callable[[MicroBatch, TokenShard | None, ExpertCounts | None], Tensor]
 
 
 class ScoringPassRunner:
@@ -34,6 +34,10 @@ class ScoringPassRunner:
         self._base, self._adapters, self.mesh = base, adapters, mesh
         self.head_chunk_tokens = head_chunk_tokens
         self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
+        self._has_all_tokens = mesh.spec.sp == mesh.spec.tp == 1
+        self._exchanges_experts = mesh.along("ep").size > 1
+        # Ranks along tp route the same tokens.
+        self._counts_experts = bool(base.experts) and mesh.along("tp").index == 0
 
     def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
         part = operation.part
@@ -65,16 +69,17 @@ class ScoringPassRunner:
             heads,
             operations,
             models,
-            _expert_adapters(operations, models) if self.mesh.along("ep").size > 1 else [],
+            _expert_adapters(operations, models) if self._exchanges_experts else [],
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
-            # Ranks along tp route the same tokens.
-            bool(self._base.experts) and self.mesh.along("tp").index == 0,
+            self._counts_experts,
         )
         return joint.forward if operations[0].forward_only else joint.forward_backward
 
-    def shard_of(self, micro_batch: MicroBatch) -> TokenShard:
-        """Returns this rank's shard of a micro-batch's tokens."""
+    def shard_of(self, micro_batch: MicroBatch) -> TokenShard | None:
+        """Returns this rank's shard of a micro-batch's tokens; None if it runs and scores all of them."""
+        if self._has_all_tokens:
+            return None
         ring = self._base.sequence_split.ring
         return TokenShard(len(micro_batch.tokens), self.mesh, self._base.shards_activations, ring)
 
@@ -85,7 +90,7 @@ class ScoringPassRunner:
         share = self.shard_of(micro_batch)
         with self._adapters.applied(()):
             hidden = self._base.shared_hidden_states(micro_batch, share)
-        return share.joined(share.select_scored(hidden))
+        return hidden if share is None else share.joined(share.select_scored(hidden))
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,29 +107,29 @@ class _JointPass:
     models: Sequence[Trainable]
     expert_adapters: list[Adapter]
     hidden_states: HiddenStates
-    shard_of: Callable[[MicroBatch], TokenShard]
+    shard_of: Callable[[MicroBatch], TokenShard | None]
     counts_experts: bool
 
     @torch.no_grad()
     def forward(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
-        segments = _segments(micro_batch, self.models, share)
+        segments, scored = _segments(micro_batch, self.models, share)
         expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
-        with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
+        with self.adapters.applied(segments, self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, expert_counts)
+        own = hidden if share is None else share.select_scored(hidden)
         with self._heads_in_use():
             if micro_batch.objectives:
-                scored = clip_segments(segments, share.scored)
-                found = score(self.heads, share.select_scored(hidden), scored, micro_batch.objectives, share)
+                found = score(self.heads, own, scored, micro_batch.objectives, share)
                 self._add_scores(micro_batch, found, expert_counts)
 
     def forward_backward(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
-        segments = _segments(micro_batch, self.models, share)
+        segments, scored = _segments(micro_batch, self.models, share)
         expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
-        with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
+        with self.adapters.applied(segments, self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, expert_counts)
-            own, scored = share.select_scored(hidden.detach()), clip_segments(segments, share.scored)
+            own = hidden.detach() if share is None else share.select_scored(hidden.detach())
             own_gradient = torch.empty_like(own)
             with self._heads_in_use():
                 if micro_batch.objectives:
@@ -132,10 +137,11 @@ class _JointPass:
                     self._add_scores(micro_batch, found, expert_counts)
                 else:
                     own_gradient.zero_()
-            gradient = share.joined_to_hidden(own_gradient)
+            gradient = own_gradient if share is None else share.joined_to_hidden(own_gradient)
             for segment in micro_batch.segments:
                 if self.operations[segment.operation].failure:  # other operations share the backward pass
-                    gradient[overlap(share.hidden, segment.start, segment.stop)] = 0
+                    tokens = slice(segment.start, segment.stop)
+                    gradient[tokens if share is None else overlap(share.hidden, tokens.start, tokens.stop)] = 0
             if hidden.requires_grad:
                 hidden.backward(gradient)
 
@@ -148,10 +154,11 @@ class _JointPass:
                 held.enter_context(self.heads[scores].gathered())
             yield
 
-    def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard) -> ExpertCounts | None:
+    def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard | None) -> ExpertCounts | None:
         if not micro_batch.segments:
             return None
-        return ExpertCounts(share, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
+        own = slice(0, len(micro_batch.tokens)) if share is None else share.tokens
+        return ExpertCounts(own, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
 
     def _add_scores(
         self, micro_batch: MicroBatch, found: list[ScoredTokens], expert_counts: ExpertCounts | None
@@ -173,14 +180,18 @@ def _expert_adapters(operations: Sequence[RankOperation], models: Sequence[Train
     return [model for model in in_order if isinstance(model, Adapter)]
 
 
-def _segments(micro_batch: MicroBatch, models: Sequence[Trainable], share: TokenShard) -> list[Segment]:
-    """Returns the micro-batch's segments, with neighbours of the same model merged, and one for the padding, which no
-    adapter adapts."""
+def _segments(
+    micro_batch: MicroBatch, models: Sequence[Trainable], share: TokenShard | None
+) -> tuple[list[Segment], list[Segment]]:
+    """Returns the segments of the tokens that this rank runs, and of those that it scores, with neighbours of the same
+    model merged. No adapter adapts a share's padding."""
     segments: list[Segment] = []
     for each in micro_batch.segments:
         model = models[each.operation]
         start = segments.pop().start if segments and segments[-1].model is model else each.start
         segments.append(Segment(start, each.stop, model))
+    if share is None:
+        return segments, segments
     if share.num_padding:
         segments.append(Segment(share.num_tokens, share.num_padded, None))
-    return segments
+    return clip_segments(segments, share.tokens), clip_segments(segments, share.scored)

@@ -254,7 +254,8 @@ class DraftPassRunner:
         self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankOperation]
     ) -> None:
         """Stores the features of operations that capture. They must cover all tokens."""
-        kind, own = draft.feature_kind, features if self._shard_of(micro_batch).is_first else None
+        kind, share = draft.feature_kind, self._shard_of(micro_batch)
+        own = features if share is None or share.is_first else None
         chunks_of = TargetChunks(self._logits(draft), self._budget.chunk_rows(1, draft.shape.target_vocabulary))
         with self._head.gathered() if kind.stores_logits else nullcontext():
             for segment in micro_batch.segments:
@@ -287,8 +288,8 @@ class DraftPassRunner:
         if covers_all and groups.num_micro_batches == 1:
             own = torch.from_numpy(needed[groups.feature_team.index]).to(self._base.device)
             return features.mapped(lambda whole: whole[own])
-        if covers_all:
-            features = features.mapped(self._shard_of(micro_batch).of_scored)
+        if covers_all and (share := self._shard_of(micro_batch)) is not None:
+            features = features.mapped(share.of_scored)
         computed = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
         return features.exchanged(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
 

@@ -202,7 +202,9 @@ class _PolicyCapture:
     num_lanes: int
     warned: WeakSet[RankOperation]
 
-    def hidden_states(self, micro_batch: MicroBatch, share: TokenShard, expert_counts: ExpertCounts | None) -> Tensor:
+    def hidden_states(
+        self, micro_batch: MicroBatch, share: TokenShard | None, expert_counts: ExpertCounts | None
+    ) -> Tensor:
         """Returns the hidden states of the base model, and stores those of the layers that operations capture."""
         kinds = [self.kinds[segment.operation] for segment in micro_batch.segments]
         layers = sorted({layer for kind in kinds if kind is not None for layer in kind.layers})
@@ -267,8 +269,8 @@ def _examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
         yield example, slice(segment.start + start, segment.start + stop)
 
 
-def _gather_on_first(hidden: Tensor, share: TokenShard) -> Tensor | None:
+def _gather_on_first(hidden: Tensor, share: TokenShard | None) -> Tensor | None:
     """Gathers hidden states of the tokens `share.hidden` to those of all tokens, on the first of the ranks that run
     them; returns None elsewhere."""
-    scored = share.select_scored(hidden.detach())
-    return scored if share.is_all else share.joined_at_first(scored)
+    own = hidden.detach()
+    return own if share is None else share.joined_at_first(share.select_scored(own))

@@ -8,9 +8,11 @@ import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
 from ..training import TENSOR_FIELDS
-from .invalid import Invalid, at_place, refused_with_400, show_value
-from .rules import MAX_DENSE_BYTES, Rules
+from .rules import MAX_DENSE_BYTES, Invalid, Rules, at_place, refused_with_400, show_value
 from .values import JsonObject, json_integer, json_list, json_object, numeric_array, rows_of, to_float32, without_rows
+
+TARGETS = "target_tokens"
+"""The one input of losses that is integer."""
 
 _MAX_DIMENSIONS = 8
 DTYPES: dict[int, np.dtype] = {
@@ -220,13 +222,9 @@ def array_to_bytes(array: np.ndarray, dtype: np.typing.DTypeLike) -> bytes:
     return array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
 
 
-def is_integer_input(name: str) -> bool:
-    return name == "target_tokens"
-
-
 def as_loss_input(name: str, array: np.ndarray) -> np.ndarray:
-    """Returns target_tokens as int64, and any other input as float32, the dtypes that losses take."""
-    if not is_integer_input(name):
+    """Returns TARGETS as int64, and any other input as float32, the dtypes that losses take."""
+    if name != TARGETS:
         return to_float32(array)
     if array.dtype.kind == "f":
         raise Invalid(f"{name} must be int64, not {array.dtype.name}")

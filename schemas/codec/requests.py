@@ -23,6 +23,7 @@ from .tensors import (
     array_to_bytes,
     as_loss_input,
     dense_from_json,
+    numeric_array,
     read_tensor,
     write_tensor,
 )
@@ -35,7 +36,6 @@ from .values import (
     json_number,
     json_object,
     json_text,
-    numeric_array,
 )
 
 _PASS = ("data", "loss_fn", "loss_fn_config")

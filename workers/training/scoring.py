@@ -55,33 +55,21 @@ def score(
     hidden: Tensor,
     segments: Sequence[Segment],
     objectives: Sequence[Objective],
+    gradient: Tensor | None = None,
     share: TokenShard | None = None,
 ) -> list[ScoredTokens]:
-    """Returns the result of each objective for hidden [n, hidden], without gradients.
+    """Returns the result of each objective for hidden [n, hidden].
 
-    `share` is None if this rank has all tokens.
-    """
-    share = share or TokenShard(len(hidden), Mesh())
-    scores = _all_scores(_head_spans(heads, hidden, segments, objectives, share), share)
-    return [_evaluated(objective, scores) for objective in objectives]
-
-
-@torch.no_grad()
-def score_with_gradient(
-    heads: Heads,
-    hidden: Tensor,
-    segments: Sequence[Segment],
-    objectives: Sequence[Objective],
-    gradient: Tensor,
-    share: TokenShard | None = None,
-) -> list[ScoredTokens]:
-    """Like `score`, with gradients.
-
-    Writes the gradient with respect to hidden [n, hidden] to `gradient`, and adds the gradients of adapters on the
-    heads to their scratch.
+    Args:
+        gradient: receives the gradient with respect to hidden, while those of adapters on the heads are added to their
+            scratch; None if no gradients are needed.
+        share: None if this rank has all tokens.
     """
     share = share or TokenShard(len(hidden), Mesh())
     spans = _head_spans(heads, hidden, segments, objectives, share)
+    if gradient is None:
+        scores = _all_scores(spans, share)
+        return [_evaluated(objective, scores) for objective in objectives]
     scorings = [_ObjectiveScoring(objective) for objective in objectives]
     if any(objective.loss.sequence_wise for objective in objectives):
         _score_divided_sequences(scorings, spans, share)

@@ -1,14 +1,14 @@
 """Runs micro-batches of models with heads: hidden states, scores and losses, and gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..batch.micro_batch import MicroBatch
+from ..batch.micro_batch import MicroBatch, Objective
 from ..batch.validated import ModelLimits, validate_request
 from ..heads import HEADS
 from ..lora import Adapter, LoraLayers, Segment
@@ -19,7 +19,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
 from ..state.trainable import Trainable
 from .rank_operation import RankOperation
-from .scoring import Heads, ScoredTokens, score, score_with_gradient
+from .scoring import Heads, ScoredTokens, score
 
 RunMicroBatch = Callable[[MicroBatch], None]
 
@@ -64,7 +64,7 @@ class ScoringPassRunner:
         heads = self._heads
         if num_lanes > 1:
             heads = {name: head.split_budget(num_lanes) for name, head in heads.items()}
-        joint = _JointPass(
+        return _JointPass(
             self._adapters,
             heads,
             operations,
@@ -73,8 +73,8 @@ class ScoringPassRunner:
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
             self._counts_experts,
-        )
-        return joint.forward if operations[0].forward_only else joint.forward_backward
+            not operations[0].forward_only,
+        ).run
 
     def shard_of(self, micro_batch: MicroBatch) -> TokenShard | None:
         """Returns this rank's shard of a micro-batch's tokens; None if it runs and scores all of them."""
@@ -98,7 +98,7 @@ class _JointPass:
     """Runs the micro-batches that operations share.
 
     models: of each operation. expert_adapters: see _expert_adapters.
-    counts_experts: whether this rank counts the tokens of each expert.
+    counts_experts: whether this rank counts the tokens of each expert. trains: whether they have gradients.
     """
 
     adapters: LoraLayers
@@ -109,50 +109,34 @@ class _JointPass:
     hidden_states: HiddenStates
     shard_of: Callable[[MicroBatch], TokenShard | None]
     counts_experts: bool
+    trains: bool
 
-    @torch.no_grad()
-    def forward(self, micro_batch: MicroBatch) -> None:
+    def run(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
         segments, scored = _segments(micro_batch, self.models, share)
-        expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
-        with self.adapters.applied(segments, self.expert_adapters):
-            hidden = self.hidden_states(micro_batch, share, expert_counts)
-        own = hidden if share is None else share.select_scored(hidden)
-        with self._heads_in_use():
-            if micro_batch.objectives:
-                found = score(self.heads, own, scored, micro_batch.objectives, share)
-                self._add_scores(micro_batch, found, expert_counts)
-
-    def forward_backward(self, micro_batch: MicroBatch) -> None:
-        share = self.shard_of(micro_batch)
-        segments, scored = _segments(micro_batch, self.models, share)
-        expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
-        with self.adapters.applied(segments, self.expert_adapters):
-            hidden = self.hidden_states(micro_batch, share, expert_counts)
+        counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
+        with torch.set_grad_enabled(self.trains), self.adapters.applied(segments, self.expert_adapters):
+            hidden = self.hidden_states(micro_batch, share, counts)
             own = hidden.detach() if share is None else share.select_scored(hidden.detach())
-            own_gradient = torch.empty_like(own)
-            with self._heads_in_use():
+            gradient = torch.zeros_like(own) if self.trains else None
+            with ExitStack() as held:
+                # On all ranks alike, even if a micro-batch has no tokens for one of the heads.
+                for scores in sorted({each.batch.loss.scores for each in self.operations}):
+                    held.enter_context(self.heads[scores].gathered())
                 if micro_batch.objectives:
-                    found = score_with_gradient(self.heads, own, scored, micro_batch.objectives, own_gradient, share)
-                    self._add_scores(micro_batch, found, expert_counts)
-                else:
-                    own_gradient.zero_()
-            gradient = own_gradient if share is None else share.joined_to_hidden(own_gradient)
-            for segment in micro_batch.segments:
-                if self.operations[segment.operation].failure:  # other operations share the backward pass
-                    tokens = slice(segment.start, segment.stop)
-                    gradient[tokens if share is None else overlap(share.hidden, tokens.start, tokens.stop)] = 0
-            if hidden.requires_grad:
-                hidden.backward(gradient)
-
-    @contextmanager
-    def _heads_in_use(self) -> Iterator[None]:
-        """Holds the heads that score the operations in use, on all ranks alike, even if a micro-batch has no tokens
-        for one."""
-        with ExitStack() as held:
-            for scores in sorted({each.batch.loss.scores for each in self.operations}):
-                held.enter_context(self.heads[scores].gathered())
-            yield
+                    found = score(self.heads, own, scored, micro_batch.objectives, gradient, share)
+                    self._add_scores(micro_batch.objectives, found)
+            if counts is not None:
+                for segment, of_layers in zip(micro_batch.segments, counts.by_segment(), strict=True):
+                    self.operations[segment.operation].add_expert_counts(segment, of_layers)
+            if gradient is not None:
+                grad_hidden = gradient if share is None else share.joined_to_hidden(gradient)
+                for segment in micro_batch.segments:
+                    if self.operations[segment.operation].failure:  # other operations share the backward pass
+                        tokens = slice(segment.start, segment.stop)
+                        grad_hidden[tokens if share is None else overlap(share.hidden, tokens.start, tokens.stop)] = 0
+                if hidden.requires_grad:
+                    hidden.backward(grad_hidden)
 
     def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard | None) -> ExpertCounts | None:
         if not micro_batch.segments:
@@ -160,16 +144,11 @@ class _JointPass:
         own = slice(0, len(micro_batch.tokens)) if share is None else share.tokens
         return ExpertCounts(own, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
 
-    def _add_scores(
-        self, micro_batch: MicroBatch, found: list[ScoredTokens], expert_counts: ExpertCounts | None
-    ) -> None:
-        for objective, scored in zip(micro_batch.objectives, found, strict=True):
-            for segment in micro_batch.segments_of(objective):
+    def _add_scores(self, objectives: Sequence[Objective], found: Sequence[ScoredTokens]) -> None:
+        for objective, scored in zip(objectives, found, strict=True):
+            for segment in objective.segments:
                 tokens = slice(segment.start - objective.start, segment.stop - objective.start)
                 self.operations[segment.operation].add_scores(segment, scored.part(tokens))
-        if expert_counts is not None:
-            for segment, of_layers in zip(micro_batch.segments, expert_counts.by_segment(), strict=True):
-                self.operations[segment.operation].add_expert_counts(segment, of_layers)
 
 
 def _expert_adapters(operations: Sequence[RankOperation], models: Sequence[Trainable]) -> list[Adapter]:

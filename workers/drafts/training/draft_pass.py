@@ -13,7 +13,6 @@ from torch import Tensor
 from ....schemas.errors import OperationError
 from ....schemas.training import FeatureLocation, ForwardBackwardRequest
 from ...batch.micro_batch import MicroBatch, select_examples
-from ...batch.partial_result import PartialResult
 from ...batch.validated import ModelLimits, ValidatedBatch, validate_request
 from ...heads import LogprobHead
 from ...heads.head import chunks
@@ -27,7 +26,7 @@ from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
 from ...state.trainable import Trainable
-from ...training.rank_operation import RankOperation
+from ...training.rank_operation import PartialResult, RankOperation
 from ...training.scoring import ScoredTokens
 from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
 from ..algorithms.algorithm import DraftPass

@@ -71,7 +71,6 @@ TORCH_FREE = {
 CORE = (
     *(
         "batch/micro_batch",
-        "batch/partial_result",
         "batch/validated",
         "state/flat_params",
         "state/trainable",

@@ -15,7 +15,6 @@ import numpy as np
 
 from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch, empty_micro_batch, pack, smaller_budget
-from ..batch.partial_result import PartialResult
 from ..batch.validated import ModelLimits
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
@@ -31,7 +30,7 @@ from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
 from ..state.trainable import Trainable
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
-from .rank_operation import RankOperation
+from .rank_operation import FinishedParts, PartialResult, RankOperation
 from .rounds import rounds
 from .scoring_pass import RunMicroBatch, ScoringPassRunner
 
@@ -81,7 +80,7 @@ class RankPlan:
 
 
 class PassRunner:
-    """Runs passes, and holds the operations whose later parts are still to be run between them."""
+    """Runs passes, and holds between them what the finished parts of operations have left."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class PassRunner:
         self._token_budget = config.micro_batch_tokens
         self._exclusive_budget = exclusive_tokens or config.micro_batch_tokens
         self._max_runs = config.adapter_slots
-        self._unfinished: dict[int, RankOperation] = {}
+        self._unfinished: dict[int, FinishedParts] = {}
 
     def run_pass(self, parts: Sequence[OperationPart]) -> tuple[PartAnswer, ...]:
         """Returns an answer for each part, see Pass. An error in one operation does not affect another."""
@@ -122,8 +121,11 @@ class PassRunner:
                 self._run_coupled(operations, strategy)
             else:
                 self._run_or_split(operations, strategy)
-            of_ranks = self._mesh.all_gather_object([each.result(self._mesh.is_leader) for each in operations])
-            results = [PartialResult.merge(of_part) for of_part in zip(*of_ranks, strict=True)]
+            own = [each.result(self._mesh.is_leader) for each in operations]
+            results, *of_others = self._mesh.all_gather_object(own)
+            for of_rank in of_others:
+                for result, other in zip(results, of_rank, strict=True):
+                    result.add(other)
             if self._speed is not None and (achieved := sum(result.flops for result in results)):
                 seconds = time.perf_counter() - started
                 self._speed.record("training", achieved, seconds)
@@ -146,11 +148,7 @@ class PassRunner:
 
     def _begin(self, part: OperationPart, strategy: PassStrategy) -> RankOperation:
         """Returns the part's operation; it has failed already if it cannot run."""
-        operation = self._unfinished.get(part.operation_id) if part.first_datum else None
-        if operation is None:
-            operation = RankOperation(part)
-        else:
-            operation.begin(part)
+        operation = RankOperation(part, self._unfinished.get(part.operation_id) if part.first_datum else None)
         try:
             self._read(operation, strategy)
         except Exception as error:
@@ -170,7 +168,7 @@ class PassRunner:
             lengths = np.array([len(example.tokens) for example in operation.batch.examples], np.int64)
             num_trained = None if operation.forward_only else operation.batch.num_tokens
             operation.flops = self._flops.of_pass(lengths, model.flops, num_trained)
-        if operation.num_data != operation.part.first_datum:
+        if operation.finished.num_data != operation.part.first_datum:
             raise OperationError(
                 f"the results of the {operation.part.first_datum} data before these are gone: since they were computed,"
                 " the run's gradients were cleared or its weights loaded; send the whole operation again",
@@ -306,7 +304,7 @@ class PassRunner:
             with self._models.resident([run_id], operation.vectors) as (model,):
                 answer = operation.end_part(model, result)
             if not part.last:
-                self._unfinished[part.operation_id] = operation
+                self._unfinished[part.operation_id] = operation.finished
             return answer
         if run_id in self._models and not operation.forward_only:
             model = self._models.get(run_id)

@@ -17,7 +17,6 @@ from ..models.model import BaseModel
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
-from ..state.trainable import Trainable
 from .rank_operation import RankOperation
 from .scoring import Heads, ScoredTokens, score
 
@@ -35,11 +34,11 @@ class ScoringPassRunner:
         self.head_chunk_tokens = head_chunk_tokens
         self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
         part = operation.part
         if part.request.features is not None:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        operation.batch = validate_request(part.request, limits, part.share, model.program.losses)
+        operation.batch = validate_request(part.request, limits, part.share, operation.model.program.losses)
 
     def plan(self, operations: Sequence[RankOperation]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""
@@ -47,7 +46,6 @@ class ScoringPassRunner:
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[object] = (),
         hidden_states: HiddenStates | None = None,
@@ -64,8 +62,7 @@ class ScoringPassRunner:
             self._adapters,
             heads,
             operations,
-            models,
-            _expert_adapters(operations, models) if self.mesh.along("ep").size > 1 else [],
+            _expert_adapters(operations) if self.mesh.along("ep").size > 1 else [],
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
             # Ranks along tp route the same tokens.
@@ -92,14 +89,13 @@ class ScoringPassRunner:
 class _JointPass:
     """Runs the micro-batches that operations share.
 
-    models: of each operation. expert_adapters: see _expert_adapters.
+    expert_adapters: see _expert_adapters.
     counts_experts: whether this rank counts the tokens of each expert. trains: whether they have gradients.
     """
 
     adapters: LoraLayers
     heads: Heads
     operations: Sequence[RankOperation]
-    models: Sequence[Trainable]
     expert_adapters: list[Adapter]
     hidden_states: HiddenStates
     shard_of: Callable[[MicroBatch], TokenShard]
@@ -108,7 +104,7 @@ class _JointPass:
 
     def run(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
-        segments = _segments(micro_batch, self.models, share)
+        segments = _segments(micro_batch, self.operations, share)
         stops = [segment.stop for segment in micro_batch.segments]
         counts = ExpertCounts(share, stops, micro_batch.tokens.device) if self.counts_experts and stops else None
         adapters = self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters)
@@ -141,20 +137,20 @@ class _JointPass:
                 self.operations[segment.operation].add_scores(segment, scored.part(tokens))
 
 
-def _expert_adapters(operations: Sequence[RankOperation], models: Sequence[Trainable]) -> list[Adapter]:
+def _expert_adapters(operations: Sequence[RankOperation]) -> list[Adapter]:
     """Returns the adapters whose tokens can arrive from another rank of the expert-parallel group, in the same order on
     all ranks."""
-    by_run = {operation.run_id: model for operation, model in zip(operations, models, strict=True)}
+    by_run = {operation.run_id: operation.model for operation in operations}
     in_order = (by_run[run_id] for run_id in sorted(by_run))
     return [model for model in in_order if isinstance(model, Adapter)]
 
 
-def _segments(micro_batch: MicroBatch, models: Sequence[Trainable], share: TokenShard) -> list[Segment]:
+def _segments(micro_batch: MicroBatch, operations: Sequence[RankOperation], share: TokenShard) -> list[Segment]:
     """Returns the micro-batch's segments, with neighbours of the same model merged, and one for the padding, which no
     adapter adapts."""
     segments: list[Segment] = []
     for each in micro_batch.segments:
-        model = models[each.operation]
+        model = operations[each.operation].model
         start = segments.pop().start if segments and segments[-1].model is model else each.start
         segments.append(Segment(start, each.stop, model))
     if share.num_padding:

@@ -96,6 +96,8 @@ class RankOperation:
     """Runs a part of an operation on this rank.
 
     part, batch: the part and its data; a part that is refused before it runs has no batch.
+    model: the run's, whose tensors are usable while it is resident; missing if the run is not on this rank.
+    token_budget: most tokens of a micro-batch of this part and those that can share one with it.
     finished: the parts before it.
     prepared: what its strategy has found for the part, see PassStrategy.read.
     vectors: those of its model that must be on the device.
@@ -105,6 +107,8 @@ class RankOperation:
     """
 
     batch: ValidatedBatch
+    model: Trainable
+    token_budget: int
 
     def __init__(self, part: OperationPart, finished: FinishedParts | None = None) -> None:
         self.part, self.run_id, self.forward_only = part, part.request.model_id, part.request.forward_only
@@ -151,14 +155,15 @@ class RankOperation:
     def abandon(self, failure: Failure) -> None:
         self.failure, self.computed = failure, True
 
-    def add_earlier_gradient(self, model: Trainable) -> None:
+    def add_earlier_gradient(self) -> None:
         """Adds the earlier parts' gradient to the scratch, which holds this part's.
 
         Refuses the operation if the sum is not finite.
         """
+        gradients = self.model.gradients
         if self.finished.gradient is not None:
-            model.gradients.scratch.add_(self.finished.gradient.to(model.gradients.scratch.device))
-        if not model.gradients.are_finite():
+            gradients.scratch.add_(self.finished.gradient.to(gradients.scratch.device))
+        if not gradients.are_finite():
             self.refuse(f"the gradient of {self.batch.loss_name} is not finite")
 
     def result(self, counts: bool) -> PartialResult:
@@ -180,13 +185,13 @@ class RankOperation:
                 result.add(of_segment)
         return result
 
-    def end_part(self, model: Trainable, result: PartialResult) -> PartAnswer:
+    def end_part(self, result: PartialResult) -> PartAnswer:
         """Ends a part that has succeeded on all ranks, with the sums of all of them.
 
         The last part commits the gradient to the window and returns the operation's output. An earlier one moves it to
         the host, which frees the scratch until the next part.
         """
-        finished, scores = self.finished, self.batch.loss.scores
+        finished, gradients, scores = self.finished, self.model.gradients, self.batch.loss.scores
         assert scores == "features" or all(scores in finished.outputs.get(i, ()) for i in self.batch.datum_indices), (
             "a datum was missing from all micro-batches"
         )
@@ -194,12 +199,12 @@ class RankOperation:
         finished.num_data += self.part.share.num_data
         if not self.part.last:
             if not self.forward_only:
-                finished.gradient = model.gradients.scratch.to("cpu", copy=True)
-                model.gradients.abandon_operation()
+                finished.gradient = gradients.scratch.to("cpu", copy=True)
+                gradients.abandon_operation()
             return None
         if not self.forward_only:
             losses = {f"loss/{self.batch.loss_name}": finished.sums.loss}
-            model.gradients.commit(finished.sums.num_tokens, finished.sums.denominator, losses)
+            gradients.commit(finished.sums.num_tokens, finished.sums.denominator, losses)
         outputs, metrics = finished.outputs, finished.sums.client_metrics()
         if self.part.shared:
             return RankOutput(outputs, metrics)

@@ -17,7 +17,6 @@ from ..models.model import BaseModel
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
-from ..state.trainable import Trainable
 from .rank_operation import RankOperation
 from .scoring import Heads, ScoredTokens, score
 
@@ -39,11 +38,11 @@ class ScoringPassRunner:
         # Ranks along tp route the same tokens.
         self._counts_experts = bool(base.experts) and mesh.along("tp").index == 0
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
         part = operation.part
         if part.request.features is not None:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        operation.batch = validate_request(part.request, limits, part.share, model.program.losses)
+        operation.batch = validate_request(part.request, limits, part.share, operation.model.program.losses)
 
     def plan(self, operations: Sequence[RankOperation]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""
@@ -51,7 +50,6 @@ class ScoringPassRunner:
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[object] = (),
         hidden_states: HiddenStates | None = None,
@@ -68,8 +66,7 @@ class ScoringPassRunner:
             self._adapters,
             heads,
             operations,
-            models,
-            _expert_adapters(operations, models) if self._exchanges_experts else [],
+            _expert_adapters(operations) if self._exchanges_experts else [],
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
             self._counts_experts,
@@ -97,14 +94,13 @@ class ScoringPassRunner:
 class _JointPass:
     """Runs the micro-batches that operations share.
 
-    models: of each operation. expert_adapters: see _expert_adapters.
+    expert_adapters: see _expert_adapters.
     counts_experts: whether this rank counts the tokens of each expert. trains: whether they have gradients.
     """
 
     adapters: LoraLayers
     heads: Heads
     operations: Sequence[RankOperation]
-    models: Sequence[Trainable]
     expert_adapters: list[Adapter]
     hidden_states: HiddenStates
     shard_of: Callable[[MicroBatch], TokenShard | None]
@@ -113,7 +109,7 @@ class _JointPass:
 
     def run(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
-        segments, scored = _segments(micro_batch, self.models, share)
+        segments, scored = _segments(micro_batch, self.operations, share)
         counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
         with torch.set_grad_enabled(self.trains), self.adapters.applied(segments, self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, counts)
@@ -151,22 +147,22 @@ class _JointPass:
                 self.operations[segment.operation].add_scores(segment, scored.part(tokens))
 
 
-def _expert_adapters(operations: Sequence[RankOperation], models: Sequence[Trainable]) -> list[Adapter]:
+def _expert_adapters(operations: Sequence[RankOperation]) -> list[Adapter]:
     """Returns the adapters whose tokens can arrive from another rank of the expert-parallel group, in the same order on
     all ranks."""
-    by_run = {operation.run_id: model for operation, model in zip(operations, models, strict=True)}
+    by_run = {operation.run_id: operation.model for operation in operations}
     in_order = (by_run[run_id] for run_id in sorted(by_run))
     return [model for model in in_order if isinstance(model, Adapter)]
 
 
 def _segments(
-    micro_batch: MicroBatch, models: Sequence[Trainable], share: TokenShard | None
+    micro_batch: MicroBatch, operations: Sequence[RankOperation], share: TokenShard | None
 ) -> tuple[list[Segment], list[Segment]]:
     """Returns the segments of the tokens that this rank runs, and of those that it scores, with neighbours of the same
     model merged. No adapter adapts a share's padding."""
     segments: list[Segment] = []
     for each in micro_batch.segments:
-        model = models[each.operation]
+        model = operations[each.operation].model
         start = segments.pop().start if segments and segments[-1].model is model else each.start
         segments.append(Segment(start, each.stop, model))
     if share is None:

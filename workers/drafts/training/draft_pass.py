@@ -25,7 +25,6 @@ from ...registry.model_registry import ModelRegistry
 from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...state.trainable import Trainable
 from ...training.rank_operation import PartialResult, RankOperation
 from ...training.scoring import ScoredTokens
 from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
@@ -96,7 +95,7 @@ class DraftPassRunner:
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
         """Validates the part's data and finds the captured features of its examples."""
         draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
         losses = CAPTURES if location is not None and location.captures else draft.program.losses
@@ -143,7 +142,6 @@ class DraftPassRunner:
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[DraftPlan] = (),
     ) -> RunMicroBatch:

@@ -124,10 +124,10 @@ class CapturingPassRunner:
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
         self._warned: WeakSet[FinishedParts] = WeakSet()
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
-        part, location, program = operation.part, operation.part.request.features, model.program
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
+        part, location, program = operation.part, operation.part.request.features, operation.model.program
         if location is None or location.draft is None:
-            self._scoring.read(operation, model, limits)
+            self._scoring.read(operation, limits)
             return
         operation.batch = validate_request(part.request, limits, part.share, program.losses)
         if not program.samples:
@@ -140,13 +140,12 @@ class CapturingPassRunner:
 
         These runs must be on the device.
         """
-        run_ids = {each.run_id for each in operations if _wanted_features(each) is not None}
-        return {run_id: self._version(self._models.get(run_id)) for run_id in run_ids}
+        models = {each.run_id: each.model for each in operations if _wanted_features(each) is not None}
+        return {run_id: self._version(model) for run_id, model in models.items()}
 
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[Mapping[str, str]] = (),
     ) -> RunMicroBatch:
@@ -157,8 +156,8 @@ class CapturingPassRunner:
             None if (capture := _wanted_features(each)) is None else self._kind(capture, versions[each.run_id])
             for each in operations
         ]
-        capture = _PolicyCapture(self._base, self._head, operations, models, kinds, num_lanes, self._warned)
-        return self._scoring.start(operations, models, num_lanes, hidden_states=capture.hidden_states)
+        capture = _PolicyCapture(self._base, self._head, operations, kinds, num_lanes, self._warned)
+        return self._scoring.start(operations, num_lanes, hidden_states=capture.hidden_states)
 
     def _kind(self, wanted: DraftFeatures, version: str) -> FeatureKind:
         """Returns the kind of features that a draft wants of weights with this version."""
@@ -190,14 +189,13 @@ class CapturingPassRunner:
 class _PolicyCapture:
     """Runs the base model in a pass of policies, and stores features.
 
-    models, kinds: of each operation; the kind is that of the features that it captures, None = it captures none.
+    kinds: of the features that each operation captures, None = it captures none.
     warned: of operations for which a warning about features that could not be stored was logged.
     """
 
     base: BaseModel
     head: LogprobHead
     operations: Sequence[RankOperation]
-    models: Sequence[Trainable]
     kinds: Sequence[FeatureKind | None]
     num_lanes: int
     warned: WeakSet[FinishedParts]
@@ -236,7 +234,7 @@ class _PolicyCapture:
         layers = [each for layer in kind.layers if (each := of_layers[layer]) is not None]
         if not layers:
             return
-        operation, model = self.operations[segment.operation], self.models[segment.operation]
+        operation = self.operations[segment.operation]
         location = operation.part.request.features
         assert location is not None
         directory, captured = Path(location.directory), torch.cat(layers, dim=-1)
@@ -245,7 +243,7 @@ class _PolicyCapture:
         features = TargetFeatures(captured, captured, outputs if kind.form is not None else None)
         budget = LogitBudget.on(self.base.device.type == "cpu", self.head.chunk_tokens)
         chunks = TargetChunks(
-            lambda each: self.head.uncapped_logits(each, [Segment(0, len(each), model)]),
+            lambda each: self.head.uncapped_logits(each, [Segment(0, len(each), operation.model)]),
             budget.chunk_rows(self.num_lanes, self.num_lanes * self.base.vocab_size),
         )
         failure = store_features(directory, kind, operation, segment, features, chunks)

@@ -20,7 +20,6 @@ from ..schemas.models import LoraConfig, Utilization
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .engines.engine import Engine
-from .engines.groups.adapter_copies import AdapterCopies
 from .engines.groups.sampler_groups import SamplerGroups
 from .engines.training_workers import TrainingWorkersEngine
 from .protocol.calls import AdapterFile, ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
@@ -374,7 +373,7 @@ class _Builder:
         groups = [self._group(sampler, name, suspects) for name, sampler in named_sampler_configs(model, sampling)]
         if not groups:
             return TrainingWorkersEngine(training)
-        return SamplerGroups(training, groups, AdapterCopies(directory))
+        return SamplerGroups(training, groups, directory)
 
 
 def _check_weights(weights: Mapping[str, float]) -> None:

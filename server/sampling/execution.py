@@ -47,10 +47,10 @@ class SamplingExecution:
         enter_work(context)
         sampler.running_jobs.add(job.request_id)
         progress = _ProgressForwarder(on_progress)
-        work = job.for_worker(streams=on_progress is not None)
         sampled, failure, began_at = None, None, time.monotonic()
-        constraint = work.params.constraint
+        constraint = job.request.sampling_params.constraint
         try:
+            work = job.for_worker(streams=on_progress is not None)
             if constraint is not None:
                 seconds = await self._constraints.check(record.base_model, record.tenant_id, constraint)
                 work = replace(work, compile_seconds=seconds)
@@ -73,7 +73,7 @@ class SamplingExecution:
             raise
         finally:
             sampler.running_jobs.discard(job.request_id)
-            seconds, num_prompt = time.monotonic() - began_at, len(work.prompt)
+            seconds, num_prompt = time.monotonic() - began_at, len(job.prompt)
             self._telemetry.sample_ended(
                 context, record.base_model, job.request_id, num_prompt, sampled, seconds, failure
             )

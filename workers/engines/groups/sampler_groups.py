@@ -19,18 +19,18 @@ from ...scheduler.quarantine import MAX_STRIKES
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.work import MethodWork, OnProgress
 from ..in_flight import InFlightRequests, StreamDeduplicator
-from ..weights import WeightTransferStats, drop_weights, load_weights
-from .adapter_copies import AdapterCopies
-from .adapter_versions import GroupAdapter, GroupAdapterVersion
+from ..weights import WeightStore, WeightTransferStats, drop_weights, load_weights
+from .adapter_versions import AdapterCopy, GroupAdapter, GroupAdapterVersion
 
 
 class SamplerGroups:
     """Sends each request to the group with the fewest tokens in flight, and retries it if the worker crashes."""
 
-    def __init__(self, training: RankGroup, groups: Sequence[RankGroup], copies: AdapterCopies) -> None:
+    def __init__(self, training: RankGroup, groups: Sequence[RankGroup], directory: Path | None) -> None:
+        """directory: for copies of adapters, see WeightStore."""
         self._training = training
-        self._workers = [_SamplerWorker(group, copies) for group in groups]
-        self._copies = copies
+        self._copies = WeightStore(AdapterCopy, directory)
+        self._workers = [_SamplerWorker(group, self._copies) for group in groups]
         self._in_flight = InFlightRequests()
 
     @property
@@ -43,7 +43,7 @@ class SamplerGroups:
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))
-        self._copies.close()
+        await self._copies.close()
 
     def status(self) -> str | None:
         return next((status for worker in self._workers if (status := worker.group.status())), None)
@@ -92,7 +92,7 @@ class SamplerGroups:
         }
 
     async def _keep(self, adapter_id: str, weights: AdapterWeights) -> None:
-        await self._copies.put(adapter_id, weights)
+        await self._copies.put(adapter_id, lambda copy: copy.write(weights))
         await asyncio.gather(*(worker.update_adapter(adapter_id) for worker in self._workers))
 
     async def _sample(self, job: SampleJob, streamed: StreamDeduplicator) -> SampleResponse:
@@ -148,7 +148,7 @@ class _Request:
 class _SamplerWorker:
     """One sampler worker: a group and its adapters. num_tokens: upper bound on the tokens in flight and waiting."""
 
-    def __init__(self, group: RankGroup, copies: AdapterCopies) -> None:
+    def __init__(self, group: RankGroup, copies: WeightStore[AdapterCopy]) -> None:
         self.group = group
         self.num_tokens = 0
         self.pushes = WeightTransferStats()
@@ -204,10 +204,8 @@ class _SamplerWorker:
 
     @contextmanager
     def _counted(self, job: SampleJob) -> Iterator[None]:
-        most = job.params.most_tokens(len(job.prompt), self.group.supervisor.info.max_context_length)
-        num_tokens = len(job.prompt) + job.num_samples * most
-        self.num_tokens += num_tokens
+        self.num_tokens += job.most_tokens
         try:
             yield
         finally:
-            self.num_tokens -= num_tokens
+            self.num_tokens -= job.most_tokens

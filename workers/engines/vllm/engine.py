@@ -24,8 +24,7 @@ from ...scheduler.supervision.pool_factory import sampler_configs
 from ...scheduler.work import MethodWork, OnProgress
 from ...shapes.model_shape import read_architecture
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
-from .adapter_version import VllmAdapterVersion, full_weight_files, weights_under
-from .adapters import VllmAdapters, link_files
+from .adapters import VllmAdapters, VllmVersion, full_weight_files, link_files, weights_under
 from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
 from .draft_slot import DraftSlot
 from .placed_weights import PlacedWeights
@@ -52,8 +51,8 @@ class _RetriedJob:
     """
 
     job: SampleJob
-    version: VllmAdapterVersion | None
-    draft: VllmAdapterVersion | None
+    version: VllmVersion | None
+    draft: VllmVersion | None
     streamed: StreamDeduplicator
     num_strikes: int = 0
     num_retries: int = 0
@@ -92,7 +91,7 @@ class VllmEngine:
         self._quarantine = Quarantine(server.name)
         self._model: VllmModel | None = None
         # The base model as an adapter, where vLLM needs one.
-        self._bare: VllmAdapterVersion | None = None
+        self._bare: VllmVersion | None = None
 
     @property
     def groups(self) -> Sequence[RankGroup]:
@@ -177,7 +176,7 @@ class VllmEngine:
             hits = sampled.prompt_cache_hit_tokens
             return replace(scored, sequences=sampled.sequences, prompt_cache_hit_tokens=hits, guesses=sampled.guesses)
 
-    async def _score(self, job: SampleJob, version: VllmAdapterVersion | None) -> SampleResponse:
+    async def _score(self, job: SampleJob, version: VllmVersion | None) -> SampleResponse:
         """Scores the prompt with the training workers.
 
         vLLM 0.32 would add the output head's part of an adapter to the wrong rows of a prompt, and crashes on a CPU
@@ -187,7 +186,7 @@ class VllmEngine:
         if version is not None:
             await self._adapters.load_into_training(version)
             adapter_id = version.name
-        params = SamplingParams(max_tokens=1, seed=job.params.seed, temperature=job.params.temperature)
+        params = SamplingParams(max_tokens=1, seed=job.seed, temperature=job.params.temperature)
         plain = replace(
             job, num_samples=1, draft_id=None, topk_sample_logprobs=0, streams=False, stop_token_ids=(), stop_strings=()
         )
@@ -222,7 +221,7 @@ class VllmEngine:
                     return await self._api.watch(retried.streamed.run(partial(self._attempt, retried)))
             except UnknownModel as error:
                 if retried.version is not None:
-                    retried.version.vllm_epoch = None
+                    retried.version.in_vllm.start = None
                 retried.num_strikes += 1
                 raise VllmUnreachable(str(error), reached=True) from None
             except VllmUnreachable as gone:

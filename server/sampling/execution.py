@@ -15,8 +15,8 @@ from ...workers.sampler.requests.structured_output import is_costly
 from ..telemetry.telemetry import Telemetry
 from .constraint_checks import ConstraintChecks
 from .draft_loader import DraftLoader
+from .sampler_weights import SamplerWeights
 from .sampling_job import SamplingJob
-from .weight_loader import WeightLoader
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ class SamplingExecution:
     def __init__(
         self,
         dispatch: WorkerDispatch,
-        loader: WeightLoader,
+        weights: SamplerWeights,
         drafts: DraftLoader,
         constraints: ConstraintChecks,
         telemetry: Telemetry,
     ) -> None:
         self._dispatch = dispatch
-        self._loader = loader
+        self._weights = weights
         self._drafts = drafts
         self._constraints = constraints
         self._telemetry = telemetry
@@ -85,14 +85,10 @@ class SamplingExecution:
         sampler = job.sampler
         async with self._draft(job) as draft_id:
             # Loaded after the draft: the adapter is required, while a worker that has lost the draft samples without.
-            loading = await self._loader.load(sampler)
-            try:
-                with_draft = replace(work, draft_id=draft_id)
-                return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
-            except OperationError as error:
-                if error.category == "server":
-                    self._loader.invalidate(sampler, loading)
-                raise
+            if sampler.adapter_id is not None:
+                await self._weights.load(sampler)
+            with_draft = replace(work, draft_id=draft_id)
+            return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
 
     @asynccontextmanager
     async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:

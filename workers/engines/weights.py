@@ -38,22 +38,17 @@ Version = TypeVar("Version", bound=WeightVersion)
 
 
 class WeightStore(Generic[Version]):
-    """Keeps the newest version of each owner's weights, and older ones until no request uses them.
+    """Keeps the newest version of each owner's weights, and older ones until no request uses them."""
 
-    unload: called before the files of a version are deleted. keep_seconds: how long they are kept after that.
-    """
+    def __init__(self, version_class: type[Version], directory: Path | None, keep_seconds: float = 0.0) -> None:
+        """Opens nothing yet.
 
-    def __init__(
-        self,
-        new_version: Callable[[str, int, str, Path], Version],
-        directory: Path | None,
-        unload: Callable[[Version], Awaitable[None]] | None = None,
-        keep_seconds: float = 0.0,
-    ) -> None:
-        """directory: created at first use, and emptied of an earlier process's files; None means a temporary one."""
-        self._new_version = new_version
+        Args:
+            directory: created at first use, and emptied of an earlier process's files; None means a temporary one.
+            keep_seconds: how long the files of a version are kept after it was unloaded.
+        """
+        self._version_class = version_class
         self._requested = directory
-        self._unload = unload
         self._keep_seconds = keep_seconds
         self._directory: Path | None = None
         self._making = asyncio.Lock()
@@ -89,7 +84,7 @@ class WeightStore(Generic[Version]):
         try:
             directory = await self.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:]
             directory.mkdir()
-            version = self._new_version(owner, number, name, directory)
+            version = self._version_class(owner, number, name, directory)
             await write(version)
         except BaseException as error:
             self._retire(version)
@@ -113,6 +108,9 @@ class WeightStore(Generic[Version]):
     def drop(self, owner: str) -> None:
         """Drops the owner's weights; requests that use them keep them until they end. Unknown ids are ignored."""
         self._retire(self._newest.pop(owner, None))
+
+    async def unload(self, version: Version) -> None:
+        """Called before the files of a version are deleted."""
 
     async def path(self) -> Path:
         """Returns the store's directory. Raises OSError."""
@@ -138,8 +136,7 @@ class WeightStore(Generic[Version]):
             task.add_done_callback(self._deleting.discard)
 
     async def _delete(self, version: Version) -> None:
-        if self._unload is not None:
-            await self._unload(version)
+        await self.unload(version)
         await asyncio.sleep(self._keep_seconds)
         await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
 

@@ -246,7 +246,7 @@ async def test_vllm_reads_an_adapter_once(dispatch: WorkerDispatch) -> None:
     run_id = await trained_run(dispatch, "read-once")
     await dispatch.copy_adapter(run_id, "once")
     engine: Any = dispatch._own["tiny"].engine
-    files = engine._adapters._store.get("once").directory
+    files = engine._adapters.get("once").directory
     asked = job("long", "once", 200, streams=True)
     begun = asyncio.Event()
     sampling = asyncio.create_task(dispatch.sample("tiny", asked, lambda _: begun.set()))

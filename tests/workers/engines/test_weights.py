@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.workers.engines.groups.adapter_versions import AdapterCopy
+from trainhouse.workers.engines.adapter_versions import AdapterCopy
 from trainhouse.workers.engines.weights import LoadedCopy, WeightStore, WeightVersion
 from trainhouse.workers.protocol.calls import AdapterWeights
 
@@ -26,11 +26,12 @@ async def settle() -> None:
 async def test_a_version_stays_until_it_is_replaced_and_no_request_uses_it(tmp_path: Path) -> None:
     unloaded: list[WeightVersion] = []
 
-    async def unload(version: WeightVersion) -> None:
-        assert (version.directory / "weights").exists()
-        unloaded.append(version)
+    class Store(WeightStore[WeightVersion]):
+        async def unload(self, version: WeightVersion) -> None:
+            assert (version.directory / "weights").exists()
+            unloaded.append(version)
 
-    store = WeightStore(WeightVersion, tmp_path / "store", unload)
+    store = Store(WeightVersion, tmp_path / "store")
     first = await store.put("a", write)
     with store.using(first), store.using(first):
         second = await store.put("a", write)

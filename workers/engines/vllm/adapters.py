@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -112,26 +112,18 @@ class Turns(Generic[Weights]):
             self._all_ended = None
 
 
-class VllmAdapters:
-    """Holds versions by adapter id. vLLM loads them to sample, the training group to score prompts."""
+class VllmAdapters(WeightStore[VllmVersion]):
+    """The versions of adapters and full models. vLLM loads them to sample, the training group to score prompts."""
 
     def __init__(self, api: VllmApi, training: RankGroup, directory: Path | None) -> None:
-        """directory: see WeightStore."""
+        super().__init__(VllmVersion, directory, READS_ON_SECONDS)
         self._api = api
         self._training = training
-        self._store = WeightStore(VllmVersion, directory, self._unload, READS_ON_SECONDS)
         self._turns: Turns[VllmVersion | None] = Turns()
-
-    async def put(self, adapter_id: str, write: Callable[[Path], Awaitable[None]]) -> VllmVersion:
-        """Adds and returns the newest version, see WeightStore. `write` writes it into an empty directory."""
-        return await self._store.put(adapter_id, lambda version: write(version.directory))
 
     def num_full_besides(self, adapter_id: str) -> int:
         """Returns how many other adapters are full models."""
-        return sum(each.is_full for each in self._store if each.owner != adapter_id)
-
-    def drop(self, adapter_id: str) -> None:
-        self._store.drop(adapter_id)
+        return sum(each.is_full for each in self if each.owner != adapter_id)
 
     @asynccontextmanager
     async def in_use(self, adapter_id: str | None) -> AsyncIterator[VllmVersion | None]:
@@ -143,9 +135,9 @@ class VllmAdapters:
             async with self._turns.turn(lambda: None):
                 yield None
             return
-        async with self._turns.turn(lambda: weights_under(self._store.get(adapter_id))):
-            version = self._store.get(adapter_id)
-            with self._store.using(version):
+        async with self._turns.turn(lambda: weights_under(self.get(adapter_id))):
+            version = self.get(adapter_id)
+            with self.using(version):
                 yield version
 
     async def load_into_vllm(self, version: VllmVersion, start: int) -> None:
@@ -166,12 +158,12 @@ class VllmAdapters:
 
     async def close(self) -> None:
         """Unloads the versions from vLLM: a server at a URL outlives us."""
-        unloading = asyncio.gather(*(self._unload_from_vllm(version) for version in self._store))
+        unloading = asyncio.gather(*(self._unload_from_vllm(version) for version in self))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(unloading, VLLM_UNLOAD_SECONDS)
-        await self._store.close()
+        await super().close()
 
-    async def _unload(self, version: VllmVersion) -> None:
+    async def unload(self, version: VllmVersion) -> None:
         await self._unload_from_vllm(version)
         if version.in_training.start is not None:
             with contextlib.suppress(OperationError):  # the server is shutting down
@@ -182,8 +174,8 @@ class VllmAdapters:
             await self._api.unload_adapter(version.name)
 
 
-async def link_files(source: Path, form: VllmForm | None, target: Path) -> None:
-    """Links a checkpoint's files into another directory, so that the checkpoint may be deleted.
+async def link_files(source: Path, form: VllmForm | None, version: VllmVersion) -> None:
+    """Links a checkpoint's files into the version's directory, so that the checkpoint may be deleted.
 
     Files in another form than the one that vLLM reads are rewritten there; None for drafts, which it reads as they are.
     Optimizer states are left out: vLLM would take them for weights.
@@ -191,10 +183,10 @@ async def link_files(source: Path, form: VllmForm | None, target: Path) -> None:
     try:
         ignored = shutil.ignore_patterns("optimizer*", "window*")
         await asyncio.to_thread(
-            shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True, ignore=ignored
+            shutil.copytree, source, version.directory, copy_function=_link, dirs_exist_ok=True, ignore=ignored
         )
         if form is not None:
-            await asyncio.to_thread(write_for_vllm, target, form)
+            await asyncio.to_thread(write_for_vllm, version.directory, form)
     except (OSError, shutil.Error) as error:
         raise OperationError(f"checkpoint {source} cannot be read: {error}", "server") from None
 

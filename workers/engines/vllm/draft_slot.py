@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from ....schemas.adapters.adapter_files import DESCRIPTION
@@ -24,22 +25,19 @@ _FIRST = "first-draft"
 _HEAD = "lm_head.weight"
 
 
-class DraftSlot:
-    """Holds drafts by id, and chooses the one that vLLM has. weights: those in the slot.
+class DraftSlot(WeightStore[VllmVersion]):
+    """Keeps drafts, and chooses the one that vLLM has. weights: those in the slot.
 
     Which one that is changes the speed of requests, not their distribution: rejection sampling is exact. So a request
     never waits for another draft: it takes the slot if no request uses the draft there, and else runs with that one.
     """
 
     def __init__(self, weights: PlacedWeights, training: RankGroup, config: VllmConfig, directory: Path | None) -> None:
-        """config: without a draft, vLLM starts without one.
-
-        directory: emptied of an earlier process's files; None means a temporary one.
-        """
+        """config: without a draft, vLLM starts without one."""
+        super().__init__(VllmVersion, directory, READS_ON_SECONDS)
         self.weights = weights
         self._training = training
         self._config = config
-        self._store = WeightStore(VllmVersion, directory, keep_seconds=READS_ON_SECONDS)
         self._in_slot: VllmVersion | None = None
         # A request that found the slot in use has named it: the slot is left to empty.
         self._wanted_next: VllmVersion | None = None
@@ -58,7 +56,7 @@ class DraftSlot:
         if config is None:
             return None
         try:
-            directory = await self._store.path() / _FIRST
+            directory = await self.path() / _FIRST
             directory.mkdir()
             spec = RunSpec(_FIRST, config.model_copy(update={"seed": 0}), "draft")
             await self._training.submit(MethodWork(_FIRST, "", CREATE_RUN, (spec,), creates=_FIRST))
@@ -72,10 +70,7 @@ class DraftSlot:
         tokens = self._config.draft_tokens if block is None else block - 1
         return {"method": self._shape.algorithm, "model": str(directory), "num_speculative_tokens": tokens}
 
-    def holds(self, draft_id: str) -> bool:
-        return draft_id in self._store
-
-    async def put(self, draft_id: str, directory: Path) -> None:
+    async def keep(self, draft_id: str, directory: Path) -> None:
         """Keeps the files of a draft, which may be deleted afterwards.
 
         Raises OperationError if vLLM has no draft, or one of another shape.
@@ -92,24 +87,21 @@ class DraftSlot:
         except (OSError, ValueError, KeyError) as error:
             raise not_stored_error(draft_id, error) from None
         _check_shape(self._shape, theirs)
-        await self._store.put(draft_id, lambda version: link_files(directory, None, version.directory))
-
-    def drop(self, draft_id: str) -> None:
-        self._store.drop(draft_id)
+        await self.put(draft_id, partial(link_files, directory, None))
 
     @asynccontextmanager
     async def in_use(self, draft_id: str | None) -> AsyncIterator[VllmVersion | None]:
         """Yields the draft if the request has the slot, which then keeps it to the end of the block; else None."""
-        draft = self._store.get(draft_id) if draft_id is not None and draft_id in self._store else None
+        draft = self.get(draft_id) if draft_id is not None and draft_id in self else None
         if draft is None or not self._takes(draft):
             yield None
             return
-        with self._store.using(draft):
+        with self.using(draft):
             yield draft
 
     async def close(self) -> None:
         await self.weights.close()
-        await self._store.close()
+        await super().close()
 
     def _takes(self, draft: VllmVersion) -> bool:
         """Gives the draft the slot unless another one is in use there; true if it has the slot."""

@@ -129,10 +129,10 @@ class VllmEngine:
         return list(self._server.pids)
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        async def save(directory: Path) -> None:
-            await self._save_run(run_id, directory)
-            self._check_adapter(adapter_id, directory)
-            await asyncio.to_thread(write_for_vllm, directory, self._form)
+        async def save(version: VllmVersion) -> None:
+            await self._save_run(run_id, version.directory)
+            self._check_adapter(adapter_id, version.directory)
+            await asyncio.to_thread(write_for_vllm, version.directory, self._form)
 
         await self._adapters.put(adapter_id, save)
 
@@ -140,15 +140,18 @@ class VllmEngine:
         self._check_adapter(adapter_id, directory)
         await self._adapters.put(adapter_id, partial(link_files, directory, self._form))
 
+    def has_adapter(self, adapter_id: str) -> bool:
+        return adapter_id in self._adapters
+
     async def drop_adapter(self, adapter_id: str) -> None:
         self._adapters.drop(adapter_id)
 
     def has_draft(self, draft_id: str) -> bool:
-        return self._draft_slot.holds(draft_id)
+        return draft_id in self._draft_slot
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         """Keeps the draft's files, which vLLM loads when a request needs them."""
-        await self._draft_slot.put(draft_id, directory)
+        await self._draft_slot.keep(draft_id, directory)
 
     async def drop_draft(self, draft_id: str) -> None:
         self._draft_slot.drop(draft_id)
@@ -297,9 +300,9 @@ class VllmEngine:
         """
         spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
 
-        async def save(directory: Path) -> None:
+        async def save(version: VllmVersion) -> None:
             await self._training.submit(MethodWork(_BARE, "", CREATE_RUN, (spec,), creates=_BARE))
-            await self._training.submit(MethodWork(_BARE, "", SAVE_RUN, (_BARE, str(directory), False)))
+            await self._training.submit(MethodWork(_BARE, "", SAVE_RUN, (_BARE, str(version.directory), False)))
             await self._training.submit(MethodWork(_BARE, "", DROP_RUN, (_BARE,), drops=_BARE))
 
         self._bare = await self._adapters.put(_BARE, save)

@@ -99,7 +99,7 @@ class WeightsWorker:
     def replace_draft(self, path: str) -> None:
         """Loads the weights of a draft of the same shape as that with which vLLM has started."""
         draft = self.model_runner.get_draft_model()
-        with _without_shared(draft), _context_projections(draft.model):
+        with _context_projections(draft.model):
             self._reload(draft, self.vllm_config.speculative_config.draft_model_config, path)
 
     def _reload(self, model: Any, config: Any, path: str) -> Any:
@@ -130,26 +130,6 @@ def __getattr__(name: str) -> Any:
     else:
         from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
     return type("Worker", (WeightsWorker, DeviceWorker), {})
-
-
-@contextmanager
-def _without_shared(draft: Any) -> Iterator[None]:
-    """Takes the target's embeddings and output head out of the draft, which has no weights for them."""
-    from torch import nn
-
-    loaded_from_file = {"lm_head": "has_own_lm_head", "embed_tokens": "has_own_embed_tokens"}
-    places = [
-        (parent, name, getattr(parent, name))
-        for parent, name in ((draft, "lm_head"), (draft.model, "embed_tokens"))
-        if not getattr(draft, loaded_from_file[name], False)
-    ]
-    for parent, name, _ in places:
-        setattr(parent, name, nn.Identity())
-    try:
-        yield
-    finally:
-        for parent, name, layer in places:
-            setattr(parent, name, layer)
 
 
 @contextmanager

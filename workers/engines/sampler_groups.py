@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ....schemas.errors import OperationError
-from ....schemas.sampling import SampleResponse
-from ...protocol.calls import AdapterWeights, SampleJob, WorkerLost
-from ...protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, READ_ADAPTER
-from ...scheduler.quarantine import MAX_STRIKES
-from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import MethodWork, OnProgress
-from ..in_flight import InFlightRequests, StreamDeduplicator
-from ..weights import WeightStore, WeightTransferStats, drop_weights, load_weights
-from .adapter_versions import AdapterCopy, GroupAdapter, GroupAdapterVersion
+from ...schemas.errors import OperationError
+from ...schemas.sampling import SampleResponse
+from ..protocol.calls import AdapterWeights, SampleJob, WorkerLost
+from ..protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, READ_ADAPTER
+from ..scheduler.quarantine import MAX_STRIKES
+from ..scheduler.rank_group import RankGroup
+from ..scheduler.work import MethodWork, OnProgress
+from .adapter_versions import AdapterCopy, GroupAdapter
+from .in_flight import InFlightRequests, StreamDeduplicator
+from .weights import WeightStore, WeightTransferStats, drop_weights, load_weights
 
 
 class SamplerGroups:
@@ -59,6 +59,9 @@ class SamplerGroups:
         await self._keep(
             adapter_id, await self._training.submit(MethodWork(adapter_id, "", READ_ADAPTER, (str(directory),)))
         )
+
+    def has_adapter(self, adapter_id: str) -> bool:
+        return adapter_id in self._copies
 
     async def drop_adapter(self, adapter_id: str) -> None:
         self._copies.drop(adapter_id)
@@ -126,23 +129,23 @@ class _Request:
     """A request and its attempts.
 
     num_strikes: crashes of workers that had no other request.
-    version: the version of the weights that the last attempt began with, if these stay unchanged; else None.
+    weights: what the last attempt began with, if these stay unchanged; else None.
     """
 
     job: SampleJob
     streamed: StreamDeduplicator
     num_strikes: int = 0
-    version: int | None = None
+    weights: AdapterCopy | None = None
 
-    def check_version(self, version: GroupAdapterVersion) -> None:
+    def check_weights(self, copy: AdapterCopy | None) -> None:
         """Raises OperationError if the tokens already streamed would continue with other weights."""
-        if self.streamed.has_streamed and self.version not in (None, version.number):
+        if self.streamed.has_streamed and self.weights not in (None, copy):
             raise OperationError(
                 f"sampling request {self.job.job_id} began with weights that a worker's crash has lost, and its stream"
                 " cannot continue with newer ones: send the request again",
                 "server",
             )
-        self.version = version.number if version.is_immutable else None
+        self.weights = copy if copy is not None and copy.is_full else None
 
 
 class _SamplerWorker:
@@ -192,7 +195,7 @@ class _SamplerWorker:
             yield job
             return
         async with self._held_adapter(job.adapter_id).in_use() as version:
-            request.check_version(version)
+            request.check_weights(version.copy)
             yield replace(job, adapter_id=version.worker_id)
 
     def _held_adapter(self, adapter_id: str) -> GroupAdapter:

@@ -39,6 +39,9 @@ class TrainingWorkersEngine:
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
         await load_weights(self._group, LOAD_ADAPTER, adapter_id, directory)
 
+    def has_adapter(self, adapter_id: str) -> bool:
+        return self._group.work.holds(adapter_id)
+
     async def drop_adapter(self, adapter_id: str) -> None:
         await drop_weights(self._group, adapter_id)
 

@@ -6,7 +6,7 @@ from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
 from ..batch.validated import ModelLimits
 from ..protocol.calls import Failure, SampledPart, SampleJob
-from .requests.jobs import NOWHERE, Job, SequenceState, check_spec
+from .requests.jobs import NOWHERE, Job, SequenceState
 from .requests.lazy_tokenizer import LazyTokenizer
 from .requests.sequence_table import EndReason
 from .scheduler import SequenceScheduler
@@ -39,7 +39,6 @@ class ActiveJobs:
         """Adds a job. An invalid one fails."""
         assert spec.job_id not in self._jobs, f"job {spec.job_id} joined twice"
         try:
-            check_spec(spec, self._limits)
             job = Job(spec, self._num_joined, self._limits, self._text, self._is_leader)
             self._scheduler.add(job)
         except OperationError as error:

@@ -17,7 +17,7 @@ from ...schemas.sampling import SampleResponse
 from ..pools.base import Pool, WorkerDied
 from ..protocol.calls import Failure, SampleJob
 from ..protocol.methods import MEMORY, UTILIZATION, Method
-from ..protocol.work_context import current_work
+from ..protocol.work_context import CURRENT_WORK
 from ..protocol.worker_config import WorkerConfig, default_pass_tokens
 from .calls import IDLE, RESTARTING, EndedCall, RankCall
 from .quarantine import Suspects
@@ -111,7 +111,7 @@ class RankGroup:
             raise OperationError(self._closed, "server")
         if work.creates != work.key:
             self.scheduler.held.check_available(work.key)
-        work.answer, work.context = asyncio.get_running_loop().create_future(), current_work()
+        work.answer, work.context = asyncio.get_running_loop().create_future(), CURRENT_WORK.get()
         self.scheduler.queue.enqueue(work)
         self._wake.set()
         try:
@@ -132,7 +132,7 @@ class RankGroup:
             raise OperationError(self._closed, "server")
         self.scheduler.held.check_available(job.adapter_id)
         sampling = SamplingWork(job, on_progress)
-        sampling.answer, sampling.context = asyncio.get_running_loop().create_future(), current_work()
+        sampling.answer, sampling.context = asyncio.get_running_loop().create_future(), CURRENT_WORK.get()
         self.scheduler.cohorts.enqueue_job(sampling)
         self._wake.set()
         try:

@@ -40,7 +40,7 @@ class TrainingWorkersEngine:
         await load_weights(self._group, LOAD_ADAPTER, adapter_id, directory)
 
     def has_adapter(self, adapter_id: str) -> bool:
-        return self._group.work.holds(adapter_id)
+        return adapter_id in self._group.scheduler.held
 
     async def drop_adapter(self, adapter_id: str) -> None:
         await drop_weights(self._group, adapter_id)

@@ -30,7 +30,7 @@ from ..operations.evaluation_data import EvaluationData
 from ..operations.features import Features
 from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..routes import auth, checkpoints, futures, history, listing, models, pages, sampling, sessions, training
-from ..routes.fast import FastRoutes, find_endpoints
+from ..routes.gate import Gate, find_endpoints
 from ..routes.services import Services, found_files
 from ..runs.history import RunHistory
 from ..runs.run_state import RunServices
@@ -47,8 +47,6 @@ from ..store import Store, open_store
 from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
 from ..tenants.browser_sessions import BrowserSessions
-from ..tenants.gate import Gate
-from ..tenants.head_check import HeadCheck
 from ..tenants.quotas import Quotas
 from ..tenants.sessions import Sessions
 from ..text.tokenizer import Tokenizers
@@ -118,11 +116,7 @@ def create_app(
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, internal_error)
     busy = find_endpoints((training.router, sampling.router, futures.router), _BUSY)
-    app.add_middleware(FastRoutes, endpoints=busy)
-    app.add_middleware(Gate, config=config)
-    for gate in plugin_rows("server.console.rows", "GATES").values():
-        app.add_middleware(gate)
-    app.add_middleware(HeadCheck, allowed_hosts=config.network.allowed_hosts)
+    app.add_middleware(Gate, config=config, endpoints=busy)
     return app
 
 

@@ -140,6 +140,7 @@ class Bench:
     async def submit(self, seq_id: int, asked: Operation | RunRequest, received: Body = BODY) -> Submitted:
         operation = asked if isinstance(asked, Operation) else operation_of(asked)
         with Reservation(self.quotas, "alice") as reservation:
+            reservation.claim(0, self.run.queue.position_of(seq_id))
             return await self.run.submit(seq_id, operation, received, reservation)
 
     async def optim_step(self, seq_id: int) -> str:

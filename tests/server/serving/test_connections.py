@@ -323,3 +323,25 @@ async def test_the_rest_of_an_answered_request_is_limited_in_trailers_too() -> N
                 await writer.drain()
                 num_sent += 64 * len(lines)
         assert num_sent < 4 * exchange.DRAIN_BYTES
+
+
+async def test_the_trailers_of_a_request_have_a_size_limit() -> None:
+    async with connected() as (_, writer):
+        writer.write(b"POST /whole HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
+        lines, num_sent = b"x: " + bytes([120]) * 1000 + b"\r\n", 0
+        with contextlib.suppress(ConnectionError):
+            while num_sent < 64 << 20:
+                writer.write(lines * 64)
+                await writer.drain()
+                num_sent += 64 * len(lines)
+        assert num_sent < 64 << 20
+
+
+async def test_what_is_between_the_pieces_of_a_body_is_no_trailer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_HEAD_BYTES", 20)
+    async with connected() as (reader, writer):
+        writer.write(b"POST /whole HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        for piece in [b"1\r\n", b"x\r\n"] * 20 + [b"0\r\n\r\n"]:
+            await asyncio.sleep(0.002)
+            writer.write(piece)
+        assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")

@@ -18,7 +18,7 @@ from ...workers.protocol.plugins import plugin_rows
 from ..config.server_config import ServerConfig
 from ..http.bodies import Body, body_limits
 from ..http.errors import HANDLED_ERRORS, handle_error
-from ..tenants.auth import Tenant, admitted_key
+from ..tenants.auth import Tenant
 from ..tenants.exchange import AnswerWithheld, Exchange
 from ..tenants.head_check import check_head
 from ..tenants.scopes import LARGE_BODIES, find_route
@@ -91,11 +91,11 @@ class Gate:
         try:
             if route is not None:
                 try:
-                    request.state.key = await services.auth.admit(request, route)
+                    request.state.key = key = await services.auth.admit(request, route)
                 except HANDLED_ERRORS as error:
                     await exchange.refuse(await handle_error(request, error))
                     return
-                work.tenant, exchange.is_admitted = admitted_key(request).tenant.id, True
+                work.tenant, exchange.is_admitted = key.tenant.id, True
             await self._call_route(exchange, services)
         except AnswerWithheld:  # the connection of an answer that has begun is closed
             pass
@@ -116,7 +116,7 @@ class Gate:
             return
         request = Request(scope, receive, send)
         try:
-            response = await endpoint(request, services, admitted_key(request).tenant)
+            response = await endpoint(request, services, request.state.key.tenant)
         except HANDLED_ERRORS as error:
             response = await handle_error(request, error)
         await response(scope, receive, send)

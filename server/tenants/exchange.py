@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ...schemas.errors import RequestError
 from ..http.bodies import Body, BodyTooLarge
 from ..http.errors import HANDLED_ERRORS, handle_error
-from .auth import Auth, admitted_key
+from .auth import Auth
 
 DRAIN_BYTES = 4 << 20
 DRAIN_SECONDS = 5.0
@@ -57,22 +57,17 @@ class Exchange:
             BodyTooLarge: the body exceeds its limit. Its rest has been read and dropped, up to three times the limit,
                 because a client that is still sending would not read the answer.
         """
+        message, limit = await self._receive(), self.body.limits.received_bytes
         if not self._is_arriving:
-            return await self._receive()
-        message, limit = await self._receive_body(), self.body.limits.received_bytes
-        is_too_large = self._num_bytes > limit
-        while is_too_large and self._is_arriving and self._num_bytes < 4 * limit:
-            await self._receive_body()
+            return message
+        self._num_bytes += len(message.get("body", b""))
+        self._is_arriving = message.get("more_body", False)
+        if is_too_large := self._num_bytes > limit:
+            await self._drop(3 * limit)
         if self.is_admitted and (is_too_large or not self._is_arriving) and message["type"] == "http.request":
             await confirm_key(self.request)
         if is_too_large:
             raise BodyTooLarge(limit, message.get("body", b""))
-        return message
-
-    async def _receive_body(self) -> Message:
-        message = await self._receive()
-        self._num_bytes += len(message.get("body", b""))
-        self._is_arriving = message.get("more_body", False)
         return message
 
     async def send(self, message: Message) -> None:
@@ -90,7 +85,9 @@ class Exchange:
             message["headers"] = [*message.get("headers", ()), *self.headers, *notes]
         elif is_last and self._is_arriving:
             await self._send({**message, "more_body": True})
-            await self._drop_rest()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    await self._drop(DRAIN_BYTES)
             message = {"type": "http.response.body"}
         await self._send(message)
 
@@ -107,12 +104,13 @@ class Exchange:
             await refusal(self.request.scope, self.receive, self.send)
         raise AnswerWithheld from None
 
-    async def _drop_rest(self) -> None:
-        num_received = self._num_bytes
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_SECONDS):
-                while self._is_arriving and self._num_bytes < num_received + DRAIN_BYTES:
-                    await self._receive_body()
+    async def _drop(self, most_bytes: int) -> None:
+        """Reads and drops the rest of the body, up to a limit."""
+        num_bytes = 0
+        while self._is_arriving and num_bytes < most_bytes:
+            message = await self._receive()
+            num_bytes += len(message.get("body", b""))
+            self._is_arriving = message.get("more_body", False)
 
 
 class AnswerWithheld(Exception):
@@ -122,9 +120,9 @@ class AnswerWithheld(Exception):
 async def confirm_key(request: Request) -> None:
     """Raises RequestError 401 if the request's key has been revoked, or its browser has signed out, since it was
     admitted."""
-    services = request.app.state.services
+    services, key = request.app.state.services, request.state.key
     auth: Auth = services.auth
-    await auth.confirm(admitted_key(request))
+    await auth.confirm(key)
     browser = getattr(request.state, "browser", None)
     if browser is not None and not services.browsers.is_signed_in(browser):
         raise RequestError("this browser has signed out: sign in again", 401)

@@ -10,7 +10,7 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
-from ...workers.protocol.work_context import enter_work
+from ...workers.protocol.work_context import CURRENT_WORK
 from ...workers.sampler.requests.structured_output import is_costly
 from ..telemetry.telemetry import Telemetry
 from .constraint_checks import ConstraintChecks
@@ -44,7 +44,7 @@ class SamplingExecution:
         """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
         sampler, record = job.sampler, job.sampler.record
         context = self._telemetry.work_began("sample", record.tenant_id, record.sampler_id)
-        enter_work(context)
+        CURRENT_WORK.set(context)
         sampler.running_jobs.add(job.request_id)
         progress = _ProgressForwarder(on_progress)
         sampled, failure, began_at = None, None, time.monotonic()

@@ -114,7 +114,7 @@ class SamplerGroups:
     def _without_draft(self, draft_id: str) -> list[RankGroup]:
         groups = [worker.group for worker in self._workers]
         up = [group for group in groups if not group.supervisor.is_restarting] or groups
-        return [group for group in up if not group.work.holds(draft_id)]
+        return [group for group in up if draft_id not in group.scheduler.held]
 
     def _next_worker(self) -> "_SamplerWorker":
         return min(self._workers, key=lambda worker: (worker.group.supervisor.is_restarting, worker.num_tokens))

@@ -11,9 +11,8 @@ from ....schemas.sampling import GuessCounts, SampledSequence, SampleResponse, T
 from ...batch.validated import ModelLimits
 from ...protocol.calls import SampledPart, SampleJob
 from ..logits.noise import SAMPLE_STREAM, noise_keys
-from .lazy_tokenizer import LazyTokenizer
 from .prompt_scores import PromptScores, PromptScoring, wants_scores
-from .stop_strings import StopStrings
+from .text import LazyTokenizer, StopStrings
 
 if TYPE_CHECKING:
     from .structured_output import Matcher

@@ -108,27 +108,11 @@ class Future:
     ended: OperationRecord | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def header(self) -> dict[str, object]:
-        """Returns what the file records of the result in addition to its body."""
-        header = self._columns()
-        if self.fingerprint is not None:
-            header[_FINGERPRINT] = self.fingerprint
-        if self.ended is not None:
-            header[_ENDED] = vars(self.ended)
-        return header
-
     def record(self) -> ResultRecord:
         """Returns what the store records of a result that is in the file."""
-        return ResultRecord(place=str(self.place), size_bytes=self.num_bytes, **self._columns())
-
-    def _columns(self) -> dict[str, Any]:
         assert self.result is not None
-        return {
-            "request_id": self.request_id,
-            "tenant_id": self.tenant_id,
-            "encoding": self.result.encoding,
-            "created_at": self.resolved_at,
-        }
+        place, encoding = str(self.place), self.result.encoding
+        return ResultRecord(self.request_id, self.tenant_id, place, self.num_bytes, encoding, self.resolved_at)
 
     def end(self) -> None:
         """Calls `on_stored`, and drops the references to the operation, which no callback needs any more."""
@@ -384,7 +368,17 @@ class Futures:
     def _append(self, future: Future) -> None:
         assert future.result is not None
         self._appending.add(future)
-        written = self._segments.append(future.header(), future.result.body)
+        header: dict[str, object] = {
+            "request_id": future.request_id,
+            "tenant_id": future.tenant_id,
+            "encoding": future.result.encoding,
+            "created_at": future.resolved_at,
+        }
+        if future.fingerprint is not None:
+            header[_FINGERPRINT] = future.fingerprint
+        if future.ended is not None:
+            header[_ENDED] = vars(future.ended)
+        written = self._segments.append(header, future.result.body)
         if written.done():
             self._appended(future, written)
         else:

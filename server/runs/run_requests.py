@@ -66,9 +66,9 @@ class RunRequests:
             )
         await self._services.sessions.require_open(tenant, request.session_id)
         target_path = await self._target(tenant, request)
-        drawn = {} if training.seed is not None else {_SEEDS[type(training)]: draw_seed()}
         is_open = isinstance(training, LoraConfig) and training.expert_factors is None
-        creation = CreateRun(target_path, drawn, "shared" if is_open else None)
+        creation = CreateRun(target_path, "shared" if is_open else None)
+        creation.drawn = {} if training.seed is not None else {_SEEDS[type(training)]: draw_seed()}
         accepted = _accepted_training(request, creation.drawn, creation.expert_factors)
         model = _RequestedModel(request.base_model, accepted, request.model_role, target_path)
         return RequestedRun(_record(tenant, request.session_id, request.model_seq_id, model, request), creation)

@@ -15,9 +15,8 @@ from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
 from ..operations.features import Features
 from ..operations.loading import CreateRun
-from ..operations.operation import RefusedOperation
+from ..operations.operation import RefusedOperation, Turns
 from ..operations.pinned_checkpoints import PinnedCheckpoints
-from ..operations.turns import Turns
 from ..store import RunRecord
 from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, outage_message
 from ..telemetry.telemetry import Telemetry
@@ -75,7 +74,7 @@ class RunState:
     unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.
     has_ended: true if the client, or its absence, ended the run.
     outage: why operations wait for the database, None if they do not.
-    one_ended: set when an operation or a rebuild has ended, so that the next operation may begin.
+    has_stopped: true if the server is stopping; the journal keeps everything for the next process.
     """
 
     record: RunRecord
@@ -88,7 +87,7 @@ class RunState:
     unusable: str | None = None
     has_ended: bool = False
     outage: str | None = None
-    one_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    has_stopped: bool = False
 
     @property
     def is_lost(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from ...schemas.checkpoints import LoadWeightsRequest
 from ...schemas.errors import RequestError
+from ...schemas.futures import SubmitResponse
 from ...schemas.models import (
     CreateModelRequest,
     FullConfig,
@@ -27,7 +28,7 @@ from ..store import RunRecord, Store
 from ..tenants.auth import Tenant
 from ..tenants.reservation import Reservation
 from .recovery import JournaledRun
-from .run import Run, Submitted
+from .run import Run
 from .run_requests import RunRequests
 from .run_state import RunServices
 
@@ -92,7 +93,7 @@ class Runs:
 
     async def create(
         self, tenant: Tenant, request: CreateModelRequest | LoadWeightsRequest, body: Body, reservation: Reservation
-    ) -> Submitted:
+    ) -> SubmitResponse:
         """Creates a run, or returns the existing one if the same request was sent before.
 
         Raises:

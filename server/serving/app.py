@@ -42,7 +42,6 @@ from ..sampling.execution import SamplingExecution
 from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
-from ..sampling.weight_loader import WeightLoader
 from ..store import Store, open_store
 from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
@@ -152,7 +151,7 @@ def _services(
     )
     journal = Journal(directory / "journal", journal_config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
-    sampler_weights = SamplerWeights(dispatch, EphemeralWeights(directory / "ephemeral", sync))
+    sampler_weights = SamplerWeights(dispatch, checkpoints, EphemeralWeights(directory / "ephemeral", sync))
     completions = Completions(futures)
     drafts = DraftLoader(dispatch, checkpoints)
     samplers = Samplers(dispatch, store, sessions, checkpoints, sampler_weights, drafts, completions)
@@ -196,10 +195,10 @@ def _services(
         ("unstored_results", "Results whose place is not stored yet", lambda: futures.num_unstored),
     ):
         telemetry.metrics.add_gauge(f"trainhouse_{name}", words, read)
-    loader = WeightLoader(dispatch, checkpoints, sampler_weights.files, live=runs)
+    sampler_weights.live = runs
     tokenizers = Tokenizers(config.models.base_models)
     constraints = ConstraintChecks(tokenizers, dispatch.models)
-    execution = SamplingExecution(dispatch, loader, drafts, constraints, telemetry)
+    execution = SamplingExecution(dispatch, sampler_weights, drafts, constraints, telemetry)
     sampling = SamplingService(
         dispatch, samplers, execution, drafts, sessions, futures, journal, recordings, completions, quotas
     )

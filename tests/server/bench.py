@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
+from trainhouse.schemas.futures import SubmitResponse
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.config.server_config import ServerConfig
@@ -26,7 +27,7 @@ from trainhouse.server.operations.operation import Operation
 from trainhouse.server.operations.pinned_checkpoints import PinnedCheckpoints
 from trainhouse.server.operations.registry import OPERATIONS, operation_of
 from trainhouse.server.runs.recovery import JournaledRun
-from trainhouse.server.runs.run import Run, Submitted
+from trainhouse.server.runs.run import Run
 from trainhouse.server.runs.run_state import RunServices
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
 from trainhouse.server.telemetry.telemetry import Telemetry
@@ -137,7 +138,7 @@ class Bench:
         request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
         return (await self.submit(seq_id, request, Body(FORWARD_BACKWARD, UNLIMITED))).request_id
 
-    async def submit(self, seq_id: int, asked: Operation | RunRequest, received: Body = BODY) -> Submitted:
+    async def submit(self, seq_id: int, asked: Operation | RunRequest, received: Body = BODY) -> SubmitResponse:
         operation = asked if isinstance(asked, Operation) else operation_of(asked)
         with Reservation(self.quotas, "alice") as reservation:
             return await self.run.submit(seq_id, operation, received, reservation)

@@ -12,7 +12,7 @@ from ..protocol.calls import Failure, SampledPart, SampleJob
 from .batch import Batch
 from .logits.token_choice import logprobs_of
 from .rank_sync import RankSync
-from .requests.jobs import NOWHERE, Job, SequenceState, check_spec
+from .requests.jobs import NOWHERE, Job, SequenceState
 from .requests.prompt_scores import top_logprobs
 from .requests.sequence_table import EndReason
 from .runner import PassOutput, VerifiedChunk
@@ -49,7 +49,6 @@ class ActiveJobs:
         """Adds a job. An invalid one fails."""
         assert spec.job_id not in self._jobs, f"job {spec.job_id} joined twice"
         try:
-            check_spec(spec, self._limits)
             job = Job(spec, self._num_joined, self._limits, self._text, self._ranks.is_leader)
             self._scheduler.add(job)
         except OperationError as error:

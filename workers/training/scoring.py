@@ -73,16 +73,8 @@ def score(
     for head, chunk, own in _span_chunks(spans):
         parts.append(head.scores(chunk))
         grad_scores = torch.zeros_like(parts[-1])
-        tokens = own if share is None else share.in_micro_batch(own)
-        step = tokens.step or 1
         for scoring in scorings:
-            start, targets = scoring.objective.start, scoring.objective.targets
-            taken = overlap(tokens, start, scoring.objective.stop)
-            if taken.start < taken.stop:
-                first, stop = (tokens.start + step * bound - start for bound in (taken.start, taken.stop))
-                scores = in_shape_of(targets, parts[-1][taken])
-                found = scoring.gradient(scores, slice(first, stop, step))
-                in_shape_of(targets, grad_scores[taken]).copy_(found)
+            scoring.backward(parts[-1], own if share is None else share.in_micro_batch(own), grad_scores)
         head.backward(grad_scores, gradient[own])
     if share is None:
         return [ScoredTokens.of(each.objective, torch.cat(each.scores), join_outputs(each.losses)) for each in scorings]
@@ -147,17 +139,25 @@ class _ObjectiveScoring:
     losses: list[LossOutput] = field(default_factory=list)
     grad_scores: Tensor | None = None
 
-    def gradient(self, scores: Tensor, tokens: slice) -> Tensor:
-        """Returns the gradient with respect to the scores of `tokens`, counted from the objective's first token."""
-        if self.grad_scores is not None:
-            return self.grad_scores[tokens]
-        with torch.enable_grad():
-            leaf = scores.detach().requires_grad_()
-            output = self.objective.evaluate(leaf, tokens)
-            (gradient,) = torch.autograd.grad(output.losses.sum(), leaf)
-        self.scores.append(scores)
-        self.losses.append(LossOutput(output.losses.detach(), output.metrics))
-        return gradient
+    def backward(self, scores: Tensor, tokens: slice, grad_scores: Tensor) -> None:
+        """Computes the gradient with respect to the scores of these tokens of the micro-batch, as far as they are the
+        objective's."""
+        objective, step = self.objective, tokens.step or 1
+        taken = overlap(tokens, objective.start, objective.stop)
+        if taken.start >= taken.stop:
+            return
+        first, stop = (tokens.start + step * bound - objective.start for bound in (taken.start, taken.stop))
+        own = slice(first, stop, step)
+        if self.grad_scores is None:
+            with torch.enable_grad():
+                leaf = in_shape_of(objective.targets, scores[taken]).detach().requires_grad_()
+                output = objective.evaluate(leaf, own)
+                (gradient,) = torch.autograd.grad(output.losses.sum(), leaf)
+            self.scores.append(leaf.detach())
+            self.losses.append(LossOutput(output.losses.detach(), output.metrics))
+        else:
+            gradient = self.grad_scores[own]
+        in_shape_of(objective.targets, grad_scores[taken]).copy_(gradient)
 
 
 def _score_divided_sequences(
@@ -172,7 +172,10 @@ def _score_divided_sequences(
         return
     scores = _all_scores(spans, share)
     for scoring in divided:
-        scoring.grad_scores = scoring.gradient(_scores_of(scoring.objective, scores), slice(None))
+        tokens = slice(scoring.objective.start, scoring.objective.stop)
+        grad_scores = torch.empty_like(scores[tokens])
+        scoring.backward(scores[tokens], tokens, grad_scores)
+        scoring.grad_scores = in_shape_of(scoring.objective.targets, grad_scores)
 
 
 def _is_divided(objective: Objective, spans: Sequence[_HeadSpan], share: TokenShard | None) -> bool:
@@ -181,12 +184,9 @@ def _is_divided(objective: Objective, spans: Sequence[_HeadSpan], share: TokenSh
     return share is not None or len({bound // span.head.chunk_tokens for bound in bounds}) > 1
 
 
-def _scores_of(objective: Objective, scores: Tensor) -> Tensor:
-    return in_shape_of(objective.targets, scores[objective.start : objective.stop])
-
-
 def _evaluated(objective: Objective, scores: Tensor) -> ScoredTokens:
-    own = _scores_of(objective, scores)
+    """Returns the result, without gradients, for the scores of all tokens of the micro-batch."""
+    own = in_shape_of(objective.targets, scores[objective.start : objective.stop])
     return ScoredTokens.of(objective, own, objective.evaluate(own, slice(None)))
 
 

@@ -36,7 +36,7 @@ PRODUCT_USED_ELSEWHERE = {
     "server/console/capacity.py": "num_sampling_jobs",
     "server/console/runs.py": "bars",
     # vLLM imports them by these names.
-    "workers/engines/vllm/serve.py": "WeightsEndpoint WeightsLoader",
+    "workers/engines/vllm/serve.py": "WeightsEndpoint WeightsWorker",
     # typer reads a command's signature and passes its flags by name.
     "server/cli/options.py": "__signature__",
     "server/cli/serve.py": "help_all",

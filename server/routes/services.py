@@ -33,7 +33,6 @@ from ..sampling.execution import SamplingExecution
 from ..sampling.sampler_weights import SamplerWeights
 from ..sampling.samplers import Samplers
 from ..sampling.sampling_service import SamplingService
-from ..sampling.weight_loader import WeightLoader
 from ..store import Store
 from ..telemetry.telemetry import Telemetry
 from ..tenants.auth import Auth
@@ -90,7 +89,9 @@ class Services:
 
         # Samplers, and runs, which save to them. Samplers of full weights read those of live runs.
         self.drafts = DraftLoader(dispatch, self.checkpoints)
-        self.sampler_weights = SamplerWeights(dispatch, EphemeralWeights(directory / "ephemeral", sync))
+        self.sampler_weights = SamplerWeights(
+            dispatch, self.checkpoints, EphemeralWeights(directory / "ephemeral", sync)
+        )
         self.samplers = Samplers(
             dispatch, store, self.sessions, self.checkpoints, self.sampler_weights, self.drafts, completions
         )
@@ -117,12 +118,12 @@ class Services:
                 self.telemetry,
             )
         )
-        loader = WeightLoader(dispatch, self.checkpoints, self.sampler_weights.files, live=self.runs)
+        self.sampler_weights.live = self.runs
         constraints = ConstraintChecks(self.tokenizers, dispatch.models)
         self.sampling = SamplingService(
             dispatch,
             self.samplers,
-            SamplingExecution(dispatch, loader, self.drafts, constraints, self.telemetry),
+            SamplingExecution(dispatch, self.sampler_weights, self.drafts, constraints, self.telemetry),
             self.drafts,
             self.sessions,
             self.futures,

@@ -7,7 +7,7 @@ from functools import partial
 from ...schemas.errors import Category, OperationError, RequestError
 from ...schemas.schedules import NO_SCHEDULES
 from ...workers.protocol.calls import WorkerLost
-from ...workers.protocol.work_context import enter_work
+from ...workers.protocol.work_context import CURRENT_WORK
 from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..journal.futures import Result
 from ..journal.strikes import STRIKE, PoisonOperation, Strikes
@@ -128,7 +128,7 @@ class Execution:
         Args:
             window: the gradient window that the operation is part of, or ends.
         """
-        enter_work(operation.context)
+        CURRENT_WORK.set(operation.context)
         try:
             # Without a client that waits, it is run only for its effect: it must not be published again.
             if operation.future is None and not operation.changes_state:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...schemas.errors import Category, OperationError, RequestError
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
-from ...workers.protocol.work_context import WorkContext, current_work, enter_work
+from ...workers.protocol.work_context import CURRENT_WORK, WorkContext
 from ...workers.scheduler.calls import EndedCall
 from ...workers.scheduler.work import CallSize
 from ..logs.activity_log import ActivityLog
@@ -51,14 +51,14 @@ class Telemetry:
         work = WorkContext(request=f"{random.getrandbits(64):016x}")
         if self._tracing is not None and route is not None:
             self._tracing.request_began(work, method, route, headers)
-        enter_work(work)
+        CURRENT_WORK.set(work)
         return work
 
     def request_ended(
         self, work: WorkContext, method: str, route: str | None, path: str, status: int, seconds: float
     ) -> None:
         """Records a request that has been answered; for `route` see `request_began`."""
-        enter_work(work)
+        CURRENT_WORK.set(work)
         template = None if route is None else route.partition(" ")[2]
         self._log.request(method, template, path, status, seconds, work.refusal)
         self._backlog.add(partial(self._record_request, work, route, status, seconds, time.time()))
@@ -73,7 +73,7 @@ class Telemetry:
     def work_began(self, kind: str, tenant_id: str, run_id: str) -> WorkContext:
         """Returns the context of an operation, or of a sampling request, that has arrived or was left by an earlier
         process."""
-        request = current_work() or WorkContext()
+        request = CURRENT_WORK.get() or WorkContext()
         work = WorkContext(request.request, tenant_id, run_id, request.trace, request.span)
         if self._tracing is not None:
             self._tracing.work_began(work, kind)

@@ -16,6 +16,7 @@ from ..shapes.model_shape import ModelShape
 from ..state.flat_params import FlatLayout, Matrix
 from ..state.program import Program
 from ..state.trainable import SEED_MASK, Trainable
+from .segmented_matmul import add_outer
 from .target import Target
 
 
@@ -48,6 +49,9 @@ class Adapter(Trainable):
         self.targets = tuple(targets)
         layout = layout_of(self.targets, lora.rank, program.matrices(base))
         super().__init__(layout, base.device, base.dtype, program, partial(_pairs_of, layout, self.targets))
+        self.scale = lora.alpha / lora.rank
+        # The flags that decide which matrices it has for the trunk, apart from their rank.
+        self.layer_flags = lora.train_attn, lora.train_mlp, self.shares_factors
         self.batching_key = self.layer_flags, lora.rank
         self.unembed_name = unembed_name
         embedding = base.saved_name(base.embedding_name.removesuffix(".weight"))
@@ -60,19 +64,7 @@ class Adapter(Trainable):
         self.stacked_experts = base.stacked_experts if self.adapts_experts else None
         self.flops = self._own_flops(base, shape)
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
-
-    @property
-    def unembed(self) -> "LoraPair | None":
-        return self.pairs.get(self.unembed_name)
-
-    @property
-    def scale(self) -> float:
-        return self.lora.alpha / self.lora.rank
-
-    @property
-    def layer_flags(self) -> tuple[bool, bool, bool]:
-        """The flags that decide which matrices it has for the trunk, apart from their rank."""
-        return self.lora.train_attn, self.lora.train_mlp, self.shares_factors
+        self.unembed = self.pairs.get(unembed_name)
 
     def _own_flops(self, base: BaseModel, shape: ModelShape | None) -> OwnFlops | None:
         if shape is None:
@@ -153,20 +145,10 @@ class LoraPair:
         a, b_t = self._adapter.vectors.weight_views()[self._name]
         grad_a, grad_b_t = self._adapter.gradients.of_lane().views[self._name]
         grad_reduced = (grad @ b_t.t()).mul_(self.scale)
-        _add_product(grad_a, grad_reduced.t(), x, 1.0)
-        _add_product(grad_b_t, reduced.t(), grad, self.scale)
+        add_outer(grad_a, grad_reduced, x)
+        add_outer(grad_b_t, reduced, grad, self.scale)
         if grad_x is not None:
             grad_x.addmm_(grad_reduced, a)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """Adds scale * left @ right to `total`, summed in float32."""
-    if left.dtype == torch.float32:
-        total.addmm_(left, right, alpha=scale)
-    elif left.is_cuda:
-        total.add_(torch.mm(left, right, out_dtype=torch.float32), alpha=scale)
-    else:
-        total.addmm_(left.float(), right.float(), alpha=scale)
 
 
 def layout_of(targets: Sequence[Target], rank: int, extra_matrices: Sequence[Matrix] = ()) -> FlatLayout:

@@ -4,7 +4,7 @@ A layer's terms are scale * (x A^T) B^T, on the rows of an adapter. With gradien
 GroupTerms), without from copies of both for fewer products (see `fold`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -12,10 +12,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from ..ops.frozen.quantized import FrozenWeight
 from .adapter import Adapter
 from .lora_experts import ExpertPlan
 from .segment import RowGroup, Segment, row_groups
+from .segmented_matmul import stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,8 @@ class LinearSite:
     @cached_property
     def columns(self) -> tuple[slice, ...]:
         """The columns of each layer's output."""
-        return consecutive_slices(self.out_features)
+        stops = accumulate(self.out_features)
+        return tuple(slice(stop - size, stop) for stop, size in zip(stops, self.out_features, strict=True))
 
 
 class BatchPlan:
@@ -117,70 +118,83 @@ class BatchPlan:
         return self._copies[key]
 
 
+@dataclass(frozen=True)
+class LayerFactors:
+    """A layer's part of a site's factors."""
+
+    name: str
+    ranks: slice
+    """Its rows of A."""
+    columns: slice
+    """Its columns of the site's output."""
+    b: Tensor
+    """B^T: [rank, out], or [n, rank, out] of n adapters."""
+
+
 class GroupTerms:
-    """The terms of a group's rows at a site, and their gradients."""
+    """The terms of a group's rows at a site, and their gradients: x is shrunk by A, and expanded by B."""
 
     def __init__(self, site: LinearSite, group: RowGroup) -> None:
         self.group, self._site = group, site
-        self._a, self._bs = _stacked(site, group)
-        ranks = consecutive_slices([b.shape[-2] for b in self._bs])
-        # Of each layer: its columns of the reduced x, its columns of the output, and B^T.
-        self._parts = list(zip(ranks, site.columns, self._bs, strict=True))
+        self._a, self._layers = _factors(site, group, group.weights)
+        longest = max(self._a.shape[-1], site.num_columns)
+        self.is_long = (
+            len(group.adapters) == 1
+            and group.rows.stop - group.rows.start >= longest
+            and self._a.is_cpu
+            and self._a.dtype == torch.float32
+        )
+        """True if a product with the sum of the weight and of the terms' matrices takes less time than two products.
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """Returns the scaled x A^T [rows, R] of x [rows, in], which `backward` needs."""
-        return self.group.matmul.scale(self.group.matmul.times(x, self._a.mT))
+        That needs one adapter, and more rows than the weight has on either side. The sum has float32: a rounded one
+        would lose what is small in the terms.
+        """
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the terms [rows, out] of x [rows, in], in `out` if given, and `reduce(x)`."""
-        reduced = self.reduce(x)
-        if len(self._bs) == 1:
-            return self.group.matmul.times(reduced, self._bs[0], out), reduced
-        out = x.new_empty(len(x), self._site.num_columns) if out is None else out
+    def shrink(self, x: Tensor) -> Tensor:
+        """Returns the scaled x A^T [rows, R] of x [rows, in]."""
+        return self.group.matmul.times(x, self._a.mT).mul_(self.group.matmul.scale)
+
+    def expand(self, shrunk: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns the terms [rows, out], in `out` if given, from what `shrink` returned."""
+        times = self.group.matmul.times
+        if len(self._layers) == 1:
+            return times(shrunk, self._layers[0].b, out)
+        out = shrunk.new_empty(len(shrunk), self._site.num_columns) if out is None else out
         if self._site.num_frozen:
             out[:, -self._site.num_frozen :] = 0
-        for ranks, columns, b in self._parts:
-            self.group.matmul.times(reduced[:, ranks], b, out[:, columns])
-        return out, reduced
+        for layer in self._layers:
+            times(shrunk[:, layer.ranks], layer.b, out[:, layer.columns])
+        return out
 
     def backward(
-        self, grad: Tensor, x: Tensor, reduced: Tensor, wants_x: bool, out: Tensor | None = None
+        self, grad: Tensor, x: Tensor, shrunk: Tensor, wants_x: bool, out: Tensor | None = None
     ) -> Tensor | None:
         """Adds to the gradients of all A and B. `grad` [rows, out] is the gradient of the terms.
 
         Returns:
             the terms' part of the gradient of x [rows, in] if `wants_x`, in `out` if given.
         """
-        matmul = self.group.matmul
-        if len(self._bs) == 1:
-            grad_reduced = matmul.times(grad, self._bs[0].mT)
+        matmul, layers = self.group.matmul, self._layers
+        if len(layers) == 1:
+            grad_shrunk = matmul.times(grad, layers[0].b.mT)
         else:
-            grad_reduced = grad.new_empty(reduced.shape)
-            for ranks, columns, b in self._parts:
-                matmul.times(grad[:, columns], b.mT, grad_reduced[:, ranks])
-        matmul.scale(grad_reduced)
+            grad_shrunk = grad.new_empty(shrunk.shape)
+            for layer in layers:
+                matmul.times(grad[:, layer.columns], layer.b.mT, grad_shrunk[:, layer.ranks])
+        grad_shrunk.mul_(matmul.scale)
         gradients = [adapter.gradients.of_lane().views for adapter in self.group.adapters]
-        for name, (ranks, columns, _) in zip(self._site.names, self._parts, strict=True):
-            grad_a, grad_b = zip(*(matrices[name] for matrices in gradients), strict=True)
-            matmul.add_outer(grad_a, grad_reduced[:, ranks], x)
-            matmul.add_outer(grad_b, reduced[:, ranks], grad[:, columns])
-        return matmul.times(grad_reduced, self._a, out) if wants_x else None
+        for layer in layers:
+            grad_a, grad_b = zip(*(matrices[layer.name] for matrices in gradients), strict=True)
+            matmul.add_outer(grad_a, grad_shrunk[:, layer.ranks], x)
+            matmul.add_outer(grad_b, shrunk[:, layer.ranks], grad[:, layer.columns])
+        return matmul.times(grad_shrunk, self._a, out) if wants_x else None
 
-    def merged(self, weight: FrozenWeight) -> Tensor | None:
-        """Returns the weight [out, in] with the terms' matrices added, if one product with it takes less time than two.
-
-        That needs one adapter, and more rows than the weight has on either side. It is a copy, of float32: a rounded
-        sum would lose what is small in the terms.
-        """
-        rows, adapters = self.group.rows, self.group.adapters
-        if len(adapters) != 1 or not isinstance(weight, Tensor) or rows.stop - rows.start < max(weight.shape):
-            return None
-        if not weight.is_cpu or weight.dtype != torch.float32:
-            return None
-        merged = weight.clone(memory_format=torch.contiguous_format)
-        for ranks, columns, b in self._parts:
-            merged[columns].addmm_(b.t(), self._a[ranks], alpha=adapters[0].scale)
-        return merged
+    def added_to(self, weight: Tensor) -> Tensor:
+        """Returns a copy of the weight [out, in] with the terms' matrices added; see `is_long`."""
+        total = weight.clone(memory_format=torch.contiguous_format)
+        for layer in self._layers:
+            total[layer.columns].addmm_(layer.b.t(), self._a[layer.ranks], alpha=self.group.adapters[0].scale)
+        return total
 
 
 class SeveralTerms:
@@ -188,25 +202,32 @@ class SeveralTerms:
 
     def __init__(self, site: LinearSite, terms: Sequence[GroupTerms], num_rows: int) -> None:
         """Takes at least one group's terms, in row order."""
-        self._site, self._terms = site, [(each.group.rows, each) for each in terms]
+        self._site, self._num_rows = site, num_rows
+        self._terms = [(each.group.rows, each) for each in terms]
         bounds = [0, *(bound for rows, _ in self._terms for bound in (rows.start, rows.stop)), num_rows]
         self._gaps = [slice(start, stop) for start, stop in list(pairwise(bounds))[::2] if start < stop]
 
-    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Returns the terms [rows, out] of x [rows, in], and what `backward` needs."""
-        y = self._empty(x, self._site.num_columns)
-        return y, [terms.forward(x[rows], y[rows])[1] for rows, terms in self._terms]
+    def shrink(self, x: Tensor) -> list[Tensor]:
+        """Shrinks the rows of each group."""
+        return [terms.shrink(x[rows]) for rows, terms in self._terms]
 
-    def backward(self, grad: Tensor, x: Tensor, reduced: Sequence[Tensor], wants_x: bool) -> Tensor | None:
+    def expand(self, shrunk: Sequence[Tensor]) -> Tensor:
+        """Returns the terms [rows, out] from what `shrink` returned."""
+        y = self._empty(shrunk[0], self._site.num_columns)
+        for (rows, terms), own in zip(self._terms, shrunk, strict=True):
+            terms.expand(own, y[rows])
+        return y
+
+    def backward(self, grad: Tensor, x: Tensor, shrunk: Sequence[Tensor], wants_x: bool) -> Tensor | None:
         """See GroupTerms.backward."""
         grad_x = self._empty(grad, x.shape[1]) if wants_x else None
-        for (rows, terms), own in zip(self._terms, reduced, strict=True):
+        for (rows, terms), own in zip(self._terms, shrunk, strict=True):
             terms.backward(grad[rows], x[rows], own, wants_x, None if grad_x is None else grad_x[rows])
         return grad_x
 
     def _empty(self, like: Tensor, num_columns: int) -> Tensor:
         """Returns an output [rows, num_columns] for the groups, already zero in the rows of none."""
-        empty = like.new_empty(len(like), num_columns)
+        empty = like.new_empty(self._num_rows, num_columns)
         for gap in self._gaps:
             empty[gap] = 0
         return empty
@@ -218,12 +239,11 @@ def fold(site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
     They are copies, so they may be kept while the adapters are offloaded: [in, R] and [R, out], or [n, in, R] and
     [n, R, out] for n adapters, where R is the sum of the layers' ranks. b is zero but for one block per layer.
     """
-    stacked, bs = _stacked(site, group)
+    stacked, layers = _factors(site, group, [adapter.vectors.weight_views() for adapter in group.adapters])
     a = stacked.mT.clone(memory_format=torch.contiguous_format)
     b = a.new_zeros(*a.shape[:-2], a.shape[-1], site.num_columns)
-    ranks = consecutive_slices([each.shape[-2] for each in bs])
-    for own_ranks, columns, own in zip(ranks, site.columns, bs, strict=True):
-        b[..., own_ranks, columns] = own
+    for layer in layers:
+        b[..., layer.ranks, layer.columns] = layer.b
     if b.dim() == 2:
         return a, b.mul_(group.adapters[0].scale)
     # In float32 even if the factors are not, as in products with gradients.
@@ -231,18 +251,17 @@ def fold(site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
     return a, b.mul_(scales.view(-1, 1, 1))
 
 
-def _stacked(site: LinearSite, group: RowGroup) -> tuple[Tensor, list[Tensor]]:
-    """Stacks the matrices of a group's adapters. Returns A of all layers, [R, in] or [n, R, in], and B^T of each."""
-    adapters = [adapter.vectors.weight_views() for adapter in group.adapters]
-    pairs = [[views[name] for views in adapters] for name in site.names]
-    as_ = [group.matmul.stack([a for a, _ in of_layer]) for of_layer in pairs]
-    bs = [group.matmul.stack([b for _, b in of_layer]) for of_layer in pairs]
-    return as_[0] if len(as_) == 1 else torch.cat(as_, dim=-2), bs
-
-
-def consecutive_slices(sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Returns consecutive slices of these sizes."""
-    return tuple(slice(stop - size, stop) for stop, size in zip(accumulate(sizes), sizes, strict=True))
+def _factors(
+    site: LinearSite, group: RowGroup, weights: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
+) -> tuple[Tensor, list[LayerFactors]]:
+    """Stacks the weights of a group's adapters. Returns A of all layers, [R, in] or [n, R, in], and the layers."""
+    of_a, layers, first = [], [], 0
+    for name, columns in zip(site.names, site.columns, strict=True):
+        a, b = (stack(matrices) for matrices in zip(*(views[name] for views in weights), strict=True))
+        of_a.append(a)
+        layers.append(LayerFactors(name, slice(first, first + b.shape[-2]), columns, b))
+        first += b.shape[-2]
+    return of_a[0] if len(of_a) == 1 else torch.cat(of_a, dim=-2), layers
 
 
 def _version(adapter: Adapter) -> tuple[int, int | None]:

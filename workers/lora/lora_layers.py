@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...schemas.adapters.adapter_files import stacked_names
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..models.layers import GroupedExperts
 from ..models.model import BaseModel
+from ..ops.linear import to_product_layout
 from ..programs.policy import POLICY
 from ..shapes.parts import RoutedExperts
 from ..shapes.split import Split
@@ -125,20 +126,19 @@ class LoraLayers:
         """
         return BatchPlan(segments, self._base.device, self._aligned, before)
 
-    @contextmanager
-    def applied(self, segments: Sequence[Segment] | BatchPlan, pass_adapters: Sequence[Adapter] = ()) -> Iterator[None]:
-        """Applies these adapters in forward and backward passes of the trunk, with the weights that they have on entry.
+    def applied(
+        self, segments: Sequence[Segment] | BatchPlan, pass_adapters: Sequence[Adapter] = ()
+    ) -> AbstractContextManager[None]:
+        """Applies these adapters in forward and backward passes of the trunk, with their present weights.
 
         A plan serves any number of rows of the same segments, until a weight changes. For `pass_adapters` see
         BatchPlan.
         """
         if isinstance(segments, BatchPlan):
             assert segments.is_current, "an adapter's weights have changed since the plan was made"
-            plan = segments
-        else:
-            plan = BatchPlan(segments, self._base.device, self._aligned, pass_adapters=pass_adapters)
-        with self._active.activated(plan):
-            yield
+            return self._active.activated(segments)
+        plan = BatchPlan(segments, self._base.device, self._aligned, pass_adapters=pass_adapters)
+        return self._active.activated(plan)
 
     def _targets(self, lora: LoraConfig) -> list[Target]:
         wanted = {group for flag, group in _FLAGS.items() if getattr(lora, flag)}
@@ -182,7 +182,9 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
             # Small ones, which every rank has whole, keep their precision.
             if targets or (declared is not None and declared.placement is not None):
                 base.quantize(module, "weight")
-            wrapped = LoraLinear(module, _site(name, module, targets), active)
+            if isinstance(module.weight, Tensor) and not base.is_sharded:
+                module.weight.data = to_product_layout(module.weight.data)
+            wrapped = LoraLinear(module.weight, module.bias, _site(name, module, targets), active)
             setattr(base.model.get_submodule(parent_name), kind, wrapped)
         yield from targets
 

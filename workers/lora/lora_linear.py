@@ -21,91 +21,75 @@ class LoraLinear(nn.Module):
     """A frozen linear layer plus, on each active segment, its adapter's low-rank term."""
 
     weight: FrozenWeight
+    bias: Tensor | None
 
-    def __init__(self, base: nn.Linear, site: LinearSite, active: "ActivePlan") -> None:
+    def __init__(self, weight: FrozenWeight, bias: Tensor | None, site: LinearSite, active: "ActivePlan") -> None:
         super().__init__()
-        self.weight = base.weight
-        if isinstance(self.weight, Tensor) and not active.is_sharded:
-            self.weight.data = to_product_layout(base.weight.data)
-        self.bias = base.bias
-        self.active = active
-        self.site = site
+        self.weight, self.bias = weight, bias
+        self.site, self.active = site, active
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x [1, tokens, in] or [tokens, in] to the same shape with `out` features."""
-        return self.active.apply(self.site, x, self.weight, self.bias)
+        active, plan = self.active, self.active.here.plan
+        rows = x if x.dim() == 2 else x.flatten(0, -2)
+        if torch.is_grad_enabled():
+            terms = None if plan is None else plan.terms(self.site, len(rows))
+            anchor = None if terms is None else active.anchor
+            y: Any = _AdaptedProduct.apply(rows, anchor, self.weight, self.bias, terms, active.product)
+        else:
+            y = active.product(rows, dequantized(self.weight), self.bias)
+            if plan is not None:
+                plan.add_terms(self.site, y, rows)
+        return y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
 
 
-class MergedLoraLinear(nn.Module):
-    """Several LoraLinears of one input as one product.
+class MergedLoraLinear(LoraLinear):
+    """Several LoraLinears of one input as one product, which returns the concatenated outputs of all.
 
     Their weights become views of the merged one, so nothing is stored twice and each still works by itself. Packed ones
     stay as they are, and are joined when they are dequantized.
     """
 
     def __init__(self, linears: Sequence[LoraLinear]) -> None:
-        super().__init__()
         sites = [linear.site for linear in linears]
-        self.active = linears[0].active
-        self.site = LinearSite(sum((site.names for site in sites), ()), sum((site.out_features for site in sites), ()))
-        # Not registered: the parameters of the module tree stay those of the linears.
-        self._merged = _merge(linears)
+        site = LinearSite(sum((site.names for site in sites), ()), sum((site.out_features for site in sites), ()))
+        # Tensors but no parameters: those of the module tree stay those of the linears.
+        super().__init__(*_merge(linears), site, linears[0].active)
 
     @property
     def out_features(self) -> tuple[int, ...]:
         """The output features of each linear, in order: the sizes to split the last dimension into."""
         return self.site.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps x [1, tokens, in] or [tokens, in] to the concatenated outputs of all linears."""
-        weight, bias = self._merged
-        return self.active.apply(self.site, x, weight, bias)
-
 
 class ActivePlan:
     """Holds what all LoraLinears of a base share: the active plan, and the product with frozen weights."""
 
     def __init__(self, base: BaseModel) -> None:
-        self._thread = _ThreadPlan()
+        self.here = _ThreadPlan()
         # A leaf that makes the outputs of adapted layers require a gradient, because autograd does not see the
         # adapters' matrices.
         self.anchor = torch.zeros((), device=base.device, requires_grad=True)
         self.product = base.product
-        self.is_sharded = base.is_sharded
-        """True if weights are gathered for use."""
 
     @property
     def experts(self) -> ExpertPlan | None:
         """The part of the active plan for sparse layers."""
-        plan = self._thread.plan
+        plan = self.here.plan
         return None if plan is None else plan.experts
 
     @contextmanager
     def activated(self, plan: BatchPlan | None) -> Iterator[None]:
         """Makes `plan` the active one on this thread while inside."""
-        before, self._thread.plan = self._thread.plan, plan
+        before, self.here.plan = self.here.plan, plan
         try:
             yield
         finally:
-            self._thread.plan = before
+            self.here.plan = before
 
     def captured_context(self) -> ForwardContext:
         """Returns a context manager factory that activates the current plan on any thread."""
-        return partial(self.activated, self._thread.plan)
-
-    def apply(self, site: LinearSite, x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tensor:
-        """Returns x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""
-        rows, plan = x if x.dim() == 2 else x.flatten(0, -2), self._thread.plan
-        if not torch.is_grad_enabled():
-            y = self.product(rows, dequantized(weight), bias)
-            if plan is not None:
-                plan.add_terms(site, y, rows)
-        else:
-            terms = None if plan is None else plan.terms(site, len(rows))
-            anchor = None if terms is None else self.anchor
-            y = _LoraProduct.apply(rows, anchor, weight, bias, terms, self.product)
-            assert isinstance(y, Tensor)
-        return y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
+        return partial(self.activated, self.here.plan)
 
 
 class _ThreadPlan(threading.local):
@@ -114,7 +98,7 @@ class _ThreadPlan(threading.local):
     plan: BatchPlan | None = None
 
 
-class _LoraProduct(torch.autograd.Function):
+class _AdaptedProduct(torch.autograd.Function):
     """Computes x W^T + bias + terms.
 
     backward adds to the adapters' scratch gradients, and to the `grad` of W and bias if they have one.
@@ -134,26 +118,27 @@ class _LoraProduct(torch.autograd.Function):
         ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
         if terms is None:
             return product(x, dequantized(weight), bias)
-        if isinstance(terms, GroupTerms) and (merged := terms.merged(weight)) is not None:
-            ctx.reduced = terms.reduce(x)
-            return product(x, merged, bias)
-        addend, ctx.reduced = terms.forward(x)
+        shrunk: Any = terms.shrink(x)
+        ctx.shrunk = shrunk
+        if isinstance(weight, Tensor) and isinstance(terms, GroupTerms) and terms.is_long:
+            return product(x, terms.added_to(weight), bias)
+        addend = terms.expand(shrunk)
         return product(x, dequantized(weight), bias, addend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, terms = grads[0].contiguous(), ctx.terms
+        grad, terms, weight = grads[0].contiguous(), ctx.terms, ctx.weight
         (x,) = ctx.saved_tensors
-        if ctx.weight.requires_grad:
-            add_product(ctx.weight.grad, grad, x)
+        if weight.requires_grad:
+            add_product(weight.grad, grad, x)
         if ctx.bias is not None and ctx.bias.requires_grad:
             ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
-        wants_x, merged, addend = ctx.needs_input_grad[0], None, None
+        wants_x, addend = ctx.needs_input_grad[0], None
         if terms is not None:
-            merged = terms.merged(ctx.weight) if wants_x and isinstance(terms, GroupTerms) else None
-            addend = terms.backward(grad, x, ctx.reduced, wants_x and merged is None)
-        weight = dequantized(ctx.weight) if merged is None else merged
-        grad_x = ctx.product(grad, weight.t(), None, addend) if wants_x else None
+            is_added = isinstance(weight, Tensor) and isinstance(terms, GroupTerms) and terms.is_long
+            addend = terms.backward(grad, x, ctx.shrunk, wants_x and not is_added)
+            weight = terms.added_to(weight) if is_added and wants_x else weight
+        grad_x = ctx.product(grad, dequantized(weight).t(), None, addend) if wants_x else None
         return grad_x, None, None, None, None, None
 
 

@@ -1,11 +1,12 @@
 """Segments, the tokens of a packed row that run with one adapter, and groups of neighbours multiplied together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from ..parallel.token_shard import overlap
 from ..state.trainable import Trainable
@@ -51,15 +52,21 @@ class RowGroup:
     is_whole: bool
     """True if these are all rows of the packed row."""
 
+    @cached_property
+    def weights(self) -> list[Mapping[str, tuple[Tensor, Tensor]]]:
+        """A and B^T by layer, of each adapter. They hold the weights on the device until the plan is dropped."""
+        return [adapter.vectors.weight_views() for adapter in self.adapters]
+
 
 def row_groups(segments: Sequence[Segment], device: torch.device, aligned: bool) -> list[RowGroup]:
     """Returns the groups of a packed row; `aligned` as for `choose_matmul`."""
     groups: list[RowGroup] = []
     for members in group_segments(segments, splits_long=device.type == "cpu"):
-        adapters, lengths = _adapters(members), [segment.length for segment in members]
+        adapters = tuple(segment.adapter for segment in members if segment.adapter is not None)
+        lengths = [segment.stop - segment.start for segment in members]
         matmul = choose_matmul(lengths, [adapter.scale for adapter in adapters], device, aligned)
         rows = slice(members[0].start, members[-1].stop)
-        groups.append(RowGroup(rows, tuple(adapters), matmul, rows == slice(0, segments[-1].stop)))
+        groups.append(RowGroup(rows, adapters, matmul, rows == slice(0, segments[-1].stop)))
     return groups
 
 
@@ -67,18 +74,20 @@ def group_segments(segments: Sequence[Segment], splits_long: bool) -> list[list[
     """Groups neighbouring segments. Segments of the bare base, and empty ones, are in no group."""
     groups: list[list[Segment]] = []
     for segment in segments:
-        if segment.adapter is None or not segment.length:
+        if segment.adapter is None or segment.start == segment.stop:
             continue
         if groups and _can_append(groups[-1], segment.adapter, segment.start):
             groups[-1].append(segment)
         else:
             groups.append([segment])
-    return [part for group in groups for part in _split_long(group)] if splits_long else groups
+    if not splits_long or len(groups) == sum(map(len, groups)):
+        return groups
+    return [part for group in groups for part in _split_long(group)]
 
 
 def _can_append(group: Sequence[Segment], adapter: Adapter, start: int) -> bool:
     """True if the adapter's segment may join. A second segment of an adapter may not: its gradients would collide."""
-    adapters = _adapters(group)
+    adapters = [segment.adapter for segment in group if segment.adapter is not None]
     ranks = [other.lora.rank for other in (*adapters, adapter)]
     return (
         start == group[-1].stop
@@ -98,10 +107,6 @@ def _split_long(group: list[Segment]) -> Iterator[list[Segment]]:
             yield from ([segment] for segment in members)
         else:
             yield list(members)
-
-
-def _adapters(segments: Sequence[Segment]) -> list[Adapter]:
-    return [segment.adapter for segment in segments if segment.adapter is not None]
 
 
 def clip_segments(segments: Sequence[Segment], tokens: slice) -> list[Segment]:

@@ -77,15 +77,14 @@ class SharedTerms:
     def _reduced(self, x: Tensor) -> Tensor:
         reduced = x.new_zeros(len(x), len(self._kinds) * self.width)
         for group, (a, _) in self._parts:
-            group.matmul.times(x[group.rows], a.mT, reduced[group.rows])
-            group.matmul.scale(reduced[group.rows])
+            group.matmul.times(x[group.rows], a.mT, reduced[group.rows]).mul_(group.matmul.scale)
         return reduced
 
     def reduce_backward(self, grad: Tensor, x: Tensor) -> Tensor:
         """Adds to the gradients of A, and returns the gradient of x. `grad` is that of `reduce`."""
         grad_x = torch.zeros_like(x)
         for group, (a, _) in self._parts:
-            scaled, own = group.matmul.scale(grad[group.rows].clone()), x[group.rows]
+            scaled, own = grad[group.rows].clone().mul_(group.matmul.scale), x[group.rows]
             for kind, of_kind in zip(self._kinds, scaled.split(self.width, dim=1), strict=True):
                 group.matmul.add_outer(self._gradients(group, kind, 0), of_kind, own)
             group.matmul.times(scaled, a, grad_x[group.rows])
@@ -93,21 +92,16 @@ class SharedTerms:
 
     def _add_expanded(self, y: Tensor, z: Tensor) -> None:
         for group, (_, b) in self._parts:
-            y[group.rows].add_(group.matmul.times(self._scaled(group, z), b))
+            y[group.rows].add_(group.matmul.times(z[group.rows].clone().mul_(group.matmul.scale), b))
 
     def expand_backward(self, grad: Tensor, z: Tensor) -> Tensor:
         """Adds to the gradients of B, and returns the gradient of z. `grad` is that of `add_expanded`."""
         grad_z = torch.zeros_like(z)
         for group, (_, b) in self._parts:
-            own = grad[group.rows]
-            group.matmul.add_outer(self._gradients(group, DOWN, 1), self._scaled(group, z), own)
-            group.matmul.times(own, b.mT, grad_z[group.rows])
-            group.matmul.scale(grad_z[group.rows])
+            own, scaled = grad[group.rows], z[group.rows].clone().mul_(group.matmul.scale)
+            group.matmul.add_outer(self._gradients(group, DOWN, 1), scaled, own)
+            group.matmul.times(own, b.mT, grad_z[group.rows]).mul_(group.matmul.scale)
         return grad_z
-
-    @staticmethod
-    def _scaled(group: RowGroup, z: Tensor) -> Tensor:
-        return group.matmul.scale(z[group.rows].clone())
 
     def _gradients(self, group: RowGroup, kind: str, side: int) -> list[Tensor]:
         name = f"{self._layer}.{kind}"

@@ -7,14 +7,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..batch.validated import ModelLimits
-from ..models.model import BaseModel
-from ..parallel.mesh import Mesh
 from ..protocol.calls import Failure, SampleJob, SamplingSlice, SliceResult
-from ..protocol.worker_config import WorkerConfig
-from ..registry.model_registry import ModelRegistry
 from ..state.vectors import FORWARD_VECTORS
-from .native_sampler import NativeSampler, SharedState
+from .engine import SamplingEngine
+from .shared_state import SharedState
 
 
 @dataclass
@@ -35,35 +31,19 @@ class PendingChanges:
 class MultiModelSampler:
     """The samplers of one rank, which share the KV cache. Within a slice they take turns of equal time."""
 
-    def __init__(
-        self,
-        base: BaseModel,
-        models: ModelRegistry,
-        limits: ModelLimits,
-        config: WorkerConfig,
-        mesh: Mesh | None = None,
-        shared: SharedState | None = None,
-    ) -> None:
-        """Builds the samplers without jobs.
-
-        Args:
-            mesh: None if there is one rank.
-            shared: None if there are no other samplers.
-        """
-        self._base, self._models, self._limits, self._config = base, models, limits, config
-        self._mesh = mesh or Mesh()
-        self._shared = shared or SharedState.of(base, models, config)
-        self._cache = self._shared.cache
+    def __init__(self, shared: SharedState) -> None:
+        """Builds the samplers without jobs."""
+        self._shared, self._models, self._mesh = shared, shared.models, shared.mesh
         # Samplers of cohorts other than the first.
         self._other_cohorts: dict[int, MultiModelSampler] = {}
-        self._of_base = self._new_sampler()
-        self._of_models: dict[str, NativeSampler] = {}
+        self._of_base = SamplingEngine(shared)
+        self._of_models: dict[str, SamplingEngine] = {}
         self._waiting: dict[str, PendingChanges] = {}
         # Fully trained models that have jobs and had a turn, the most recent last; the same on all ranks.
         self._had_turns: list[str] = []
 
     def slice(self, work: SamplingSlice) -> SliceResult:
-        """Like NativeSampler.slice. May exceed its budget by one iteration of each sampler and the loading of
+        """Like SamplingEngine.slice. May exceed its budget by one step of each sampler and the loading of
         weights.
         """
         try:
@@ -76,9 +56,7 @@ class MultiModelSampler:
     def _slice_apart(self, work: SamplingSlice) -> SliceResult:
         """Runs a cohort other than the first; the other such cohorts give up their cache slots meanwhile."""
         if work.cohort not in self._other_cohorts:
-            self._other_cohorts[work.cohort] = MultiModelSampler(
-                self._base, self._models, self._limits, self._config, self._mesh, self._shared
-            )
+            self._other_cohorts[work.cohort] = MultiModelSampler(self._shared)
         for number, sampler in self._other_cohorts.items():
             if number != work.cohort:
                 sampler.park()
@@ -160,24 +138,24 @@ class MultiModelSampler:
 
     def cache_bytes(self) -> int:
         """Returns the used part of the budget: used slots, free slots and prefixes, with those of drafts."""
-        return self._cache.budget.used_bytes()
+        return self._shared.cache.budget.used_bytes()
 
     def draft_cache_bytes(self) -> int:
-        return self.cache_bytes() - self._cache.num_bytes()
+        return self.cache_bytes() - self._shared.cache.num_bytes()
 
     def held_bytes(self) -> int:
-        return self._cache.budget.held_bytes()
+        return self._shared.cache.budget.held_bytes()
 
     def offloadable_tensors(self) -> Iterator[Tensor]:
         """Returns the cache's tensors, for offloading, after dropping what can be rebuilt."""
-        self._forget_plans()
-        return self._cache.budget.tensors()
+        self._forget_tensors()
+        return self._shared.cache.budget.tensors()
 
-    def _forget_plans(self) -> None:
+    def _forget_tensors(self) -> None:
         for sampler in (self._of_base, *self._of_models.values()):
-            sampler.forget_plan()
+            sampler.forget_tensors()
         for apart in self._other_cohorts.values():
-            apart._forget_plans()
+            apart._forget_tensors()
 
     def _turns(self, work: SamplingSlice) -> list[str | None]:
         """Returns the samplers that run in this slice, the same on all ranks; None stands for the base model.
@@ -190,19 +168,16 @@ class MultiModelSampler:
         of_ranks = self._mesh.all_gather_object((bool(self._of_base.num_jobs) or joining, list(self._of_models)))
         wanted = {model_id for _, of_rank in of_ranks for model_id in of_rank}
         self._had_turns = [model_id for model_id in self._had_turns if model_id in wanted]
-        turns = [*sorted(wanted.difference(self._had_turns)), *self._had_turns][: self._config.full_slots]
+        turns = [*sorted(wanted.difference(self._had_turns)), *self._had_turns][: self._shared.config.full_slots]
         self._had_turns = [*(each for each in self._had_turns if each not in turns), *turns]
         for model_id in turns:
             self._sampler_of(model_id)
         return [*([None] if any(of_base for of_base, _ in of_ranks) or not turns else []), *turns]
 
-    def _sampler_of(self, model_id: str) -> NativeSampler:
+    def _sampler_of(self, model_id: str) -> SamplingEngine:
         if model_id not in self._of_models:
-            self._of_models[model_id], self._waiting[model_id] = self._new_sampler(), PendingChanges()
+            self._of_models[model_id], self._waiting[model_id] = SamplingEngine(self._shared), PendingChanges()
         return self._of_models[model_id]
-
-    def _new_sampler(self) -> NativeSampler:
-        return NativeSampler(self._base, self._models, self._limits, self._config, self._mesh, self._shared)
 
 
 def _joined(one: SliceResult, other: SliceResult) -> SliceResult:

@@ -121,10 +121,17 @@ class GroupQueue:
             self.remove(work)
 
     def remove(self, work: Queued) -> Queued:
-        """Removes and returns the work, or the rest of it."""
-        if self._runs[work.key][0] is work:
+        """Removes and returns the work, or the rest of it. The next work of its run may be ready then."""
+        run = self._runs[work.key]
+        if run[0] is work:
             self._unready(work)
-        self._end(work)
+        run.remove(work)
+        self.num_works -= 1
+        self.num_tokens -= work.tokens
+        if not run:
+            del self._runs[work.key]
+        elif work.key not in self._waits_in:
+            self._make_ready(run[0])
         return work
 
     def next_method(self) -> MethodWork[Any]:
@@ -210,7 +217,6 @@ class GroupQueue:
 
         An operation that may be cut contributes about `credit` tokens while there is room, but always one datum.
         """
-        self._unready(operation)
         if operation.number not in builder.works:
             builder.works[operation.number] = operation
             builder.run_ids.add(operation.key)
@@ -219,9 +225,10 @@ class GroupQueue:
         builder.room -= tokens
         self.num_tokens -= tokens
         if not operation.is_taken:
+            self._unready(operation)
             self._make_ready(operation)
             return tokens
-        self._end(operation)
+        self.remove(operation)
         run = self._runs.get(operation.key, ())
         if len(run) > 1 and isinstance(run[0], StepWork) and isinstance(run[1], PassWork):
             builder.awaited.add(operation.tenant_id)
@@ -238,17 +245,6 @@ class GroupQueue:
         waits_in: Any = self._waits_in.pop(work.key)
         waits_in.remove(work)
         self.num_ready[waits_in.kind] -= 1
-
-    def _end(self, work: RunWork[Any]) -> None:
-        """Removes work that waits for no turn from its run, whose next work may be ready then."""
-        run = self._runs[work.key]
-        run.remove(work)
-        self.num_works -= 1
-        self.num_tokens -= work.tokens
-        if not run:
-            del self._runs[work.key]
-        elif work.key not in self._waits_in:
-            self._make_ready(run[0])
 
 
 @dataclass

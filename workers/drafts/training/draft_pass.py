@@ -13,7 +13,6 @@ from torch import Tensor
 from ....schemas.errors import OperationError
 from ....schemas.training import FeatureLocation, ForwardBackwardRequest
 from ...batch.micro_batch import MicroBatch, select_examples
-from ...batch.partial_result import PartialResult
 from ...batch.validated import ModelLimits, ValidatedBatch, validate_request
 from ...heads import LogprobHead
 from ...heads.head import chunks
@@ -26,8 +25,7 @@ from ...registry.model_registry import ModelRegistry
 from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...state.trainable import Trainable
-from ...training.rank_operation import RankOperation
+from ...training.rank_operation import PartialResult, RankOperation
 from ...training.scoring import ScoredTokens
 from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
 from ..algorithms.algorithm import DraftPass
@@ -97,7 +95,7 @@ class DraftPassRunner:
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
         """Validates the part's data and finds the captured features of its examples."""
         draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
         losses = CAPTURES if location is not None and location.captures else draft.program.losses
@@ -144,7 +142,6 @@ class DraftPassRunner:
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[DraftPlan] = (),
     ) -> RunMicroBatch:
@@ -254,7 +251,8 @@ class DraftPassRunner:
         self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankOperation]
     ) -> None:
         """Stores the features of operations that capture. They must cover all tokens."""
-        kind, own = draft.feature_kind, features if self._shard_of(micro_batch).is_first else None
+        kind, share = draft.feature_kind, self._shard_of(micro_batch)
+        own = features if share is None or share.is_first else None
         chunks_of = TargetChunks(self._logits(draft), self._budget.chunk_rows(1, draft.shape.target_vocabulary))
         with self._head.gathered() if kind.stores_logits else nullcontext():
             for segment in micro_batch.segments:
@@ -287,8 +285,8 @@ class DraftPassRunner:
         if covers_all and groups.num_micro_batches == 1:
             own = torch.from_numpy(needed[groups.feature_team.index]).to(self._base.device)
             return features.mapped(lambda whole: whole[own])
-        if covers_all:
-            features = features.mapped(self._shard_of(micro_batch).of_scored)
+        if covers_all and (share := self._shard_of(micro_batch)) is not None:
+            features = features.mapped(share.of_scored)
         computed = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
         return features.exchanged(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
 

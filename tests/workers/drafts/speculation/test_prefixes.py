@@ -17,7 +17,7 @@ from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.sampler.cache.cache import KVCache
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
-from trainhouse.workers.sampler.logits.verification import DraftTokens
+from trainhouse.workers.sampler.logits.token_choice import DraftTokens
 from trainhouse.workers.worker.worker import Worker
 
 from ...jobs import job

@@ -29,9 +29,11 @@ from .protocol.methods import (
     CREATE_RUN,
     DROP_RUN,
     LOAD_RUN,
+    MEMORY,
     SAVE_RUN,
     SET_TARGET,
     SET_VOCABULARY,
+    UTILIZATION,
     VOCABULARY,
     Method,
 )
@@ -276,7 +278,7 @@ class WorkerDispatch:
         name).
         """
         groups = [group for group in self._training_groups if not group.supervisor.is_restarting]
-        answers = await asyncio.gather(*(group.memory() for group in groups))
+        answers = await asyncio.gather(*(group.ask(MEMORY) for group in groups))
         of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines))
         memory = {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
         for of_engine in of_engines:
@@ -286,7 +288,7 @@ class WorkerDispatch:
     async def utilization(self) -> dict[str, Utilization]:
         """Returns the use of their devices for every group that is up, by the names of `memory`."""
         groups = [group for group in self.groups if not group.supervisor.is_restarting]
-        answers = await asyncio.gather(*(group.utilization() for group in groups))
+        answers = await asyncio.gather(*(group.ask(UTILIZATION) for group in groups))
         return {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
 
     async def _call_worker(self, method: Method[Result], run_id: str, *arguments: object) -> Result:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ..protocol.calls import AdapterWeights, SampleJob, WorkerLost
-from ..protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, READ_ADAPTER
+from ..protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, MEMORY, READ_ADAPTER
 from ..scheduler.quarantine import MAX_STRIKES
 from ..scheduler.rank_group import RankGroup
 from ..scheduler.work import MethodWork, OnProgress
@@ -87,7 +87,7 @@ class SamplerGroups:
     async def memory(self) -> dict[str, dict[str, int]]:
         """Like Engine.memory; adds the transfers of fully trained weights to each group."""
         workers = [worker for worker in self._workers if not worker.group.supervisor.is_restarting]
-        answers = await asyncio.gather(*(worker.group.memory() for worker in workers))
+        answers = await asyncio.gather(*(worker.group.ask(MEMORY) for worker in workers))
         return {
             worker.group.name: answer | worker.pushes.memory()
             for worker, answer in zip(workers, answers, strict=True)

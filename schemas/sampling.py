@@ -118,11 +118,6 @@ class SamplingParams(Strict):
     logit_bias: LogitBias | None = None
     constraint: Constraint | None = None
 
-    def most_tokens(self, num_prompt: int, context: int) -> int:
-        """Returns the most tokens of a sample after a prompt: always one, else as many as the context has room for."""
-        room = max(1, context - num_prompt)
-        return min(self.max_tokens or room, room)
-
 
 class TokenChunk(Request):
     """Holds a part of a model input. SDKs up to 0.16 leave the type out."""

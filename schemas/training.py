@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
@@ -138,10 +138,13 @@ class ForwardBackwardRequest:
         return self.loss_fn in RECORDED_LOSSES
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the data as columns."""
-        rest = self.capture_for, self.evaluation, self.features
-        options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight, *rest)
-        return _request_of, (self.model_id, self.seq_id, _packed(self.data), options)
+        """Pickles many data as columns."""
+        of_pass = self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight
+        options = (*of_pass, self.capture_for, self.evaluation, self.features)
+        packed = _PackedData.of(self.data) if len(self.data) >= _MANY else None
+        if packed is None:
+            return ForwardBackwardRequest, (self.model_id, self.seq_id, self.data, *options)
+        return _request_of, (self.model_id, self.seq_id, packed, *options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +163,15 @@ class ForwardBackwardOutput:
     feature_refs: tuple[str | None, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the outputs as columns."""
-        outputs = self.loss_fn_outputs
-        columns = columns_of(outputs) if len(outputs) >= _FEW else None
-        packed = outputs if columns is None else _PackedOutputs(columns, len(outputs))
-        return _output_of, (packed, dict(self.metrics), self.loss_fn_output_type, self.feature_refs)
+        """Pickles many outputs as columns."""
+        outputs, rest = self.loss_fn_outputs, (dict(self.metrics), self.loss_fn_output_type, self.feature_refs)
+        columns = columns_of(outputs) if len(outputs) >= _MANY else None
+        if columns is None:
+            return ForwardBackwardOutput, (outputs, *rest)
+        return _output_of, (columns, len(outputs), *rest)
 
 
-_FEW = 8
+_MANY = 8
 """Fewer data than this are pickled as they are, which is faster than packing them into columns."""
 
 
@@ -182,54 +186,26 @@ class _PackedData(NamedTuple):
     inputs: Columns
     extras: tuple[_Extras, ...] | None
 
-
-class _PackedOutputs(NamedTuple):
-    columns: Columns
-    num_datums: int
-
-
-def _packed(data: tuple[Datum, ...]) -> _PackedData | tuple[Datum, ...]:
-    """Returns the data as columns, or unchanged if they are few or differ in names, dtypes or dimensions."""
-    if len(data) < _FEW:
-        return data
-    tokens = column_of([datum.tokens for datum in data])
-    inputs = columns_of([datum.loss_fn_inputs for datum in data])
-    if tokens is None or inputs is None:
-        return data
-    extras = tuple((datum.model_input_spans, datum.loss_fn_input_spans, datum.feature_ref) for datum in data)
-    return _PackedData(tokens, inputs, extras if any(any(each) for each in extras) else None)
+    @staticmethod
+    def of(data: tuple[Datum, ...]) -> "_PackedData | None":
+        """Returns None if the data differ in names, dtypes or dimensions."""
+        tokens = column_of([datum.tokens for datum in data])
+        inputs = columns_of([datum.loss_fn_inputs for datum in data])
+        if tokens is None or inputs is None:
+            return None
+        extras = tuple((datum.model_input_spans, datum.loss_fn_input_spans, datum.feature_ref) for datum in data)
+        return _PackedData(tokens, inputs, extras if any(any(each) for each in extras) else None)
 
 
-def _unpacked(packed: _PackedData | tuple[Datum, ...]) -> tuple[Datum, ...]:
-    if not isinstance(packed, _PackedData):
-        return packed
+def _request_of(model_id: str, seq_id: int, packed: _PackedData, *options: Any) -> ForwardBackwardRequest:
     tokens = packed.tokens.arrays()
     inputs = records_of(packed.inputs, len(tokens))
-    if packed.extras is None:
-        return tuple(map(Datum, tokens, inputs))
-    return tuple(map(Datum, tokens, inputs, *zip(*packed.extras, strict=True)))
+    extras = zip(*packed.extras, strict=True) if packed.extras is not None else ()
+    return ForwardBackwardRequest(model_id, seq_id, tuple(map(Datum, tokens, inputs, *extras)), *options)
 
 
-def _request_of(
-    model_id: str,
-    seq_id: int,
-    packed: _PackedData | tuple[Datum, ...],
-    options: tuple[
-        str, Mapping[str, float | str], bool, float, str | None, EvaluationSchedule | None, FeatureLocation | None
-    ],
-) -> ForwardBackwardRequest:
-    return ForwardBackwardRequest(model_id, seq_id, _unpacked(packed), *options)
-
-
-def _output_of(
-    packed: _PackedOutputs | tuple[Mapping[str, np.ndarray], ...],
-    metrics: Mapping[str, float],
-    output_type: str,
-    feature_refs: tuple[str | None, ...],
-) -> ForwardBackwardOutput:
-    if isinstance(packed, _PackedOutputs):
-        packed = tuple(records_of(*packed))
-    return ForwardBackwardOutput(packed, metrics, output_type, feature_refs)
+def _output_of(columns: Columns, num_datums: int, *rest: Any) -> ForwardBackwardOutput:
+    return ForwardBackwardOutput(tuple(records_of(columns, num_datums)), *rest)
 
 
 IGNORE_UNKNOWN = {"unknown": "ignored"}

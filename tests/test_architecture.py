@@ -30,9 +30,9 @@ journal tenants http telemetry logs config files store store/tables store/databa
 WORKERS = """
 planner/drafts planner
 drafts drafts/training drafts/speculation drafts/model drafts/algorithms drafts/losses drafts/sequences
-formats/readers formats engines/vllm engines/groups engines scheduler scheduler/supervision
+formats/readers formats engines/vllm engines scheduler scheduler/supervision
 pools/ray pools
-worker training sampler sampler/decoding sampler/cache sampler/requests sampler/logits
+worker training sampler sampler/cache sampler/requests sampler/logits
 checkpoint registry heads full lora programs models
 models/layers models/stored batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
 resources shapes/layouts shapes shapes/families shapes/parts protocol
@@ -71,7 +71,6 @@ TORCH_FREE = {
 CORE = (
     *(
         "batch/micro_batch",
-        "batch/partial_result",
         "batch/validated",
         "state/flat_params",
         "state/trainable",

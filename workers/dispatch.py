@@ -20,8 +20,7 @@ from ..schemas.models import LoraConfig, Utilization
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .engines.engine import Engine
-from .engines.groups.adapter_copies import AdapterCopies
-from .engines.groups.sampler_groups import SamplerGroups
+from .engines.sampler_groups import SamplerGroups
 from .engines.training_workers import TrainingWorkersEngine
 from .protocol.calls import AdapterFile, ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
 from .protocol.methods import (
@@ -236,6 +235,11 @@ class WorkerDispatch:
         call = MethodWork(str(directory), tenant_id, CONVERT_ADAPTER, (source, lora, str(directory), *aliases))
         return await self._base_model(base_model).group.submit(call)
 
+    def has_adapter(self, adapter_id: str) -> bool:
+        """True if samples may use the adapter; turns False when a worker that held it dies."""
+        engine = self._adapters.get(adapter_id)
+        return engine is not None and engine.has_adapter(adapter_id)
+
     async def drop_adapter(self, adapter_id: str) -> None:
         """Frees the adapter; does nothing if it is unknown or lost."""
         engine = self._adapters.pop(adapter_id, None)
@@ -374,7 +378,7 @@ class _Builder:
         groups = [self._group(sampler, name, suspects) for name, sampler in named_sampler_configs(model, sampling)]
         if not groups:
             return TrainingWorkersEngine(training)
-        return SamplerGroups(training, groups, AdapterCopies(directory))
+        return SamplerGroups(training, groups, directory)
 
 
 def _check_weights(weights: Mapping[str, float]) -> None:

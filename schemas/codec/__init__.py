@@ -14,7 +14,6 @@ from .formats import (
     format_of,
     parse_json,
 )
-from .invalid import refused_with_400
 from .outputs import (
     decode_forward_backward_output,
     encode_forward_backward_output,
@@ -23,6 +22,7 @@ from .outputs import (
 )
 from .peek import PeekedOperation, peek_operation
 from .requests import decode_forward_backward, encode_forward_backward_request
+from .rules import refused_with_400
 from .samples import (
     decode_sample_response,
     dense_target_bytes,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from ..bounds import MAX_JSON_BYTES, check_json_size, load_json
 from ..errors import InvalidBody, RequestError, UnknownField, expected, place_of, telling_errors
 from ..training import IGNORE_UNKNOWN, Request, drop_unknown, refuse_unknown
-from .invalid import Invalid, refused_with_400, shorten, show_value
+from .rules import Invalid, refused_with_400, shorten, show_value
 
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"

@@ -10,7 +10,7 @@ from .. import trainhouse_wire_pb2 as wire
 from ..columns import Column, Columns, columns_of
 from ..training import ForwardBackwardOutput
 from .formats import parse_protobuf
-from .invalid import Invalid
+from .rules import Invalid
 from .tensors import (
     DTYPE_NUMBERS,
     DTYPES,
@@ -78,17 +78,13 @@ def _at_least_1d(array: np.ndarray) -> np.ndarray:
 def _records(outputs: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[int, Columns]]:
     """Yields runs of datums whose tensors differ only in length: the number of datums, and their columns."""
     columns = columns_of(outputs) if outputs else None
-    if columns is not None and all(_has_one_trailing_shape(column) for column in columns.values()):
+    trailing = [] if columns is None else [column.shapes[:, 1:] for column in columns.values()]
+    if columns is not None and all((shapes == shapes[0]).all() for shapes in trailing):
         yield len(outputs), columns
         return
     for _, run in itertools.groupby(outputs, key=_record_key):
         datums = list(run)
         yield len(datums), columns_of(datums) or {}
-
-
-def _has_one_trailing_shape(column: Column) -> bool:
-    trailing = column.shapes[:, 1:]
-    return bool((trailing == trailing[0]).all())
 
 
 def _record_key(datum: Mapping[str, np.ndarray]) -> tuple[tuple[str, str, int, tuple[int, ...]], ...]:

@@ -15,15 +15,15 @@ from ..schedules import SCHEDULE_NAME
 from ..training import DATUM_FIELDS, MAX_INTEGER, Datum, EvaluationSchedule, ForwardBackwardRequest, ProvenanceSpan
 from .clip_bounds import CLIPPED_LOSSES, check_clip_bounds
 from .formats import JSON, PROTOBUF, format_of, parse_json, parse_protobuf
-from .invalid import Invalid, at_place, refused_with_400, show_value
 from .protobuf_fields import check_num_messages
-from .rules import MAX_DENSE_BYTES, Rules
+from .rules import MAX_DENSE_BYTES, Invalid, Rules, at_place, refused_with_400, show_value
 from .tensors import (
+    TARGETS,
     array_from_bytes,
     array_to_bytes,
     as_loss_input,
     dense_from_json,
-    is_integer_input,
+    numeric_array,
     read_tensor,
     write_tensor,
 )
@@ -36,7 +36,6 @@ from .values import (
     json_number,
     json_object,
     json_text,
-    numeric_array,
 )
 
 _PASS = ("data", "loss_fn", "loss_fn_config")
@@ -191,20 +190,18 @@ def _datum_from_protobuf(index: int, message: wire.Datum, rules: Rules) -> Datum
 
 
 def _tokens_from_protobuf(chunks: Sequence[wire.Chunk], rules: Rules) -> np.ndarray:
-    pieces = [_token_bytes(chunk, rules) for chunk in chunks]
-    if not any(pieces):
+    tokens = bytearray()
+    for chunk in chunks:
+        rules.check_fields(chunk)
+        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise Invalid(_refusal_of_chunk(kind))
+        rules.check_fields(text := chunk.encoded_text)
+        if len(text.tokens) % 4:
+            raise Invalid(f"{len(text.tokens)} bytes are not a whole number of int32 values")
+        tokens += text.tokens
+    if not tokens:
         raise Invalid("model_input has no tokens")
-    return array_from_bytes(bytearray().join(pieces), np.int32)
-
-
-def _token_bytes(chunk: wire.Chunk, rules: Rules) -> bytes:
-    rules.check_fields(chunk)
-    if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
-        raise Invalid(_refusal_of_chunk(kind))
-    rules.check_fields(text := chunk.encoded_text)
-    if len(tokens := text.tokens) % 4:
-        raise Invalid(f"{len(tokens)} bytes are not a whole number of int32 values")
-    return tokens
+    return array_from_bytes(tokens, np.int32)
 
 
 def _input_from_protobuf(entry: wire.LossInput, rules: Rules) -> np.ndarray:
@@ -334,8 +331,8 @@ def _input_from_json(name: str, value: object, rules: Rules) -> np.ndarray:
     json_text(name, "an input name")
     with at_place(f"loss_fn_inputs[{show_value(name)}]"):
         if isinstance(value, list):
-            return as_loss_input(name, numeric_array(value, integer=is_integer_input(name)))
-        return as_loss_input(name, dense_from_json(value, 0, rules, integer=is_integer_input(name)))
+            return as_loss_input(name, numeric_array(value, integer=name == TARGETS))
+        return as_loss_input(name, dense_from_json(value, 0, rules, integer=name == TARGETS))
 
 
 def _spans_from_json(value: object, place: str, rules: Rules) -> tuple[ProvenanceSpan, ...]:

@@ -1,17 +1,71 @@
-"""Rules for a body: known fields, and sparse tensors of a bounded size."""
+"""What a body must obey: known fields, and sparse tensors of a bounded size.
 
-from collections.abc import Iterable
+Invalid is the error of a body that does not, a RequestError(400) to the client that sent it.
+"""
+
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from ..errors import InvalidBody, UnknownField
 from ..training import describe_unknown
-from .invalid import Invalid, UnknownName
-from .values import JsonObject
 
 MAX_DENSE_BYTES = 1 << 30
 """Maximum bytes that the sparse tensors of one request may take when made dense."""
+
+
+class Invalid(ValueError):
+    """Bytes or JSON that violate the protocol; a RequestError(400) if a client sent them."""
+
+    def at(self, place: str) -> Self:
+        """Prefixes the message with its place in the request."""
+        self.args = (f"{place}: {self}",)
+        return self
+
+
+class UnknownName(Invalid):
+    """Invalid because of an unknown field; see UnknownField for `changes_results`."""
+
+    def __init__(self, message: str, changes_results: bool = True) -> None:
+        super().__init__(message)
+        self.changes_results = changes_results
+
+
+@contextmanager
+def refused_with_400() -> Iterator[None]:
+    try:
+        yield
+    except UnknownName as error:
+        raise UnknownField(str(error), error.changes_results) from None
+    except Invalid as error:
+        raise InvalidBody(str(error), 400) from None
+
+
+@contextmanager
+def at_place(place: str) -> Iterator[None]:
+    try:
+        yield
+    except Invalid as error:
+        raise error.at(place) from None
+
+
+def show_value(value: object) -> str:
+    return shorten(_BEGINNINGS.repr(value))
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_BEGINNINGS = reprlib.Repr()
+"""Formats only about 80 characters of a value: the whole text of a value of megabytes takes seconds."""
+for _name, _most in {"list": 40, "tuple": 40, "dict": 40, "string": 200, "long": 200, "other": 200}.items():
+    setattr(_BEGINNINGS, f"max{_name}", _most)
 
 
 @dataclass
@@ -34,7 +88,9 @@ class Rules:
                 "send fewer datums in one call, or narrower tensors"
             )
 
-    def check_names(self, value: JsonObject, kind: str, known: Iterable[str], changes_results: bool = True) -> None:
+    def check_names(
+        self, value: Mapping[str, object], kind: str, known: Iterable[str], changes_results: bool = True
+    ) -> None:
         """Raises UnknownName for an unknown key of a JSON object. kind: what the object is."""
         if (unknown := value.keys() - known) and not self.ignore_unknown:
             raise UnknownName(describe_unknown(kind, min(unknown), known), changes_results)

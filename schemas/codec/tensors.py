@@ -1,16 +1,18 @@
 """Converts arrays to and from the tensors of both formats: dense, and CSR, which is made dense within a limit."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
 from ..training import TENSOR_FIELDS
-from .invalid import Invalid, at_place, refused_with_400, show_value
-from .rules import MAX_DENSE_BYTES, Rules
-from .values import JsonObject, json_integer, json_list, json_object, numeric_array, rows_of, to_float32, without_rows
+from .rules import MAX_DENSE_BYTES, Invalid, Rules, at_place, refused_with_400, show_value
+from .values import JsonObject, json_integer, json_list, json_object, rows_of, without_rows
+
+TARGETS = "target_tokens"
+"""The one input of losses that is integer."""
 
 _MAX_DIMENSIONS = 8
 DTYPES: dict[int, np.dtype] = {
@@ -220,13 +222,9 @@ def array_to_bytes(array: np.ndarray, dtype: np.typing.DTypeLike) -> bytes:
     return array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
 
 
-def is_integer_input(name: str) -> bool:
-    return name == "target_tokens"
-
-
 def as_loss_input(name: str, array: np.ndarray) -> np.ndarray:
-    """Returns target_tokens as int64, and any other input as float32, the dtypes that losses take."""
-    if not is_integer_input(name):
+    """Returns TARGETS as int64, and any other input as float32, the dtypes that losses take."""
+    if name != TARGETS:
         return to_float32(array)
     if array.dtype.kind == "f":
         raise Invalid(f"{name} must be int64, not {array.dtype.name}")
@@ -236,3 +234,42 @@ def as_loss_input(name: str, array: np.ndarray) -> np.ndarray:
 def public_dtype(array: np.ndarray) -> np.ndarray:
     """Converts to float32 or int64, the two dtypes of TensorData."""
     return to_float32(array) if array.dtype.kind == "f" else array.astype(np.int64, copy=False)
+
+
+def to_float32(array: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32, copy=False)
+
+
+def numeric_array(values: Sequence[object], integer: bool) -> np.ndarray:
+    """Converts a list, nested or not, to int64 or float32; never rounds a fraction to an integer."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise Invalid("nested lists must be rectangular") from None
+    if array.size == 0:
+        return array.astype(np.int64 if integer else np.float32)
+    if integer and array.dtype.kind != "i":
+        wrong = next((each for each in _flattened(values) if not _is_int64(each)), values[0])
+        raise Invalid(f"expected 64-bit integers, not {show_value(wrong)}")
+    if array.dtype.kind not in "biuf":
+        wrong = next((each for each in _flattened(values) if not _is_number(each)), values[0])
+        kind = "numbers of 64 bits" if isinstance(wrong, int) else "numbers"
+        raise Invalid(f"expected {kind}, not {show_value(wrong)}")
+    return array.astype(np.int64) if integer else to_float32(array)
+
+
+def _flattened(values: Sequence[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _flattened(value)
+        else:
+            yield value
+
+
+def _is_int64(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (bool, float)) or _is_int64(value)

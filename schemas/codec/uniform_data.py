@@ -11,8 +11,7 @@ import numpy as np
 from .. import trainhouse_wire_pb2 as wire
 from ..columns import Column, records_of
 from ..training import Datum
-from .invalid import Invalid
-from .rules import Rules
+from .rules import Invalid, Rules
 from .tensors import DTYPES, as_loss_input, decode_values
 
 _FEW = 4

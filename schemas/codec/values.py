@@ -1,4 +1,4 @@
-"""Typed access to parsed JSON, and conversion between JSON numbers and arrays."""
+"""Typed access to parsed JSON, and JSON text of arrays in pieces."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .invalid import Invalid, show_value
+from .rules import Invalid, show_value
 
 JsonObject: TypeAlias = dict[str, object]
 """A JSON object as the `json` module reads and writes it."""
@@ -131,48 +131,9 @@ def json_boolean(value: object, what: str) -> bool:
     return value
 
 
-def numeric_array(values: Sequence[object], integer: bool) -> np.ndarray:
-    """Converts a list, nested or not, to int64 or float32; never rounds a fraction to an integer."""
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise Invalid("nested lists must be rectangular") from None
-    if array.size == 0:
-        return array.astype(np.int64 if integer else np.float32)
-    if integer and array.dtype.kind != "i":
-        wrong = next((each for each in _flattened(values) if not _is_int64(each)), values[0])
-        raise Invalid(f"expected 64-bit integers, not {show_value(wrong)}")
-    if array.dtype.kind not in "biuf":
-        wrong = next((each for each in _flattened(values) if not _is_number(each)), values[0])
-        kind = "numbers of 64 bits" if isinstance(wrong, int) else "numbers"
-        raise Invalid(f"expected {kind}, not {show_value(wrong)}")
-    return array.astype(np.int64) if integer else to_float32(array)
-
-
-def _flattened(values: Sequence[object]) -> Iterator[object]:
-    for value in values:
-        if isinstance(value, list):
-            yield from _flattened(value)
-        else:
-            yield value
-
-
-def _is_int64(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (bool, float)) or _is_int64(value)
-
-
 def json_numbers(array: np.ndarray) -> list[float | None]:
     """Returns the array's numbers, flattened; those that JSON cannot represent become None."""
     values = array.ravel().tolist()
     if array.dtype.kind != "f" or np.isfinite(array).all():
         return values
     return [value if math.isfinite(value) else None for value in values]
-
-
-def to_float32(array: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return array.astype(np.float32, copy=False)

@@ -66,10 +66,10 @@ async def _queues(services: Services, groups: Iterable[RankGroup]) -> Sequence[T
     tokens: Counter[tuple[str, str]] = Counter()
     jobs: Counter[tuple[str, str]] = Counter()
     for group in groups:
-        for work in group.work.queue.works():
+        for work in group.scheduler.queue.works():
             waiting[group.name, work.tenant_id] += 1
             tokens[group.name, work.tenant_id] += work.tokens
-        jobs.update((group.name, sampling.job.tenant_id) for sampling in group.work.cohorts.works())
+        jobs.update((group.name, sampling.job.tenant_id) for sampling in group.scheduler.cohorts.works())
     keys = sorted({*waiting, *jobs}, key=lambda key: (-tokens[key], -waiting[key], -jobs[key], key))
     names = {tenant_id: await _name(services, tenant_id) for _, tenant_id in keys}
     return [

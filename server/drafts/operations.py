@@ -16,6 +16,7 @@ from ...schemas.errors import OperationError
 from ...schemas.models import draft_of
 from ...schemas.training import Datum, DraftFeatures, FeatureLocation, ForwardBackwardOutput, ForwardBackwardRequest
 from ..checkpoints.checkpoint_paths import full_path
+from ..http.bodies import Body
 from ..journal.futures import Result
 from ..journal.journal import Header
 from ..operations.context import OperationContext
@@ -39,9 +40,8 @@ class SetTarget(Operation):
     sets_target = True
     request: SetTargetRequest
 
-    @property
-    def loads_files(self) -> bool:
-        return self.request.path is not None
+    def __post_init__(self) -> None:
+        self.loads_files = self.request.path is not None
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         if run.role != "draft":
@@ -171,8 +171,8 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
     def recall(self, header: Header) -> None:
         self.has_room = header.feature_bytes is not None
 
-    def header(self, base: Header) -> Header:
-        header = super().header(base)
+    def header(self, run: RunRecord, body: Body) -> Header:
+        header = super().header(run, body)
         return header if self.has_room else replace(header, feature_bytes=None)
 
     async def _run_pass(

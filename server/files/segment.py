@@ -86,11 +86,9 @@ def scan_segment(path: Path) -> Iterator[LogRecord | Damage]:
         logger.warning("%s is torn: its last %d bytes are not a complete record", path, torn_bytes)
 
 
-def pack_record(tag: bytes, header: bytes, body: bytes) -> Iterator[bytes]:
-    """Yields the pieces of a record, without a copy of its body."""
-    yield tag + _FRAME.pack(len(header), len(body), zlib.crc32(body, zlib.crc32(header)))
-    yield header
-    yield body
+def pack_record(tag: bytes, header: bytes, body: bytes) -> tuple[bytes, ...]:
+    """Returns the pieces of a record, without a copy of its body."""
+    return tag + _FRAME.pack(len(header), len(body), zlib.crc32(body, zlib.crc32(header))), header, body
 
 
 def complete_bytes(segment: Path) -> int | None:

@@ -208,8 +208,14 @@ class SegmentLog:
         file, num_bytes = self._file, self._file_bytes
         try:
             # A batch goes into one segment, so that a batch that fails can be cut off as a whole.
-            writer = self._writable()
-            places = [self._write_one(writer, append) for append in batch]
+            writer, places = self._file, []
+            if writer is None or self._file_bytes >= self._segment_bytes:
+                writer = self._open_segment()
+            for append in batch:
+                places.append(RecordPosition(self.current, self._file_bytes))
+                for piece in pack_record(self._tag, append.header, append.body):
+                    writer.write(piece)
+                    self._file_bytes += len(piece)
             writer.flush()
             if self._sync:
                 os.fsync(writer.fileno())
@@ -223,26 +229,19 @@ class SegmentLog:
         self._guard()
         return places
 
-    def _write_one(self, file: BufferedWriter, append: _PendingAppend) -> RecordPosition:
-        place = RecordPosition(self.current, self._file_bytes)
-        for piece in pack_record(self._tag, append.header, append.body):
-            file.write(piece)
-            self._file_bytes += len(piece)
-        return place
-
-    def _writable(self) -> BufferedWriter:
-        if self._file is not None and self._file_bytes >= self._segment_bytes:
+    def _open_segment(self) -> BufferedWriter:
+        """Opens a new segment, after the present one, which is full, if there is one."""
+        if self._file is not None:
             self._file.flush()
             if self._sync:
                 os.fsync(self._file.fileno())
             self._next_segment()
-        if self._file is None:
-            self._file = BufferedWriter(self.path(self.current).open("xb", buffering=0), 1 << 18)
-            if self._sync:
-                sync_directory(self._directory)
-            self._tag = secrets.token_bytes(TAG_BYTES)
-            self._file.write(MAGIC + self._tag)
-            self._file_bytes = HEAD_BYTES
+        self._file = BufferedWriter(self.path(self.current).open("xb", buffering=0), 1 << 18)
+        if self._sync:
+            sync_directory(self._directory)
+        self._tag = secrets.token_bytes(TAG_BYTES)
+        self._file.write(MAGIC + self._tag)
+        self._file_bytes = HEAD_BYTES
         return self._file
 
     def _next_segment(self) -> None:

@@ -18,10 +18,11 @@ from pydantic import BaseModel
 from ...schemas.codec import JsonObject, csr_layout_from_json, tensor_from_json
 from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from ...schemas.sampling import SampleRequest
-from ...schemas.training import Datum, ForwardBackwardRequest, ProvenanceSpan
+from ...schemas.training import ForwardBackwardRequest, ProvenanceSpan
 from .bodies import Decoder
 
 _DIGEST_CHARACTERS = 32
+_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _NO_CONTENT = {
     *("model_id", "seq_id", "sampling_session_id"),  # the number, and the run or sampler that it belongs to
     "sampling_session_seq_id",  # the SDK sends a save again with the next one
@@ -35,7 +36,7 @@ Arrays = Iterable[bytes | memoryview | array]
 
 
 class Fingerprint(NamedTuple):
-    """Says which request a number was used for. kind: in the journal. digest: see digest_of."""
+    """Says which request a number was used for. kind: in the journal. digest: see Digested."""
 
     kind: str
     digest: str
@@ -48,7 +49,7 @@ class Fingerprint(NamedTuple):
 
 
 class Digested(NamedTuple, Generic[Content]):
-    """A decoded body with the digest of its content."""
+    """A decoded body with the digest of what it requests, without the number of the request."""
 
     content: Content
     digest: str
@@ -68,21 +69,55 @@ def digesting(decode: Callable[[bytes], Content]) -> Callable[[bytes], Digested[
 def _digested(decode: Callable[..., Content], body: bytes, ignore_unknown: bool = False) -> Digested[Content]:
     content = decode(body, ignore_unknown=True) if ignore_unknown else decode(body)
     assert isinstance(content, BaseModel | ForwardBackwardRequest)
-    return Digested(content, digest_of(content))
+    digest = hashlib.sha256()
+    for piece in _pieces_of_pass(content) if isinstance(content, ForwardBackwardRequest) else _pieces_of(content):
+        digest.update(piece)
+    return Digested(content, digest.hexdigest()[:_DIGEST_CHARACTERS])
 
 
-def digest_of(request: BaseModel | ForwardBackwardRequest) -> str:
-    """Returns a digest of what is requested, without the number of the request."""
-    if isinstance(request, ForwardBackwardRequest):
-        content, arrays = _content_of_pass(request), _arrays_of_pass(request.data)
-    else:
-        of_fields = _arrays_of(request)
-        content = {"type": getattr(request, "type", None), **content_of(request, without=of_fields.keys())}
-        arrays = chain.from_iterable(of_fields.values())
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    for array_bytes in arrays:  # These begin with their sizes: no two contents give the same bytes.
-        digest.update(array_bytes)
-    return digest.hexdigest()[:_DIGEST_CHARACTERS]
+def _pieces_of(request: BaseModel) -> Arrays:
+    """Yields what is requested, without the number of the request. Arrays begin with their sizes, so that no two
+    contents give the same bytes."""
+    of_fields = _arrays_of(request)
+    yield _JSON.encode(
+        {"type": getattr(request, "type", None), **content_of(request, without=of_fields.keys())}
+    ).encode()
+    yield from chain.from_iterable(of_fields.values())
+
+
+def _pieces_of_pass(request: ForwardBackwardRequest) -> Arrays:
+    """Like `_pieces_of`: all tokens, and of each input the datums that have it, its shapes and all its values."""
+    schedule, data = request.evaluation, request.data
+    yield _JSON.encode(
+        (
+            "forward" if request.forward_only else "forward_backward",
+            request.loss_fn,
+            dict(request.loss_fn_config),
+            request.loss_weight,
+            request.capture_for,
+            None if schedule is None else (schedule.name, schedule.every),
+            [
+                (
+                    index,
+                    *map(_content_of_spans, (datum.model_input_spans, datum.loss_fn_input_spans)),
+                    datum.feature_ref,
+                )
+                for index, datum in enumerate(data)
+                if datum.model_input_spans or datum.loss_fn_input_spans or datum.feature_ref
+            ],
+        )
+    ).encode()
+    columns: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for index, datum in enumerate(data):
+        for name, values in datum.loss_fn_inputs.items():
+            columns.setdefault(name, []).append((index, values))
+    yield json.dumps(sorted(columns)).encode()
+    yield array("q", [len(data), *(len(datum.tokens) for datum in data)])
+    yield np.concatenate([datum.tokens for datum in data]).data
+    for _, column in sorted(columns.items()):
+        places = (number for index, values in column for number in (index, values.ndim, *values.shape))
+        yield array("q", [len(column), *places])
+        yield np.concatenate([values.ravel() for _, values in column]).data
 
 
 def content_of(request: BaseModel, without: Collection[str] = ()) -> dict[str, object]:
@@ -99,40 +134,8 @@ def content_of(request: BaseModel, without: Collection[str] = ()) -> dict[str, o
     return {name: value for name, value in content.items() if value != {} or name not in _SAME_IF_EMPTY}
 
 
-def _content_of_pass(request: ForwardBackwardRequest) -> object:
-    schedule = request.evaluation
-    return (
-        "forward" if request.forward_only else "forward_backward",
-        request.loss_fn,
-        dict(request.loss_fn_config),
-        request.loss_weight,
-        request.capture_for,
-        None if schedule is None else (schedule.name, schedule.every),
-        [
-            (index, *map(_content_of_spans, (datum.model_input_spans, datum.loss_fn_input_spans)), datum.feature_ref)
-            for index, datum in enumerate(request.data)
-            if datum.model_input_spans or datum.loss_fn_input_spans or datum.feature_ref
-        ],
-    )
-
-
 def _content_of_spans(spans: Sequence[ProvenanceSpan]) -> object:
     return [(span.kind, span.sequence_id, span.offset, span.length) for span in spans]
-
-
-def _arrays_of_pass(data: Sequence[Datum]) -> Arrays:
-    """Yields all tokens, and of each input the datums that have it, its shapes and all its values."""
-    columns: dict[str, list[tuple[int, np.ndarray]]] = {}
-    for index, datum in enumerate(data):
-        for name, values in datum.loss_fn_inputs.items():
-            columns.setdefault(name, []).append((index, values))
-    yield json.dumps(sorted(columns)).encode()
-    yield array("q", [len(data), *(len(datum.tokens) for datum in data)])
-    yield np.concatenate([datum.tokens for datum in data]).data
-    for _, column in sorted(columns.items()):
-        places = (number for index, values in column for number in (index, values.ndim, *values.shape))
-        yield array("q", [len(column), *places])
-        yield np.concatenate([values.ravel() for _, values in column]).data
 
 
 def _arrays_of(request: BaseModel) -> dict[str, Arrays]:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from ...schemas.codec import describe_errors
 from ...schemas.errors import InvalidBody, RequestError
 from ...workers.protocol.plugins import plugin_rows
-from ...workers.protocol.work_context import current_work, note_refusal
+from ...workers.protocol.work_context import CURRENT_WORK, note_refusal
 from ..store.database.database_errors import OUTAGE_ERRORS, driver_message, outage_message
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ async def _no_database(request: Request, error: Exception) -> JSONResponse:
 
 
 async def internal_error(request: Request, error: Exception) -> JSONResponse:
-    work = current_work()
+    work = CURRENT_WORK.get()
     place = "" if work is None else f" (request {work.request})"
     return _error(request, error, f"internal error in {request.method} {request.url.path}: the log has it{place}", 500)
 

@@ -110,7 +110,13 @@ class Future:
 
     def header(self) -> dict[str, object]:
         """Returns what the file records of the result in addition to its body."""
-        header = self._columns()
+        assert self.result is not None
+        header: dict[str, object] = {
+            "request_id": self.request_id,
+            "tenant_id": self.tenant_id,
+            "encoding": self.result.encoding,
+            "created_at": self.resolved_at,
+        }
         if self.fingerprint is not None:
             header[_FINGERPRINT] = self.fingerprint
         if self.ended is not None:
@@ -119,16 +125,9 @@ class Future:
 
     def record(self) -> ResultRecord:
         """Returns what the store records of a result that is in the file."""
-        return ResultRecord(place=str(self.place), size_bytes=self.num_bytes, **self._columns())
-
-    def _columns(self) -> dict[str, Any]:
         assert self.result is not None
-        return {
-            "request_id": self.request_id,
-            "tenant_id": self.tenant_id,
-            "encoding": self.result.encoding,
-            "created_at": self.resolved_at,
-        }
+        place, encoding = str(self.place), self.result.encoding
+        return ResultRecord(self.request_id, self.tenant_id, place, self.num_bytes, encoding, self.resolved_at)
 
     def end(self) -> None:
         """Calls `on_stored`, and drops the references to the operation, which no callback needs any more."""

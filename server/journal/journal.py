@@ -145,8 +145,9 @@ class Journal:
             self.on_durable(time.monotonic() - began_at)
         place = written.result()
         self._held[place.segment].add(place.offset)
-        self._newest = place.segment
-        self._delete_done()
+        if place.segment != self._newest:
+            self._newest = place.segment
+            self._delete_done()
         appended.set_result(place)
 
     async def check_writable(self) -> str | None:

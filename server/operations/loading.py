@@ -1,7 +1,7 @@
 """Operations that load checkpoints: creation of a run and load_weights."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from ...schemas.models import CreateModelResponse, ExpertFactors, draft_of
 from ...workers.protocol.calls import RunInfo, RunSpec
 from ..checkpoints.checkpoint_paths import full_path
 from ..checkpoints.checkpoints import hiding_directory_as
+from ..http.bodies import Body
 from ..journal.futures import Result
 from ..journal.journal import Header
 from ..journal.strikes import PoisonOperation
@@ -31,7 +32,7 @@ FindCheckpoint = Callable[[str], Awaitable[CheckpointRecord]]
 class CreateRun(Operation):
     """A run's first operation, always seq_id 0.
 
-    target_path: the checkpoint that is the target of a draft model. drawn: seeds drawn because the request had none.
+    target_path: the checkpoint that is the target of a draft model.
     expert_factors: of an adapter whose request leaves them open.
     """
 
@@ -40,20 +41,21 @@ class CreateRun(Operation):
     changes_record = True
     sets_target = True
     target_path: str | None = None
-    drawn: Mapping[str, int] = field(default_factory=dict)
     expert_factors: ExpertFactors | None = None
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
         assert header is not None, "created otherwise by Runs"
-        return cls(header.target_path, header.drawn, header.expert_factors)
+        created = cls(header.target_path, header.expert_factors)
+        created.drawn = header.drawn
+        return created
 
-    @property
-    def loads_files(self) -> bool:
-        return self.target_path is not None
+    def __post_init__(self) -> None:
+        self.loads_files = self.target_path is not None
 
-    def header(self, base: Header) -> Header:
-        return replace(base, target_path=self.target_path, drawn=self.drawn, expert_factors=self.expert_factors)
+    def header(self, run: RunRecord, body: Body) -> Header:
+        header = super().header(run, body)
+        return replace(header, target_path=self.target_path, expert_factors=self.expert_factors)
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         await context.dispatch.drop_run(run.run_id)  # left by an earlier try that the database could not store
@@ -116,9 +118,8 @@ class CreateRunFromCheckpoint(CreateRun):
         assert header is not None, "created otherwise by Runs"
         return cls(header.target_path, path=request.path, optimizer=request.optimizer)
 
-    @property
-    def loads_files(self) -> bool:
-        return True
+    def __post_init__(self) -> None:
+        self.loads_files = True
 
     def _is_new(self, is_replay: bool) -> bool:
         return False
@@ -147,15 +148,13 @@ class LoadWeights(Operation):
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
-        assert header is not None, "created otherwise by the route, which knows the reader"
-        return cls(request.path, request.optimizer, header.reader)
+        return cls(request.path, request.optimizer, None if header is None else header.reader)
 
-    @property
-    def loads_files(self) -> bool:
-        return True
+    def __post_init__(self) -> None:
+        self.loads_files = True
 
-    def header(self, base: Header) -> Header:
-        return replace(base, reader=self.reader)
+    def header(self, run: RunRecord, body: Body) -> Header:
+        return replace(super().header(run, body), reader=self.reader)
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         find = partial(context.checkpoints.resolve_for, readers={run.tenant_id, self.reader})

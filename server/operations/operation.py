@@ -25,7 +25,6 @@ from ..journal.journal import Header
 from ..store import OperationRecord, RunRecord
 from ..tenants.reservation import Reservation
 from .context import OperationContext
-from .turns import Turns
 
 REFUSED = "refused"
 """Kind of an operation that was not accepted."""
@@ -77,6 +76,37 @@ class ReplayEntry:
     added_at: float = 0.0
 
 
+class Turns:
+    """Since when each operation of a run waits for the ranks alone, and not for earlier ones. Times are monotonic.
+
+    An operation is ready when it and all before it have arrived, and those before it have ended or began in the same
+    call of the ranks.
+    """
+
+    def __init__(self) -> None:
+        self._arrived_at = 0.0
+        self._ended_at = 0.0
+        self._running: set[int] = set()  # seq_ids of operations that have begun
+        self._call: CallSize | None = None  # the last one with an operation of the run
+        self._free_at = 0.0  # when the operations before that call had ended
+
+    def queue(self, arrived_at: float) -> float:
+        """Returns when all operations up to this one had arrived. Call it in the order of seq_ids."""
+        self._arrived_at = max(self._arrived_at, arrived_at)
+        return self._arrived_at
+
+    def begin(self, seq_id: int, call: CallSize | None) -> float:
+        """Returns when the operations before this one had ended; call: which the ranks are sent with a part of it."""
+        if call is None or call is not self._call:
+            self._call, self._free_at = call, time.monotonic() if self._running - {seq_id} else self._ended_at
+        self._running.add(seq_id)
+        return self._free_at
+
+    def end(self, seq_id: int) -> None:
+        self._running.discard(seq_id)
+        self._ended_at = time.monotonic()
+
+
 @dataclass(eq=False)
 class Operation(ABC):
     """An operation of a run, from its arrival to its end. The run sets the fields.
@@ -93,15 +123,16 @@ class Operation(ABC):
     is_chained: it can be handed to the dispatch, which keeps a run's order, before the run's earlier operations ended.
     num_tokens: to be trained on or scored.
 
-    journaled: done as soon as its journal entry is written.
+    drawn: seeds drawn because the request had none.
+    loads_files: it loads a checkpoint's files, which are pinned until snapshots cover the load.
+    journaled: done as soon as its journal entry is written, whose place its log entry then has.
     future: None if no client waits for a result: it was refused, or an earlier process answered it but lost its effect.
     reservation: the reservation of an operation that this process accepted.
-    num_strikes: crashes of workers in earlier processes that ran it.
+    num_strikes: crashes of workers that ran it.
     failed_before: an earlier process answered it with a failure of the server.
-    ready_at: when only the ranks were left to wait for (see Turns).
+    turns: of its run, None if it is replayed. ready_at: when only the ranks were left to wait for (see Turns).
     begun_at: when the workers first received it or a part of it; None before.
     size_of_call: of the last call of the workers that held a part of it; None if that is unknown.
-    digest: of the request; None if an earlier version accepted it.
     context: names the operation in log lines, and has its span.
     metrics: of its result, empty if it has none.
     step: the number of the optimizer step that it took; None if it took none.
@@ -117,15 +148,17 @@ class Operation(ABC):
     sets_target: ClassVar[bool] = False
     stores_features: ClassVar[bool] = False
 
+    seq_id: int = field(init=False)
     log_entry: ReplayEntry = field(init=False)
+    drawn: Mapping[str, int] = field(init=False, default_factory=dict)
+    loads_files: bool = field(init=False, default=False)
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)
     arrived_at: float = field(init=False)
     future: Future | None = field(init=False, default=None)
     reservation: Reservation | None = field(init=False, default=None)
-    digest: str | None = field(init=False, default=None)
     num_strikes: int = field(init=False, default=0)
     failed_before: bool = field(init=False, default=False)
-    turns: Turns = field(init=False, default_factory=Turns)
+    turns: Turns | None = field(init=False, default=None)
     ready_at: float = field(init=False, default=0.0)
     begun_at: float | None = field(init=False, default=None)
     size_of_call: CallSize | None = field(init=False, default=None)
@@ -138,19 +171,13 @@ class Operation(ABC):
         """Returns the operation that this request asks for; `header`: its journal header if it was read back."""
         return cls(request)  # pyright: ignore[reportCallIssue]  (a subclass's field)
 
-    def queue(self, seq_id: int, journaled: "asyncio.Future[RecordPosition]") -> None:
+    def queue(self, seq_id: int) -> None:
         """Gives the operation its place in a run's queue."""
-        self.log_entry = ReplayEntry(seq_id, self.kind, None)
-        self.journaled = journaled
-        self.arrived_at = time.monotonic()
-
-    @property
-    def seq_id(self) -> int:
-        return self.log_entry.seq_id
+        self.seq_id, self.log_entry, self.arrived_at = seq_id, ReplayEntry(seq_id, self.kind, None), time.monotonic()
 
     def mark_begun(self, size: CallSize | None = None) -> None:
         """Notes that the workers have received it, or a part of it, in a call of this size."""
-        free_at = self.turns.begin(self.seq_id, size)
+        free_at = 0.0 if self.turns is None else self.turns.begin(self.seq_id, size)
         if self.begun_at is None:
             self.begun_at, self.ready_at = time.monotonic(), max(self.ready_at, free_at)
         self.size_of_call = size
@@ -173,10 +200,6 @@ class Operation(ABC):
             metrics={name: value for name, value in self.metrics.items() if math.isfinite(value)},
         )
 
-    @property
-    def num_bytes(self) -> int:
-        return self.reservation.num_bytes if self.reservation else 0
-
     def release(self) -> None:
         if self.reservation is not None:
             self.reservation.release()
@@ -190,11 +213,6 @@ class Operation(ABC):
         return 0
 
     @property
-    def loads_files(self) -> bool:
-        """True if it loads a checkpoint's files, which are pinned until snapshots cover the load."""
-        return False
-
-    @property
     def feature_uses(self) -> Counter[str]:
         """Returns how often the step after the operation will use captured features, by reference.
 
@@ -206,9 +224,20 @@ class Operation(ABC):
         """Returns the bytes that it holds in memory until it has ended."""
         return len(body.received)
 
-    def header(self, base: Header) -> Header:
-        """Returns the journal header with what is needed, in addition to the body, to read the operation again."""
-        return base
+    def header(self, run: RunRecord, body: Body) -> Header:
+        """Returns what the journal keeps, in addition to the body, to read the operation again."""
+        return Header(
+            self.kind,
+            run.tenant_id,
+            run.run_id,
+            self.seq_id,
+            run.request_id(self.seq_id),
+            body.content_type,
+            body.content_encoding,
+            self.drawn,
+            feature_bytes=0 if self.reservation is None else self.reservation.feature_bytes,
+            digest=body.digest,
+        )
 
     def check(self, run: RunRecord) -> None:  # noqa: B027
         """Raises OperationError if a run of this role has no such operation; called before `perform`."""
@@ -247,16 +276,13 @@ class RefusedOperation(Operation):
     reason: str
     taints: bool
 
-    def queue(self, seq_id: int, journaled: "asyncio.Future[RecordPosition]") -> None:
-        super().queue(seq_id, journaled)
-        self.log_entry.outcome, self.log_entry.taints, self.log_entry.is_result_stored = (
-            Outcome.FAILED,
-            self.taints,
-            True,
-        )
+    def queue(self, seq_id: int) -> None:
+        super().queue(seq_id)
+        entry = self.log_entry
+        entry.outcome, entry.taints, entry.is_result_stored = Outcome.FAILED, self.taints, True
 
-    def header(self, base: Header) -> Header:
-        return replace(base, kind=self.refused_kind, refused=self.reason)
+    def header(self, run: RunRecord, body: Body) -> Header:
+        return replace(super().header(run, body), kind=self.refused_kind, refused=self.reason)
 
     async def perform(self, context: OperationContext, run: RunRecord) -> Result:
         raise OperationError(self.reason)

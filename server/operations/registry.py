@@ -7,7 +7,7 @@ from ...schemas.errors import RequestError
 from ...schemas.training import SEED, ForwardBackwardRequest
 from ...workers.protocol.plugins import plugin_rows
 from ..files.segment_log import RecordPosition
-from ..journal.journal import Journal, draw_seed
+from ..journal.journal import Header, Journal, draw_seed
 from ..journal.request_decoding import RunRequest, decode_entry
 from .loading import CreateRun, CreateRunFromCheckpoint, LoadWeights
 from .operation import Operation, Outcome, RefusedOperation
@@ -40,11 +40,38 @@ CLEARING_KINDS = {each.kind for each in OPERATIONS.values() if each.clears_gradi
 """Kinds of operations that clear pending gradients, so that failures before them do not taint the next step."""
 
 
-def operation_of(request: RunRequest) -> Operation:
-    """Returns the operation of a live run that was requested, with the seeds drawn that the request lacks."""
-    if isinstance(request, ForwardBackwardRequest):
-        return _pass_of(request, {SEED: draw_seed()} if request.lacks_seed else {})
-    return OPERATIONS[request.type].of(request)  # pyright: ignore[reportAttributeAccessIssue]  (of every verb in JSON)
+def operation_of(request: RunRequest, header: Header | None = None) -> Operation:
+    """Returns the operation of a run that was requested.
+
+    Args:
+        header: the journal's, if it is read back; a new operation has no header, and the seeds drawn that it lacks.
+    """
+    if not isinstance(request, ForwardBackwardRequest):
+        kind: str = request.type if header is None else header.kind  # pyright: ignore[reportAttributeAccessIssue]
+        return OPERATIONS[kind].of(request, header)
+    drawn = {} if header is None else header.drawn
+    if header is None and request.lacks_seed:
+        drawn = {SEED: draw_seed()}
+    if drawn:
+        seeds = {name: float(seed) for name, seed in drawn.items()}
+        request = replace(request, loss_fn_config={**request.loss_fn_config, **seeds})
+    if request.evaluation is not None:
+        operation = CreateEvaluation(request)
+    elif request.capture_for is None:
+        operation = (Forward if request.forward_only else ForwardBackward)(request)
+    else:
+        operation = _capturing_pass(request)
+    operation.drawn = drawn
+    if header is not None:
+        operation.recall(header)
+    return operation
+
+
+def _capturing_pass(request: ForwardBackwardRequest) -> ForwardBackward:
+    row = plugin_rows("server.drafts.operations", "PASSES").get("forward" if request.forward_only else "backward")
+    if row is None:
+        raise RequestError("capture_for needs server/drafts, which this installation is without: leave it out")
+    return row(request)
 
 
 async def read_operation(journal: Journal, place: RecordPosition, outcome: Outcome | None = None) -> Operation:
@@ -62,24 +89,6 @@ async def read_operation(journal: Journal, place: RecordPosition, outcome: Outco
         if outcome is Outcome.DONE:
             # The references to what it captured were already returned. An operation that failed must fail again.
             request = replace(request, capture_for=None)
-        operation = _pass_of(request, header.drawn)
-        operation.recall(header)
-        return operation
-    if header.kind not in OPERATIONS:
+    elif header.kind not in OPERATIONS:
         raise ValueError(f"the journal's entry at {place} is a {header.kind} request, which is no operation of a run")
-    return OPERATIONS[header.kind].of(request, header)
-
-
-def _pass_of(request: ForwardBackwardRequest, drawn: Mapping[str, int]) -> ForwardBackward:
-    """Returns the pass that runs the request with these seeds."""
-    if drawn:
-        seeds = {name: float(seed) for name, seed in drawn.items()}
-        request = replace(request, loss_fn_config={**request.loss_fn_config, **seeds})
-    if request.evaluation is not None:
-        return CreateEvaluation(request, drawn)
-    if request.capture_for is None:
-        return (Forward if request.forward_only else ForwardBackward)(request, drawn)
-    capturing = plugin_rows("server.drafts.operations", "PASSES").get("forward" if request.forward_only else "backward")
-    if capturing is None:
-        raise RequestError("capture_for needs server/drafts, which this installation is without: leave it out")
-    return capturing(request, drawn)
+    return operation_of(request, header)  # pyright: ignore[reportArgumentType]  (its numbers)

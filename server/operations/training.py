@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...schemas.codec import encode_forward_backward_output
 from ...schemas.errors import OperationError
@@ -26,17 +25,13 @@ from .scheduled_work import ScheduledWork
 
 @dataclass(eq=False)
 class ForwardBackward(Operation):
-    """Computes losses and accumulates gradients.
-
-    drawn: seeds drawn because the request had none. They are part of the request already.
-    """
+    """Computes losses and accumulates gradients. The request has the seeds that were drawn for it."""
 
     kind = "forward_backward"
     changes_state = True
     taints_if_failed = True
     reports_begin = True
     request: ForwardBackwardRequest
-    drawn: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_chained(self) -> bool:
@@ -53,9 +48,6 @@ class ForwardBackward(Operation):
     def size(self, body: Body) -> int:
         arrays = (array for datum in self.request.data for array in datum.loss_fn_inputs.values())
         return max(sum(array.nbytes for array in arrays) + 4 * self.num_tokens, len(body.received))
-
-    def header(self, base: Header) -> Header:
-        return replace(base, drawn=self.drawn)
 
     def recall(self, header: Header) -> None:
         """Takes what its journal header has, in addition to the seeds, when it is read again."""

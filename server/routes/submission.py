@@ -34,10 +34,10 @@ from ..journal.request_decoding import RunRequest, decoder_of
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.gate import confirm_key
+from ..tenants.exchange import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
 from ..tenants.reservation import Reservation
-from .fast import Endpoint
+from .gate import Endpoint
 from .services import Services, ServicesDependency
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ async def receive_unordered(
 
 async def receive(
     request: Request, services: Services, tenant: Tenant, verb: Verb, reservation: Reservation
-) -> RunRequest:
+) -> tuple[RunRequest, Operation]:
     """Receives an operation of a run.
 
     A refused operation still uses up its seq_id, so that the run does not wait for it; a throttled one (429, 503) does
@@ -100,12 +100,13 @@ async def receive(
             position = await _queue_position(services, tenant, body.received, body.content_type)
             reservation.grow(num_bytes, position)
         content, body.digest = await decode_body(body, digesting(decoder_of(verb, body.content_type)))
+        operation = operation_of(content)
         await confirm_key(request)
     except RequestError as error:
         await confirm_key(request)
         await count_as_refused(services, tenant, verb.name, body, error)
         raise
-    return content
+    return content, operation
 
 
 def submitting(verb: Verb) -> Endpoint:
@@ -113,35 +114,16 @@ def submitting(verb: Verb) -> Endpoint:
 
     async def submit(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
         with Reservation(services.quotas, tenant.id) as reservation:
-            content = await receive(request, services, tenant, verb, reservation)
-            body: Body = request.state.body
-            try:
-                operation = operation_of(content)
-            except RequestError as error:
-                await count_as_refused(services, tenant, verb.name, body, error)
-                raise
+            content, operation = await receive(request, services, tenant, verb, reservation)
             if operation.stores_features:
                 reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
-                await reserve(services, tenant, content, body, operation, reservation)
+                await reserve(services, tenant, content, request.state.body, operation, reservation)
                 await confirm_key(request)
-            submitted = await submit_operation(services, tenant, content, operation, body, reservation)
+            run = await services.runs.get(tenant, content.model_id or "")
+            submitted = await run.submit(content.seq_id or 0, operation, request.state.body, reservation)
         return await submit_response(request, services, tenant, submitted)
 
     return submit
-
-
-async def submit_operation(
-    services: Services,
-    tenant: Tenant,
-    content: RunRequest,
-    operation: Operation,
-    body: Body,
-    reservation: Reservation,
-) -> SubmitResponse:
-    """Submits the operation to its run. Raises RequestError."""
-    run = await services.runs.get(tenant, content.model_id or "")
-    submitted = await run.submit(content.seq_id or 0, operation, body, reservation)
-    return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
 
 
 async def _queue_position(services: Services, tenant: Tenant, beginning: bytes, content_type: str) -> QueuePosition:
@@ -194,33 +176,28 @@ async def result_response(
         RequestError: 404 if the request id is unknown, 429 if too many large results are being sent to the tenant.
     """
     as_it_is = PROTOBUF in request.headers.get("accept", "")
-    sending = Reservation(services.quotas, tenant.id)
-    times = 1 if as_it_is else _JSON_TIMES
+    sending, times = Reservation(services.quotas, tenant.id), 1 if as_it_is else _JSON_TIMES
     try:
         claim = sending.claim_result
         result = await services.futures.wait(request_id, tenant.id, seconds, lambda num_bytes: claim(times * num_bytes))
         if isinstance(result, Pending):
             return result
-        return await _result_response(services, result, as_it_is, sending)
+        is_json, body = result.is_json, result.body
+        num_bytes, media_type = len(body), PROTOBUF if as_it_is and not is_json else JSON
+        as_it_is = as_it_is or is_json
+        if not as_it_is and result.encoding == "sample":
+            num_bytes = max(num_bytes, dense_target_bytes(body))
+        if num_bytes < LARGE_BYTES:
+            sending.release()
+            return Response(body, media_type=media_type) if as_it_is else _as_json(result)
+        if as_it_is:
+            return _LargeResponse(_slices(body), media_type, sending, {"Content-Length": str(len(body))})
+        async with services.futures.large_result_lock:
+            pieces = await asyncio.to_thread(_json_pieces, result)
+        return _LargeResponse(pieces, media_type, sending)
     except BaseException:
         sending.release()
         raise
-
-
-async def _result_response(services: Services, result: Result, as_it_is: bool, sending: Reservation) -> Response:
-    body, media_type = result.body, PROTOBUF if as_it_is and not result.is_json else JSON
-    is_ready = result.is_json or as_it_is
-    num_bytes = len(body)
-    if not is_ready and result.encoding == "sample":
-        num_bytes = max(num_bytes, dense_target_bytes(body))
-    if num_bytes < LARGE_BYTES:
-        sending.release()
-        return Response(body, media_type=media_type) if is_ready else _as_json(result)
-    if is_ready:
-        return _LargeResponse(_slices(body), media_type, sending, {"Content-Length": str(len(body))})
-    async with services.futures.large_result_lock:
-        pieces = await asyncio.to_thread(_json_pieces, result)
-    return _LargeResponse(pieces, media_type, sending)
 
 
 class _LargeResponse(StreamingResponse):

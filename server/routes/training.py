@@ -23,13 +23,12 @@ from ..http.verbs import VERBS
 from ..operations.loading import LoadWeights
 from ..tenants.auth import TenantDependency
 from ..tenants.reservation import Reservation
-from .fast import Endpoint
+from .gate import Endpoint
 from .services import ServicesDependency
 from .submission import (
     SUBMIT_RESPONSES,
     receive,
     receive_unordered,
-    submit_operation,
     submit_response,
     submitting,
 )
@@ -99,16 +98,17 @@ async def _create_model(request: Request, services: ServicesDependency, tenant: 
 
 async def _load_weights(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     with Reservation(services.quotas, tenant.id) as reservation:
-        load = await receive(request, services, tenant, LOAD_WEIGHTS, reservation)
-        assert isinstance(load, LoadWeightsRequest)
+        load, operation = await receive(request, services, tenant, LOAD_WEIGHTS, reservation)
+        assert isinstance(load, LoadWeightsRequest) and isinstance(operation, LoadWeights)
         body, token = request.state.body, load.weights_access_token
         if token is not None:
             # It is another tenant's API key, and bodies are journaled as received.
             shown = load.model_copy(update={"weights_access_token": None})
             body = Body(shown.model_dump_json(exclude_none=True).encode(), body.limits, digest=body.digest)
         if load.model_id is not None:
-            operation = LoadWeights(load.path, load.optimizer, await services.checkpoints.reader_id(token))
-            submitted = await submit_operation(services, tenant, load, operation, body, reservation)
+            operation.reader = await services.checkpoints.reader_id(token)
+            run = await services.runs.get(tenant, load.model_id)
+            submitted = await run.submit(load.seq_id or 0, operation, body, reservation)
         else:
             created = await services.runs.create(tenant, load, body, reservation)
             submitted = SubmitResponse(request_id=created.request_id)

@@ -7,7 +7,7 @@ from functools import partial
 from ...schemas.errors import Category, OperationError, RequestError
 from ...schemas.schedules import NO_SCHEDULES
 from ...workers.protocol.calls import WorkerLost
-from ...workers.protocol.work_context import enter_work
+from ...workers.protocol.work_context import CURRENT_WORK
 from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..journal.futures import Result
 from ..journal.strikes import STRIKE, PoisonOperation, Strikes
@@ -15,8 +15,7 @@ from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome, RefusedOperation
 from ..operations.training import OptimStep
 from ..store.database.database_errors import OUTAGE_ERRORS
-from .arrivals import Arrivals
-from .operation_queue import OperationQueue
+from .operation_queue import Gaps, OperationQueue
 from .rebuilder import Rebuilder
 from .run_state import OperationWindow, RunServices, RunState
 from .snapshots import Boundary, RunSnapshots
@@ -31,65 +30,53 @@ class Execution:
         self,
         state: RunState,
         queue: OperationQueue,
-        arrivals: Arrivals,
+        gaps: Gaps,
         services: RunServices,
         rebuilder: Rebuilder,
         snapshots: RunSnapshots,
     ) -> None:
         self._state = state
         self._queue = queue
-        self._arrivals = arrivals
+        self._gaps = gaps
         self._services = services
         self._rebuilder = rebuilder
         self._snapshots = snapshots
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._working: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begins the queued operations if the next one has arrived."""
-        if self._working is None and self._queue.next is not None:
-            self._working = asyncio.create_task(self._work())
-
-    async def finish(self) -> None:
-        """Cancels the operations in progress, but for the first, and waits for their end.
-
-        Only the first operation handed to the dispatch is certain to be running.
+    def begin_ready(self) -> None:
+        """Begins the operations whose turn it is, up to the first that is not in the journal yet; call it when one has
+        been journaled, and when one has ended.
         """
+        if self._state.has_stopped:
+            return
+        queue = self._queue
+        while (operation := queue.waiting.get(queue.next_seq_id)) and operation.log_entry.place is not None:
+            if isinstance(operation, OptimStep):
+                operation.runs_alone = self._may_be_due()
+            if self._state.unusable is None and not queue.may_begin(operation):
+                break
+            self._begin(operation)
+        if queue.waiting:
+            self._gaps.watch()
+
+    def cancel_later(self) -> None:
+        """Cancels the operations in progress, but for the first, since only that is certain to be running."""
         for task in list(self._tasks.values())[:0:-1]:
             task.cancel()
-        while in_progress := [task for task in (self._working, *self._tasks.values()) if task is not None]:
-            await asyncio.wait(in_progress)
+
+    async def finish(self) -> None:
+        """Begins all operations of a run that is over, which fail, and waits for the end of all."""
+        self.begin_ready()
+        while unfinished := [*self._tasks.values(), *self._queue.being_journaled]:
+            await asyncio.wait(unfinished)
 
     async def stop(self) -> None:
         """Cancels all operations in progress and a rebuild, and waits for their end."""
-        tasks = [self._working, self._rebuilder.cancel(), *self._tasks.values()]
+        tasks = [self._rebuilder.cancel(), *self._tasks.values()]
         if in_progress := [task for task in tasks if task is not None]:
             for task in in_progress:
                 task.cancel()
             await asyncio.wait(in_progress)
-
-    async def _work(self) -> None:
-        """Begins the queued operations in order, up to the first gap."""
-        try:
-            while (operation := self._queue.next) is not None:
-                await self._arrivals.wait_until_journaled(operation)
-                while not self._may_begin(operation):
-                    self._state.one_ended.clear()
-                    await self._state.one_ended.wait()
-                self._begin(operation)
-        except RequestError as error:
-            logger.error("%s: %s", self._state.record.run_id, error)
-        finally:
-            self._working = None
-        self.start()
-        self._arrivals.watch_gap()
-
-    def _may_begin(self, operation: Operation) -> bool:
-        if self._state.unusable is not None:
-            return True
-        if isinstance(operation, OptimStep):
-            operation.runs_alone = self._may_be_due()
-        return not self._rebuilder.is_rebuilding and self._queue.may_begin(operation)
 
     def _may_be_due(self) -> bool:
         """True if something may have to be done after the next optimizer step."""
@@ -107,7 +94,6 @@ class Execution:
         entry, state, window = operation.log_entry, self._state, self._state.window
         self._services.quotas.mark_unstalled(state.record.tenant_id, state.record.run_id)
         operation.turns, operation.ready_at = state.turns, state.turns.queue(operation.arrived_at)
-        entry.num_bytes = operation.num_bytes
         state.log.add(entry)
         self._queue.begin(operation)
         if isinstance(operation, RefusedOperation):
@@ -115,7 +101,7 @@ class Execution:
             return
         if operation.is_step:
             state.window = OperationWindow()
-        task = self._tasks[entry.seq_id] = asyncio.create_task(self._take_turn(operation, window))
+        task = self._tasks[entry.seq_id] = asyncio.create_task(self._execute(operation, window))
         # A task that is cancelled before its first step never reaches its `finally`.
         task.add_done_callback(lambda _: self._ended(entry.seq_id))
         if operation.is_chained:
@@ -134,15 +120,15 @@ class Execution:
         elif state.unusable is not None:
             self._services.futures.fail(operation.future, state.unusable, "user")
         operation.release()
-        state.one_ended.set()
+        self.begin_ready()
 
-    async def _take_turn(self, operation: Operation, window: OperationWindow) -> None:
+    async def _execute(self, operation: Operation, window: OperationWindow) -> None:
         """Performs the operation and answers it. The outcome is in the operation's log entry.
 
         Args:
             window: the gradient window that the operation is part of, or ends.
         """
-        enter_work(operation.context)
+        CURRENT_WORK.set(operation.context)
         try:
             # Without a client that waits, it is run only for its effect: it must not be published again.
             if operation.future is None and not operation.changes_state:
@@ -155,7 +141,7 @@ class Execution:
                 self._succeeded(operation, result)
             if operation.is_step and not operation.is_chained:
                 self._snapshots.take_if_due(Boundary(operation.seq_id, self._state.window), is_step=True)
-            self._services.sessions.touch(self._state.record.session_id)
+            self._services.context.sessions.touch(self._state.record.session_id)
         finally:
             self._ended(operation.seq_id)
 
@@ -198,12 +184,11 @@ class Execution:
             OperationError: the operation failed, or was given up after too many crashes.
             RequestError: access was denied.
         """
-        state, record_strike = self._state, partial(self._record_strike, operation.seq_id)
-        strikes = Strikes(f"this {operation.kind}", record_strike, operation.num_strikes)
+        state = self._state
         while True:
             if isinstance(operation, OptimStep):
                 # The last attempt is without what follows the step, which may be what kills the workers.
-                operation.skips_schedules = strikes.num == MAX_STRIKES - 1
+                operation.skips_schedules = operation.num_strikes == MAX_STRIKES - 1
             if state.unusable is not None:
                 raise OperationError(state.unusable, "user" if state.has_ended else "server")
             if state.is_lost:
@@ -211,7 +196,7 @@ class Execution:
                 continue
             is_handed_over = False
             try:
-                await self._check(operation, window, strikes)
+                await self._check(operation, window)
                 if not operation.reports_begin:
                     operation.mark_begun()
                 is_handed_over = True
@@ -220,7 +205,9 @@ class Execution:
                 return result
             except WorkerLost as lost:
                 state.is_loaded = False
+                strikes = self._strikes(operation)
                 await strikes.add(lost)
+                operation.num_strikes = strikes.num
             except OperationError:
                 if is_handed_over and operation.is_step and window.tainted_by is not None:
                     # A part failed after the step was handed over, so the worker refused it and cleared the gradients.
@@ -229,15 +216,16 @@ class Execution:
             except OUTAGE_ERRORS as error:
                 await state.wait_out(error)
 
-    async def _check(self, operation: Operation, window: OperationWindow, strikes: Strikes) -> None:
+    async def _check(self, operation: Operation, window: OperationWindow) -> None:
         """Raises OperationError if the operation cannot be performed."""
         state, context = self._state, self._services.context
         clears = operation.is_step and window.tainted_by is not None
-        if operation.failed_before or strikes.is_exhausted:
+        is_given_up = operation.num_strikes >= MAX_STRIKES
+        if operation.failed_before or is_given_up:
             # It failed in an earlier process: its result stays the same.
-            if clears or (operation.is_step and strikes.is_exhausted):
+            if clears or (operation.is_step and is_given_up):
                 await context.clear_gradients(state.record, operation.seq_id)
-            strikes.check()
+            self._strikes(operation).check()
             raise OperationError("it failed before the server restarted", "server")
         operation.check(state.record)
         if clears:
@@ -269,6 +257,10 @@ class Execution:
             return Outcome.POISONED, error.message, error.category
         outcome = Outcome.SERVER_FAILED if error.category == "server" else Outcome.FAILED
         return outcome, error.message, error.category
+
+    def _strikes(self, operation: Operation) -> Strikes:
+        record = partial(self._record_strike, operation.seq_id)
+        return Strikes(f"this {operation.kind}", record, operation.num_strikes)
 
     async def _record_strike(self, seq_id: int) -> None:
         """Raises RequestError if the journal cannot be written."""

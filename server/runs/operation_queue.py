@@ -1,10 +1,22 @@
-"""Queue of a run's operations: those that wait, in any order of arrival, and those in progress."""
+"""Queue of a run's operations: those that wait, in any order of arrival, and those in progress; and the gaps in it,
+which are given up if they last.
+"""
 
+import asyncio
 import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
 
 from ...schemas.errors import RequestError
+from ...schemas.futures import Pending
+from ..files.segment_log import RecordPosition
 from ..operations.operation import Operation, RefusedOperation
 from ..tenants.quotas import QueuePosition
+from .run_state import RunServices, RunState
+
+logger = logging.getLogger(__name__)
 
 MAX_AHEAD = 10_000
 """Maximum distance of a seq_id from the next one to be executed."""
@@ -12,6 +24,15 @@ MAX_AHEAD = 10_000
 _MAX_REFUSALS_KEPT = 1000
 _MAX_IN_PROGRESS = 64
 _MAX_BYTES_IN_PROGRESS = 64 << 20
+
+_MAX_LOADABLE = 5
+_RETRY_SECONDS = 5.0
+"""Pause before giving up a gap is retried; it fails as long as the journal cannot be written."""
+
+_IF_RESTORED = (
+    ", nor did any other operation since the server started. If the server was restored from an older copy of its "
+    "state, steps are missing: create a new run from a checkpoint"
+)
 
 
 class OperationQueue:
@@ -64,6 +85,10 @@ class OperationQueue:
             number for number in range(self.next_seq_id, max(self.waiting, default=0)) if number not in self.waiting
         ]
 
+    @property
+    def being_journaled(self) -> "list[asyncio.Future[RecordPosition]]":
+        return [operation.journaled for operation in self.waiting.values() if operation.log_entry.place is None]
+
     def arrived_before(self, seq_id: int) -> bool:
         """True if this seq_id arrived before, so that only its response is requested."""
         return 0 <= seq_id < self.next_seq_id or seq_id in self.waiting
@@ -112,7 +137,7 @@ class OperationQueue:
             is_alone=ready and rests,
             may_unblock=has_gap and (ready or rests),
             num_operations=len(self.waiting),
-            num_bytes=sum(operation.num_bytes for operation in self.waiting.values()),
+            num_bytes=sum(operation.log_entry.num_bytes for operation in self.waiting.values()),
         )
 
     def num_before(self, seq_id: int) -> int:
@@ -123,7 +148,7 @@ class OperationQueue:
         if isinstance(operation, RefusedOperation) or not self.in_progress:
             return True
         is_chained = operation.is_chained and next(iter(self.in_progress.values())).is_chained
-        num_bytes = operation.num_bytes + sum(other.num_bytes for other in self.in_progress.values())
+        num_bytes = sum(one.log_entry.num_bytes for one in (operation, *self.in_progress.values()))
         return is_chained and len(self.in_progress) < _MAX_IN_PROGRESS and num_bytes <= _MAX_BYTES_IN_PROGRESS
 
     def begin(self, operation: Operation) -> None:
@@ -134,3 +159,99 @@ class OperationQueue:
             self.remember_refusal(operation.seq_id, operation.reason)
         else:
             self.in_progress[operation.seq_id] = operation
+
+
+class Gaps:
+    """Gives up operations that do not arrive though later ones have, and says so to those that wait for them.
+
+    refuse: counts seq_ids as done, for a reason.
+    awaits_first_operation: true until an operation arrives that follows those of an earlier process.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        queue: OperationQueue,
+        services: RunServices,
+        refuse: Callable[[Sequence[int], str], None],
+    ) -> None:
+        self.awaits_first_operation = False
+        self._state = state
+        self._queue = queue
+        self._services = services
+        self._refuse = refuse
+        # To suggest if the run cannot continue.
+        self._checkpoint_paths: Sequence[str] = ()
+        self._gap_seconds = services.config.sessions.seq_gap_seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self._gave_up_at = -math.inf
+
+    def resume(self, loadable: Sequence[str]) -> None:
+        """Expects a run's first operation after a restart; loadable: the paths of its checkpoints, oldest first."""
+        self.awaits_first_operation, self._checkpoint_paths = True, loadable
+        if self._services.restore_marker.is_behind(self._state.record.run_id):
+            self._state.unusable = self._behind()
+
+    def end_wait(self) -> None:
+        """Notes that the first operation after a restart was accepted."""
+        self.awaits_first_operation = False
+        self._services.restore_marker.mark_continued(self._state.record.run_id)
+
+    def watch(self) -> None:
+        """Restarts the timer of a gap; call it after each change of a queue in which operations wait."""
+        self.close()
+        if (since := self._queue.gap_since) is not None:
+            at = max(since + self._gap_seconds, self._gave_up_at + _RETRY_SECONDS)
+            self._timer = asyncio.get_running_loop().call_later(at - time.monotonic(), self._give_up)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def pending(self, seq_id: int) -> Pending | None:
+        """Returns why the operation with this seq_id waits for one that has not arrived; None if it does not."""
+        since = self._queue.gap_since
+        if since is None or seq_id <= self._queue.next_seq_id:
+            return None
+        throttled = self._services.quotas.pending(self._state.record.tenant_id)
+        reason = f"waiting for the operation with seq_id {self._queue.next_seq_id}, which has not arrived"
+        if throttled is not None:
+            reason = f"{reason}: your requests are throttled ({throttled.queue_state_reason})"
+        seconds_left = max(0.0, since + self._gap_seconds - time.monotonic())
+        return Pending(
+            queue_state=throttled.queue_state if throttled else "paused_capacity",
+            queue_state_reason=f"{reason}; it will count as refused in {seconds_left:.0f} s",
+        )
+
+    def _give_up(self) -> None:
+        """Refuses the missing operations up to the first that arrived; a run that is behind its client ends instead."""
+        if self._queue.gap_since is None:
+            return
+        self._gave_up_at = time.monotonic()
+        run_id, marker, missing = self._state.record.run_id, self._services.restore_marker, self._queue.missing
+        within = f"within {self._gap_seconds:g} s"
+        if marker.is_waiting(run_id):
+            marker.mark_behind(run_id)
+            self._state.unusable = self._behind()
+            logger.error("seq_id %d did not arrive %s: %s", missing.start, within, self._state.unusable)
+            self._refuse(self._queue.all_missing, self._state.unusable)
+            return
+        doubt = _IF_RESTORED if self.awaits_first_operation else ""
+        if len(missing) == 1:
+            which, those = f"seq_id {missing.start}", "it"
+        else:
+            which, those = f"seq_id {missing.start} to {missing[-1]}", "they"
+        logger.warning("%s: %s given up: %s did not arrive %s%s", run_id, which, those, within, doubt)
+        self._refuse(missing, f"it did not arrive {within}{doubt}")
+
+    def _behind(self) -> str:
+        remedy = "create a new run; this one has no checkpoint to start from"
+        if self._checkpoint_paths:
+            newest = ", ".join(self._checkpoint_paths[: -_MAX_LOADABLE - 1 : -1])
+            remedy = f"create a new run from a checkpoint (create_training_client_from_state), newest first: {newest}"
+        return (
+            f"run {self._state.record.run_id} is over: the server was restored from a copy of its state of "
+            f"{self._services.restore_marker.copied_at}, and the client is ahead of that, so steps it has seen are "
+            f"missing: {remedy}"
+        )

@@ -70,7 +70,6 @@ class Rebuilder:
             if not waiting.done():
                 waiting.set_result(None)
         self._waiting = []
-        self._state.one_ended.set()
 
     async def _rebuild_or_give_up(self) -> None:
         run_id = self._state.record.run_id
@@ -150,7 +149,7 @@ class Rebuilder:
     async def _read(self, entry: ReplayEntry) -> Operation:
         assert entry.place is not None
         operation = await read_operation(self._services.journal, entry.place, entry.outcome)
-        operation.log_entry = entry
+        operation.seq_id = entry.seq_id
         return operation
 
     async def _replay_one(self, entry: ReplayEntry, operation: Operation | None) -> None:

@@ -17,6 +17,7 @@ from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, REFUSED, Operation, Outcome, RefusedOperation, ReplayEntry
 from ..operations.registry import CLEARING_KINDS, TAINTING_KINDS, read_operation
 from ..operations.training import ForwardBackward, OptimStep
+from ..tenants.reservation import Reservation
 from .rebuilder import Rebuilder
 from .run_state import OperationWindow, RunServices, RunState
 from .snapshots import RunSnapshots
@@ -62,27 +63,20 @@ class JournaledRun:
         return cls(found, strikes)
 
 
-@dataclass(frozen=True)
-class UnfinishedOperation:
-    """An operation to be run, or run again; num_strikes: crashes of workers that ran it."""
-
-    earlier: EarlierOperation
-    operation: Operation
-    num_strikes: int
-
-
 @dataclass
 class RecoveredState:
     """The state from which a run continues.
 
-    unfinished, refusals (with their reasons) and held are by seq_id. held: the uses of captured features that the next
-    step will consume.
+    held: the uses of captured features that the next step will consume, by seq_id.
+    unfinished: the operations to be run, or run again, each with the digest of its request. A client waits for those
+        with a reservation.
+    refusals: reasons by seq_id.
     """
 
     next_seq_id: int
     window: OperationWindow
     held: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    unfinished: Mapping[int, UnfinishedOperation] = field(default_factory=dict)
+    unfinished: Sequence[tuple[Operation, str | None]] = ()
     refusals: dict[int, str] = field(default_factory=dict)
 
 
@@ -206,14 +200,30 @@ class RunRecovery:
                 f"its operation {seq_id} may be in the damaged part of segment {lost_in[0]} of the journal"
             )
 
-    async def _unfinished(self, first: int) -> Mapping[int, UnfinishedOperation]:
+    async def _unfinished(self, first: int) -> Sequence[tuple[Operation, str | None]]:
         """Returns the operations from this seq_id on, in order."""
         found = {seq_id: self._operations[seq_id] for seq_id in sorted(self._operations) if seq_id >= first}
         operations = await self._read_all(list(found.values()))
-        return {
-            seq_id: UnfinishedOperation(earlier, operation, self._num_strikes[seq_id])
-            for (seq_id, earlier), operation in zip(found.items(), operations, strict=True)
-        }
+        for (seq_id, earlier), operation in zip(found.items(), operations, strict=True):
+            self._restore(seq_id, earlier, operation)
+        return [(operation, found[operation.seq_id].digest) for operation in operations]
+
+    def _restore(self, seq_id: int, earlier: EarlierOperation, operation: Operation) -> None:
+        """Restores what an operation had when it was journaled."""
+        services, record = self._services, self._state.record
+        operation.queue(seq_id)
+        operation.log_entry.place = earlier.place
+        operation.context = services.telemetry.work_began(operation.kind, record.tenant_id, record.run_id)
+        operation.num_strikes = self._num_strikes[seq_id]
+        operation.failed_before = earlier.outcome is Outcome.SERVER_FAILED
+        if earlier.outcome is None:
+            operation.reservation = Reservation(services.quotas, record.tenant_id)
+            num_bytes = earlier.feature_bytes or 0
+            operation.reservation.add_features(
+                num_bytes, services.context.features.reserve_again(record.tenant_id, num_bytes)
+            )
+        if operation.reservation is not None or operation.changes_state:
+            services.context.features.restore_hold(record, seq_id, operation.feature_uses)
 
     async def _read_all(self, several: Sequence[EarlierOperation]) -> list[Operation]:
         operations = []

@@ -46,7 +46,8 @@ class ReplayLog:
         if not entry.is_covered:
             self._num_steps += entry.kind == OptimStep.kind
             self._num_bytes += entry.num_bytes
-        self._release_unneeded([entry])
+        if entry.is_result_stored:
+            self._release_unneeded([entry])
 
     def add_strike(self, kind: str, seq_id: int, place: RecordPosition) -> None:
         """Adds a journaled strike against the operation, or against a rebuild from the snapshot of this seq_id."""

@@ -7,25 +7,26 @@ between two of them. If the workers lose the run's state, it is rebuilt first, a
 handed over again.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from ...schemas.errors import OperationError, RequestError
-from ...schemas.futures import Pending
+from ...schemas.futures import Pending, SubmitResponse
 from ...workers.protocol.calls import RunInfo, WorkerLost
 from ...workers.protocol.work_context import name_run
+from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
 from ..http.digests import Fingerprint
 from ..journal.futures import check_same
 from ..operations.loading import CreateRun
-from ..operations.operation import Operation, RefusedOperation
+from ..operations.operation import MISSING, Operation, RefusedOperation
 from ..store import RunRecord
 from ..tenants.reservation import Reservation
-from .arrivals import Arrivals
 from .execution import Execution
-from .operation_queue import OperationQueue
+from .operation_queue import Gaps, OperationQueue
 from .rebuilder import Rebuilder
 from .recovery import JournaledRun, RunRecovery
 from .replay_log import ReplayLog
@@ -40,10 +41,7 @@ _IF_USED = (
 )
 
 
-@dataclass(frozen=True)
-class Submitted:
-    request_id: str
-    seq_id: int
+_NO_BODY = Body()
 
 
 class Run:
@@ -56,9 +54,8 @@ class Run:
         self.queue = queue = OperationQueue(record.run_id)
         self._snapshots = snapshots = RunSnapshots(state, services)
         self._rebuilder = rebuilder = Rebuilder(state, services, snapshots)
-        self._arrivals = Arrivals(state, queue, services, self._pending, lambda: self._execution.start())
-        self._execution = Execution(state, queue, self._arrivals, services, rebuilder, snapshots)
-        self._has_stopped = False
+        self._gaps = Gaps(state, queue, services, self._refuse_missing)
+        self._execution = Execution(state, queue, self._gaps, services, rebuilder, snapshots)
 
     @property
     def record(self) -> RunRecord:
@@ -73,7 +70,7 @@ class Run:
             raise RequestError(f"run {self.record.run_id} is not created yet: wait for the result of that first", 409)
         return info
 
-    async def submit(self, seq_id: int, operation: Operation, body: Body, reservation: Reservation) -> Submitted:
+    async def submit(self, seq_id: int, operation: Operation, body: Body, reservation: Reservation) -> SubmitResponse:
         """Returns as soon as the operation is journaled.
 
         A retry, with a seq_id that arrived before, gets the same response again.
@@ -85,30 +82,88 @@ class Run:
                 503 if the journal cannot be written.
         """
         self.last_request_at = time.time()
-        name_run(self.record.run_id)
-        queue = self.queue
+        record, queue = self.record, self.queue
+        name_run(record.run_id)
         if seq_id == 0 and not isinstance(operation, CreateRun):
             seq_id = queue.free_seq_id
-        if is_repeated := queue.arrived_before(seq_id):
-            if waiting := queue.waiting.get(seq_id):
-                await self._arrivals.wait_until_journaled(waiting)
+        if queue.arrived_before(seq_id):
+            await self._check_repeated(seq_id, operation, body)
+        elif self._state.unusable is not None and seq_id >= 0:
+            raise RequestError(self._state.unusable, 410)
         else:
-            if self._state.unusable is not None and seq_id >= 0:
-                raise RequestError(self._state.unusable, 410)
             queue.check_acceptable(seq_id)
-            await self._arrivals.accept(seq_id, operation, body, reservation)
-        queue.check_not_refused(seq_id)
-        request_id = self.record.request_id(seq_id)
-        if is_repeated and body.digest is not None and not isinstance(operation, CreateRun):
+            await self._accept(seq_id, operation, body, reservation)
+        return SubmitResponse(request_id=record.request_id(seq_id), model_id=record.run_id, seq_id=seq_id)
+
+    async def _accept(self, seq_id: int, operation: Operation, body: Body, reservation: Reservation) -> None:
+        is_next_after_restart = self._gaps.awaits_first_operation and seq_id == self.queue.first_missing
+        if uses := operation.feature_uses:
+            self._services.context.features.hold(self.record, seq_id, uses)
+        operation.queue(seq_id)
+        operation.reservation = reservation
+        reservation.keep(operation.size(body), operation.num_tokens)
+        operation.log_entry.num_bytes = reservation.num_bytes
+        self._create_future(operation, body.digest)
+        self._journal(operation, body)
+        try:
+            await asyncio.shield(operation.journaled)
+        except RequestError:
+            await self._services.context.features.release_hold(self.record, seq_id)
+            raise
+        if is_next_after_restart:
+            self._gaps.end_wait()
+
+    def _journal(self, operation: Operation, body: Body = _NO_BODY) -> None:
+        """Queues the operation, which begins in its turn as soon as it is journaled."""
+        record = self.record
+        operation.context = self._services.telemetry.work_began(operation.kind, record.tenant_id, record.run_id)
+        operation.journaled = self._services.journal.append(operation.header(record, body), body.received)
+        self.queue.waiting[operation.seq_id] = operation
+        if operation.journaled.done():
+            self._journaled(operation, operation.journaled)
+        else:
+            operation.journaled.add_done_callback(partial(self._journaled, operation))
+
+    def _journaled(self, operation: Operation, written: "asyncio.Future[RecordPosition]") -> None:
+        """Forgets the operation if its entry cannot be written: its seq_id is free again."""
+        if written.exception() is None:
+            operation.log_entry.place = written.result()
+        else:
+            del self.queue.waiting[operation.seq_id]
+            operation.release()
+            if operation.future is not None:
+                self._services.futures.forget(operation.future)
+        self._execution.begin_ready()
+
+    def _create_future(self, operation: Operation, digest: str | None) -> None:
+        pending = partial(self._pending, operation.seq_id)
+        answered = partial(self._state.log.mark_result_stored, operation.log_entry)
+        fingerprint = None if digest is None else Fingerprint(operation.kind, digest)
+        request_id, tenant_id = self.record.request_id(operation.seq_id), self.record.tenant_id
+        operation.future = self._services.futures.create(request_id, tenant_id, pending, answered, fingerprint)
+
+    async def _check_repeated(self, seq_id: int, operation: Operation, body: Body) -> None:
+        """Waits until the operation with this seq_id is journaled. Raises RequestError if it was refused, or is another
+        one."""
+        if waiting := self.queue.waiting.get(seq_id):
+            await asyncio.shield(waiting.journaled)
+        self.queue.check_not_refused(seq_id)
+        if body.digest is not None and not isinstance(operation, CreateRun):
             number, again = f"seq_id {seq_id} of {self.record.run_id}", Fingerprint(operation.kind, body.digest)
-            await check_same(self._services.futures, request_id, number, again, _IF_USED)
-        return Submitted(request_id, seq_id)
+            await check_same(self._services.futures, self.record.request_id(seq_id), number, again, _IF_USED)
 
     async def refuse(self, seq_id: int, refused: RefusedOperation) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Does nothing if it arrived before."""
         if self.queue.can_refuse(seq_id):
-            self._arrivals.add(seq_id, refused)
-            await self._arrivals.wait_until_journaled(refused)
+            refused.queue(seq_id)
+            self._journal(refused)
+            await asyncio.shield(refused.journaled)
+
+    def _refuse_missing(self, seq_ids: Sequence[int], reason: str) -> None:
+        for seq_id in seq_ids:
+            refused = RefusedOperation(MISSING, reason, taints=True)
+            refused.queue(seq_id)
+            self._journal(refused)
 
     async def resume(self, journaled: JournaledRun, loadable: Sequence[str] = ()) -> None:
         """Continues where an earlier process ended.
@@ -124,8 +179,13 @@ class Run:
         for seq_id, reason in recovered.refusals.items():
             self.queue.remember_refusal(seq_id, reason)
         for seq_id, uses in recovered.held.items():
-            self._services.features.restore_hold(self.record, seq_id, uses)
-        self._arrivals.resume(recovered.unfinished, loadable)
+            self._services.context.features.restore_hold(self.record, seq_id, uses)
+        for operation, digest in recovered.unfinished:
+            if operation.reservation is not None:
+                self._create_future(operation, digest)
+            self.queue.waiting[operation.seq_id] = operation
+        self._gaps.resume(loadable)
+        self._execution.begin_ready()
 
     async def share(self, adapter_id: str) -> bool:
         """Copies the run's weights to a sampler, after a rebuild if the workers have lost them; False if the run is
@@ -134,9 +194,9 @@ class Run:
         Raises:
             OperationError: the copy failed; WorkerLost if the workers lost the run meanwhile.
         """
-        while self.is_lost and not self._has_stopped:
+        while self.is_lost and not self._state.has_stopped:
             await self._rebuilder.ensure_rebuilt()
-        if self._has_stopped or not (self.is_usable and self._state.is_loaded):
+        if self._state.has_stopped or not (self.is_usable and self._state.is_loaded):
             return False
         try:
             await self._services.context.dispatch.copy_adapter(self.record.run_id, adapter_id)
@@ -176,9 +236,10 @@ class Run:
         """
         self._state.unusable, self._state.has_ended = reason, True
         self._rebuilder.cancel()
-        self._arrivals.refuse_missing(self.queue.all_missing, reason)
-        self._state.one_ended.set()
+        self._execution.cancel_later()
+        self._refuse_missing(self.queue.all_missing, reason)
         await self._execution.finish()
+        self._gaps.close()
         await self._snapshots.close()
         self._services.restore_marker.mark_continued(self.record.run_id)
         try:
@@ -188,8 +249,8 @@ class Run:
 
     async def stop(self) -> None:
         """Stops at server shutdown; the journal keeps everything for the next process."""
-        self._has_stopped = True
-        self._arrivals.close()
+        self._state.has_stopped = True
+        self._gaps.close()
         await self._execution.stop()
         await self._snapshots.stop()
         for operation in self.queue.waiting.values():
@@ -216,7 +277,7 @@ class Run:
         return self._state.is_lost
 
     def _pending(self, seq_id: int) -> Pending:
-        if (behind := self._arrivals.pending_behind_gap(seq_id)) is not None:
+        if (behind := self._gaps.pending(seq_id)) is not None:
             return behind
         if self._state.outage is not None:
             return Pending(queue_state_reason=self._state.outage)
@@ -224,6 +285,8 @@ class Run:
             return Pending(queue_state_reason="the worker died: the state of this run is being rebuilt")
         num_before = self.queue.num_before(seq_id)
         if not num_before:
-            return Pending(queue_state_reason=self._services.status(self.record.base_model, self.record.role))
+            return Pending(
+                queue_state_reason=self._services.context.dispatch.status(self.record.base_model, self.record.role)
+            )
         are = "operations of this run are" if num_before > 1 else "operation of this run is"
         return Pending(queue_state_reason=f"{num_before} {are} ahead")

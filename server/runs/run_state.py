@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -13,16 +12,12 @@ from ..journal.journal import Header, Journal
 from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
-from ..operations.features import Features
 from ..operations.loading import CreateRun
-from ..operations.operation import RefusedOperation
-from ..operations.pinned_checkpoints import PinnedCheckpoints
-from ..operations.turns import Turns
+from ..operations.operation import RefusedOperation, Turns
 from ..store import RunRecord
 from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, outage_message
 from ..telemetry.telemetry import Telemetry
 from ..tenants.quotas import Quotas
-from ..tenants.sessions import Sessions
 from .replay_log import ReplayLog
 
 logger = logging.getLogger(__name__)
@@ -30,22 +25,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunServices:
-    """Holds the parts of the server that runs use.
-
-    status: describes in words what runs of a base model and role wait for.
-    """
+    """The parts of the server that runs use; context: those that their operations use too."""
 
     config: ServerConfig
+    context: OperationContext
     futures: Futures
     journal: Journal
     snapshot_store: SnapshotStore
-    pinned_checkpoints: PinnedCheckpoints
-    features: Features
-    context: OperationContext
-    sessions: Sessions
-    quotas: Quotas
-    status: Callable[[str, str], str | None]
     restore_marker: RestoreMarker
+    quotas: Quotas
     telemetry: Telemetry
 
 
@@ -75,7 +63,7 @@ class RunState:
     unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.
     has_ended: true if the client, or its absence, ended the run.
     outage: why operations wait for the database, None if they do not.
-    one_ended: set when an operation or a rebuild has ended, so that the next operation may begin.
+    has_stopped: true if the server is stopping; the journal keeps everything for the next process.
     """
 
     record: RunRecord
@@ -88,7 +76,7 @@ class RunState:
     unusable: str | None = None
     has_ended: bool = False
     outage: str | None = None
-    one_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    has_stopped: bool = False
 
     @property
     def is_lost(self) -> bool:

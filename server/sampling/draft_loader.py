@@ -4,11 +4,8 @@ A draft is loaded at the first request that needs it, once for all samplers that
 crash. It is dropped when no sampler names it and no request has used it for DROP_AFTER_SECONDS.
 """
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from ...schemas.errors import OperationError, RequestError
@@ -17,33 +14,12 @@ from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
 from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
-from ..journal.strikes import Strikes
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant
 from .sampler import Sampler
-
-logger = logging.getLogger(__name__)
+from .worker_weights import WorkerWeights
 
 DROP_AFTER_SECONDS = 600.0
-
-
-@dataclass(eq=False)
-class _LoadedDraft:
-    """A draft that is loaded, being loaded or being dropped.
-
-    sampler_ids: samplers whose default draft this is. num_users: requests that load it or sample with it.
-    changing: held during a load or a drop. dropping: timer that drops the draft after it was unused for long enough.
-    """
-
-    checkpoint: CheckpointRecord
-    sampler_ids: set[str] = field(default_factory=set)
-    num_users: int = 0
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    dropping: asyncio.TimerHandle | None = None
-
-    @property
-    def is_needed(self) -> bool:
-        return bool(self.num_users or self.sampler_ids)
 
 
 class DraftNotFound(RequestError):
@@ -54,24 +30,19 @@ class DraftNotLoaded(OperationError):
     """Raised if a draft's files cannot be loaded."""
 
 
-class DraftLoader:
-    """Owns the loaded drafts of all tenants; tenants that can read the same checkpoint share its draft."""
+class DraftLoader(WorkerWeights[CheckpointRecord]):
+    """Owns the drafts of all tenants; tenants that can read the same checkpoint share its draft.
+
+    Samplers hold the drafts that they name, and requests those that they use.
+    """
 
     def __init__(
         self, dispatch: WorkerDispatch, checkpoints: Checkpoints, unused_seconds: float = DROP_AFTER_SECONDS
     ) -> None:
+        super().__init__()
         self._dispatch = dispatch
         self._checkpoints = checkpoints
         self._unused_seconds = unused_seconds
-        self._held: dict[str, _LoadedDraft] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def close(self) -> None:
-        for held in self._held.values():
-            _cancel_drop(held)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def find(self, tenant_id: str, path: str, base_model: str) -> CheckpointRecord:
         """Returns the checkpoint of a draft for this base model.
@@ -120,31 +91,46 @@ class DraftLoader:
         if checkpoint is None:
             yield None
             return
-        held = self._entry(checkpoint)
-        held.num_users += 1
+        request = object()
+        self.hold(checkpoint, request)
         try:
-            await self._load(held)
+            await self.load(checkpoint)
             yield draft_id(checkpoint)
         finally:
-            held.num_users -= 1
-            if not held.is_needed:
-                loop = asyncio.get_running_loop()
-                held.dropping = loop.call_later(self._unused_seconds, self._begin, self._drop, held)
+            self.release(checkpoint, request, self._unused_seconds)
 
-    def release(self, sampler: Sampler) -> None:
+    def release_of(self, sampler: Sampler) -> None:
         """Releases the draft of a sampler that has ended or changes its draft; drops it if nothing else uses it."""
         draft, sampler.draft = sampler.draft, None
-        if draft is None:
-            return
-        held = self._entry(draft)
-        held.sampler_ids.discard(sampler.record.sampler_id)
-        if not held.is_needed:
-            self._begin(self._drop, held)
+        if draft is not None:
+            self.release(draft, sampler)
+
+    def id_of(self, item: CheckpointRecord) -> str:
+        return draft_id(item)
+
+    def name_of(self, item: CheckpointRecord) -> str:
+        return f"draft {item.tinker_path}"
+
+    def is_loaded(self, item: CheckpointRecord) -> bool:
+        return self._dispatch.has_draft(item.base_model, draft_id(item))
+
+    async def load_now(self, item: CheckpointRecord) -> None:
+        try:
+            async with self._checkpoints.reading(item) as directory:
+                with hiding_directory_as(self.name_of(item), directory):
+                    await self._dispatch.load_draft(item.base_model, draft_id(item), directory)
+        except WorkerLost:
+            raise
+        except OperationError as error:
+            raise DraftNotLoaded(error.message, error.category) from None
+
+    async def drop_now(self, item: CheckpointRecord) -> None:
+        await self._dispatch.drop_draft(item.base_model, draft_id(item))
 
     async def _of_sampler(self, sampler: Sampler) -> CheckpointRecord | None:
         """Returns the sampler's draft. A loaded draft is kept even if its checkpoint was deleted or replaced."""
         record = sampler.record
-        if record.draft_path is None or self._has(record.base_model, sampler.draft):
+        if record.draft_path is None or (sampler.draft is not None and self.is_loaded(sampler.draft)):
             return sampler.draft
         try:
             found = await self.find(record.tenant_id, record.draft_path, record.base_model)
@@ -152,73 +138,12 @@ class DraftLoader:
             message = f'the draft of sampler {record.sampler_id} cannot be loaded: {error}; send draft_path ""'
             raise DraftNotFound(f"{message} to sample without a draft, or name another one", error.status) from None
         if not sampler.has_ended and found != sampler.draft:
-            self.release(sampler)
+            self.release_of(sampler)
             sampler.draft = found
-            self._entry(found).sampler_ids.add(record.sampler_id)
+            self.hold(found, sampler)
         return found
-
-    def _has(self, base_model: str, draft: CheckpointRecord | None) -> bool:
-        return draft is not None and self._dispatch.has_draft(base_model, draft_id(draft))
-
-    def _entry(self, checkpoint: CheckpointRecord) -> _LoadedDraft:
-        held = self._held.setdefault(draft_id(checkpoint), _LoadedDraft(checkpoint))
-        _cancel_drop(held)
-        return held
-
-    async def _load(self, held: _LoadedDraft) -> None:
-        """Loads the draft; concurrent callers wait for the first one's load. Retries when the worker crashes."""
-        strikes = Strikes(f"the load of draft {held.checkpoint.tinker_path}")
-        # While it is being dropped, the workers still have it.
-        while held.changing.locked() or not self._has(held.checkpoint.base_model, held.checkpoint):
-            try:
-                # Shielded: the request may be cancelled, but the worker reads the files to the end.
-                await asyncio.shield(self._begin(self._load_now, held))
-                return
-            except WorkerLost as lost:
-                await strikes.add(lost)
-
-    async def _load_now(self, held: _LoadedDraft) -> None:
-        async with held.changing:
-            if held.is_needed and not self._has(held.checkpoint.base_model, held.checkpoint):
-                await self._read(held.checkpoint)
-
-    async def _read(self, checkpoint: CheckpointRecord) -> None:
-        try:
-            async with self._checkpoints.reading(checkpoint) as directory:
-                with hiding_directory_as(f"draft {checkpoint.tinker_path}", directory):
-                    await self._dispatch.load_draft(checkpoint.base_model, draft_id(checkpoint), directory)
-        except WorkerLost:
-            raise
-        except OperationError as error:
-            raise DraftNotLoaded(error.message, error.category) from None
-
-    async def _drop(self, held: _LoadedDraft) -> None:
-        checkpoint = held.checkpoint
-        async with held.changing:
-            if held.is_needed or self._held.get(draft_id(checkpoint)) is not held:
-                return
-            try:
-                await self._dispatch.drop_draft(checkpoint.base_model, draft_id(checkpoint))
-            except OperationError as error:
-                logger.warning("draft %s could not be dropped: %s", checkpoint.tinker_path, error)
-            if not held.is_needed:
-                self._held.pop(draft_id(checkpoint), None)
-
-    def _begin(
-        self, work: Callable[[_LoadedDraft], Coroutine[None, None, None]], held: _LoadedDraft
-    ) -> asyncio.Task[None]:
-        task = asyncio.create_task(work(held))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def draft_id(checkpoint: CheckpointRecord) -> str:
     """Returns the draft's id in the workers. It contains the directory name, which is unique per checkpoint version."""
     return f"draft:{checkpoint.tinker_path}@{PurePosixPath(checkpoint.directory).name}"
-
-
-def _cancel_drop(held: _LoadedDraft) -> None:
-    if held.dropping is not None:
-        held.dropping.cancel()
-        held.dropping = None

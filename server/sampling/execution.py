@@ -10,13 +10,13 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import SampledPart, SampleJob, WorkerLost
-from ...workers.protocol.work_context import enter_work
+from ...workers.protocol.work_context import CURRENT_WORK
 from ...workers.sampler.requests.structured_output import is_costly
 from ..telemetry.telemetry import Telemetry
 from .constraint_checks import ConstraintChecks
 from .draft_loader import DraftLoader
+from .sampler_weights import SamplerWeights
 from .sampling_job import SamplingJob
-from .weight_loader import WeightLoader
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +29,13 @@ class SamplingExecution:
     def __init__(
         self,
         dispatch: WorkerDispatch,
-        loader: WeightLoader,
+        weights: SamplerWeights,
         drafts: DraftLoader,
         constraints: ConstraintChecks,
         telemetry: Telemetry,
     ) -> None:
         self._dispatch = dispatch
-        self._loader = loader
+        self._weights = weights
         self._drafts = drafts
         self._constraints = constraints
         self._telemetry = telemetry
@@ -44,13 +44,13 @@ class SamplingExecution:
         """Samples, and retries after a worker crash unless the request keeps crashing workers or has been streamed."""
         sampler, record = job.sampler, job.sampler.record
         context = self._telemetry.work_began("sample", record.tenant_id, record.sampler_id)
-        enter_work(context)
+        CURRENT_WORK.set(context)
         sampler.running_jobs.add(job.request_id)
         progress = _ProgressForwarder(on_progress)
-        work = job.for_worker(streams=on_progress is not None)
         sampled, failure, began_at = None, None, time.monotonic()
-        constraint = work.params.constraint
+        constraint = job.request.sampling_params.constraint
         try:
+            work = job.for_worker(streams=on_progress is not None)
             if constraint is not None:
                 seconds = await self._constraints.check(record.base_model, record.tenant_id, constraint)
                 work = replace(work, compile_seconds=seconds)
@@ -73,7 +73,7 @@ class SamplingExecution:
             raise
         finally:
             sampler.running_jobs.discard(job.request_id)
-            seconds, num_prompt = time.monotonic() - began_at, len(work.prompt)
+            seconds, num_prompt = time.monotonic() - began_at, len(job.prompt)
             self._telemetry.sample_ended(
                 context, record.base_model, job.request_id, num_prompt, sampled, seconds, failure
             )
@@ -85,14 +85,10 @@ class SamplingExecution:
         sampler = job.sampler
         async with self._draft(job) as draft_id:
             # Loaded after the draft: the adapter is required, while a worker that has lost the draft samples without.
-            loading = await self._loader.load(sampler)
-            try:
-                with_draft = replace(work, draft_id=draft_id)
-                return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
-            except OperationError as error:
-                if error.category == "server":
-                    self._loader.invalidate(sampler, loading)
-                raise
+            if sampler.adapter_id is not None:
+                await self._weights.load(sampler)
+            with_draft = replace(work, draft_id=draft_id)
+            return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
 
     @asynccontextmanager
     async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:

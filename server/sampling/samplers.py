@@ -69,6 +69,7 @@ class Samplers:
             sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id, first_seq_id)
             if record.is_ephemeral and not self._weights.files.has(record.adapter_id):
                 sampler.adapter_id = None
+            self._hold_weights(sampler)
         await self._weights.files.remove_all_but({sampler.adapter_id for sampler in self._samplers.values()})
 
     @property
@@ -117,7 +118,8 @@ class Samplers:
             await self._add(record)
         for sampler in self._samplers.values():
             if sampler.record.adapter_id == adapter_id:  # all inflight samplers of a run share one adapter
-                sampler.adapter_id, sampler.loading = adapter_id, _done()
+                sampler.adapter_id = adapter_id
+                self._hold_weights(sampler)
         return sampler_id
 
     async def _save_weights(self, run_id: str, adapter_id: str) -> None:
@@ -159,9 +161,14 @@ class Samplers:
         # A retry may find the row, if the database committed it but its answer was lost.
         if await self._store.samplers.get(record.sampler_id) is None:
             await self._store.samplers.insert(record)
-        self._samplers[record.sampler_id] = Sampler(record, record.adapter_id)
+        sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id)
+        self._hold_weights(sampler)
         if not self._sessions.is_open(record.session_id):  # it ended meanwhile
             await self.end_session(record.session_id)
+
+    def _hold_weights(self, sampler: Sampler) -> None:
+        if sampler.adapter_id is not None:
+            self._weights.hold(sampler, sampler)
 
     async def _base_model(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
         if model_path:
@@ -274,20 +281,13 @@ class Samplers:
         for sampler in ended:
             del self._samplers[sampler.record.sampler_id]
             sampler.has_ended = True
-            self._drafts.release(sampler)
+            self._drafts.release_of(sampler)
             self._completions.forget(sampler.record.sampler_id)
             for request_id in sampler.running_jobs:
                 self._dispatch.cancel(request_id)
+            if sampler.adapter_id is not None:
+                self._weights.release(sampler, sampler)
         self._one_shots = {weights: one for weights, one in self._one_shots.items() if one in self._samplers}
-        loading = {sampler.adapter_id: sampler.loading for sampler in ended if sampler.adapter_id}
-        for adapter_id, task in loading.items():
-            self._weights.drop(adapter_id, task)
-
-
-def _done() -> "asyncio.Future[None]":
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    done.set_result(None)
-    return done
 
 
 def _check_same(known: SamplerRecord, request: CreateSamplingSessionRequest) -> None:

@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 
 from ...schemas.codec import CsrLayout, csr_layout_from_json, tensor_from_json
-from ...schemas.errors import RequestError
+from ...schemas.errors import OperationError, RequestError
 from ...schemas.sampling import ALTERNATIVES, Constraint, SampleRequest
 from ...workers.protocol.calls import ModelInfo, SampleJob
 from ..journal.journal import Header, draw_seed
@@ -15,6 +15,9 @@ from ..store import CheckpointRecord
 from .sampler import Sampler
 
 MAX_SAMPLES = 4096
+
+_MAX_TOPK_CELLS = 1 << 24
+"""Limit on the top log-probabilities of a request."""
 
 _MAX_TARGET_BYTES = 32 << 20
 """Limit on a sparse target_prompt_logprobs after conversion to a dense int64 array."""
@@ -67,10 +70,11 @@ class SamplingJob:
         self._seed = drawn if request.sampling_params.seed is None else request.sampling_params.seed
         _check_counts(request, model, len(self.prompt))
         self._targets = _targets(request, len(self.prompt))
+        self._model = model
         self.strikes = Strikes("this request")
         self.draft: CheckpointRecord | None = None
         self.was_begun = False
-        self._most_tokens = request.sampling_params.most_tokens(len(self.prompt), model.max_context_length)
+        self._max_tokens = request.sampling_params.max_tokens or model.max_context_length - len(self.prompt)
         self.target_layout: CsrLayout | None = None
         if request.target_prompt_logprobs is not None:
             self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)
@@ -102,7 +106,7 @@ class SamplingJob:
             request.topk_prompt_logprobs + request.prompt_alt_tokens_k
         )
         of_targets = 0 if self._targets is None else 4 * self._targets.size
-        of_sample = min(self._most_tokens, _LIKELY_TOKENS) + self._most_tokens * request.topk_sample_logprobs
+        of_sample = min(self._max_tokens, _LIKELY_TOKENS) + self._max_tokens * request.topk_sample_logprobs
         return of_token * len(self.prompt) + of_targets + _TOKEN_BYTES * request.num_samples * of_sample
 
     @property
@@ -112,12 +116,19 @@ class SamplingJob:
         return self.prompt.nbytes + of_targets + self.result_bytes
 
     def for_worker(self, streams: bool = False) -> SampleJob:
-        request = self.request
+        """Returns the job. Raises OperationError if the request has what is refused only after it was accepted."""
+        request, params = self.request, self.request.sampling_params
+        self._check_sizes()
+        _check_tokens("logit_bias", np.array(list(params.logit_bias or {}), np.int64), 0, self._model)
+        if self._targets is not None:
+            _check_tokens("target_prompt_logprobs", self._targets, -1, self._model)
+        if "" in self.stops.strings:
+            raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
         return SampleJob(
             job_id=self.request_id,
             adapter_id=self.sampler.adapter_id,
             prompt=self.prompt,
-            params=request.sampling_params.model_copy(update={"seed": self._seed}),
+            params=params.model_copy(update={"seed": self._seed, "max_tokens": self._max_tokens}),
             stop_token_ids=self.stops.token_ids,
             stop_strings=self.stops.strings,
             num_samples=request.num_samples,
@@ -131,7 +142,26 @@ class SamplingJob:
             tenant_id=self.sampler.record.tenant_id,
             num_draft_tokens=request.num_draft_tokens,
             seed_is_drawn=self.drawn_seed is not None,
+            fills_context=params.max_tokens is None,
         )
+
+    def _check_sizes(self) -> None:
+        request, num_prompt, last_n = self.request, len(self.prompt), self.request.prompt_logprobs_last_n
+        for name, num_tokens, kind in (
+            ("topk_prompt_logprobs", num_prompt, "prompt"),
+            ("prompt_alt_tokens_k", num_prompt, "prompt"),
+            ("topk_sample_logprobs", self._max_tokens, "sampled"),
+        ):
+            if (k := getattr(request, name)) * num_tokens > _MAX_TOPK_CELLS:
+                raise OperationError(
+                    f"{name} {k} at {num_tokens} {kind} tokens makes more than {_MAX_TOPK_CELLS} cells: lower it or"
+                    " split the request"
+                )
+        if last_n is not None and not request.prompt_logprobs:
+            raise OperationError(
+                f"prompt_logprobs_last_n {last_n} needs prompt_logprobs and must be between 1 and len(prompt) - 1 ="
+                f" {num_prompt - 1}"
+            )
 
 
 def _stops(request: SampleRequest, model: ModelInfo) -> Stops:
@@ -230,3 +260,12 @@ def _targets(request: SampleRequest, num_prompt: int) -> np.ndarray | None:
             "one row fewer than the prompt has tokens"
         )
     return targets
+
+
+def _check_tokens(name: str, tokens: np.ndarray, lowest: int, model: ModelInfo) -> None:
+    wrong = tokens[(tokens < lowest) | (tokens >= model.vocab_size)]
+    if len(wrong):
+        raise OperationError(
+            f"{name} holds token id {int(wrong[0])}, outside the model's vocabulary of {model.vocab_size}: use the"
+            " tokenizer of this base model"
+        )

@@ -29,9 +29,9 @@ _MEMORY_SECONDS = 2.0
 """An answer waits this long for reports of the ranks' memory; if they are in a long pass, it has their last report."""
 
 _OF_GROUPS: Mapping[str, tuple[str, Callable[[RankGroup], float]]] = {
-    "trainhouse_waiting_works": ("Work that waits for a group's ranks", lambda group: group.work.queue.num_works),
-    "trainhouse_waiting_tokens": ("Tokens that wait for a pass", lambda group: group.work.queue.num_tokens),
-    "trainhouse_sampling_jobs": ("Sampling jobs that wait or run", lambda group: len(group.work.cohorts)),
+    "trainhouse_waiting_works": ("Work that waits for a group's ranks", lambda group: group.scheduler.queue.num_works),
+    "trainhouse_waiting_tokens": ("Tokens that wait for a pass", lambda group: group.scheduler.queue.num_tokens),
+    "trainhouse_sampling_jobs": ("Sampling jobs that wait or run", lambda group: len(group.scheduler.cohorts)),
 }
 
 

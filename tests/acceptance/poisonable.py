@@ -36,7 +36,9 @@ class PoisonableWorker(Worker):
         super()._load(mesh)
         run = self._base.shared_hidden_states
 
-        def refusing(micro_batch: MicroBatch, share: TokenShard, captured: dict[int, Tensor] | None = None) -> Tensor:
+        def refusing(
+            micro_batch: MicroBatch, share: TokenShard | None, captured: dict[int, Tensor] | None = None
+        ) -> Tensor:
             if REFUSED in micro_batch.tokens:
                 raise OperationError("refused on one rank")
             return run(micro_batch, share, captured)

@@ -23,7 +23,6 @@ from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob, WorkerLost
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.scheduler import TimeShares
 
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
 
@@ -419,20 +418,6 @@ def test_long_passes_and_sampling_get_equal_time() -> None:
             sampling.cancel()
 
     run(check())
-
-
-def test_work_kind_with_least_time_runs_next_and_idle_time_earns_no_credit() -> None:
-    turns = TimeShares(("training", "sampling"))
-    for _ in range(10):
-        assert turns.next(["training"]) == "training"
-        turns.charge("training", 1.0)
-    order = []
-    for _ in range(60):
-        order.append(turns.next(["training", "sampling"]))
-        turns.charge(order[-1], 0.5 if order[-1] == "training" else 0.1)
-    # Sampling has credit for one pass, during which it may have waited, not for all ten.
-    assert 9 <= order.index("training") <= 11
-    assert 5 <= order[12:].count("sampling") / order[12:].count("training") <= 6
 
 
 def test_unexpected_failure_is_a_server_error_and_affects_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,10 @@
 back into the client's order."""
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..losses import Loss, LossOutput
 from ..ops.attention import Packing, pack_lengths
 from .bins import balance_bins
-from .validated import Example, ValidatedBatch
+from .validated import ValidatedBatch
 
 # Lanes with fewer tokens lose more to small matrix products than they gain by running in parallel.
 _LEAST_LANE_TOKENS = 128
@@ -37,25 +38,12 @@ class MicroBatchSegment:
     bounds: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class PackedExample:
-    """Tokens start:stop of a micro-batch, which are one example.
-
-    operation: the index of its operation. example: its index in that.
-    """
-
-    operation: int
-    example: int
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, eq=False)
 class Objective:
     """Tokens start:stop of a micro-batch, n in all: whole examples of operations that agree in loss, config and weight.
 
     targets: int64 [n] or [n, K]. inputs: float32, in the same shape. weight: a factor of the loss.
-    bounds: where each example starts, and at the end n.
+    bounds: where each example starts, and at the end n. segments: those of its operations.
     """
 
     start: int
@@ -66,6 +54,7 @@ class Objective:
     targets: Tensor
     inputs: Mapping[str, Tensor]
     bounds: tuple[int, ...]
+    segments: tuple[MicroBatchSegment, ...] = ()
 
     def evaluate(self, scores: Tensor, tokens: slice) -> LossOutput:
         """Returns the loss for the scores of `tokens`, counted from `start`. Sequence-wise losses need all n tokens."""
@@ -99,14 +88,6 @@ class MicroBatch:
     packing: Packing
     segments: tuple[MicroBatchSegment, ...]
     objectives: tuple[Objective, ...]
-
-    def packed_examples(self) -> Iterator[PackedExample]:
-        for segment in self.segments:
-            for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
-                yield PackedExample(segment.operation, example, segment.start + start, segment.start + stop)
-
-    def segments_of(self, objective: Objective) -> Iterator[MicroBatchSegment]:
-        return (each for each in self.segments if objective.start <= each.start < objective.stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,66 +182,45 @@ def smaller_budget(operation: ValidatedBatch, token_budget: int) -> int | None:
     return max(largest // 2, longest) if largest > longest else None
 
 
-def split_by_example(
-    segment: MicroBatchSegment, values: np.ndarray, operation: ValidatedBatch
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Splits values [n] or [n, K] of a segment; yields each example's index and its values in the targets' shape."""
-    for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
-        yield example, in_shape_of(operation.examples[example].targets, values[start:stop])
-
-
 def _micro_batch(
     operations: Sequence[ValidatedBatch], places: list[tuple[int, int]], device: torch.device
 ) -> MicroBatch:
     """Packs the examples at these places, (operation, example), an operation's longest first."""
-    places = sorted(places, key=lambda place: place[0])
-    examples = [operations[i].examples[j] for i, j in places]
-    lengths = [len(example.tokens) for example in examples]
-    starts = [0, *accumulate(lengths)]
+    segments: list[MicroBatchSegment] = []
+    start = 0
+    for i, members in groupby(sorted(places, key=itemgetter(0)), key=itemgetter(0)):
+        examples = tuple(j for _, j in members)
+        bounds = (0, *accumulate(len(operations[i].examples[j].tokens) for j in examples))
+        segments.append(MicroBatchSegment(i, start, start + bounds[-1], examples, bounds))
+        start += bounds[-1]
+    tokens = [operations[each.operation].examples[j].tokens for each in segments for j in each.examples]
+    lengths = [len(each) for each in tokens]
+    scored_together = groupby(segments, key=lambda segment: operations[segment.operation].loss_key)
     return MicroBatch(
-        tokens=_tensor([example.tokens for example in examples], device),
+        tokens=_tensor(tokens, device),
         positions=_tensor([np.arange(length) for length in lengths], device),
         packing=Packing(pack_lengths(lengths)),
-        segments=tuple(_segments(places, starts)),
-        objectives=tuple(_objectives(operations, places, examples, starts, device)),
+        segments=tuple(segments),
+        objectives=tuple(_objective(operations, tuple(members), device) for _, members in scored_together),
     )
 
 
-def _segments(places: list[tuple[int, int]], starts: list[int]) -> Iterator[MicroBatchSegment]:
-    for first, stop in _equal_runs([i for i, _ in places]):
-        bounds = tuple(start - starts[first] for start in starts[first : stop + 1])
-        examples = tuple(j for _, j in places[first:stop])
-        yield MicroBatchSegment(places[first][0], starts[first], starts[stop], examples, bounds)
-
-
-def _objectives(
-    operations: Sequence[ValidatedBatch],
-    places: list[tuple[int, int]],
-    examples: list[Example],
-    starts: list[int],
-    device: torch.device,
-) -> Iterator[Objective]:
-    for first, stop in _equal_runs([operations[i].loss_key for i, _ in places]):
-        operation, scored = operations[places[first][0]], examples[first:stop]
-        yield Objective(
-            start=starts[first],
-            stop=starts[stop],
-            loss=operation.loss,
-            config=operation.config,
-            weight=operation.weight,
-            targets=_tensor([example.targets for example in scored], device),
-            inputs={name: _tensor([example.inputs[name] for example in scored], device) for name in scored[0].inputs},
-            bounds=tuple(start - starts[first] for start in starts[first : stop + 1]),
-        )
-
-
-def _equal_runs(keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """Yields the bounds (first, stop) of each run of equal neighbours."""
-    first = 0
-    for _, members in groupby(keys):
-        stop = first + sum(1 for _ in members)
-        yield first, stop
-        first = stop
+def _objective(
+    operations: Sequence[ValidatedBatch], segments: tuple[MicroBatchSegment, ...], device: torch.device
+) -> Objective:
+    operation, start = operations[segments[0].operation], segments[0].start
+    examples = [operations[each.operation].examples[j] for each in segments for j in each.examples]
+    return Objective(
+        start=start,
+        stop=segments[-1].stop,
+        loss=operation.loss,
+        config=operation.config,
+        weight=operation.weight,
+        targets=_tensor([example.targets for example in examples], device),
+        inputs={name: _tensor([example.inputs[name] for example in examples], device) for name in examples[0].inputs},
+        bounds=(0, *accumulate(len(example.tokens) for example in examples)),
+        segments=segments,
+    )
 
 
 def _tensor(arrays: list[np.ndarray], device: torch.device) -> Tensor:

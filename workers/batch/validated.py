@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,7 @@ class ValidatedBatch:
 
     weight: a factor of the loss. num_tokens: positions that count in the loss. denominator: see Loss.denominator.
     datum_indices: index of each example's datum in the whole operation.
+    loss_key: equal for operations that are scored together, whose examples differ only in data.
     """
 
     loss_name: str
@@ -51,12 +51,7 @@ class ValidatedBatch:
     num_tokens: int
     denominator: float
     datum_indices: Sequence[int]
-
-    @cached_property
-    def loss_key(self) -> tuple[Hashable, ...]:
-        """A key that is equal for operations that are scored together: their examples differ only in data."""
-        many_targets = any(example.targets.ndim == 2 for example in self.examples)
-        return (self.loss_name, *sorted(self.config.items()), self.weight, many_targets)
+    loss_key: tuple[Hashable, ...]
 
 
 def validate_request(
@@ -82,26 +77,30 @@ def validate_request(
         raise OperationError(f"unknown loss_fn {request.loss_fn!r}: use one of {_listed(losses)}{hint}")
     if not share.num_data:
         raise OperationError("the batch is empty: send at least one datum")
-    loss = losses[request.loss_fn]
+    loss, weight = losses[request.loss_fn], float(request.loss_weight)
     config = _read_config(request, loss)
+    targets = []
     for i, datum in zip(share.indices, request.data, strict=True):
         _check_names(i, datum, request.loss_fn, loss)
-        _check_shapes(i, datum, request.loss_fn, loss, limits)
+        targets.append(_targets(datum, loss))
+        _check_shapes(i, datum, targets[-1], request.loss_fn, loss, limits)
     _check_ids("model_input", [datum.tokens for datum in request.data], limits, share.indices)
-    _check_ids(TARGETS, [_targets(datum, loss) for datum in request.data], limits, share.indices)
-    examples = tuple(_example(datum, loss, config) for datum in request.data)
+    _check_ids(TARGETS, targets, limits, share.indices)
+    examples = tuple(_example(datum, own, loss, config) for datum, own in zip(request.data, targets, strict=True))
     for name in (*loss.required, *loss.optional):
         _check_finite(name, request.data, examples, loss, share.indices)
     counts = [example.inputs[loss.counted_by] for example in examples]
+    many_targets = any(each.ndim == 2 for each in targets)
     return ValidatedBatch(
         loss_name=request.loss_fn,
         loss=loss,
         config=config,
-        weight=float(request.loss_weight),
+        weight=weight,
         examples=examples,
         num_tokens=sum(int(np.count_nonzero(each if each.ndim == 1 else (each != 0).any(axis=1))) for each in counts),
         denominator=loss.denominator(_joined(counts)),
         datum_indices=share.indices,
+        loss_key=(request.loss_fn, *sorted(config.items()), weight, many_targets),
     )
 
 
@@ -126,19 +125,22 @@ def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
 
 
 def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:
-    required = _required(loss)
+    required = (TARGETS, *loss.required) if loss.scores == "logprobs" else loss.required
     if missing := [name for name in required if name not in datum.loss_fn_inputs]:
         other = _listed([name for name in datum.loss_fn_inputs if name not in (*required, *loss.optional)])
         given = f", and not {other}" if other else ""
-        reads = f"{_inputs(loss)}{given}"
+        reads = f"{_inputs(required, loss)}{given}"
         raise OperationError(f"datum {index}: {loss_name} needs the input {_listed(missing)}: it reads {reads}")
     known = {*required, *loss.optional, *([TARGETS] if loss.scores == "losses" else [])}
     if unknown := [name for name in datum.loss_fn_inputs if name not in known]:
-        raise OperationError(f"datum {index}: {loss_name} has no input {_listed(unknown)}: it reads {_inputs(loss)}")
+        reads = _inputs(required, loss)
+        raise OperationError(f"datum {index}: {loss_name} has no input {_listed(unknown)}: it reads {reads}")
 
 
-def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: ModelLimits) -> None:
-    tokens, targets = datum.tokens, _targets(datum, loss)
+def _check_shapes(
+    index: int, datum: Datum, targets: np.ndarray, loss_name: str, loss: Loss, limits: ModelLimits
+) -> None:
+    tokens = datum.tokens
     length = len(tokens) if tokens.ndim == 1 else 0
     if not length:
         raise OperationError(f"datum {index}: model_input is empty: send at least one token")
@@ -235,9 +237,8 @@ def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:
     raise AssertionError("beyond the last array")
 
 
-def _example(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Example:
+def _example(datum: Datum, targets: np.ndarray, loss: Loss, config: Mapping[str, float]) -> Example:
     given = datum.loss_fn_inputs
-    targets = _targets(datum, loss).astype(np.int64)
     # A number beyond float32 becomes infinite, which is then refused with its position.
     with np.errstate(over="ignore"):
         inputs = {name: given[name].astype(np.float32) for name in given if name != TARGETS}
@@ -246,7 +247,7 @@ def _example(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Example:
             inputs[name] = np.broadcast_to(np.float32(fill(inputs, config)), targets.shape)
     if loss.scores == "losses" and TARGETS not in given:  # the target of the last token is unknown
         inputs["weights"] = np.append(inputs["weights"][:-1], np.float32(0))
-    return Example(datum.tokens.astype(np.int64), targets, inputs)
+    return Example(datum.tokens.astype(np.int64), targets.astype(np.int64), inputs)
 
 
 def _targets(datum: Datum, loss: Loss) -> np.ndarray:
@@ -259,15 +260,12 @@ def _targets(datum: Datum, loss: Loss) -> np.ndarray:
     return np.zeros(len(datum.tokens), np.int64)
 
 
-def _required(loss: Loss) -> tuple[str, ...]:
-    return (TARGETS, *loss.required) if loss.scores == "logprobs" else loss.required
-
-
-def _inputs(loss: Loss) -> str:
-    required, optional = _listed(_required(loss)), _listed(loss.optional)
+def _inputs(required: Sequence[str], loss: Loss) -> str:
+    """Returns the names of the inputs that a loss reads."""
+    optional = _listed(loss.optional)
     if not required:
         return f"{optional}, all optional"
-    return f"{required} and optionally {optional}" if optional else required
+    return f"{_listed(required)} and optionally {optional}" if optional else _listed(required)
 
 
 def _allowed(config: Mapping[str, Any], key: str) -> str:

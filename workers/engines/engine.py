@@ -43,6 +43,10 @@ class Engine(Protocol):
         """Loads the weights of a checkpoint. The directory may be deleted afterwards."""
         ...
 
+    def has_adapter(self, adapter_id: str) -> bool:
+        """True if requests can use the adapter without loading it first."""
+        ...
+
     async def drop_adapter(self, adapter_id: str) -> None:
         """Drops the adapter. Unknown and lost adapters are ignored."""
         ...

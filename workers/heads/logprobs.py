@@ -55,10 +55,21 @@ class LogprobHead:
         return soft_capped(self.uncapped_logits(hidden, segments).float(), self.cap)
 
     @torch.no_grad()
-    def uncapped_logits(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Computes logits before their cap like `logits_of_segments`, in the precision of the hidden states."""
-        logits = self.product(hidden, self.unembedding, self.bias)
-        _add_pairs(logits, hidden, segments)
+    def uncapped_logits(self, hidden: Tensor, segments: Sequence[Segment], out: Tensor | None = None) -> Tensor:
+        """Computes logits before their cap like `logits_of_segments`, in the precision of the hidden states.
+
+        Args:
+            out: float32 [n, vocab], in which they are computed if the product can.
+        """
+        if out is not None and self.product.is_torch and hidden.dtype == out.dtype:
+            logits = torch.mm(hidden, self.unembedding.t(), out=out)
+            if self.bias is not None:
+                logits.add_(self.bias)
+        else:
+            logits = self.product(hidden, self.unembedding, self.bias)
+        for segment, pair in _with_pair(segments):
+            tokens = slice(segment.start, segment.stop)
+            pair.add_projection_up(logits[tokens], pair.project_down(hidden[tokens]))
         return logits
 
 
@@ -81,7 +92,12 @@ class _LogprobPass:
 
     def scores(self, tokens: slice) -> Tensor:
         self._chunk, self._logits = tokens, self._buffer[: tokens.stop - tokens.start]
-        logprobs, targets = self._log_softmax(), self._targets[tokens]
+        head, hidden, targets = self._head, self._hidden[tokens], self._targets[tokens]
+        logits = head.uncapped_logits(hidden, clip_segments(self._segments, tokens), self._logits)
+        logits = soft_capped(logits.float(), head.cap)
+        if head.cap is not None and self._derivatives is not None:
+            soft_cap_derivatives(logits, head.cap, out=self._derivatives[: len(logits)])
+        logprobs = log_softmax(logits, self._logits)
         return logprobs.gather(1, targets) if targets.ndim == 2 else logprobs.gather(1, targets[:, None]).squeeze(1)
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
@@ -105,21 +121,6 @@ class _LogprobPass:
             hidden_gradient[some] = self._gradient_of(
                 logprobs, derivatives, targets[some], gradient[some], hidden[some], segments
             )
-
-    def _log_softmax(self) -> Tensor:
-        head, hidden, out = self._head, self._hidden[self._chunk], self._logits
-        segments, logits = clip_segments(self._segments, self._chunk), out
-        if head.product.is_torch and hidden.dtype == logits.dtype:
-            torch.mm(hidden, head.unembedding.t(), out=logits)
-            if head.bias is not None:
-                logits.add_(head.bias)
-            _add_pairs(logits, hidden, segments)
-            soft_capped(logits, head.cap)
-        else:
-            logits = head.logits_of_segments(hidden, segments)
-        if head.cap is not None and self._derivatives is not None:
-            soft_cap_derivatives(logits, head.cap, out=self._derivatives[: len(logits)])
-        return log_softmax(logits, out)
 
     def _gradient_of(
         self,
@@ -164,12 +165,6 @@ def _among(segments: Sequence[Segment], tokens: Tensor) -> list[Segment]:
         for segment, (start, stop) in zip(segments, torch.searchsorted(tokens, borders).tolist(), strict=True)
         if start < stop
     ]
-
-
-def _add_pairs(logits: Tensor, hidden: Tensor, segments: Sequence[Segment]) -> None:
-    for segment, pair in _with_pair(segments):
-        tokens = slice(segment.start, segment.stop)
-        pair.add_projection_up(logits[tokens], pair.project_down(hidden[tokens]))
 
 
 def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]]:

@@ -136,20 +136,20 @@ class BaseModel(ModelWeights):
     def shared_hidden_states(
         self,
         micro_batch: MicroBatch,
-        share: TokenShard,
+        share: TokenShard | None,
         expert_counts: ExpertCounts | None = None,
         captured: dict[int, Tensor] | None = None,
     ) -> Tensor:
-        """Returns the hidden states of `share.hidden`, [tokens, hidden].
+        """Returns the hidden states of `share.hidden`, [tokens, hidden]; those of all tokens if `share` is None.
 
         For `expert_counts` and `captured` see FusedTrunk.hidden_states.
         """
-        team, packing = self._mesh.along("sp"), micro_batch.packing
-        # Also for tensor parallelism alone: the share pads the row, and the packing must cover the padding.
-        shared = packing if share.is_all else ShardedPacking.of(packing, share, team, self.sequence_split)
-        tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
-        own = share.own_of_tokens
-        return self.hidden_states(tokens, positions, shared, own, False, captured, expert_counts)
+        tokens, positions, packing, own = micro_batch.tokens, micro_batch.positions, micro_batch.packing, None
+        if share is not None:
+            # Also for tensor parallelism alone: the share pads the row, and the packing must cover the padding.
+            packing = ShardedPacking.of(packing, share, self._mesh.along("sp"), self.sequence_split)
+            tokens, positions, own = share.of_tokens(tokens), share.of_tokens(positions), share.own_of_tokens
+        return self.hidden_states(tokens, positions, packing, own, False, captured, expert_counts)
 
     def hidden_states(
         self,

@@ -6,17 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .token_shard import TokenShard
-
 
 class ExpertCounts:
     """The counts of one micro-batch, for the tokens that this rank runs. They stay on the device until all layers
     ran."""
 
-    def __init__(self, share: TokenShard, stops: Sequence[int], device: torch.device) -> None:
-        """stops: the first token after each segment. Segments are neighbours, and the first begins at token 0."""
-        own = share.tokens
-        tokens = torch.arange(own.start, own.stop, own.step, device=device)
+    def __init__(self, own: slice, stops: Sequence[int], device: torch.device) -> None:
+        """own: the tokens that this rank runs. stops: the first token after each segment. Segments are neighbours, and
+        the first begins at token 0."""
+        tokens = torch.arange(own.start, own.stop, own.step or 1, device=device)
         bounds = torch.tensor(stops).to(device, non_blocking=True)
         self._segments = torch.bucketize(tokens, bounds, right=True).unsqueeze(1)
         self._num_rows = len(stops) + 1  # the last is the padding's

@@ -9,7 +9,7 @@ from .mesh import Mesh
 
 
 class TokenShard:
-    """A rank's share of a micro-batch's tokens.
+    """A rank's share of a micro-batch's tokens, where ranks divide them; a rank that runs all of them has none.
 
     Ranks along sp run equally many tokens, in order, and ranks along tp each score an equal part of these. With ring
     attention, a rank's tokens are `ring` positions apart (see SequenceSplit); otherwise they are contiguous. The end is
@@ -21,7 +21,6 @@ class TokenShard:
         score."""
         runners, self._among_tokens, self._scorers = (mesh.along(*axes) for axes in (("sp",), ("tp",), ("sp", "tp")))
         self._ring, self._sharded = ring, sharded and self._among_tokens.size > 1
-        self.is_all = self._scorers.size == 1
         self.is_first = self._scorers.index == 0
         """True if this is the first of the ranks that run these tokens."""
         self.num_tokens = num_tokens

@@ -234,11 +234,12 @@ class OptimizerStep:
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """One sampling request.
+    """One sampling request, which the server has checked against the model.
 
     adapter_id: a sampler adapter (see Worker.copy_adapter, load_adapter); None means the bare base model.
     prompt: int32 [T].
-    params: its seed is already drawn; `seed_is_drawn` is true if the user gave none.
+    params: with a seed, drawn if the user gave none (`seed_is_drawn`), and with max_tokens, the rest of the context if
+        the user gave none (`fills_context`).
     target_prompt_tokens: int64 [T - 1, K]; -1 means none.
     stop_token_ids, stop_strings: what ends a sample (strings match across token boundaries); if both are empty, only
         max_tokens does.
@@ -267,7 +268,23 @@ class SampleJob:
     draft_id: str | None = None
     num_draft_tokens: int | None = None
     seed_is_drawn: bool = False
+    fills_context: bool = False
     compile_seconds: float = 0.0
+
+    @property
+    def seed(self) -> int:
+        assert self.params.seed is not None
+        return self.params.seed
+
+    @property
+    def max_tokens(self) -> int:
+        assert self.params.max_tokens is not None
+        return self.params.max_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Upper bound on its tokens: the prompt's, and those of all samples."""
+        return len(self.prompt) + self.num_samples * self.max_tokens
 
 
 @dataclass(frozen=True, eq=False)

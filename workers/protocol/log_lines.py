@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .work_context import current_work
+from .work_context import CURRENT_WORK
 
 LogForm = Literal["text", "json"]
 
@@ -119,7 +119,7 @@ def escaped(text: str) -> str:
 
 
 def _ids() -> dict[str, str | None]:
-    work = current_work()
+    work = CURRENT_WORK.get()
     if work is None:
         return {}
     return {"request": work.request, "tenant": work.tenant, "run": work.run, "trace": work.trace}

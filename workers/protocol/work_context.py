@@ -23,25 +23,17 @@ class WorkContext:
     refusal: str | None = None
 
 
-_current: ContextVar[WorkContext | None] = ContextVar("trainhouse_work", default=None)
-
-
-def current_work() -> WorkContext | None:
-    return _current.get()
-
-
-def enter_work(work: WorkContext) -> None:
-    """Makes it the context of the present task and of the tasks that it creates."""
-    _current.set(work)
+CURRENT_WORK: ContextVar[WorkContext | None] = ContextVar("trainhouse_work", default=None)
+"""The context of the present task, and of the tasks that it creates."""
 
 
 def name_run(run_id: str) -> None:
     """Adds the run to the context of the present request, if there is one."""
-    if (work := _current.get()) is not None:
+    if (work := CURRENT_WORK.get()) is not None:
         work.run = run_id
 
 
 def note_refusal(reason: str) -> None:
     """Adds the reason for which the present request is refused to its context, if there is one."""
-    if (work := _current.get()) is not None:
+    if (work := CURRENT_WORK.get()) is not None:
         work.refusal = reason

@@ -17,6 +17,9 @@ _MAX_ARENAS = -8
 # before the first product. A pass needs a dozen products for each shape of its micro-batches.
 _PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "16"}
 
+# The C library; None if it is another one than glibc, whose allocator alone is tuned here.
+_GLIBC = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+
 IDLE_SECONDS = 5.0
 STEADY_SECONDS = 300.0
 _WORK_SECONDS = 0.02
@@ -30,12 +33,11 @@ def tune_allocator() -> bool:
     """
     for name, capacity in _PRODUCT_CACHES.items():
         os.environ.setdefault(name, capacity)
-    if not _is_glibc():
+    if _GLIBC is None:
         return False
-    mallopt = ctypes.CDLL(None).mallopt
     # One arena, because those of other threads cannot hold allocations larger than 64 MB.
     settings = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _MAX_ARENAS: 1}
-    return 0 not in [mallopt(name, value) for name, value in settings.items()]
+    return 0 not in [_GLIBC.mallopt(name, value) for name, value in settings.items()]
 
 
 @contextmanager
@@ -55,17 +57,16 @@ def single_arena_for_children() -> Iterator[None]:
 
 def trim() -> None:
     """Returns all whole pages of freed memory to the system; does nothing without glibc."""
-    if _is_glibc():
-        ctypes.CDLL(None).malloc_trim(0)
+    if _GLIBC is not None:
+        _GLIBC.malloc_trim(0)
 
 
 def free_bytes() -> int:
     """Returns how much the allocator could hand out without asking the system, trimmed or not; 0 if unknown."""
-    library = ctypes.CDLL(None)
-    if not (_is_glibc() and hasattr(library, "mallinfo2")):
+    if _GLIBC is None or not hasattr(_GLIBC, "mallinfo2"):
         return 0
-    library.mallinfo2.restype = _MallInfo
-    return library.mallinfo2().fordblks
+    _GLIBC.mallinfo2.restype = _MallInfo
+    return _GLIBC.mallinfo2().fordblks
 
 
 class _MallInfo(ctypes.Structure):
@@ -114,7 +115,3 @@ class MemoryTrimmer:
     def _is_due(self, now: float) -> bool:
         is_idle = not self._is_working and now - self._worked_at >= self._idle_seconds
         return is_idle or now - self._trimmed_at >= self._steady_seconds
-
-
-def _is_glibc() -> bool:
-    return platform.libc_ver()[0] == "glibc"

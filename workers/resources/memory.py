@@ -59,12 +59,12 @@ def bounded_memory(device: torch.device) -> Iterator[None]:
     Linux overcommits memory, and kills a process that uses it. For the CPU only; does nothing on systems other than
     Linux.
     """
-    available = available_bytes(device) if device.type == "cpu" and _SIZES.exists() else None
+    available = machine.available_bytes() if device.type == "cpu" and _SIZES.exists() else None
     if available is None:
         yield
         return
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_bytes() - _trimmed_bytes() + available - available // _RESERVE
+    limit = _taken_bytes() + available - available // _RESERVE
     resource.setrlimit(resource.RLIMIT_DATA, (limit if before == resource.RLIM_INFINITY else min(limit, before), most))
     try:
         yield
@@ -72,17 +72,14 @@ def bounded_memory(device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
-def _trimmed_bytes() -> int:
-    """Returns the freed memory that the allocator has trimmed but will reuse without asking the system.
+def _taken_bytes() -> int:
+    """Returns the memory that this process has taken from the system, touched or not.
 
-    It is available, but part of `_data_bytes`. There is no count of it, so this is the smaller of the untouched memory
-    and what the allocator could hand out.
+    Freed memory that the allocator has trimmed is available, because it is reused without asking the system, but the
+    system still counts it. There is no count of it, so it is taken as the smaller of the untouched memory and what the
+    allocator could hand out.
     """
-    resident, of_files = (int(number) for number in _SIZES.read_text().split()[1:3])
-    untouched = _data_bytes() - (resident - of_files) * resource.getpagesize()
-    return min(untouched, free_bytes()) if untouched > 0 else 0
-
-
-def _data_bytes() -> int:
-    """Returns the memory that this process has taken, touched or not, including what its allocator keeps."""
-    return int(_SIZES.read_text().split()[5]) * resource.getpagesize()
+    pages = [int(number) for number in _SIZES.read_text().split()]
+    resident, of_files, data = (pages[column] * resource.getpagesize() for column in (1, 2, 5))
+    untouched = data - (resident - of_files)
+    return data - max(0, min(untouched, free_bytes()))

@@ -1,15 +1,24 @@
-"""The jobs of a sampler from joining to their result."""
+"""The jobs of a sampler from joining to their result: what passes sample for them, and when they end."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
-from ..batch.validated import ModelLimits
 from ..protocol.calls import Failure, SampledPart, SampleJob
-from .requests.jobs import NOWHERE, Job, SequenceState, check_spec
-from .requests.lazy_tokenizer import LazyTokenizer
+from .batch import Batch
+from .logits.token_choice import logprobs_of
+from .rank_sync import RankSync
+from .requests.jobs import NOWHERE, Job, SequenceState
+from .requests.prompt_scores import top_logprobs
 from .requests.sequence_table import EndReason
+from .runner import PassOutput, VerifiedChunk
+from .sampling import AdapterSpan, SampledTokens
 from .scheduler import SequenceScheduler
+from .shared_state import SharedState
 
 
 class ActiveJobs:
@@ -18,8 +27,9 @@ class ActiveJobs:
     finished: results of the jobs that ended in this slice, by id; cancelled ones get none.
     """
 
-    def __init__(self, scheduler: SequenceScheduler, limits: ModelLimits, text: LazyTokenizer, is_leader: bool) -> None:
-        self._scheduler, self._limits, self._text, self._is_leader = scheduler, limits, text, is_leader
+    def __init__(self, shared: SharedState, scheduler: SequenceScheduler, ranks: RankSync) -> None:
+        self._limits, self._text, self._flops = shared.limits, shared.text, shared.flops
+        self._scheduler, self._ranks = scheduler, ranks
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self.finished: dict[str, SampleResponse | Failure] = {}
@@ -39,8 +49,7 @@ class ActiveJobs:
         """Adds a job. An invalid one fails."""
         assert spec.job_id not in self._jobs, f"job {spec.job_id} joined twice"
         try:
-            check_spec(spec, self._limits)
-            job = Job(spec, self._num_joined, self._limits, self._text, self._is_leader)
+            job = Job(spec, self._num_joined, self._limits, self._text, self._ranks.is_leader)
             self._scheduler.add(job)
         except OperationError as error:
             self.finished[spec.job_id] = Failure.of(error)
@@ -104,3 +113,101 @@ class ActiveJobs:
     def clear(self) -> None:
         """Forgets the jobs, which get no result. The caller clears the scheduler."""
         self._jobs.clear()
+
+    # What a pass sampled
+
+    def update(self, batch: Batch, output: PassOutput) -> None:
+        """Records a pass: its tokens, and the sequences and jobs that end with them.
+
+        The tokens of a pass that is repeated are not in the table before `write_back`.
+        """
+        if output.sampled is not None and batch.take(output.sampled):
+            return
+        self.write_back(batch)
+        self._flops.add_batch(batch)
+        for chunk in batch.chunks:
+            self._scheduler.end_chunk(chunk)
+        if output.sampled is not None:
+            self._flops.add_scored(output.sampled.metadata.adapter_spans)
+            self._append(output.sampled)
+        self._accept(output)
+
+    def write_back(self, batch: Batch) -> None:
+        """Writes the tokens of passes that are not in the table yet. The next pass is a new batch."""
+        if num_passes := batch.write_back():
+            num_run = batch.table.length[batch.lines] - 1 - num_passes
+            self._flops.add_steps(batch.adapter_spans(), num_run, num_passes)
+
+    def _append(self, sampled: SampledTokens) -> None:
+        """Appends one token to each sequence."""
+        metadata, tokens = sampled.metadata, sampled.chosen.tokens.cpu().numpy()
+        ends = self._scheduler.table.append(metadata.lines, tokens, sampled.chosen.logprobs.cpu().numpy())
+        self._watch(metadata.sequences, metadata.watched, sampled.logits, tokens, ends)
+        self._end_all(metadata.sequences, ends)
+
+    def _accept(self, output: PassOutput) -> None:
+        """Appends the draft tokens that are accepted, and a token after them.
+
+        Sequences whose draft does not pay continue without it.
+        """
+        # Other sequences of this pass may have ended their jobs.
+        placed = [each for each in output.verified if each.chunk.sequence.line != NOWHERE]
+        if not placed or (proposer := self._scheduler.slots.proposer) is None:
+            return
+        self._scheduler.slots.pending.begin([each.chunk for each in output.verified], output.pending)
+        for each in placed:
+            sequence, num = each.chunk.sequence, each.result.num_accepted
+            proposer.accept(sequence, each.rows, output.captured or {}, num)
+            sequence.draft_stats.add(each.chunk.length - 1, num)
+            self._flops.add_steps([AdapterSpan(sequence.job.adapter_id, 1)], np.array([each.chunk.start]), num + 1)
+            sequence.without_draft = not proposer.pays(sequence, self._scheduler.num_sampled)
+        self._append_accepted(placed)
+        self._scheduler.slots.advance_states(self._scheduler.table)
+        for sequence in self._scheduler.with_drafts():
+            if sequence.without_draft:
+                self._scheduler.stop_drafting(sequence)
+
+    def _append_accepted(self, verified: Sequence[VerifiedChunk]) -> None:
+        """Appends each sequence's tokens one by one until it ends."""
+        table = self._scheduler.table
+        for number in range(max(len(each.tokens) for each in verified)):
+            going = [each for each in verified if number < len(each.tokens) and each.chunk.sequence.line != NOWHERE]
+            if not going:
+                return
+            sequences = [each.chunk.sequence for each in going]
+            tokens = np.array([each.tokens[number] for each in going])
+            logits = torch.stack([each.logits[number] for each in going])
+            chosen = torch.from_numpy(tokens).to(logits.device)
+            lines = np.array([sequence.line for sequence in sequences], dtype=np.int64)
+            ends = table.append(lines, tokens, logprobs_of(chosen, logits).cpu().numpy())
+            self._watch(sequences, np.flatnonzero(table.is_watched[lines]).tolist(), logits, tokens, ends)
+            self._end_all(sequences, ends)
+
+    def _watch(
+        self,
+        sequences: Sequence[SequenceState],
+        watched: list[int],
+        logits: Tensor,
+        tokens: np.ndarray,
+        ends: np.ndarray,
+    ) -> None:
+        """Handles the sequences that need a look at each token. Sets `ends` if a stop sequence is complete."""
+        with_top = [number for number in watched if sequences[number].job.spec.topk_sample_logprobs]
+        if with_top:
+            most = max(sequences[number].job.spec.topk_sample_logprobs for number in with_top)
+            top = top_logprobs(torch.log_softmax(logits[with_top], dim=-1), most)
+            for number, ids, values in zip(with_top, top.token_ids, top.logprobs, strict=True):
+                sequences[number].append_top(ids, values)
+        count = self._scheduler.table.count
+        for number in watched:
+            sequence = sequences[number]
+            if ends[number] != EndReason.NOT_FINITE and sequence.stops_after(int(tokens[number]), count[sequence.line]):
+                has_failed = sequence.matcher is not None and sequence.matcher.failure is not None
+                ends[number] = EndReason.CONSTRAINT_FAILED if has_failed else EndReason.STOP
+        if any(sequences[number].job.is_constrained for number in watched):
+            ends[:] = self._ranks.from_leader(torch.from_numpy(ends)).numpy()
+
+    def _end_all(self, sequences: Sequence[SequenceState], ends: np.ndarray) -> None:
+        ended = {sequences[number]: EndReason(ends[number]) for number in np.flatnonzero(ends).tolist()}
+        for sequence in self._scheduler.slots.cache.in_removal_order(ended):
+            self.end(sequence, ended[sequence])

@@ -8,22 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch.validated import ModelLimits
 from ..heads import LogprobHead
 from ..lora import Adapter, BatchPlan, Segment
-from ..models.model import BaseModel
 from ..ops.kv_cache import PendingInputs
-from ..protocol.worker_config import WorkerConfig
-from ..registry.model_registry import ModelRegistry
-from .cache.cache import KVCache
-from .decoding.batch import Batch, Chunk
-from .decoding.decode_steps import DecodeSteps, StepGraphs
-from .decoding.metadata import AdapterSpan, SampledTokens, SamplingMetadata, adapter_spans
-from .decoding.rank_sync import RankSync
+from .batch import Batch, Chunk
+from .decode_steps import DecodeSteps, StepGraphs
 from .logits.noise import uniforms
-from .logits.token_choice import SamplingTensors, choose, probabilities
-from .logits.verification import VerifyResult, verify
-from .requests.jobs import SequenceState
+from .logits.token_choice import SamplingTensors, VerifyResult, choose, probabilities, verify
+from .rank_sync import RankSync
+from .sampling import AdapterSpan, SampledTokens, SamplingMetadata, adapter_spans
+from .shared_state import SharedState
 from .speculation import Proposer
 
 
@@ -60,47 +54,28 @@ class PassOutput:
 class ModelRunner:
     """Runs batches. Keeps tensors of the last one, for batches of the same sequences or adapters."""
 
-    def __init__(
-        self,
-        base: BaseModel,
-        models: ModelRegistry,
-        limits: ModelLimits,
-        config: WorkerConfig,
-        head: LogprobHead,
-        proposer: Proposer,
-        ranks: RankSync,
-        cache: KVCache,
-    ) -> None:
-        self._base, self._models, self._limits, self._config = base, models, limits, config
-        self._head, self._proposer, self._ranks, self._cache = head, proposer, ranks, cache
+    def __init__(self, shared: SharedState, head: LogprobHead, proposer: Proposer | None, ranks: RankSync) -> None:
+        self._base, self._models, self._cache = shared.base, shared.models, shared.cache
+        self._vocab_size, self._score_tokens = shared.limits.vocab_size, shared.config.head_chunk_tokens
+        self._head, self._proposer, self._ranks = head, proposer, ranks
         # Exchanges between ranks are not captured.
-        is_captured = base.device.type == "cuda" and not ranks.exchange_in_passes
-        self.graphs = StepGraphs(base.device) if is_captured else None
+        is_captured = shared.base.device.type == "cuda" and not ranks.exchange_in_passes
+        self.graphs = StepGraphs(shared.base.device) if is_captured else None
         self._plan: BatchPlan | None = None
-        self._batch: Batch | None = None
-        self._metadata: SamplingMetadata | None = None
         self._steps: DecodeSteps | None = None
 
     def run(self, batch: Batch) -> PassOutput:
         return self._run_row(batch) if batch.chunks else PassOutput(self._run_step(batch))
 
-    def forget_plan(self) -> None:
-        """Drops tensors derived from the current weights, and references to the adapters."""
-        self._plan = self._steps = self._batch = None
-
     def forget(self) -> None:
-        """Drops all tensors, and references to jobs and adapters."""
-        self.forget_plan()
-        self._metadata = None
+        """Drops tensors derived from the current weights, and references to jobs and adapters."""
+        self._plan = self._steps = None
 
     # Decode steps
 
     def _run_step(self, batch: Batch) -> SampledTokens:
         """Runs a batch without chunks: a step that is recorded once and then repeated, if it can be."""
-        if batch is not self._batch or self._steps is None or self._metadata is None:
-            steps, metadata = self._begin_steps(batch)
-        else:
-            steps, metadata = self._steps, self._metadata
+        steps = self._steps if self._steps is not None and self._steps.batch is batch else self._begin_steps(batch)
 
         def logits() -> Tensor:
             assert steps.plan is not None
@@ -109,27 +84,25 @@ class ModelRunner:
             return self._logits(hidden, steps.adapter_spans)
 
         found = steps.run(logits, (steps.plan, self._base.num_moves))
-        sampled = self._sample(metadata, found, steps.noise())
+        sampled = self._sample(steps.metadata, found, steps.noise())
         steps.advance(sampled.chosen.tokens)
         return sampled
 
-    def _begin_steps(self, batch: Batch) -> tuple[DecodeSteps, SamplingMetadata]:
-        """Returns what runs and samples the batch, as before if nothing but this batch has run since."""
-        if self._metadata is None or self._metadata.sequences is not batch.decoding:
-            self._metadata = self._metadata_of(batch.decoding, batch)
+    def _begin_steps(self, batch: Batch) -> DecodeSteps:
+        """Returns what runs the batch: as before if nothing but its sequences has run since, or rows that they take."""
         steps = self._steps
-        if steps is None or not (steps.continues(batch) or steps.give_to(batch)):
+        if steps is None or not steps.serve(batch):
             self._steps = steps = None  # frees the memory of its graph
-            steps = DecodeSteps(batch, self._base.device, self.graphs)
+            self._steps = steps = DecodeSteps(batch, self._vocab_size, self._base.device, self.graphs)
         steps.plan = self._plan_for(steps.adapter_spans, len(steps.tokens), steps.plan)
-        self._batch, self._steps = batch, steps
-        return steps, self._metadata
+        return steps
 
     # Packed rows
 
     def _run_row(self, batch: Batch) -> PassOutput:
-        tokens, positions = self._tensor(batch.tokens()), self._tensor(batch.positions())
-        packing, captured = batch.packing(), self._proposer.captured([chunk.sequence for chunk in batch.chunks])
+        tokens, positions, packing = self._tensor(batch.tokens()), self._tensor(batch.positions()), batch.packing()
+        sequences = [chunk.sequence for chunk in batch.chunks]
+        captured = self._proposer.captured(sequences) if self._proposer is not None else None
         with self._models.lora.applied(self._plan_for(batch.adapter_spans(), batch.num_tokens)):
             hidden = self._base.hidden_states(tokens, positions, packing, captured=captured)
         for rows, chunk in batch.rows():
@@ -143,13 +116,13 @@ class ModelRunner:
         """
         if (prefill := chunk.prefill) is None:
             return
-        if chunk.cached and chunk.sequence.needs_cache and self._proposer.uses_draft(chunk.sequence):
+        if self._proposer is not None:
             self._proposer.observe(chunk.sequence, chunk.start, rows, captured, prefill.tokens)
         if (scores := prefill.job.scores) is not None:
             adapter_id = prefill.job.adapter_id
             model = None if adapter_id is None else self._models.get(adapter_id)
             logits_of = partial(self._head.logits, pair=model.unembed if isinstance(model, Adapter) else None)
-            scores.score(chunk.start, hidden[rows], logits_of, self._config.head_chunk_tokens)
+            scores.score(chunk.start, hidden[rows], logits_of, self._score_tokens)
 
     def _sample_after(self, batch: Batch, hidden: Tensor) -> SampledTokens | None:
         """Samples the next token of every sequence whose known tokens have all run, except those with draft tokens."""
@@ -160,7 +133,7 @@ class ModelRunner:
                 last += [rows.stop - 1] * len(prefill.sequences)
         if not sequences:
             return None
-        metadata = self._metadata_of(sequences, batch)
+        metadata = SamplingMetadata(sequences, batch.table, self._vocab_size, self._base.device)
         logits = self._logits(hidden[self._tensor(last)], metadata.adapter_spans)
         drawn = uniforms(batch.table.noise_key[metadata.lines], batch.table.length[metadata.lines])
         return self._sample(metadata, logits, torch.from_numpy(drawn).to(self._base.device))
@@ -178,8 +151,8 @@ class ModelRunner:
         settings = batch.table.settings(np.repeat(lines, lengths))
         target = probabilities(logits, SamplingTensors.of(settings, logits.shape[-1], logits.device))
         own = [
-            verify(draft, of_target, self._proposer.vocabulary(chunk.sequence), key, int(length))
-            for (_, chunk, draft), of_target, key, length in zip(
+            verify(draft, of_target, key, int(length))
+            for (_, _, draft), of_target, key, length in zip(
                 drafted, target.split(lengths), batch.table.noise_key[lines], batch.table.length[lines], strict=True
             )
         ]
@@ -189,9 +162,6 @@ class ModelRunner:
     def _sample(self, metadata: SamplingMetadata, logits: Tensor, noise: Tensor) -> SampledTokens:
         chosen = choose(logits, metadata.choice, noise.to(logits.dtype), metadata.processed(logits))
         return SampledTokens(metadata, logits, self._ranks.agree_on_tokens(chosen))
-
-    def _metadata_of(self, sequences: Sequence[SequenceState], batch: Batch) -> SamplingMetadata:
-        return SamplingMetadata(sequences, batch.table, self._limits.vocab_size, self._base.device)
 
     def _logits(self, hidden: Tensor, spans: Sequence[AdapterSpan]) -> Tensor:
         """Returns float32, [n, vocab]."""

@@ -10,12 +10,11 @@ from collections.abc import Collection
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
 from ..protocol.worker_config import WorkerConfig
+from .batch import Batch, Chunk, Prefill
 from .cache.cache import KVCache
-from .decoding.batch import Batch, Chunk, Prefill
 from .requests.jobs import NOWHERE, Job, SequenceState
 from .requests.sequence_table import SequenceTable
 from .slots import SequenceSlots
-from .speculation import Proposer
 
 
 class KVCacheFull(OperationError):
@@ -33,16 +32,17 @@ class KVCacheFull(OperationError):
 class SequenceScheduler:
     """Decides what each pass runs; `table` has a line for each sequence that is admitted."""
 
-    def __init__(self, slots: SequenceSlots, proposer: Proposer, config: WorkerConfig, base: BaseModel) -> None:
+    def __init__(self, slots: SequenceSlots, config: WorkerConfig, base: BaseModel) -> None:
         self.slots, self.table = slots, SequenceTable()
-        self._proposer, self._config, self._base = proposer, config, base
+        self._config, self._base = config, base
         self._served: Collection[str] = ()
         self._waiting: deque[SequenceState] = deque()
         self._prefills: list[Prefill] = []
         self._decoding: dict[SequenceState, None] = {}
         self._drafting: dict[SequenceState, None] = {}
         self._decode_batch: Batch | None = None
-        self._batch: Batch | None = None
+        self.batch: Batch | None = None
+        """What runs now, or ran last."""
 
     @property
     def is_idle(self) -> bool:
@@ -60,9 +60,10 @@ class SequenceScheduler:
     def num_sampled(self) -> int:
         return len(self._decoding) + len(self._drafting)
 
-    def is_pending(self, sequence: SequenceState) -> bool:
-        """True if the sequence waits or is in prefill."""
-        return sequence.stop_reason is None and sequence not in self._decoding and sequence not in self._drafting
+    def may_start_drafting(self, sequence: SequenceState) -> bool:
+        """True if the sequence waits or is in prefill, and a draft may serve it."""
+        is_sampled = sequence in self._decoding or sequence in self._drafting
+        return sequence.stop_reason is None and not is_sampled and sequence.may_use_draft
 
     def stop_drafting(self, sequence: SequenceState) -> None:
         """Lets a sequence with draft tokens continue without them."""
@@ -71,15 +72,20 @@ class SequenceScheduler:
         self._decoding[sequence] = None
         self._decode_batch = None
 
-    def serve(self, adapter_ids: Collection[str]) -> None:
-        """Admits from now on only sequences of these adapters and of the base model."""
+    def serve(self, adapter_ids: Collection[str], draft_ids: Collection[str]) -> None:
+        """Admits from now on only sequences of these adapters and of the base model, and drafts only with these."""
         self._served = adapter_ids
+        if self.slots.proposer is not None:
+            self.slots.proposer.serve(draft_ids)
+        for sequence in self.with_drafts():
+            if not self.slots.is_drafting(sequence):
+                self.stop_drafting(sequence)
 
     def add(self, job: Job) -> None:
         """Appends the job's sequences to the queue. Raises OperationError if one can never fit into the cache."""
         first = job.sequences[0]
-        # Without max_tokens a sample may end long before the context is full.
-        length = first.longest_cached if job.spec.params.max_tokens else first.length + 1
+        # Without the user's max_tokens a sample may end long before the context is full.
+        length = first.length + 1 if job.spec.fills_context else first.longest_cached
         if first.needs_cache and not self.slots.cache.fits_alone(length):
             raise KVCacheFull(first, length, self.slots.cache)
         self._waiting.extend(job.sequences)
@@ -90,10 +96,11 @@ class SequenceScheduler:
         Raises:
             KVCacheFull: a sequence does not fit. The caller may remove it and continue.
         """
-        if self._batch is not None and self._batch.is_repeated:
-            return self._batch
+        if self.batch is not None and self.batch.is_repeated:
+            return self.batch
         self._make_room_for_drafts()
-        proposed = self._proposer.propose(self.with_drafts(), self.table)
+        proposer = self.slots.proposer
+        proposed = proposer.propose(self.with_drafts(), self.table) if proposer is not None else {}
         self._make_room()
         self._admit()
         budget = self._prefill_budget()
@@ -103,25 +110,23 @@ class SequenceScheduler:
             if length > 0:
                 chunks.append(prefill.next_chunk(length))
                 budget -= length
-        self._batch = self._current_decoding().with_chunks(chunks)
-        return self._batch
+        self.batch = self._current_decoding().with_chunks(chunks)
+        return self.batch
 
     def end_chunk(self, chunk: Chunk) -> None:
-        """Records that a chunk of a prefill has run."""
-        if (prefill := chunk.prefill) is not None:
-            prefill.computed = chunk.stop
-            self.slots.store_chunk(chunk, prefill)
-            if chunk.is_last:
-                self._end_prefill(prefill)
-
-    def _end_prefill(self, prefill: Prefill) -> None:
-        """Lets the sequences of the prefill decode."""
+        """Records that a chunk has run. After the last one of a prefill its sequences decode."""
+        if (prefill := chunk.prefill) is None:
+            return
+        prefill.computed = chunk.stop
+        self.slots.store_chunk(chunk, prefill)
+        if not chunk.is_last:
+            return
         self._prefills.remove(prefill)
         leader, *others = prefill.sequences
         self.slots.fork(leader, others, prefill.cached)
         for sequence in prefill.sequences:
             sequence.weight_version = prefill.weight_version
-            joined = self._drafting if self._proposer.is_ready(sequence) else self._decoding
+            joined = self._drafting if self.slots.is_drafting(sequence) else self._decoding
             joined[sequence] = None
         self._decode_batch = None
 
@@ -156,7 +161,7 @@ class SequenceScheduler:
     def forget_tensors(self) -> None:
         """Frees the memory of a table without lines, which may have grown for one long sample."""
         self.table = SequenceTable()
-        self._decode_batch = self._batch = None
+        self._decode_batch = self.batch = None
 
     def _is_served(self, sequence: SequenceState) -> bool:
         return sequence.job.adapter_id is None or sequence.job.adapter_id in self._served
@@ -218,65 +223,31 @@ class SequenceScheduler:
 
         A sequence whose adapter is not served blocks those behind it, or it could wait forever.
         """
-        budget = self._prefill_budget() - sum(prefill.remaining for prefill in self._prefills)
-        num_logits = sum(map(self._proposer.num_logits, self.admitted()))
+        most = self._prefill_budget()
+        budget = most - sum(prefill.remaining for prefill in self._prefills)
+        num_logits = sum(map(self.slots.num_logits, self.admitted()))
         while self._waiting and num_logits < self._config.head_chunk_tokens:
             sequence = self._waiting[0]
-            num_logits += self._proposer.num_logits(sequence)
+            num_logits += self.slots.num_logits(sequence)
             if not self._is_served(sequence):
                 return
+            num_admitted = self.table.num_lines
             if self._prefills and self._prefills[-1].matches(sequence):
-                admitted = self._join_prefill(self._prefills[-1], sequence)
+                is_placed = self.slots.join_prefill(self._prefills[-1], sequence, num_admitted)
             elif budget <= 0:
                 return
-            else:
-                admitted = self._start_prefill(sequence)
-                budget -= self._prefills[-1].remaining if admitted else 0
-            if not admitted:
+            elif is_placed := (prefill := self.slots.new_prefill(sequence, num_admitted, most)) is not None:
+                self._prefills.append(prefill)
+                budget -= prefill.remaining
+            if not is_placed:
                 # Nothing else is in flight, in other samplers neither.
-                if not self.table.num_lines and not self.slots.cache.budget.held_bytes():
+                if not num_admitted and not self.slots.cache.budget.held_bytes():
                     raise KVCacheFull(sequence, sequence.length + 1, self.slots.cache)
                 return
+            self._waiting.popleft()
+            self.table.add(sequence)
 
     def _prefill_budget(self) -> int:
         """Returns the most prompt tokens of an iteration: few if other sequences decode meanwhile."""
         has_others = self._decoding or self._drafting
         return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
-
-    def _join_prefill(self, prefill: Prefill, sequence: SequenceState) -> bool:
-        sequence.without_draft |= prefill.sequences[0].without_draft
-        self.slots.decide_drafting(sequence, prefill.weight_version, 1 + self.table.num_lines)
-        if sequence.needs_cache and not self.slots.place(sequence, is_alone=not self.table.num_lines):
-            return False
-        prefill.sequences.append(sequence)
-        self._enter(sequence)
-        return True
-
-    def _start_prefill(self, sequence: SequenceState) -> bool:
-        weight_version = self.slots.weight_versions.of(sequence.job)
-        self.slots.decide_drafting(sequence, weight_version, 1 + self.table.num_lines)
-        # With a draft, the newest token runs together with the next draft tokens.
-        samples_next = not (len(sequence.tokens) and self.slots.uses_draft(sequence))
-        tokens = sequence.token_ids() if samples_next else sequence.token_ids()[:-1]
-        prefix = self.slots.find_prefix(sequence, weight_version, tokens)
-        # Tokens that exceed the budget run in chunks; those that exceed the whole cache run in one pass, uncached.
-        is_long = len(tokens) - prefix.num_tokens > self._prefill_budget() and self.slots.cache.fits_alone(len(tokens))
-        needs_slot = sequence.needs_cache or is_long
-        cached = (needs_slot or bool(prefix.num_tokens)) and self.slots.place(
-            sequence, is_alone=not self.table.num_lines
-        )
-        if needs_slot and not cached:
-            return False
-        if cached:
-            self.slots.load_prefix(sequence, prefix)
-        prefill = Prefill([sequence], tokens, cached, weight_version, prefix.num_tokens if cached else 0, samples_next)
-        prefill.borders = self.slots.borders(prefill)
-        if sequence.job.num_cache_hits is None:
-            sequence.job.num_cache_hits = prefill.computed
-        self._prefills.append(prefill)
-        self._enter(sequence)
-        return True
-
-    def _enter(self, sequence: SequenceState) -> None:
-        self._waiting.popleft()
-        self.table.add(sequence)

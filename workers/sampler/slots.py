@@ -2,51 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from operator import itemgetter
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from ..ops.attention import Packing, pack_lengths
 from ..ops.kv_cache import PendingInputs
-from ..registry.model_registry import ModelRegistry
-from ..state.trainable import Trainable
+from .batch import Chunk, Prefill
 from .cache.cache import SHORTEST, KVCache
 from .cache.prefix_cache import BLOCK, StoredRange, num_tokens_of, truncate
-from .decoding.batch import Chunk, Prefill
-from .requests.jobs import Job, SequenceState
+from .requests.jobs import SequenceState
 from .requests.sequence_table import SequenceTable
+from .shared_state import WeightVersions
 from .speculation import Proposer
-
-
-class WeightVersions:
-    """Gives weights that change a new version, a number that no other weights had before.
-
-    The base model has one version per owner of jobs, so that response times and prompt_cache_hit_tokens do not reveal
-    other tenants' prompts. An adapter has only one owner.
-    """
-
-    def __init__(self, models: ModelRegistry) -> None:
-        self._models = models
-        self._of_base: dict[str, int] = {}
-        self._of_models: WeakKeyDictionary[Trainable, tuple[int, int]] = WeakKeyDictionary()
-        self._numbers = count()
-
-    def of(self, job: Job) -> int:
-        """Returns the current version of the weights that the job samples."""
-        if job.adapter_id is None:
-            owner = job.spec.tenant_id
-            if owner not in self._of_base:
-                self._of_base[owner] = next(self._numbers)
-            return self._of_base[owner]
-        model = self._models.get(job.adapter_id)
-        num_changes, version = self._of_models.get(model, (-1, -1))
-        if num_changes != model.vectors.num_changes:
-            version = next(self._numbers)
-            self._of_models[model] = model.vectors.num_changes, version
-        return version
 
 
 @dataclass(frozen=True)
@@ -132,42 +101,57 @@ class CachedPrefix:
 class SequenceSlots:
     """The slots of one sampler's sequences. Other samplers may share the caches.
 
+    proposer: None without drafts.
     pending: the states that a pass with draft tokens leaves behind.
     """
 
-    def __init__(self, cache: KVCache, proposer: Proposer, weight_versions: WeightVersions) -> None:
+    def __init__(self, cache: KVCache, proposer: Proposer | None, weight_versions: WeightVersions) -> None:
         self.cache, self.pending = cache, PendingStates(cache)
-        self._proposer, self.weight_versions = proposer, weight_versions
+        self.proposer, self.weight_versions = proposer, weight_versions
 
-    def uses_draft(self, sequence: SequenceState) -> bool:
-        """True if the sequence uses a draft from its first sampled token on."""
-        return sequence.needs_cache and self._proposer.uses_draft(sequence)
+    def is_drafting(self, sequence: SequenceState) -> bool:
+        """True if the sequence uses a draft and has a slot in the draft's cache."""
+        return self.proposer is not None and self.proposer.is_ready(sequence)
 
-    def decide_drafting(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> None:
-        """Decides to decode without the draft if both exceed an empty cache or it has not paid off lately.
+    def num_logits(self, sequence: SequenceState) -> int:
+        """Returns how many rows of logits one pass computes for the sequence."""
+        return 1 if self.proposer is None else self.proposer.num_logits(sequence)
 
-        Args:
-            num_sampled: sequences in a pass, with this one.
-        """
-        if self.uses_draft(sequence):
-            of_draft = self._proposer.num_bytes(sequence, _next_count(sequence))
-            is_too_large = (
-                self.cache.num_bytes_for(self._length_to_draft(sequence)) + of_draft > self.cache.budget_bytes
-            )
-            sequence.without_draft = is_too_large or not self._proposer.may_pay(sequence, weight_version, num_sampled)
-
-    def place(self, sequence: SequenceState, is_alone: bool) -> bool:
-        """Gives the sequence its slots. Returns False if there is no room.
+    def new_prefill(self, sequence: SequenceState, num_admitted: int, budget: int) -> Prefill | None:
+        """Gives the sequence its slots, with its longest cached prefix. Returns None if there is no room.
 
         Args:
-            is_alone: no other sequence is admitted. Only then is a tight slot given: else it would soon be preempted
-                again.
+            num_admitted: other sequences of this sampler that have slots.
+            budget: the most tokens that run in one pass.
         """
-        if self.uses_draft(sequence):
-            return self._place_with_draft(sequence, is_alone)
-        if self.cache.allocate(sequence, _with_headroom(sequence, sequence.length)):
-            return True
-        return is_alone and self.cache.allocate(sequence, sequence.length + 1)
+        weight_version = self.weight_versions.of(sequence.job)
+        proposer = self._choose_proposer(sequence, weight_version, 1 + num_admitted)
+        # With a draft, the newest token runs together with the next draft tokens.
+        samples_next = proposer is None or not len(sequence.tokens)
+        tokens = sequence.token_ids() if samples_next else sequence.token_ids()[:-1]
+        prefix = self._find_prefix(sequence, proposer, weight_version, tokens)
+        # Tokens that exceed the budget run in chunks; those that exceed the whole cache run in one pass, uncached.
+        is_long = len(tokens) - prefix.num_tokens > budget and self.cache.fits_alone(len(tokens))
+        needs_slot = sequence.needs_cache or is_long
+        cached = (needs_slot or bool(prefix.num_tokens)) and self._place(sequence, proposer, is_alone=not num_admitted)
+        if needs_slot and not cached:
+            return None
+        if cached:
+            self._load_prefix(sequence, prefix)
+        prefill = Prefill([sequence], tokens, cached, weight_version, prefix.num_tokens if cached else 0, samples_next)
+        prefill.borders = self._borders(prefill, proposer)
+        if sequence.job.num_cache_hits is None:
+            sequence.job.num_cache_hits = prefill.computed
+        return prefill
+
+    def join_prefill(self, prefill: Prefill, sequence: SequenceState, num_admitted: int) -> bool:
+        """Gives slots to another sequence that continues from the tokens. Returns False if there is no room."""
+        sequence.without_draft |= prefill.sequences[0].without_draft
+        proposer = self._choose_proposer(sequence, prefill.weight_version, 1 + num_admitted)
+        if sequence.needs_cache and not self._place(sequence, proposer, is_alone=not num_admitted):
+            return False
+        prefill.sequences.append(sequence)
+        return True
 
     def grow(self, sequence: SequenceState, length: int) -> bool:
         """Moves the sequence to a slot for `length` tokens. Returns False if there is no room."""
@@ -175,54 +159,20 @@ class SequenceSlots:
 
     def has_room_to_draft(self, sequence: SequenceState, table: SequenceTable) -> bool:
         """True if both slots have room for the next draft tokens; grows them if necessary."""
-        slot = self.cache.slot_of(sequence)
-        assert slot is not None
+        slot, proposer = self.cache.slot_of(sequence), self.proposer
+        assert slot is not None and proposer is not None
         count = int(table.count[sequence.line])
-        length = int(table.length[sequence.line]) + self._proposer.num_next(sequence, count)
+        length = int(table.length[sequence.line]) + proposer.num_next(sequence, count)
         has_room = length <= slot.capacity or self.grow(sequence, length)
-        return has_room and self._proposer.has_room(sequence, count)
-
-    def find_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> CachedPrefix:
-        """Returns the longest cached prefix of `tokens`, int64. The last token must always run."""
-        # A sequence that has sampled tokens has had its prompt scored.
-        most = min(len(tokens) - 1, sequence.job.num_reusable + len(sequence.tokens))
-        of_model = self.cache.prefixes.find(weight_version, tokens, most)
-        if not self.uses_draft(sequence):
-            return CachedPrefix(of_model, ())
-        # Both must start at the same token: the draft needs the target's hidden states of all later ones. The draft can
-        # start at any token, but the model, if it has states, only where they were stored.
-        of_draft = self._proposer.find_prefix(sequence, weight_version, tokens, most)
-        if num_tokens_of(of_draft) < num_tokens_of(of_model):
-            of_model = self.cache.prefixes.find(weight_version, tokens, num_tokens_of(of_draft))
-        return CachedPrefix(of_model, truncate(of_draft, num_tokens_of(of_model)))
-
-    def borders(self, prefill: Prefill) -> tuple[int, ...]:
-        """Returns after how many tokens of a prompt the model's states will be stored; empty if it has none.
-
-        One border is before the last token, which must always run, so that the same prompt starts there. The other is
-        after the blocks that the prompt shares with earlier ones, so that later ones with the same blocks start there.
-        """
-        if not (self.cache.has_states and prefill.cached) or len(prefill.sequences[0].tokens):
-            return ()
-        last = len(prefill.tokens) - 1
-        if self.uses_draft(prefill.sequences[0]):
-            last = last // BLOCK * BLOCK  # the draft's prefixes end with a block
-        known = self.cache.prefixes.known_blocks(prefill.weight_version, prefill.tokens[:last])
-        return tuple(sorted({border for border in (num_tokens_of(known), last) if border > prefill.computed}))
-
-    def load_prefix(self, sequence: SequenceState, prefix: CachedPrefix) -> None:
-        """Fills the sequence's slots with the prefix."""
-        if prefix.of_model:
-            self.cache.load_prefix(sequence, prefix.of_model)
-        if prefix.of_draft:
-            self._proposer.restore(sequence, prefix.of_draft)
+        return has_room and proposer.has_room(sequence, count)
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState], cached: bool) -> None:
         """Copies the leader's slots to others that continue from the same tokens. cached: whether they have slots."""
         others = [sequence for sequence in others if sequence.needs_cache]
         if cached:
             self.cache.fork(leader, others)
-        self._proposer.fork(leader, others)
+        if self.proposer is not None:
+            self.proposer.fork(leader, others)
 
     def store_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores the sequence in the prefix caches, unless the weights have changed since.
@@ -237,8 +187,8 @@ class SequenceSlots:
 
     def store_draft_prefix(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores the sequence in the draft's prefix cache, unless the weights have changed since."""
-        if weight_version == self.weight_versions.of(sequence.job):
-            self._proposer.keep(sequence, weight_version, tokens)
+        if self.proposer is not None and weight_version == self.weight_versions.of(sequence.job):
+            self.proposer.keep(sequence, weight_version, tokens)
 
     def store_chunk(self, chunk: Chunk, prefill: Prefill) -> None:
         """Stores a prefill of which a chunk has run.
@@ -263,31 +213,99 @@ class SequenceSlots:
         """Frees the draft's slot of a sequence that continues without it. The draft's prefix cache keeps the tokens."""
         table.copy_to(sequence)
         self.store_draft_prefix(sequence, sequence.weight_version, sequence.token_ids())
-        self._proposer.forget(sequence)
+        self._forget_draft(sequence)
 
     def free(self, sequence: SequenceState) -> None:
         self.cache.free(sequence)
         self.pending.forget(sequence)
-        self._proposer.forget(sequence)
+        self._forget_draft(sequence)
 
     def clear(self) -> None:
         self.cache.clear()
         self.pending.clear()
-        self._proposer.clear()
+        if self.proposer is not None:
+            self.proposer.clear()
 
-    def _length_to_draft(self, sequence: SequenceState) -> int:
-        """Returns how many tokens the cache must hold for the next draft tokens."""
-        count = _next_count(sequence)
-        return len(sequence.job.prompt) + count + self._proposer.num_next(sequence, count)
+    def _choose_proposer(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> Proposer | None:
+        """Returns the proposer if the sequence uses a draft from its first sampled token on.
 
-    def _place_with_draft(self, sequence: SequenceState, is_alone: bool) -> bool:
-        length, count = self._length_to_draft(sequence), _next_count(sequence)
-        for wanted in [_with_headroom(sequence, length), *([length] if is_alone else [])]:
+        It decodes without the draft if both exceed an empty cache or it has not paid off lately.
+
+        Args:
+            num_sampled: sequences in a pass, with this one.
+        """
+        proposer = self.proposer
+        if proposer is None or not (sequence.needs_cache and proposer.uses_draft(sequence)):
+            return None
+        of_draft = proposer.num_bytes(sequence, _next_count(sequence))
+        of_model = self.cache.num_bytes_for(_length_to_draft(sequence, proposer))
+        is_too_large = of_model + of_draft > self.cache.budget_bytes
+        sequence.without_draft = is_too_large or not proposer.may_pay(sequence, weight_version, num_sampled)
+        return None if sequence.without_draft else proposer
+
+    def _place(self, sequence: SequenceState, proposer: Proposer | None, is_alone: bool) -> bool:
+        """Gives the sequence its slots. Returns False if there is no room.
+
+        Args:
+            is_alone: no other sequence is admitted. Only then is a tight slot given: else it would soon be preempted
+                again.
+        """
+        length, tight = sequence.length, sequence.length + 1
+        if proposer is not None:
+            length = tight = _length_to_draft(sequence, proposer)
+        for wanted in [_with_headroom(sequence, length), *([tight] if is_alone else [])]:
             if self.cache.allocate(sequence, wanted):
-                if self._proposer.place(sequence, count):
+                if proposer is None or proposer.place(sequence, _next_count(sequence)):
                     return True
                 self.cache.free(sequence)
         return False
+
+    def _find_prefix(
+        self, sequence: SequenceState, proposer: Proposer | None, weight_version: int, tokens: np.ndarray
+    ) -> CachedPrefix:
+        """Returns the longest cached prefix of `tokens`, int64. The last token must always run."""
+        # A sequence that has sampled tokens has had its prompt scored.
+        most = min(len(tokens) - 1, sequence.job.num_reusable + len(sequence.tokens))
+        of_model = self.cache.prefixes.find(weight_version, tokens, most)
+        if proposer is None:
+            return CachedPrefix(of_model, ())
+        # Both must start at the same token: the draft needs the target's hidden states of all later ones. The draft can
+        # start at any token, but the model, if it has states, only where they were stored.
+        of_draft = proposer.find_prefix(sequence, weight_version, tokens, most)
+        if num_tokens_of(of_draft) < num_tokens_of(of_model):
+            of_model = self.cache.prefixes.find(weight_version, tokens, num_tokens_of(of_draft))
+        return CachedPrefix(of_model, truncate(of_draft, num_tokens_of(of_model)))
+
+    def _borders(self, prefill: Prefill, proposer: Proposer | None) -> tuple[int, ...]:
+        """Returns after how many tokens of a prompt the model's states will be stored; empty if it has none.
+
+        One border is before the last token, which must always run, so that the same prompt starts there. The other is
+        after the blocks that the prompt shares with earlier ones, so that later ones with the same blocks start there.
+        """
+        if not (self.cache.has_states and prefill.cached) or len(prefill.sequences[0].tokens):
+            return ()
+        last = len(prefill.tokens) - 1
+        if proposer is not None:
+            last = last // BLOCK * BLOCK  # the draft's prefixes end with a block
+        known = self.cache.prefixes.known_blocks(prefill.weight_version, prefill.tokens[:last])
+        return tuple(sorted({border for border in (num_tokens_of(known), last) if border > prefill.computed}))
+
+    def _load_prefix(self, sequence: SequenceState, prefix: CachedPrefix) -> None:
+        """Fills the sequence's slots with the prefix."""
+        if prefix.of_model:
+            self.cache.load_prefix(sequence, prefix.of_model)
+        if self.proposer is not None and prefix.of_draft:
+            self.proposer.restore(sequence, prefix.of_draft)
+
+    def _forget_draft(self, sequence: SequenceState) -> None:
+        if self.proposer is not None:
+            self.proposer.forget(sequence)
+
+
+def _length_to_draft(sequence: SequenceState, proposer: Proposer) -> int:
+    """Returns how many tokens the cache must hold for the next draft tokens."""
+    count = _next_count(sequence)
+    return len(sequence.job.prompt) + count + proposer.num_next(sequence, count)
 
 
 def _with_headroom(sequence: SequenceState, length: int) -> int:

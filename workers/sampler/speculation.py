@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from ..heads import LogprobHead
 from .cache.prefix_cache import StoredRange
-from .decoding.rank_sync import RankSync
-from .logits.verification import DraftTokens
+from .logits.token_choice import DraftTokens
+from .rank_sync import RankSync
 from .requests.jobs import SequenceState
 from .requests.sequence_table import SequenceTable
 
 
-class Proposer:
-    """Proposes draft tokens for the sequences of one sampler. This class has no drafts; subclasses have them.
+class Proposer(Protocol):
+    """Proposes draft tokens for the sequences of one sampler; drafts register theirs by a row.
 
     A sequence uses its draft from its prefill on, as long as the draft's cache has room: the draft needs the captured
     features of all tokens. What takes a sequence is called only for sequences that use a draft, unless it says more.
@@ -23,7 +24,7 @@ class Proposer:
 
     def load(self, draft_ids: Iterable[str | None], most: int, held: ExitStack) -> dict[str, bool]:
         """Loads at most so many drafts to the device until `held` closes. Returns whether each of them loaded."""
-        return {}
+        ...
 
     def serve(self, draft_ids: Collection[str]) -> None:
         """Switches to these drafts, which are on the device.
@@ -33,11 +34,11 @@ class Proposer:
 
     def uses_draft(self, sequence: SequenceState) -> bool:
         """True if the draft of any sequence is available and should be used for it."""
-        return False
+        ...
 
     def is_ready(self, sequence: SequenceState) -> bool:
         """True if any sequence uses a draft and has a slot in its cache."""
-        return False
+        ...
 
     def pays(self, sequence: SequenceState, num_sampled: int) -> bool:
         """True if enough draft tokens of the sequence are accepted.
@@ -45,7 +46,7 @@ class Proposer:
         Args:
             num_sampled: sequences in a pass. The more there are, the less compute is spare.
         """
-        raise NotImplementedError
+        ...
 
     def may_pay(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> bool:
         """Like `pays`, for a sequence that has no draft tokens yet.
@@ -53,27 +54,27 @@ class Proposer:
         Args:
             weight_version: of the sampled weights.
         """
-        raise NotImplementedError
+        ...
 
     def num_logits(self, sequence: SequenceState) -> int:
         """Returns how many rows of logits one pass computes for any sequence."""
-        return 1
+        ...
 
     def num_next(self, sequence: SequenceState, count: int) -> int:
         """Returns the number of draft tokens after `count` sampled ones. The last token is never a draft token."""
-        raise NotImplementedError
+        ...
 
     def num_bytes(self, sequence: SequenceState, count: int) -> int:
         """Returns the bytes that the draft's cache needs after `count` sampled tokens."""
-        raise NotImplementedError
+        ...
 
     def place(self, sequence: SequenceState, count: int) -> bool:
         """Gives the sequence a slot in the draft's cache. The draft must then get the features of all its tokens."""
-        raise NotImplementedError
+        ...
 
     def has_room(self, sequence: SequenceState, count: int) -> bool:
         """True if the draft's slot has room for draft tokens after `count` sampled ones; grows it if necessary."""
-        raise NotImplementedError
+        ...
 
     def find_prefix(
         self, sequence: SequenceState, weight_version: int, tokens: np.ndarray, most: int
@@ -84,38 +85,32 @@ class Proposer:
             weight_version: of the sampled weights.
             tokens: int64.
         """
-        raise NotImplementedError
+        ...
 
     def restore(self, sequence: SequenceState, ranges: Sequence[StoredRange]) -> None:
         """Fills the draft's slot with a cached prefix. The draft then needs the features of later tokens only."""
-        raise NotImplementedError
 
     def keep(self, sequence: SequenceState, weight_version: int, tokens: np.ndarray) -> None:
         """Stores those of `tokens`, int64, that the draft of any sequence has processed in its prefix cache."""
 
     def captured(self, sequences: Sequence[SequenceState]) -> dict[int, Tensor] | None:
         """Returns the layers to capture in a pass with any sequences: see BaseModel.hidden_states."""
-        return None
+        ...
 
     def observe(
         self, sequence: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], tokens: np.ndarray
     ) -> None:
-        """Gives the draft the captured features of those of `tokens`, int64, that have run, from position `first` on.
+        """Gives the draft of any sequence the captured features of `tokens`, int64, that have run from `first` on.
 
         If the draft missed earlier ones, the sequence stops using it.
         """
-        raise NotImplementedError
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState]) -> None:
         """Copies the draft's state of any sequence to others, which continue from the same tokens."""
 
     def propose(self, sequences: Sequence[SequenceState], table: SequenceTable) -> dict[SequenceState, DraftTokens]:
         """Proposes draft tokens for each sequence. All must have room."""
-        return {}
-
-    def vocabulary(self, sequence: SequenceState) -> Tensor:
-        """Returns the tokens that the draft can propose, int64, ascending."""
-        raise NotImplementedError
+        ...
 
     def accept(self, sequence: SequenceState, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
         """Records that `num` draft tokens were accepted.
@@ -123,7 +118,6 @@ class Proposer:
         Args:
             part: where the newest token and the draft tokens ran.
         """
-        raise NotImplementedError
 
     def forget(self, sequence: SequenceState) -> None:
         """Stops using a draft for any sequence."""

@@ -46,15 +46,9 @@ class PassLimits:
         """True if the rest of the operation may be split over passes; a smaller rest waits until it fits as a whole."""
         return work.tokens > self.quarter
 
-    def is_short(self, work: PassWork) -> bool:
-        """True if the operation should run in the very next pass."""
-        if work.num_taken:
-            return False
-        return work.tokens <= self._short_tokens or (len(work.lengths) == 1 and work.tokens <= self.half)
-
     def allows_short(self, short: PassWork, taken: int) -> bool:
         """True if a tenant whose short operations already took `taken` tokens of the pass may add this one."""
-        return taken + short.tokens <= self._short_tokens
+        return taken + short.tokens <= self.short
 
     @cached_property
     def half(self) -> float:
@@ -65,7 +59,7 @@ class PassLimits:
         return self.max_tokens / _TURNS_PER_PASS
 
     @cached_property
-    def _short_tokens(self) -> float:
+    def short(self) -> float:
         return self.max_tokens / _SHORT_PER_PASS
 
 
@@ -121,10 +115,17 @@ class GroupQueue:
             self.remove(work)
 
     def remove(self, work: Queued) -> Queued:
-        """Removes and returns the work, or the rest of it."""
-        if self._runs[work.key][0] is work:
+        """Removes and returns the work, or the rest of it. The next work of its run may be ready then."""
+        run = self._runs[work.key]
+        if run[0] is work:
             self._unready(work)
-        self._end(work)
+        run.remove(work)
+        self.num_works -= 1
+        self.num_tokens -= work.tokens
+        if not run:
+            del self._runs[work.key]
+        elif work.key not in self._waits_in:
+            self._make_ready(run[0])
         return work
 
     def next_method(self) -> MethodWork[Any]:
@@ -210,7 +211,6 @@ class GroupQueue:
 
         An operation that may be cut contributes about `credit` tokens while there is room, but always one datum.
         """
-        self._unready(operation)
         if operation.number not in builder.works:
             builder.works[operation.number] = operation
             builder.run_ids.add(operation.key)
@@ -219,9 +219,10 @@ class GroupQueue:
         builder.room -= tokens
         self.num_tokens -= tokens
         if not operation.is_taken:
+            self._unready(operation)
             self._make_ready(operation)
             return tokens
-        self._end(operation)
+        self.remove(operation)
         run = self._runs.get(operation.key, ())
         if len(run) > 1 and isinstance(run[0], StepWork) and isinstance(run[1], PassWork):
             builder.awaited.add(operation.tenant_id)
@@ -238,17 +239,6 @@ class GroupQueue:
         waits_in: Any = self._waits_in.pop(work.key)
         waits_in.remove(work)
         self.num_ready[waits_in.kind] -= 1
-
-    def _end(self, work: RunWork[Any]) -> None:
-        """Removes work that waits for no turn from its run, whose next work may be ready then."""
-        run = self._runs[work.key]
-        run.remove(work)
-        self.num_works -= 1
-        self.num_tokens -= work.tokens
-        if not run:
-            del self._runs[work.key]
-        elif work.key not in self._waits_in:
-            self._make_ready(run[0])
 
 
 @dataclass
@@ -315,7 +305,9 @@ class FairQueue:
             tenant = self._tenants[operation.tenant_id] = TenantShare(operation.tenant_id, self._limits)
         tenant.operations[operation.key] = operation
         self.num_runs += 1
-        if self._limits.is_short(operation):
+        # It should run in the very next pass, unless a part of it has run already.
+        longest = self._limits.half if len(operation.lengths) == 1 else self._limits.short
+        if not operation.num_taken and operation.tokens <= longest:
             tenant.short[operation.key] = operation
             self.short[operation.tenant_id] = tenant
 

@@ -17,10 +17,9 @@ from ...schemas.sampling import SampleResponse
 from ..pools.base import Pool, WorkerDied
 from ..protocol.calls import Failure, SampleJob
 from ..protocol.methods import MEMORY, UTILIZATION, Method
-from ..protocol.work_context import current_work
+from ..protocol.work_context import CURRENT_WORK
 from ..protocol.worker_config import WorkerConfig, default_pass_tokens
 from .calls import IDLE, RESTARTING, EndedCall, RankCall
-from .group_work import GroupWork
 from .quarantine import Suspects
 from .queue import PassLimits
 from .scheduler import Scheduler
@@ -61,8 +60,7 @@ class RankGroup:
         device = (device_scheduler or DeviceScheduler()).lease(self.name, self._wake.set, idle_seconds)
         takes_turns = device_scheduler is not None
         self.supervisor = Supervisor(self.name, config, new_pool, device, self._wake.set, takes_turns)
-        self.work = GroupWork(limits, suspect_jobs)
-        self._scheduler = Scheduler(self.work, slice_milliseconds)
+        self.scheduler = Scheduler(limits, slice_milliseconds, suspect_jobs)
         self.on_call: Callable[[EndedCall], None] | None = None
         """Called with each call that has ended."""
         self._call: RankCall[Any] | None = None
@@ -83,9 +81,10 @@ class RankGroup:
             ValueError: it does not load; the message says why.
         """
         await self.supervisor.start(on_progress)
-        if not self.work.limits.max_tokens:
+        if not self.scheduler.limits.max_tokens:
             info = self.supervisor.info
-            self.work.set_pass_tokens(default_pass_tokens(info.micro_batch_tokens, self._spec, info.device == "cpu"))
+            most = default_pass_tokens(info.micro_batch_tokens, self._spec, info.device == "cpu")
+            self.scheduler.set_pass_tokens(most)
         self._loop = asyncio.create_task(self._run_loop())
         self._loop.add_done_callback(self._loop_ended)
 
@@ -104,21 +103,21 @@ class RankGroup:
             return f"the worker of {self.name} is restarting" + (f": {error}" if error else "")
         if obstacle := self.supervisor.device.blocked_by():
             return f"{self.name} waits: {obstacle}"
-        return self.work.describe(self.name, num_taken=0 if self._call is None else self._call.num_taken)
+        return self.scheduler.describe(self.name, num_taken=0 if self._call is None else self._call.num_taken)
 
     async def submit(self, work: RunWork[Result]) -> Result:
         """Returns the work's answer. Work with the same key (a run or adapter) runs in the order of submission."""
         if self._closed is not None:
             raise OperationError(self._closed, "server")
         if work.creates != work.key:
-            self.work.check_available(work.key)
-        work.answer, work.context = asyncio.get_running_loop().create_future(), current_work()
-        self.work.queue.enqueue(work)
+            self.scheduler.held.check_available(work.key)
+        work.answer, work.context = asyncio.get_running_loop().create_future(), CURRENT_WORK.get()
+        self.scheduler.queue.enqueue(work)
         self._wake.set()
         try:
             return await work.answer
         except asyncio.CancelledError:
-            self.work.queue.cancel(work)
+            self.scheduler.queue.cancel(work)
             raise
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
@@ -127,14 +126,14 @@ class RankGroup:
         Args:
             on_progress: called with what each slice adds, if the job streams, until it ends.
         """
-        if job.job_id in self.work.cohorts:
+        if job.job_id in self.scheduler.cohorts:
             raise OperationError(f"sampling request {job.job_id} is under way already", "server")
         if self._closed is not None:
             raise OperationError(self._closed, "server")
-        self.work.check_available(job.adapter_id)
+        self.scheduler.held.check_available(job.adapter_id)
         sampling = SamplingWork(job, on_progress)
-        sampling.answer, sampling.context = asyncio.get_running_loop().create_future(), current_work()
-        self.work.cohorts.enqueue_job(sampling)
+        sampling.answer, sampling.context = asyncio.get_running_loop().create_future(), CURRENT_WORK.get()
+        self.scheduler.cohorts.enqueue_job(sampling)
         self._wake.set()
         try:
             return await sampling.answer
@@ -146,9 +145,9 @@ class RankGroup:
         """Cancels the job: one that waits is dropped, a running one is dropped with the next slice. Ignores unknown
         jobs.
         """
-        if (sampling := self.work.cohorts.cancel(job_id)) is not None:
+        if (sampling := self.scheduler.cohorts.cancel(job_id)) is not None:
             self._wake.set()
-            self.work.suspect_jobs.clear(job_id)
+            self.scheduler.suspect_jobs.clear(job_id)
             sampling.settle(Failure(f"sampling request {job_id} was cancelled", "user"))
 
     async def memory(self) -> dict[str, int] | None:
@@ -170,8 +169,8 @@ class RankGroup:
     def forget_lost(self, key: str) -> bool:
         """Forgets the run or adapter; True if it was lost with a worker and is not being rebuilt."""
         in_call = any(isinstance(work, RunWork) and work.key == key for work in self._called_works())
-        is_rebuilt = key in self.work.queue or in_call
-        return self.work.forget_lost(key) and not is_rebuilt
+        is_rebuilt = key in self.scheduler.queue or in_call
+        return self.scheduler.forget_lost(key) and not is_rebuilt
 
     async def _run_loop(self) -> None:
         while True:
@@ -180,7 +179,7 @@ class RankGroup:
                     await self._make_call()
             except WorkerDied as death:
                 works, self._call = self._called_works(), None
-                consequences = self.work.worker_died(self.name, death, works)
+                consequences = self.scheduler.worker_died(self.name, death, works)
                 logger.error("base model %s: %s%s", self.name, death, consequences)
                 await self.supervisor.restart()
 
@@ -199,7 +198,7 @@ class RankGroup:
             ranks, error = supervisor.ranks, answer.message if isinstance(answer, Failure) else None
             rank_times = ranks.pool.rank_times
             self.on_call(EndedCall(self.name, call, began_at, seconds, rank_times, ranks.idle_tokens, error))
-        self._scheduler.finish(call, answer, seconds)
+        self.scheduler.finish(call, answer, seconds)
         self._call = None
         if call.uses_device:
             supervisor.device.used_at = time.monotonic()
@@ -208,7 +207,7 @@ class RankGroup:
         """Waits for work that can run now. Raises WorkerDied before any is taken, which would become a suspect."""
         # Callers that were just answered may submit more, which should be in the next pass.
         await asyncio.sleep(0)
-        scheduler, device, death = self._scheduler, self.supervisor.device, self.supervisor.ranks.pool.death
+        scheduler, device, death = self.scheduler, self.supervisor.device, self.supervisor.ranks.pool.death
         while not death.done():
             self._wake.clear()
             if not device.is_held and len(scheduler.ready()) > len(scheduler.ready(on_device=False)):
@@ -218,8 +217,8 @@ class RankGroup:
             elif (call := scheduler.next_call(device.is_held)) is not None:
                 return call
             else:
-                idle_at = device.idle_at
-                until = min(idle_at, self.work.snapshots.due_at)
+                idle_at = device.used_at + device.idle_seconds if device.is_held else math.inf
+                until = min(idle_at, self.scheduler.snapshots.due_at)
                 seconds = None if until == math.inf else max(0.0, until - time.monotonic())
                 try:
                     await asyncio.wait_for(self._wake.wait(), seconds)
@@ -237,7 +236,7 @@ class RankGroup:
             self._fail_all(self._closed)
 
     def _fail_all(self, reason: str) -> None:
-        self.work.fail_all(lambda _: OperationError(reason, "server"), self._called_works())
+        self.scheduler.fail_all(lambda _: OperationError(reason, "server"), self._called_works())
 
     def _called_works(self) -> Sequence[AnyWork]:
         return () if self._call is None else self._call.works

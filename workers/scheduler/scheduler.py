@@ -1,30 +1,120 @@
-"""Decides which call a group's ranks make next. Makes no calls and awaits nothing, so that it can be tested alone."""
+"""Holds the work of a rank group, decides which call its ranks make next, and answers the work.
 
+Makes no calls and awaits nothing, so that it can be tested alone.
+"""
+
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, TypeVar
 
-from ..protocol.calls import Failure
+from ...schemas.errors import OperationError
+from ..pools.base import WorkerDied
+from ..protocol.calls import Failure, OptimizerStep, SliceResult, WorkerLost
 from .calls import BeginSnapshotCall, MethodCall, PassCall, PollSnapshotsCall, RankCall, SliceCall, StepsCall
-from .group_work import GroupWork
-from .queue import Kind
+from .cohorts import Cohorts
+from .quarantine import SUSPECT_SHRINK_FACTOR, Suspects
+from .queue import GroupQueue, Kind, PassLimits
+from .snapshots import PendingSnapshots
+from .work import AnyWork, RunWork, SamplingWork
+
+Result = TypeVar("Result")
 
 # Lengths of the first slices after a pause, as fractions of a slice.
 _FIRST_SLICES = (1 / 16, 1 / 4)
 
 
+class HeldModels:
+    """The runs, adapters and drafts that the ranks hold, or held when one of them died, by id."""
+
+    def __init__(self) -> None:
+        self._live: set[str] = set()
+        self._lost: dict[str, str] = {}
+        # Reasons why gradients are incomplete, by run: a call with its operation failed, which ranks may not know.
+        self._incomplete: dict[str, str] = {}
+
+    def __contains__(self, key: str) -> bool:
+        """True if the ranks have it, as far as is known."""
+        return key in self._live
+
+    def check_available(self, key: str | None) -> None:
+        """Raises WorkerLost if it was lost with a worker."""
+        if key in self._lost:
+            raise WorkerLost(self._lost[key])
+
+    def add(self, key: str) -> None:
+        self._live.add(key)
+        self._lost.pop(key, None)
+
+    def remove(self, key: str) -> None:
+        self._live.discard(key)
+
+    def lose_all(self, reason: str) -> None:
+        self._lost |= {key: f"{key} was lost when {reason}: it must be rebuilt, or loaded again" for key in self._live}
+        self._live.clear()
+        self._incomplete.clear()
+
+    def forget_lost(self, key: str) -> bool:
+        """Forgets it; True if it was lost with a worker."""
+        return self._lost.pop(key, None) is not None
+
+    def mark_incomplete(self, run_ids: Iterable[str], reason: str) -> None:
+        """Makes the next step of these runs be refused."""
+        self._incomplete |= dict.fromkeys(run_ids, reason)
+
+    def forget_incomplete(self, run_ids: Iterable[str]) -> None:
+        for run_id in run_ids:
+            self._incomplete.pop(run_id, None)
+
+    def with_refusal(self, step: OptimizerStep) -> OptimizerStep:
+        """Returns the step, with the reason to refuse it if its gradients are incomplete."""
+        reason = self._incomplete.get(step.run_id)
+        return step if reason is None else replace(step, refusal_reason=reason)
+
+
 class Scheduler:
     """Shares the ranks of a group between kinds of calls: training, methods, snapshots and sampling.
 
-    Each `next_call` must be followed by `finish`, or by `GroupWork.worker_died`, before the next one.
+    Of the kinds that have work, the one that has used the least time goes next. Each `next_call` must be followed by
+    `finish`, or by `worker_died`, before the next one.
     """
 
-    def __init__(self, work: GroupWork, slice_milliseconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._work = work
+    def __init__(
+        self,
+        limits: PassLimits,
+        slice_milliseconds: float,
+        suspect_jobs: Suspects | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts without work.
+
+        Args:
+            suspect_jobs: shared by groups that may receive each other's sampling jobs; None means private.
+        """
+        self.limits = limits
+        self.held = HeldModels()
+        self.suspect_runs = Suspects()
+        self.suspect_jobs = Suspects(SUSPECT_SHRINK_FACTOR) if suspect_jobs is None else suspect_jobs
         self._slice_milliseconds = slice_milliseconds
         self._clock = clock
+        self._numbers = count()
         self._slices_since_pause = 0
-        self._shares = TimeShares(("training", "methods", "snapshots", "sampling"))
+        # The time that each kind has used. One without work is set forward to the one that runs, so that idle time
+        # earns no credit; time used while others waited stays on its account.
+        self._seconds: dict[Kind, float] = dict.fromkeys(("training", "methods", "snapshots", "sampling"), 0.0)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.queue = GroupQueue(self.limits, self.suspect_runs, self._numbers)
+        self.cohorts = Cohorts(self.suspect_jobs)
+        self.snapshots = PendingSnapshots()
+
+    def set_pass_tokens(self, number: int) -> None:
+        """Sets the most tokens of a pass, before there is any work."""
+        self.limits = replace(self.limits, max_tokens=number)
+        self._clear()
 
     def ready(self, on_device: bool = True) -> list[Kind]:
         """Returns the kinds of calls for which there is work.
@@ -32,15 +122,15 @@ class Scheduler:
         Args:
             on_device: false if the group does not hold its devices, so that only what needs none can run.
         """
-        work, num_ready, kinds = self._work, self._work.queue.num_ready, list[Kind]()
-        if on_device and num_ready["training"]:
+        queue, kinds = self.queue, list[Kind]()
+        if on_device and queue.num_ready["training"]:
             kinds.append("training")
-        if num_ready["methods"] and (on_device or work.queue.next_method().method.runs_offloaded):
+        if queue.num_ready["methods"] and (on_device or queue.next_method().method.runs_offloaded):
             kinds.append("methods")
-        may_begin = on_device and num_ready["snapshots"] and work.snapshots.has_room
-        if may_begin or self._clock() >= work.snapshots.due_at:
+        may_begin = on_device and queue.num_ready["snapshots"] and self.snapshots.has_room
+        if may_begin or self._clock() >= self.snapshots.due_at:
             kinds.append("snapshots")
-        if on_device and work.cohorts.has_work:
+        if on_device and self.cohorts.has_work:
             kinds.append("sampling")
         return kinds
 
@@ -49,54 +139,185 @@ class Scheduler:
         kinds = self.ready(on_device)
         if not kinds:
             return None
-        work, queue = self._work, self._work.queue
-        match self._shares.next(kinds):
-            case "training" if queue.steps_are_next:
-                return StepsCall(queue.take_steps(), work)
+        kind = min(kinds, key=self._seconds.__getitem__)  # the first one on a tie
+        for idle in self._seconds.keys() - set(kinds):
+            self._seconds[idle] = max(self._seconds[idle], self._seconds[kind])
+        match kind:
+            case "training" if self.queue.steps_are_next:
+                works = self.queue.take_steps()
+                return StepsCall(works, [self.held.with_refusal(work.step) for work in works])
             case "training":
-                return PassCall(queue.take_pass())
+                return PassCall(self.queue.take_pass())
             case "methods":
-                return MethodCall(queue.take_method())
-            case "snapshots" if self._clock() >= work.snapshots.due_at:
+                return MethodCall(self.queue.take_method())
+            case "snapshots" if self._clock() >= self.snapshots.due_at:
                 return PollSnapshotsCall()
             case "snapshots":
-                return BeginSnapshotCall(queue.take_snapshot(), work.snapshots.next_id())
+                return BeginSnapshotCall(self.queue.take_snapshot(), self.snapshots.next_id())
             case "sampling":
                 return self._next_slice()
-
-    def finish(self, call: RankCall[Any], answer: object | Failure, seconds: float) -> None:
-        """Answers the call's work. Args: see RankCall.finish; seconds: the time it took."""
-        call.finish(self._work, answer, self._clock())
-        self._shares.charge(call.kind, seconds)
 
     def _next_slice(self) -> SliceCall:
         """Returns the next slice. The first slices after a pause are short, because a client that sends one sampling
         request mostly sends more right after it.
         """
-        cohort = self._work.cohorts.next()
-        is_pause = len(self._work.cohorts) == len(cohort.joining)
+        cohort = self.cohorts.next()
+        is_pause = len(self.cohorts) == len(cohort.joining)
         number = self._slices_since_pause = 0 if is_pause else self._slices_since_pause + 1
         part = _FIRST_SLICES[number] if number < len(_FIRST_SLICES) else 1
         return SliceCall(cohort, self._slice_milliseconds * part)
 
+    def finish(self, call: RankCall[Result], answer: Result | Failure, seconds: float) -> None:
+        """Answers the call's work and records what the call changed.
 
-class TimeShares:
-    """Shares the ranks' time between kinds of work: of those that have work, the one that has used the least time goes
-    next.
+        Args:
+            answer: a Failure if the whole call failed.
+            seconds: the time it took.
+        """
+        call.answer = answer
+        self._seconds[call.kind] += seconds
+        match call:
+            case PassCall():
+                self._finish_pass(call)
+            case StepsCall():
+                self._finish_steps(call)
+            case MethodCall():
+                self._finish_method(call)
+            case BeginSnapshotCall() | PollSnapshotsCall():
+                self._finish_snapshots(call)
+            case SliceCall():
+                self._finish_slice(call)
 
-    Each kind has a clock of the seconds it used. A kind without work is set forward to the clock of the one that runs,
-    so that idle time earns no credit; time used while others waited stays on its account.
-    """
+    def _finish_pass(self, call: PassCall) -> None:
+        works, answers = call.works, call.answer
+        if isinstance(answers, Failure):
+            trained = [work.key for work in works if not work.request.forward_only]
+            self.held.mark_incomplete(trained, answers.message)
+            answers = [answers] * len(works)
+        for work, answer in zip(works, answers, strict=True):
+            if answer is None:  # more parts follow
+                continue
+            if not work.is_taken:
+                self.queue.remove(work)
+            work.settle(answer)
+            self.suspect_runs.record_progress(work.key, work.request.seq_id or None)
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
-        self._seconds = dict.fromkeys(kinds, 0.0)
+    def _finish_steps(self, call: StepsCall) -> None:
+        works, answers = call.works, call.answer
+        if isinstance(answers, Failure):
+            answers = [answers] * len(works)
+        else:
+            self.held.forget_incomplete(work.key for work in works)
+        for work, metrics in zip(works, answers, strict=True):
+            work.settle(metrics)
+            self.suspect_runs.record_progress(work.key, work.step.seq_id or None)
 
-    def next(self, wanting: Sequence[Kind]) -> Kind:
-        """Returns the kind to run next; the first one on a tie."""
-        kind = min(wanting, key=self._seconds.__getitem__)
-        for idle in self._seconds.keys() - set(wanting):
-            self._seconds[idle] = max(self._seconds[idle], self._seconds[kind])
-        return kind
+    def _finish_method(self, call: MethodCall[Any]) -> None:
+        work = call.work
+        # Recorded here, not by the caller, so that a death right after the answer finds the run.
+        if not isinstance(call.answer, Failure):
+            if work.creates is not None:
+                self.held.add(work.creates)
+            if work.method.clears_gradients:
+                self.held.forget_incomplete([work.key])
+            if work.drops is not None:
+                self.held.remove(work.drops)
+                self.suspect_runs.clear(work.drops)
+        work.settle(call.answer)
 
-    def charge(self, kind: Kind, seconds: float) -> None:
-        self._seconds[kind] += seconds
+    def _finish_snapshots(self, call: BeginSnapshotCall | PollSnapshotsCall) -> None:
+        now = self._clock()
+        if isinstance(call, PollSnapshotsCall):
+            if isinstance(call.answer, Failure):
+                self.snapshots.fail_all(call.answer, now)
+            else:
+                self.snapshots.settle(call.answer, now)
+        elif isinstance(call.answer, Failure):
+            call.work.settle(call.answer)
+        else:
+            self.snapshots.add(call.snapshot_id, call.work, now)
+
+    def _finish_slice(self, call: SliceCall) -> None:
+        result, running = call.answer, call.cohort.running
+        if isinstance(result, Failure):
+            result = SliceResult(dict.fromkeys(self.cohorts.drop_running(), result), 0)
+        for job_id, parts in result.progress.items():
+            if (streaming := running.get(job_id)) and streaming.on_progress is not None:
+                streaming.on_progress(parts)
+        for job_id, response in result.finished.items():
+            if ended := self.cohorts.ended(job_id):
+                ended.settle(response)
+                self.suspect_jobs.clear(job_id)
+        for job_id, unfinished in running.items():
+            unfinished.num_slices += 1
+            self.suspect_jobs.record_progress(job_id, unfinished.num_slices)
+
+    def forget_lost(self, key: str) -> bool:
+        """Forgets the run or adapter; True if it was lost with a worker."""
+        self.suspect_runs.clear(key)
+        return self.held.forget_lost(key)
+
+    def worker_died(self, group: str, death: WorkerDied, in_call: Sequence[AnyWork]) -> str:
+        """Fails all work and forgets what the workers held; returns the consequences for the log.
+
+        Args:
+            group: its name.
+            in_call: the work of the call in which the worker died, which becomes suspect.
+        """
+        consequences = self._accuse(in_call)
+        self.held.lose_all(f"the worker of {group} died ({death})")
+        message = f"base model {group}: {death}; what only the worker had is lost"
+        alone = in_call if len(in_call) == 1 else ()
+        self.fail_all(lambda work: WorkerLost(message, alone=work in alone), in_call)
+        return consequences
+
+    def fail_all(self, error_of: Callable[[AnyWork], OperationError], in_call: Iterable[AnyWork] = ()) -> None:
+        """Fails the work that waits, that the workers do aside, and that is in the current call."""
+        waiting = dict.fromkeys((*in_call, *self.snapshots.works(), *self.queue.works(), *self.cohorts.works()))
+        self._clear()
+        for work in waiting:
+            if isinstance(work, RunWork) and work.drops is not None:
+                work.settle(None)  # the worker's death dropped everything
+            else:
+                work.settle(error_of(work))
+
+    def _accuse(self, in_call: Iterable[AnyWork]) -> str:
+        runs: dict[str, int] = {}
+        jobs: dict[str, int] = {}
+        for work in in_call:
+            if isinstance(work, SamplingWork):
+                jobs[work.job.job_id] = work.safe_position
+            elif (seq_id := work.suspect_position) is not None:
+                runs[work.key] = max(seq_id, runs.get(work.key, 0))
+        self.suspect_runs.accuse({key: seq_id or None for key, seq_id in runs.items()})
+        self.suspect_jobs.accuse(jobs)
+        return _consequences("runs", runs, self.suspect_runs) + _consequences("requests", jobs, self.suspect_jobs)
+
+    def describe(self, name: str, num_taken: int) -> str | None:
+        """Describes what waits or runs on the group; None if nothing does.
+
+        Args:
+            num_taken: works in the current call that are no longer in the queue.
+        """
+        num_works = self.queue.num_works + num_taken + len(self.cohorts) + len(self.snapshots.works())
+        if not num_works:
+            return None
+        words = f"{num_works} operations wait or run" if num_works > 1 else "1 operation waits or runs"
+        words += f" on {name}"
+        if num_passes := math.ceil(self.queue.num_tokens / self.limits.max_tokens):
+            passes = f"{num_passes} passes" if num_passes > 1 else "1 pass"
+            words += f"; {self.queue.num_tokens} tokens wait for {passes}"
+        if num_apart := self.cohorts.num_apart:
+            requests = f"{num_apart} sampling requests" if num_apart > 1 else "1 sampling request"
+            words += f"; {requests} of a worker that died take turns with the others"
+        return words
+
+
+def _consequences(what: str, accused: Collection[str], suspects: Suspects) -> str:
+    if len(accused) < 2:
+        return ""
+    most = suspects.max_together(accused)
+    return (
+        f"; {len(accused)} {what} were in the call: until they get past that point they run apart from all"
+        f" others, {most:.0f} at a time"
+    )

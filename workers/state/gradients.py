@@ -83,8 +83,9 @@ class Gradients:
         self._operation_is_open = True
         if (vector := self._vectors.get("scratch")) is not None:
             vector.tensor.zero_()
-        scratch = self.scratch
-        self._other_lanes = {lane: self._vectors.viewed(torch.zeros_like(scratch)) for lane in lanes[1:]}
+        else:
+            vector = self._allocate("scratch", self._scratch_size)
+        self._other_lanes = {lane: self._vectors.viewed(torch.zeros_like(vector.tensor)) for lane in lanes[1:]}
 
     def join_lanes(self) -> None:
         """Adds the gradients of all lanes to scratch."""

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 import numpy as np
 
 from ...schemas.errors import OperationError
 from ..batch.micro_batch import MicroBatch, empty_micro_batch, pack, smaller_budget
-from ..batch.partial_result import PartialResult
 from ..batch.validated import ModelLimits
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
@@ -29,9 +29,8 @@ from ..resources.lanes import Lanes
 from ..resources.memory import bounded_memory
 from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
-from ..state.trainable import Trainable
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
-from .rank_operation import RankOperation
+from .rank_operation import FinishedParts, PartialResult, RankOperation
 from .rounds import rounds
 from .scoring_pass import RunMicroBatch, ScoringPassRunner
 
@@ -41,7 +40,7 @@ logger = logging.getLogger(__name__)
 class PassStrategy(Protocol):
     """Runs the micro-batches of a round in its own way."""
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
         """Validates the part's data into `operation.batch`, and finds what else it needs for `operation.prepared`.
 
         Raises OperationError if the part cannot run.
@@ -55,14 +54,12 @@ class PassStrategy(Protocol):
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[Any] = (),
     ) -> RunMicroBatch:
         """Returns the function that runs a micro-batch of these operations, in `num_lanes` threads at a time.
 
         Args:
-            models: of each operation.
             plans: of each rank; none if this rank runs alone.
         """
         ...
@@ -81,7 +78,7 @@ class RankPlan:
 
 
 class PassRunner:
-    """Runs passes, and holds the operations whose later parts are still to be run between them."""
+    """Runs passes, and holds between them what the finished parts of operations have left."""
 
     def __init__(
         self,
@@ -109,7 +106,7 @@ class PassRunner:
         self._token_budget = config.micro_batch_tokens
         self._exclusive_budget = exclusive_tokens or config.micro_batch_tokens
         self._max_runs = config.adapter_slots
-        self._unfinished: dict[int, RankOperation] = {}
+        self._unfinished: dict[int, FinishedParts] = {}
 
     def run_pass(self, parts: Sequence[OperationPart]) -> tuple[PartAnswer, ...]:
         """Returns an answer for each part, see Pass. An error in one operation does not affect another."""
@@ -122,8 +119,11 @@ class PassRunner:
                 self._run_coupled(operations, strategy)
             else:
                 self._run_or_split(operations, strategy)
-            of_ranks = self._mesh.all_gather_object([each.result(self._mesh.is_leader) for each in operations])
-            results = [PartialResult.merge(of_part) for of_part in zip(*of_ranks, strict=True)]
+            own = [each.result(self._mesh.is_leader) for each in operations]
+            results, *of_others = self._mesh.all_gather_object(own)
+            for of_rank in of_others:
+                for result, other in zip(results, of_rank, strict=True):
+                    result.add(other)
             if self._speed is not None and (achieved := sum(result.flops for result in results)):
                 seconds = time.perf_counter() - started
                 self._speed.record("training", achieved, seconds)
@@ -146,11 +146,7 @@ class PassRunner:
 
     def _begin(self, part: OperationPart, strategy: PassStrategy) -> RankOperation:
         """Returns the part's operation; it has failed already if it cannot run."""
-        operation = self._unfinished.get(part.operation_id) if part.first_datum else None
-        if operation is None:
-            operation = RankOperation(part)
-        else:
-            operation.begin(part)
+        operation = RankOperation(part, self._unfinished.get(part.operation_id) if part.first_datum else None)
         try:
             self._read(operation, strategy)
         except Exception as error:
@@ -161,16 +157,17 @@ class PassRunner:
         """Reads the part's data. Raises OperationError if it cannot run."""
         if operation.run_id not in self._models:
             raise OperationError(f"run {operation.run_id} is not on this worker: create it first", "server")
-        model = self._models.get(operation.run_id)
+        model = operation.model = self._models.get(operation.run_id)
         if not (model.program.trains or operation.forward_only):
             role = model.program.role
             raise OperationError(f"a {role} is not trained: use forward, or create a model of another role")
-        strategy.read(operation, model, self._limits)
+        operation.token_budget = self._exclusive_budget if model.replaces_base else self._token_budget
+        strategy.read(operation, self._limits)
         if self._flops is not None and model.flops is not None:
             lengths = np.array([len(example.tokens) for example in operation.batch.examples], np.int64)
             num_trained = None if operation.forward_only else operation.batch.num_tokens
             operation.flops = self._flops.of_pass(lengths, model.flops, num_trained)
-        if operation.num_data != operation.part.first_datum:
+        if operation.finished.num_data != operation.part.first_datum:
             raise OperationError(
                 f"the results of the {operation.part.first_datum} data before these are gone: since they were computed,"
                 " the run's gradients were cleared or its weights loaded; send the whole operation again",
@@ -184,10 +181,9 @@ class PassRunner:
         of them run the same number of micro-batches, without the failed operations.
         """
         with ExitStack() as held:
-            usable = _in_order([each for each in operations if not each.computed], self._models)
-            models = self._load_models(usable, held)
-            usable = _without_diverged([each for each in usable if not each.computed], models)
-            token_budget = self._budget_of(operations[0])
+            loaded = self._load_models(_runnable(operations), held)
+            usable = _without_diverged(loaded)
+            token_budget = usable[0].token_budget if usable else 0
             lanes = pack([each.batch for each in usable], token_budget, self._base.device)
             num_micro_batches = sum(lane.num_micro_batches for lane in lanes)
             failures = [each.failure for each in operations]
@@ -195,39 +191,28 @@ class PassRunner:
             for operation, *of_ranks in zip(operations, *(each.failures for each in plans), strict=True):
                 if found := [failure for failure in of_ranks if failure is not None]:
                     operation.abandon(found[0])
-            self._run([each for each in usable if not each.computed], models, strategy, token_budget, plans)
+            self._run([each for each in usable if not each.computed], strategy, token_budget, plans)
 
-    def _budget_of(self, operation: RankOperation) -> int:
-        """Returns the most tokens of a micro-batch of this operation and those that can share one with it."""
-        replaces_base = operation.run_id in self._models and self._models.get(operation.run_id).replaces_base
-        return self._exclusive_budget if replaces_base else self._token_budget
-
-    def _load_models(self, operations: list[RankOperation], held: ExitStack) -> dict[str, Trainable]:
-        """Moves the models to the device and returns them by run. Gives up operations whose model cannot be moved."""
-        models: dict[str, Trainable] = {}
+    def _load_models(self, operations: list[RankOperation], held: ExitStack) -> list[RankOperation]:
+        """Moves the models to the device. Gives up operations whose model cannot be moved, and returns the others."""
         for operation in operations:
             try:
-                resident = self._models.resident([operation.run_id], operation.vectors)
-                (models[operation.run_id],) = held.enter_context(resident)
+                held.enter_context(self._models.resident([operation.run_id], operation.vectors))
             except OperationError as error:
                 operation.abandon(Failure.of(error))
-        return models
+        return [each for each in operations if not each.computed]
 
     def _run_or_split(self, operations: list[RankOperation], strategy: PassStrategy) -> None:
         """Runs the operations together. After an error that any of them may have caused, runs each alone; after running
         out of memory, in smaller micro-batches."""
-        together = _in_order([each for each in operations if not each.computed], self._models)
-        attempts = [(together, self._budget_of(together[0]))] if together else []
+        together = _runnable(operations)
+        attempts = [(together, together[0].token_budget)] if together else []
         while attempts:
             tried, token_budget = attempts.pop()
-            run_ids = list(dict.fromkeys(each.run_id for each in tried))
+            run_ids = [each.run_id for each in tried]
             try:
-                with (
-                    bounded_memory(self._base.device),
-                    self._models.resident(run_ids, tried[0].vectors) as resident,
-                ):
-                    models = dict(zip(run_ids, resident, strict=True))
-                    self._run(_without_diverged(tried, models), models, strategy, token_budget)
+                with bounded_memory(self._base.device), self._models.resident(run_ids, tried[0].vectors):
+                    self._run(_without_diverged(tried), strategy, token_budget)
                 continue
             except Exception as error:
                 failure = batch_failure_of(error)
@@ -242,7 +227,6 @@ class PassRunner:
     def _run(
         self,
         operations: list[RankOperation],
-        models: Mapping[str, Trainable],
         strategy: PassStrategy,
         token_budget: int,
         plans: Sequence[RankPlan] = (),
@@ -250,46 +234,40 @@ class PassRunner:
         """Runs operations that can share micro-batches (see `rounds`).
 
         Args:
-            models: by run.
             plans: of the ranks that share collectives, which all run as many micro-batches; none if this rank is alone.
         """
         if not operations:
             return
-        own, trains = [models[each.run_id] for each in operations], not operations[0].forward_only
-        max_lanes = 1 if own[0].runs_alone else self._max_lanes
+        models, trains = [each.model for each in operations], not operations[0].forward_only
+        max_lanes = 1 if models[0].runs_alone else self._max_lanes
         lanes = pack([each.batch for each in operations], token_budget, self._base.device, max_lanes)
-        for i, (operation, model) in enumerate(zip(operations, own, strict=True)):
+        for i, (operation, model) in enumerate(zip(operations, models, strict=True)):
             operation.restart()
             model.vectors.weight_views()  # makes the copy in the base's dtype before several lanes use it
             if trains:
                 model.gradients.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
-        run = strategy.start(operations, own, len(lanes), [plan.of_strategy for plan in plans])
-        micro_batches = [lane.micro_batches for lane in lanes]
-        missing = max((plan.num_micro_batches for plan in plans), default=0) - sum(
-            each.num_micro_batches for each in lanes
-        )
+        run = strategy.start(operations, len(lanes), [plan.of_strategy for plan in plans])
+        if plans:  # these ranks run one lane
+            missing = max(plan.num_micro_batches for plan in plans) - lanes[0].num_micro_batches
+            micro_batches = [chain(lanes[0].micro_batches, repeat(empty_micro_batch(self._base.device), missing))]
+        else:
+            micro_batches = [_until_all_failed(lane.micro_batches, operations) for lane in lanes]
         try:
-            with self._models.with_weights_of(own, trains):
-                if plans:
-                    self._lanes.run(run, micro_batches)
-                else:
-                    self._lanes.run(run, [_until_all_failed(each, operations) for each in micro_batches])
-                for _ in range(missing):
-                    run(empty_micro_batch(self._base.device))
+            with self._models.with_weights_of(models, trains):
+                self._lanes.run(run, micro_batches)
         finally:
-            for model in own:
+            for model in models:
                 model.gradients.join_lanes()
         for operation in operations:
             if trains and not operation.failure:
-                operation.add_earlier_gradient(models[operation.run_id])
+                operation.add_earlier_gradient()
             operation.computed = True
 
     def _give_up(self, operation: RankOperation, failure: BatchFailure, token_budget: int | None = None) -> None:
         """Ends the part with the error; `token_budget` is the size of the micro-batches that were too large."""
         message = failure.message
         if failure.out_of_memory and token_budget is not None:
-            budget = self._budget_of(operation)
-            message = out_of_memory_message(operation.batch, budget, token_budget, self._base.device)
+            message = out_of_memory_message(operation.batch, operation.token_budget, token_budget, self._base.device)
         if failure.traceback:
             log_remote_failure(logger, f"an operation of run {operation.run_id} failed", failure.traceback)
         operation.abandon(Failure(message, failure.category))
@@ -303,34 +281,37 @@ class PassRunner:
         part, run_id = operation.part, operation.run_id
         self._unfinished.pop(part.operation_id, None)
         if result.failure is None:
-            with self._models.resident([run_id], operation.vectors) as (model,):
-                answer = operation.end_part(model, result)
+            with self._models.resident([run_id], operation.vectors):
+                answer = operation.end_part(result)
             if not part.last:
-                self._unfinished[part.operation_id] = operation
+                self._unfinished[part.operation_id] = operation.finished
             return answer
         if run_id in self._models and not operation.forward_only:
-            model = self._models.get(run_id)
-            model.gradients.abandon_operation()
-            if model.program.trains:
-                model.gradients.window.refused = model.gradients.window.refused or result.failure.message
+            gradients = operation.model.gradients
+            gradients.abandon_operation()
+            if operation.model.program.trains:
+                gradients.window.refused = gradients.window.refused or result.failure.message
         return result.failure
 
 
-def _in_order(operations: list[RankOperation], models: ModelRegistry) -> list[RankOperation]:
-    """Sorts operations: neighbours in a micro-batch share matrix products if their models are alike, and loss
-    computations if their losses agree."""
-
-    def key(operation: RankOperation) -> tuple[Any, ...]:
-        batch, (layers, rank) = operation.batch, models.get(operation.run_id).batching_key
-        return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
-
-    return sorted(operations, key=key) if len(operations) > 1 else operations
+def _runnable(operations: Sequence[RankOperation]) -> list[RankOperation]:
+    """Returns the operations that have not failed, in order: neighbours in a micro-batch share matrix products if their
+    models are alike, and loss computations if their losses agree."""
+    runnable = [each for each in operations if not each.computed]
+    if len(runnable) > 1:
+        runnable.sort(key=_batching_key)
+    return runnable
 
 
-def _without_diverged(operations: list[RankOperation], models: Mapping[str, Trainable]) -> list[RankOperation]:
+def _batching_key(operation: RankOperation) -> tuple[Any, ...]:
+    batch, (layers, rank) = operation.batch, operation.model.batching_key
+    return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
+
+
+def _without_diverged(operations: list[RankOperation]) -> list[RankOperation]:
     """Gives up operations whose weights are not finite, and returns the others."""
     for operation in operations:
-        if not models[operation.run_id].has_finite_weights():
+        if not operation.model.has_finite_weights():
             message = (
                 f"the weights of run {operation.run_id} are not finite: they have diverged; continue from an"
                 " earlier checkpoint with a lower learning rate"

@@ -1,13 +1,15 @@
-"""An operation on this rank through one or several passes: the running part, and the results of the finished ones."""
+"""A part of an operation on this rank, what earlier parts left, and sums over segments, ranks and parts."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from ...schemas.training import ForwardBackwardOutput
-from ..batch.micro_batch import MicroBatchSegment, split_by_example
-from ..batch.partial_result import PartialResult, narrowed, sum_counts
+from ..batch.micro_batch import MicroBatchSegment, in_shape_of
 from ..batch.validated import ValidatedBatch
 from ..protocol.calls import Failure, OperationPart, PartAnswer, RankOutput
 from ..state.trainable import Trainable
@@ -15,35 +17,103 @@ from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
 from .scoring import ScoredTokens
 
 
-class RankOperation:
-    """Holds an operation's running part and the results of its finished parts.
+@dataclass
+class PartialResult:
+    """Sums over the data of a segment, of a rank's share, of a part on all ranks, or of all finished parts.
 
-    part, batch: the running part and its data; a part that is refused before it runs has no batch.
+    failure: why the operation contributes nothing; None if all of it succeeded.
+    loss, metrics: sums over positions.
+    ratios, denominator: see LossOutput and Loss.denominator; for drafts, the ratios include acceptance lengths.
+    expert_counts: the tokens of each expert, integers [experts] for each sparse layer; empty if they are not counted.
+    flops: the operations that the model needs for them, 0 if they are not counted.
+    achieved, possible: operations of everything that ran together with them, and those that the devices could have done
+    in that time; 0 if not measured.
+    """
+
+    failure: Failure | None = None
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    num_tokens: int = 0
+    expert_counts: tuple[np.ndarray, ...] = ()
+    denominator: float = 0.0
+    flops: float = 0.0
+    achieved: float = 0.0
+    possible: float = 0.0
+
+    def add(self, other: "PartialResult") -> None:
+        """Adds other data of the operation; a failure of either is one of both."""
+        self.failure = self.failure or other.failure
+        self.loss += other.loss
+        self.num_tokens += other.num_tokens
+        self.denominator += other.denominator
+        if other.expert_counts:
+            self.expert_counts = _sum_counts((self.expert_counts, other.expert_counts))
+        self.flops += other.flops
+        self.achieved += other.achieved
+        self.possible += other.possible
+        for name, value in other.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for name, (numerator, denominator) in other.ratios.items():
+            so_far = self.ratios.get(name, (0.0, 0.0))
+            self.ratios[name] = so_far[0] + numerator, so_far[1] + denominator
+
+    def client_metrics(self) -> dict[str, float]:
+        """Returns the metrics as clients get them.
+
+        Ratios have a numerator and a denominator, too; clients sum these to get the ratio over several operations.
+        """
+        found = {"loss:sum": self.loss, "num_tokens:sum": float(self.num_tokens)}
+        found |= {f"{name}:mean": value / max(self.num_tokens, 1) for name, value in self.metrics.items()}
+        for name, (numerator, denominator) in self.ratios.items():
+            found |= {f"{name}:mean": numerator / max(denominator, 1.0), f"{name}:sum": numerator}
+            found[f"{name}/of:sum"] = denominator
+        if self.flops:
+            found["model_flops:sum"] = self.flops
+        if self.possible:
+            found["mfu:mean"] = self.achieved / self.possible
+        return found | _expert_balance(self.expert_counts) if self.expert_counts else found
+
+
+@dataclass(eq=False)
+class FinishedParts:
+    """What the finished parts of an operation have left on this rank, while more parts follow.
+
+    sums, num_data: of these parts on all ranks.
+    outputs: this rank's, by index of the datum and by name.
+    gradient: their sum on this rank, float32 [P]; None before the first. It is in host memory because adapters leave
+    the device between passes.
+    """
+
+    run_id: str
+    sums: PartialResult = field(default_factory=PartialResult)
+    num_data: int = 0
+    outputs: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+    gradient: Tensor | None = None
+
+
+class RankOperation:
+    """Runs a part of an operation on this rank.
+
+    part, batch: the part and its data; a part that is refused before it runs has no batch.
+    model: the run's, whose tensors are usable while it is resident; missing if the run is not on this rank.
+    token_budget: most tokens of a micro-batch of this part and those that can share one with it.
+    finished: the parts before it.
     prepared: what its strategy has found for the part, see PassStrategy.read.
     vectors: those of its model that must be on the device.
     failure: why the part contributes nothing; None so far.
-    flops: the operations that the model needs for this rank's share of the running part.
+    flops: the operations that the model needs for this rank's share of the part.
     computed: true if nothing remains to be computed for the part.
-    finished: the sums of the finished parts, on all ranks. num_data: their data, on all ranks.
-    outputs: this rank's, by index of the datum and by name.
-    gradient: the sum of the finished parts' gradients on this rank, float32 [P]; None before the first. It is in host
-        memory because adapters leave the device between passes.
     """
 
     batch: ValidatedBatch
+    model: Trainable
+    token_budget: int
 
-    def __init__(self, part: OperationPart) -> None:
-        self.run_id, self.forward_only = part.request.model_id, part.request.forward_only
+    def __init__(self, part: OperationPart, finished: FinishedParts | None = None) -> None:
+        self.part, self.run_id, self.forward_only = part, part.request.model_id, part.request.forward_only
         self.vectors = FORWARD_VECTORS if self.forward_only else BACKWARD_VECTORS
-        self.finished = PartialResult()
-        self.num_data = 0
-        self.outputs: dict[int, dict[str, np.ndarray]] = {}
-        self.gradient: Tensor | None = None
-        self.begin(part)
-
-    def begin(self, part: OperationPart) -> None:
-        """Begins the next part."""
-        self.part = part
+        self.finished = finished or FinishedParts(self.run_id)
         self.prepared: Any = None
         self.computed = False
         self.flops = 0.0
@@ -57,19 +127,22 @@ class RankOperation:
         self._expert_counts: dict[int, tuple[np.ndarray, ...]] = {}
 
     def add_scores(self, segment: MicroBatchSegment, scored: ScoredTokens) -> None:
-        """Adds the scores of a segment. Refuses the operation if its loss is not finite."""
-        if reason := _not_finite(segment, scored, self.batch):
+        """Adds the scores of a segment, which has some of the scored tokens. Refuses the operation if its loss is not
+        finite."""
+        own = slice(segment.start - scored.start, segment.stop - scored.start)
+        scores, losses = scored.scores[own], scored.losses[own]
+        if reason := _not_finite(segment, scores, losses, self.batch):
             self.refuse(reason)
             return
-        metrics = {name: float(values.sum(dtype=np.float64)) for name, values in scored.metrics.items()}
         self._segments[segment.examples[0]] = PartialResult(
-            loss=float(scored.losses.sum(dtype=np.float64)),
-            metrics=metrics,
+            loss=float(losses.sum(dtype=np.float64)),
+            metrics={name: float(values[own].sum(dtype=np.float64)) for name, values in scored.metrics.items()},
             ratios=scored.ratios,
             denominator=scored.denominator,
         )
-        for example, scores in split_by_example(segment, scored.scores, self.batch):
-            self.outputs.setdefault(self.batch.datum_indices[example], {})[self.batch.loss.scores] = scores
+        for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
+            output = self.finished.outputs.setdefault(self.batch.datum_indices[example], {})
+            output[self.batch.loss.scores] = in_shape_of(self.batch.examples[example].targets, scores[start:stop])
 
     def add_expert_counts(self, segment: MicroBatchSegment, of_layers: tuple[np.ndarray, ...]) -> None:
         """Adds the tokens of each expert, for those of the segment's tokens that this rank has run."""
@@ -84,14 +157,15 @@ class RankOperation:
     def abandon(self, failure: Failure) -> None:
         self.failure, self.computed = failure, True
 
-    def add_earlier_gradient(self, model: Trainable) -> None:
+    def add_earlier_gradient(self) -> None:
         """Adds the earlier parts' gradient to the scratch, which holds this part's.
 
         Refuses the operation if the sum is not finite.
         """
-        if self.gradient is not None:
-            model.gradients.scratch.add_(self.gradient.to(model.gradients.scratch.device))
-        if not model.gradients.are_finite():
+        gradients = self.model.gradients
+        if self.finished.gradient is not None:
+            gradients.scratch.add_(self.finished.gradient.to(gradients.scratch.device))
+        if not gradients.are_finite():
             self.refuse(f"the gradient of {self.batch.loss_name} is not finite")
 
     def result(self, counts: bool) -> PartialResult:
@@ -101,51 +175,52 @@ class RankOperation:
             counts: false if another rank has run the same data and reports the sums, except those of experts: ranks
                 along sp each route some of the tokens.
         """
-        result = PartialResult(self.failure)
-        if self.failure is None and self._expert_counts:
-            result.expert_counts = narrowed(sum_counts(self._expert_counts.values()))
-        if counts and self.failure is None:
+        if self.failure is not None:
+            return PartialResult(self.failure)
+        result = PartialResult()
+        if self._expert_counts:
+            result.expert_counts = _narrowed(_sum_counts(self._expert_counts.values()))
+        if counts:
             result.num_tokens, result.denominator = self.batch.num_tokens, self.batch.denominator
             result.flops = self.flops
             for _, of_segment in sorted(self._segments.items()):
                 result.add(of_segment)
         return result
 
-    def end_part(self, model: Trainable, result: PartialResult) -> PartAnswer:
+    def end_part(self, result: PartialResult) -> PartAnswer:
         """Ends a part that has succeeded on all ranks, with the sums of all of them.
 
         The last part commits the gradient to the window and returns the operation's output. An earlier one moves it to
         the host, which frees the scratch until the next part.
         """
-        scores = self.batch.loss.scores
-        assert scores == "features" or all(scores in self.outputs.get(i, ()) for i in self.batch.datum_indices), (
+        finished, gradients, scores = self.finished, self.model.gradients, self.batch.loss.scores
+        assert scores == "features" or all(scores in finished.outputs.get(i, ()) for i in self.batch.datum_indices), (
             "a datum was missing from all micro-batches"
         )
-        self.finished.add(result)
-        self.num_data += self.part.share.num_data
+        finished.sums.add(result)
+        finished.num_data += self.part.share.num_data
         if not self.part.last:
             if not self.forward_only:
-                self.gradient = model.gradients.scratch.to("cpu", copy=True)
-                model.gradients.abandon_operation()
-            # The next part may take long to arrive, and these hold its data and open files.
-            self.prepared = None
-            del self.batch, self.part
+                finished.gradient = gradients.scratch.to("cpu", copy=True)
+                gradients.abandon_operation()
             return None
         if not self.forward_only:
-            losses = {f"loss/{self.batch.loss_name}": self.finished.loss}
-            model.gradients.commit(self.finished.num_tokens, self.finished.denominator, losses)
-        outputs, metrics = self.outputs, self.finished.client_metrics()
+            losses = {f"loss/{self.batch.loss_name}": finished.sums.loss}
+            gradients.commit(finished.sums.num_tokens, finished.sums.denominator, losses)
+        outputs, metrics = finished.outputs, finished.sums.client_metrics()
         if self.part.shared:
             return RankOutput(outputs, metrics)
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
 
 
-def _not_finite(segment: MicroBatchSegment, scored: ScoredTokens, batch: ValidatedBatch) -> str | None:
+def _not_finite(
+    segment: MicroBatchSegment, scores: np.ndarray, losses: np.ndarray, batch: ValidatedBatch
+) -> str | None:
     """Returns an error message that names the first datum whose loss is not finite, or None.
 
     Log-probabilities can be infinite at positions that do not count.
     """
-    bad = ~np.isfinite(scored.losses) | np.isnan(scored.scores)
+    bad = ~np.isfinite(losses) | np.isnan(scores)
     if not bad.any():
         return None
     token = int(bad.nonzero()[0][0])
@@ -153,12 +228,37 @@ def _not_finite(segment: MicroBatchSegment, scored: ScoredTokens, batch: Validat
     datum, position = batch.datum_indices[segment.examples[number]], token - segment.bounds[number]
     what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[batch.loss.scores]
     reads = ", ".join((*batch.loss.required, *batch.loss.optional))
-    if np.isnan(scored.scores[token]).any():
+    if np.isnan(scores[token]).any():
         return (
             f"datum {datum}: the model's {what} at position {position} is NaN: its weights have diverged;"
             " continue from an earlier checkpoint with a lower learning rate"
         )
     return (
         f"datum {datum}: the {batch.loss_name} loss at position {position} is not finite, the model's"
-        f" {what} is {scored.scores[token].tolist()}: check its {reads}"
+        f" {what} is {scores[token].tolist()}: check its {reads}"
     )
+
+
+def _sum_counts(counts: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, ...]:
+    """Adds up counts of experts by layer, of which some may be empty, to int64."""
+    given = [of_layers for of_layers in counts if of_layers]
+    return tuple(np.stack(of_layer).sum(0, dtype=np.int64) for of_layer in zip(*given, strict=True))
+
+
+def _narrowed(counts: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """Returns the counts in the smallest integer dtype that holds them."""
+    return tuple(of_layer.astype(np.min_scalar_type(of_layer.max())) for of_layer in counts)
+
+
+def _expert_balance(counts: tuple[np.ndarray, ...]) -> dict[str, float]:
+    """Returns the metrics of balance between experts, with the names and formulas of Tinker's SDK
+    (tinker.types.ForwardBackwardOutput)."""
+    loads = [of_layer * len(of_layer) / of_layer.sum() for of_layer in counts]  # 1 is an expert's even share
+    most = [load.max() - 1 for load in loads]
+    return {
+        "e_frac_with_tokens:mean": float(np.mean([(load > 0).mean() for load in loads])),
+        "e_frac_oversubscribed:mean": float(np.mean([(load > 1).mean() for load in loads])),
+        "e_max_violation:mean": float(np.mean(most)),
+        "e_max_violation:max": float(np.max(most)),
+        "e_min_violation:mean": float(np.mean([load.min() - 1 for load in loads])),
+    }

@@ -19,7 +19,6 @@ from ..heads.head import chunks
 from ..lora import Segment
 from ..lora.segment import clip_segments
 from ..losses import LossOutput
-from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
 
 # By the name of their scores (see Loss.scores).
@@ -30,9 +29,11 @@ Heads = Mapping[str, Head]
 class ScoredTokens:
     """The result for n tokens, in host memory: each array is float32 in the shape of the targets, [n] or [n, K].
 
-    scores: a head's. losses, metrics: see LossOutput. ratios, denominator: of drafts, over all n tokens.
+    start: the first of them in the micro-batch. scores: a head's. losses, metrics: see LossOutput. ratios, denominator:
+    of drafts, over all n tokens.
     """
 
+    start: int
     scores: np.ndarray
     losses: np.ndarray
     metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -40,14 +41,9 @@ class ScoredTokens:
     denominator: float = 0.0
 
     @staticmethod
-    def of(scores: Tensor, output: LossOutput) -> "ScoredTokens":
+    def of(objective: Objective, scores: Tensor, output: LossOutput) -> "ScoredTokens":
         metrics = {name: values.cpu().numpy() for name, values in output.metrics.items()}
-        return ScoredTokens(scores.cpu().numpy(), output.losses.cpu().numpy(), metrics)
-
-    def part(self, tokens: slice) -> "ScoredTokens":
-        """Returns the result for some of the tokens, without ratios."""
-        metrics = {name: values[tokens] for name, values in self.metrics.items()}
-        return ScoredTokens(self.scores[tokens], self.losses[tokens], metrics)
+        return ScoredTokens(objective.start, scores.cpu().numpy(), output.losses.cpu().numpy(), metrics)
 
 
 @torch.no_grad()
@@ -56,150 +52,133 @@ def score(
     hidden: Tensor,
     segments: Sequence[Segment],
     objectives: Sequence[Objective],
+    gradient: Tensor | None = None,
     share: TokenShard | None = None,
 ) -> list[ScoredTokens]:
-    """Returns the result of each objective for hidden [n, hidden], without gradients.
+    """Returns the result of each objective for hidden [n, hidden].
 
-    `share` is None if this rank has all tokens.
+    Args:
+        gradient: receives the gradient with respect to hidden, while those of adapters on the heads are added to their
+            scratch; None if no gradients are needed.
+        share: None if this rank has all tokens.
     """
-    share = share or TokenShard(len(hidden), Mesh())
-    scores = share.joined(_HeadSpans(heads, hidden, segments, objectives, share).all_scores())
-    return [_evaluated(objective, scores) for objective in objectives]
-
-
-@torch.no_grad()
-def score_with_gradient(
-    heads: Heads,
-    hidden: Tensor,
-    segments: Sequence[Segment],
-    objectives: Sequence[Objective],
-    gradient: Tensor,
-    share: TokenShard | None = None,
-) -> list[ScoredTokens]:
-    """Like `score`, with gradients.
-
-    Writes the gradient with respect to hidden [n, hidden] to `gradient`, and adds the gradients of adapters on the
-    heads to their scratch.
-    """
-    share = share or TokenShard(len(hidden), Mesh())
-    spans = _HeadSpans(heads, hidden, segments, objectives, share)
+    spans = _head_spans(heads, hidden, segments, objectives, share)
+    if gradient is None:
+        scores = _all_scores(spans, share)
+        return [_evaluated(objective, scores) for objective in objectives]
     scorings = [_ObjectiveScoring(objective) for objective in objectives]
-    if wanting := [each for each in scorings if spans.needs_all_scores_first(each.objective)]:
-        scores = share.joined(spans.all_scores())
-        for scoring in wanting:
-            scoring.score_all(scores)
+    if any(objective.loss.sequence_wise for objective in objectives):
+        _score_divided_sequences(scorings, spans, share)
     parts = []
-    for head, of_head, own in spans.chunks():
-        parts.append(head.scores(of_head))
-        of_scores = torch.zeros_like(parts[-1])
-        for scoring, taken, of_objective in _overlapping(scorings, share.in_micro_batch(own)):
-            targets = scoring.objective.targets
-            found = scoring.gradient(in_shape_of(targets, parts[-1][taken]), of_objective)
-            in_shape_of(targets, of_scores[taken]).copy_(found)
-        head.backward(of_scores, gradient[own])
-    if share.is_all:
-        return [scoring.output() for scoring in scorings]
-    scores = share.joined(_concatenated(parts, spans.targets))
+    for head, chunk, own in _span_chunks(spans):
+        parts.append(head.scores(chunk))
+        grad_scores = torch.zeros_like(parts[-1])
+        tokens = own if share is None else share.in_micro_batch(own)
+        step = tokens.step or 1
+        for scoring in scorings:
+            start, targets = scoring.objective.start, scoring.objective.targets
+            taken = overlap(tokens, start, scoring.objective.stop)
+            if taken.start < taken.stop:
+                first, stop = (tokens.start + step * bound - start for bound in (taken.start, taken.stop))
+                scores = in_shape_of(targets, parts[-1][taken])
+                found = scoring.gradient(scores, slice(first, stop, step))
+                in_shape_of(targets, grad_scores[taken]).copy_(found)
+        head.backward(grad_scores, gradient[own])
+    if share is None:
+        return [ScoredTokens.of(each.objective, torch.cat(each.scores), join_outputs(each.losses)) for each in scorings]
+    scores = share.joined(torch.cat(parts))
     return [_evaluated(objective, scores) for objective in objectives]
 
 
 @dataclass(frozen=True, eq=False)
 class _HeadSpan:
-    """Neighbouring tokens scored by one head. first: index of the first of them among those that this rank scores."""
+    """Neighbouring tokens scored by one head.
 
-    first: int
-    num_tokens: int
-    head: HeadPass
-
-
-class _HeadSpans:
-    """Divides the tokens that this rank scores into spans with the same head.
-
-    targets: of all of these tokens, int64 [n] or [n, K].
+    start: the first of them in the micro-batch. first: the first of those that this rank scores, counted among all that
+    it scores.
     """
 
-    def __init__(
-        self,
-        heads: Heads,
-        hidden: Tensor,
-        segments: Sequence[Segment],
-        objectives: Sequence[Objective],
-        share: TokenShard,
-    ) -> None:
-        self._share = share
-        self.targets = share.of_scored(_concatenate_targets([each.targets for each in objectives]))
-        # Keyed by the first token, counted over all ranks.
-        self._spans: dict[int, _HeadSpan] = {}
-        self._first_of: dict[int, int] = {}
-        for scores, members in groupby(objectives, key=lambda objective: objective.loss.scores):
-            of_head = list(members)
-            start, stop = of_head[0].start, of_head[-1].stop
-            last = stop if of_head[-1] is not objectives[-1] else share.num_padded
-            own = overlap(share.scored, start, last)
-            head = heads[scores].start_pass(hidden[own], clip_segments(segments, own), self.targets[own])
-            self._spans[start] = _HeadSpan(own.start, own.stop - own.start, head)
-            self._first_of |= {objective.start: start for objective in of_head}
-
-    def chunks(self) -> Iterator[tuple[HeadPass, slice, slice]]:
-        """Yields the tokens to score at a time: the head, their slice of its tokens, and of those of this rank."""
-        for span in self._spans.values():
-            for tokens in chunks(span.num_tokens, span.head.chunk_tokens):
-                yield span.head, tokens, slice(span.first + tokens.start, span.first + tokens.stop)
-
-    def all_scores(self) -> Tensor:
-        """Returns the scores of all tokens that this rank scores."""
-        return _concatenated([head.scores(tokens) for head, tokens, _ in self.chunks()], self.targets)
-
-    def needs_all_scores_first(self, objective: Objective) -> bool:
-        """True for a sequence-wise loss over several chunks: all scores are computed first, because the loss of a whole
-        sequence must be known before any gradient."""
-        if not objective.loss.sequence_wise:
-            return False
-        start = self._first_of[objective.start]
-        size = self._spans[start].head.chunk_tokens
-        first, last = (objective.start - start) // size, (objective.stop - 1 - start) // size
-        return first != last or not self._share.is_all
+    head: HeadPass
+    start: int
+    first: int
+    num_tokens: int
 
 
+def _head_spans(
+    heads: Heads, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective], share: TokenShard | None
+) -> list[_HeadSpan]:
+    """Divides the tokens that this rank scores into spans with the same head."""
+    targets = _concatenate_targets([each.targets for each in objectives])
+    targets = targets if share is None else share.of_scored(targets)
+    spans = []
+    for scores, members in groupby(objectives, key=lambda objective: objective.loss.scores):
+        of_head = list(members)
+        start, stop = of_head[0].start, of_head[-1].stop
+        own = slice(start, stop)
+        if share is not None:
+            own = overlap(share.scored, start, stop if of_head[-1] is not objectives[-1] else share.num_padded)
+        head = heads[scores].start_pass(hidden[own], clip_segments(segments, own), targets[own])
+        spans.append(_HeadSpan(head, start, own.start, own.stop - own.start))
+    return spans
+
+
+def _span_chunks(spans: Sequence[_HeadSpan]) -> Iterator[tuple[HeadPass, slice, slice]]:
+    """Yields the tokens to score at a time: their head, and where they are in its span and among all of this rank."""
+    for span in spans:
+        for chunk in chunks(span.num_tokens, span.head.chunk_tokens):
+            yield span.head, chunk, slice(span.first + chunk.start, span.first + chunk.stop)
+
+
+def _all_scores(spans: Sequence[_HeadSpan], share: TokenShard | None) -> Tensor:
+    """Returns the scores of all tokens, also of those that other ranks score."""
+    scores = torch.cat([head.scores(chunk) for head, chunk, _ in _span_chunks(spans)])
+    return scores if share is None else share.joined(scores)
+
+
+@dataclass(eq=False)
 class _ObjectiveScoring:
-    """Accumulates an objective's scores and losses, chunk by chunk."""
+    """An objective's scores and losses, collected chunk by chunk.
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
-        self._scores: list[Tensor] = []
-        self._losses: list[LossOutput] = []
-        self._whole_gradient: Tensor | None = None
+    grad_scores: the gradient with respect to all scores, if these are known before the first chunk.
+    """
 
-    def score_all(self, scores: Tensor) -> None:
-        """Takes the scores of all tokens, before the first chunk."""
-        self._whole_gradient = self.gradient(_scores_of(self.objective, scores), slice(None))
+    objective: Objective
+    scores: list[Tensor] = field(default_factory=list)
+    losses: list[LossOutput] = field(default_factory=list)
+    grad_scores: Tensor | None = None
 
     def gradient(self, scores: Tensor, tokens: slice) -> Tensor:
         """Returns the gradient with respect to the scores of `tokens`, counted from the objective's first token."""
-        if self._whole_gradient is not None:
-            return self._whole_gradient[tokens]
+        if self.grad_scores is not None:
+            return self.grad_scores[tokens]
         with torch.enable_grad():
             leaf = scores.detach().requires_grad_()
             output = self.objective.evaluate(leaf, tokens)
             (gradient,) = torch.autograd.grad(output.losses.sum(), leaf)
-        self._scores.append(scores)
-        self._losses.append(LossOutput(output.losses.detach(), output.metrics))
+        self.scores.append(scores)
+        self.losses.append(LossOutput(output.losses.detach(), output.metrics))
         return gradient
 
-    def output(self) -> ScoredTokens:
-        return ScoredTokens.of(torch.cat(self._scores), join_outputs(self._losses))
+
+def _score_divided_sequences(
+    scorings: Sequence[_ObjectiveScoring], spans: Sequence[_HeadSpan], share: TokenShard | None
+) -> None:
+    """Computes all scores first for sequence-wise losses whose tokens are in several chunks: the loss of a whole
+    sequence must be known before any gradient."""
+    divided = [
+        each for each in scorings if each.objective.loss.sequence_wise and _is_divided(each.objective, spans, share)
+    ]
+    if not divided:
+        return
+    scores = _all_scores(spans, share)
+    for scoring in divided:
+        scoring.grad_scores = scoring.gradient(_scores_of(scoring.objective, scores), slice(None))
 
 
-def _overlapping(
-    scorings: Sequence[_ObjectiveScoring], tokens: slice
-) -> Iterator[tuple[_ObjectiveScoring, slice, slice]]:
-    """Yields the objectives that have some of the tokens: which of `tokens` these are, and which of the objective's."""
-    for scoring in scorings:
-        start = scoring.objective.start
-        taken = overlap(tokens, start, scoring.objective.stop)
-        if taken.start < taken.stop:
-            first, stop = (tokens.start + tokens.step * bound - start for bound in (taken.start, taken.stop))
-            yield scoring, taken, slice(first, stop, tokens.step)
+def _is_divided(objective: Objective, spans: Sequence[_HeadSpan], share: TokenShard | None) -> bool:
+    span = [each for each in spans if each.start <= objective.start][-1]
+    bounds = objective.start - span.start, objective.stop - 1 - span.start
+    return share is not None or len({bound // span.head.chunk_tokens for bound in bounds}) > 1
 
 
 def _scores_of(objective: Objective, scores: Tensor) -> Tensor:
@@ -208,13 +187,7 @@ def _scores_of(objective: Objective, scores: Tensor) -> Tensor:
 
 def _evaluated(objective: Objective, scores: Tensor) -> ScoredTokens:
     own = _scores_of(objective, scores)
-    return ScoredTokens.of(own, objective.evaluate(own, slice(None)))
-
-
-def _concatenated(scores: list[Tensor], targets: Tensor) -> Tensor:
-    if len(scores) == 1:
-        return scores[0]
-    return torch.cat(scores) if scores else torch.empty(targets.shape, device=targets.device)
+    return ScoredTokens.of(objective, own, objective.evaluate(own, slice(None)))
 
 
 def _concatenate_targets(targets: list[Tensor]) -> Tensor:

@@ -1,7 +1,7 @@
 """Runs micro-batches of models with heads: hidden states, scores and losses, and gradients."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -17,14 +17,13 @@ from ..models.model import BaseModel
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
-from ..state.trainable import Trainable
 from .rank_operation import RankOperation
-from .scoring import Heads, ScoredTokens, score, score_with_gradient
+from .scoring import Heads, score
 
 RunMicroBatch = Callable[[MicroBatch], None]
 
-# Returns the hidden states of `share.hidden`, see BaseModel.shared_hidden_states.
-HiddenStates = Callable[[MicroBatch, TokenShard, ExpertCounts | None], Tensor]
+# Returns the hidden states of `share.hidden`, or of all tokens without a share, see BaseModel.shared_hidden_states.
+HiddenStates = Callable[[MicroBatch, TokenShard | None, ExpertCounts | None], Tensor]
 
 
 class ScoringPassRunner:
@@ -34,12 +33,16 @@ class ScoringPassRunner:
         self._base, self._adapters, self.mesh = base, adapters, mesh
         self.head_chunk_tokens = head_chunk_tokens
         self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
+        self._has_all_tokens = mesh.spec.sp == mesh.spec.tp == 1
+        self._exchanges_experts = mesh.along("ep").size > 1
+        # Ranks along tp route the same tokens.
+        self._counts_experts = bool(base.experts) and mesh.along("tp").index == 0
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
         part = operation.part
         if part.request.features is not None:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        operation.batch = validate_request(part.request, limits, part.share, model.program.losses)
+        operation.batch = validate_request(part.request, limits, part.share, operation.model.program.losses)
 
     def plan(self, operations: Sequence[RankOperation]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""
@@ -47,7 +50,6 @@ class ScoringPassRunner:
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[object] = (),
         hidden_states: HiddenStates | None = None,
@@ -60,21 +62,21 @@ class ScoringPassRunner:
         heads = self._heads
         if num_lanes > 1:
             heads = {name: head.split_budget(num_lanes) for name, head in heads.items()}
-        joint = _JointPass(
+        return _JointPass(
             self._adapters,
             heads,
             operations,
-            models,
-            _expert_adapters(operations, models) if self.mesh.along("ep").size > 1 else [],
+            _expert_adapters(operations) if self._exchanges_experts else [],
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
-            # Ranks along tp route the same tokens.
-            bool(self._base.experts) and self.mesh.along("tp").index == 0,
-        )
-        return joint.forward if operations[0].forward_only else joint.forward_backward
+            self._counts_experts,
+            not operations[0].forward_only,
+        ).run
 
-    def shard_of(self, micro_batch: MicroBatch) -> TokenShard:
-        """Returns this rank's shard of a micro-batch's tokens."""
+    def shard_of(self, micro_batch: MicroBatch) -> TokenShard | None:
+        """Returns this rank's shard of a micro-batch's tokens; None if it runs and scores all of them."""
+        if self._has_all_tokens:
+            return None
         ring = self._base.sequence_split.ring
         return TokenShard(len(micro_batch.tokens), self.mesh, self._base.shards_activations, ring)
 
@@ -85,102 +87,82 @@ class ScoringPassRunner:
         share = self.shard_of(micro_batch)
         with self._adapters.applied(()):
             hidden = self._base.shared_hidden_states(micro_batch, share)
-        return share.joined(share.select_scored(hidden))
+        return hidden if share is None else share.joined(share.select_scored(hidden))
 
 
 @dataclass(frozen=True, eq=False)
 class _JointPass:
     """Runs the micro-batches that operations share.
 
-    models: of each operation. expert_adapters: see _expert_adapters.
-    counts_experts: whether this rank counts the tokens of each expert.
+    expert_adapters: see _expert_adapters.
+    counts_experts: whether this rank counts the tokens of each expert. trains: whether they have gradients.
     """
 
     adapters: LoraLayers
     heads: Heads
     operations: Sequence[RankOperation]
-    models: Sequence[Trainable]
     expert_adapters: list[Adapter]
     hidden_states: HiddenStates
-    shard_of: Callable[[MicroBatch], TokenShard]
+    shard_of: Callable[[MicroBatch], TokenShard | None]
     counts_experts: bool
+    trains: bool
 
-    @torch.no_grad()
-    def forward(self, micro_batch: MicroBatch) -> None:
+    def run(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
-        segments = _segments(micro_batch, self.models, share)
-        expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
-        with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
-            hidden = self.hidden_states(micro_batch, share, expert_counts)
-        with self._heads_in_use():
-            if micro_batch.objectives:
-                scored = clip_segments(segments, share.scored)
-                found = score(self.heads, share.select_scored(hidden), scored, micro_batch.objectives, share)
-                self._add_scores(micro_batch, found, expert_counts)
+        segments, scored = _segments(micro_batch, self.operations, share)
+        counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
+        with torch.set_grad_enabled(self.trains), self.adapters.applied(segments, self.expert_adapters):
+            hidden = self.hidden_states(micro_batch, share, counts)
+            own = hidden.detach() if share is None else share.select_scored(hidden.detach())
+            gradient = torch.zeros_like(own) if self.trains else None
+            with ExitStack() as held:
+                # On all ranks alike, even if a micro-batch has no tokens for one of the heads.
+                for scores in sorted({each.batch.loss.scores for each in self.operations}):
+                    held.enter_context(self.heads[scores].gathered())
+                objectives = micro_batch.objectives
+                found = score(self.heads, own, scored, objectives, gradient, share) if objectives else ()
+            for objective, result in zip(objectives, found, strict=True):
+                for segment in objective.segments:
+                    self.operations[segment.operation].add_scores(segment, result)
+            if counts is not None:
+                for segment, of_layers in zip(micro_batch.segments, counts.by_segment(), strict=True):
+                    self.operations[segment.operation].add_expert_counts(segment, of_layers)
+            if gradient is not None:
+                grad_hidden = gradient if share is None else share.joined_to_hidden(gradient)
+                for segment in micro_batch.segments:
+                    if self.operations[segment.operation].failure:  # other operations share the backward pass
+                        tokens = slice(segment.start, segment.stop)
+                        grad_hidden[tokens if share is None else overlap(share.hidden, tokens.start, tokens.stop)] = 0
+                if hidden.requires_grad:
+                    hidden.backward(grad_hidden)
 
-    def forward_backward(self, micro_batch: MicroBatch) -> None:
-        share = self.shard_of(micro_batch)
-        segments = _segments(micro_batch, self.models, share)
-        expert_counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
-        with self.adapters.applied(clip_segments(segments, share.tokens), self.expert_adapters):
-            hidden = self.hidden_states(micro_batch, share, expert_counts)
-            own, scored = share.select_scored(hidden.detach()), clip_segments(segments, share.scored)
-            own_gradient = torch.empty_like(own)
-            with self._heads_in_use():
-                if micro_batch.objectives:
-                    found = score_with_gradient(self.heads, own, scored, micro_batch.objectives, own_gradient, share)
-                    self._add_scores(micro_batch, found, expert_counts)
-                else:
-                    own_gradient.zero_()
-            gradient = share.joined_to_hidden(own_gradient)
-            for segment in micro_batch.segments:
-                if self.operations[segment.operation].failure:  # other operations share the backward pass
-                    gradient[overlap(share.hidden, segment.start, segment.stop)] = 0
-            if hidden.requires_grad:
-                hidden.backward(gradient)
-
-    @contextmanager
-    def _heads_in_use(self) -> Iterator[None]:
-        """Holds the heads that score the operations in use, on all ranks alike, even if a micro-batch has no tokens
-        for one."""
-        with ExitStack() as held:
-            for scores in sorted({each.batch.loss.scores for each in self.operations}):
-                held.enter_context(self.heads[scores].gathered())
-            yield
-
-    def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard) -> ExpertCounts | None:
+    def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard | None) -> ExpertCounts | None:
         if not micro_batch.segments:
             return None
-        return ExpertCounts(share, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
-
-    def _add_scores(
-        self, micro_batch: MicroBatch, found: list[ScoredTokens], expert_counts: ExpertCounts | None
-    ) -> None:
-        for objective, scored in zip(micro_batch.objectives, found, strict=True):
-            for segment in micro_batch.segments_of(objective):
-                tokens = slice(segment.start - objective.start, segment.stop - objective.start)
-                self.operations[segment.operation].add_scores(segment, scored.part(tokens))
-        if expert_counts is not None:
-            for segment, of_layers in zip(micro_batch.segments, expert_counts.by_segment(), strict=True):
-                self.operations[segment.operation].add_expert_counts(segment, of_layers)
+        own = slice(0, len(micro_batch.tokens)) if share is None else share.tokens
+        return ExpertCounts(own, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
 
 
-def _expert_adapters(operations: Sequence[RankOperation], models: Sequence[Trainable]) -> list[Adapter]:
+def _expert_adapters(operations: Sequence[RankOperation]) -> list[Adapter]:
     """Returns the adapters whose tokens can arrive from another rank of the expert-parallel group, in the same order on
     all ranks."""
-    by_run = {operation.run_id: model for operation, model in zip(operations, models, strict=True)}
+    by_run = {operation.run_id: operation.model for operation in operations}
     in_order = (by_run[run_id] for run_id in sorted(by_run))
     return [model for model in in_order if isinstance(model, Adapter)]
 
 
-def _segments(micro_batch: MicroBatch, models: Sequence[Trainable], share: TokenShard) -> list[Segment]:
-    """Returns the micro-batch's segments, with neighbours of the same model merged, and one for the padding, which no
-    adapter adapts."""
+def _segments(
+    micro_batch: MicroBatch, operations: Sequence[RankOperation], share: TokenShard | None
+) -> tuple[list[Segment], list[Segment]]:
+    """Returns the segments of the tokens that this rank runs, and of those that it scores, with neighbours of the same
+    model merged. No adapter adapts a share's padding."""
     segments: list[Segment] = []
     for each in micro_batch.segments:
-        model = models[each.operation]
+        model = operations[each.operation].model
         start = segments.pop().start if segments and segments[-1].model is model else each.start
         segments.append(Segment(start, each.stop, model))
+    if share is None:
+        return segments, segments
     if share.num_padding:
         segments.append(Segment(share.num_tokens, share.num_padded, None))
-    return segments
+    return clip_segments(segments, share.tokens), clip_segments(segments, share.scored)

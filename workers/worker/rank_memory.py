@@ -79,11 +79,13 @@ class RankMemory:
 
     def ensure_base(self) -> None:
         """Reloads the base model's weights on all ranks, if offloaded. Raises OperationError (server)."""
-        self._bring(self._weights)
+        if self._weights in self._offloaded:
+            self._bring(self._weights)
 
     def ensure_all(self) -> None:
         """Reloads the base model's weights and the sampler's cache. Raises as `ensure_base`."""
-        self._bring(self._weights, self._cache)
+        if self._offloaded:
+            self._bring(self._weights, self._cache)
         self._cache.discard_copy()
 
     def forget_cache(self) -> None:
@@ -130,8 +132,6 @@ class RankMemory:
         release_freed_memory(self._base.device)
 
     def _bring(self, *parts: Offload) -> None:
-        if self._offloaded.isdisjoint(parts):
-            return
         tries = iter(_RETRY_SECONDS)
         while True:
             try:

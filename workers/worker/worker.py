@@ -33,6 +33,7 @@ from ..protocol.shared_fs import SharedFileProbe
 from ..protocol.worker_config import WorkerConfig
 from ..registry.programs import program_of
 from ..sampler.multi_model import MultiModelSampler
+from ..sampler.shared_state import SharedState
 from ..state.vectors import FORWARD_VECTORS
 from ..training.pass_runner import PassRunner
 from .agreement import RankAgreement
@@ -110,7 +111,7 @@ class Worker:
         self._passes = PassRunner(base, models, self._limits, config, mesh, self._speed, loaded.exclusive_tokens)
         check_loaded(base, mesh, self._passes.scoring.bare_hidden_states)
         self._steps = StepRunner(models, mesh, config.adapter_slots)
-        self._sampler = MultiModelSampler(base, models, self._limits, config, mesh)
+        self._sampler = MultiModelSampler(SharedState(base, models, self._limits, config, mesh))
         agreement = self._agreement = RankAgreement(mesh)
         self._memory = RankMemory(base, models.residency, self._sampler, agreement.on_all, config.page_directory)
         self._rank_models = RankModels(models, self._memory, agreement)

@@ -359,7 +359,7 @@ async def test_a_load_of_a_cancelled_request_is_shared_or_dropped_at_its_end(
     await is_loading.wait()
     asking.cancel()
     await asyncio.wait({asking})
-    drafts.release(sampler)
+    drafts.release_of(sampler)
     await asyncio.sleep(0.05)
     may_load.set()
     await asyncio.gather(*drafts._tasks)
@@ -387,7 +387,7 @@ async def test_a_draft_in_use_again_is_not_dropped_by_an_earlier_user(
         pass
     await is_dropping.wait()
     assert await drafts.draft_for(sampler, REQUEST) == checkpoint
-    drafts.release(sampler)
+    drafts.release_of(sampler)
     first.set()
     await wait_for_drops(server, dispatch, 1)
     async with drafts.use(checkpoint):

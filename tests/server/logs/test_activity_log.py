@@ -159,7 +159,7 @@ def test_refused_requests_are_limited_by_status_and_counted(log: Log) -> None:
 
 @pytest.mark.parametrize("seconds", [0.9, 1.1])
 def test_a_slow_pass_is_a_warning_that_names_the_slowest_rank(log: Log, seconds: float) -> None:
-    call = StepsCall((), None)  # pyright: ignore[reportArgumentType]
+    call = StepsCall((), ())
     ended = EndedCall(MODEL, call, 0.0, seconds, [RankTime(0.0, 0.1), RankTime(0.0, seconds)], 0, None)
     ActivityLog(slow_pass_seconds=1.0).call(ended)
     ActivityLog(slow_pass_seconds=1.0).call(replace(ended, call=_Slice()))

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from trainhouse.server.operations.turns import Turns
+from trainhouse.server.operations.operation import Turns
 from trainhouse.server.runs import history
 from trainhouse.server.store import OperationRecord
 from trainhouse.server.store.tables import operation_table
@@ -360,7 +360,7 @@ async def test_an_operation_waits_for_others_but_not_for_those_before_it_in_its_
 
 def test_an_operation_is_ready_when_all_before_it_have_arrived_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     now, turns = [10.0], Turns()
-    monkeypatch.setattr("trainhouse.server.operations.turns.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("trainhouse.server.operations.operation.time", SimpleNamespace(monotonic=lambda: now[0]))
     calls = [CallSize(1, 1) for _ in range(3)]
     assert [turns.queue(at) for at in (3.0, 1.0, 4.0)] == [3.0, 3.0, 4.0], "after a gap in the numbers"
     assert turns.begin(1, calls[0]) == turns.begin(2, calls[0]) == 0.0, "in one call, as soon as they arrived"

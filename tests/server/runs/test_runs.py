@@ -248,7 +248,7 @@ async def test_a_gap_filled_in_time_has_no_effect(make_bench: MakeBench) -> None
 async def test_arrivals_do_not_delay_giving_up_a_gap_while_the_journal_fails(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.runs.arrivals._RETRY_SECONDS", 0.5)
+    monkeypatch.setattr("trainhouse.server.runs.operation_queue._RETRY_SECONDS", 0.5)
     bench = await make_bench(gap_seconds=0.1)
     await bench.result(0)
     await bench.forward_backward(2)

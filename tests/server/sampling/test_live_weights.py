@@ -104,7 +104,7 @@ async def test_a_sample_waits_for_the_database_and_no_failed_load_is_kept(
     caplog: pytest.LogCaptureFixture,
     error: Exception,
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.sampling.weight_loader.OUTAGE_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("trainhouse.server.sampling.sampler_weights.OUTAGE_RETRY_SECONDS", 0.05)
     config = server_config(tiny_models["qwen3"], tmp_path, long_poll_seconds=0.1)
     async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
         run = await server.create_run()

@@ -1,6 +1,7 @@
 """Packing of operations into micro-batches without padding, and outputs in the client's order."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ from trainhouse.workers.batch.micro_batch import (
     MicroBatch,
     best_fit_bins,
     distribute,
+    in_shape_of,
     pack,
     smaller_budget,
-    split_by_example,
 )
 from trainhouse.workers.batch.validated import ModelLimits, ValidatedBatch
 from trainhouse.workers.training.batch_failure import out_of_memory_message
@@ -55,10 +56,11 @@ def outputs_of(batches: list[MicroBatch], operations: list[ValidatedBatch]) -> l
     collected: list[list[np.ndarray | None]] = [[None] * len(operation.examples) for operation in operations]
     for batch in batches:
         for segment in batch.segments:
-            (objective,) = (each for each in batch.objectives if segment in batch.segments_of(each))
+            (objective,) = (each for each in batch.objectives if segment in each.segments)
             targets = objective.targets[segment.start - objective.start : segment.stop - objective.start]
-            for example, values in split_by_example(segment, targets.numpy(), operations[segment.operation]):
-                collected[segment.operation][example] = values
+            for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
+                expected = operations[segment.operation].examples[example].targets
+                collected[segment.operation][example] = in_shape_of(expected, targets[start:stop].numpy())
     return collected
 
 
@@ -92,7 +94,7 @@ def test_adjacent_examples_with_one_loss_are_one_objective() -> None:
     assert batch.objectives[0].targets.tolist() == [
         token for i, j in ((0, 1), (0, 0), (1, 0)) for token in operations[i].examples[j].targets.tolist()
     ]
-    assert [each.operation for each in batch.segments_of(batch.objectives[0])] == [0, 1]
+    assert [each.operation for each in batch.objectives[0].segments] == [0, 1]
 
 
 def unused(bins: list[list[int]], lengths: np.ndarray, budget: int) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from trainhouse.workers.engines.vllm.turns import Turns
+from trainhouse.workers.engines.vllm.adapters import Turns
 
 pytestmark = pytest.mark.anyio
 

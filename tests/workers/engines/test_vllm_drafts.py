@@ -230,7 +230,7 @@ async def test_drafts_that_vllm_cannot_read_fail_alone(served: Served, tmp_path:
     await served.load("trained", "whole")
     await served.load("trained", "broken")
     engine: Any = served.dispatch._own["tiny"].engine
-    file = engine._draft_slot._held["broken"].directory / "model.safetensors"
+    file = engine._draft_slot.get("broken").directory / "model.safetensors"
     content = file.read_bytes()[:-1000]
     file.unlink()  # a link to the checkpoint's
     file.write_bytes(content)

@@ -28,13 +28,12 @@ from trainhouse.tests.workers.engines.vllm_stand_in import FATAL
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.tests.workers.slow_loader import LOADING_SECONDS, SLOW_LOADER
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.engines.groups.adapter_copies import AdapterCopies
 from trainhouse.workers.engines.in_flight import StreamDeduplicator
 from trainhouse.workers.engines.vllm import watchdog
 from trainhouse.workers.engines.vllm.api import VllmApi
 from trainhouse.workers.engines.vllm.requests import VllmRequest
 from trainhouse.workers.engines.vllm.server import VllmProcess, VllmServer
-from trainhouse.workers.protocol.calls import AdapterWeights, RunSpec, SampledPart, SampleJob
+from trainhouse.workers.protocol.calls import RunSpec, SampledPart, SampleJob
 from trainhouse.workers.protocol.timeouts import GRACE_SECONDS
 from trainhouse.workers.protocol.worker_config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from trainhouse.workers.scheduler.supervision.backoff import RestartBackoff
@@ -458,21 +457,3 @@ async def test_large_answer_does_not_block_the_event_loop(tmp_path: Path) -> Non
                 break
         assert longest < to_read
         await api.close()
-
-
-async def test_failed_or_cancelled_copy_leaves_no_file(tmp_path: Path) -> None:
-    copies = AdapterCopies(tmp_path / "copies")
-    weights = AdapterWeights(LoraConfig(rank=4, seed=0), np.ones(1 << 20, np.float32))
-    await copies.put("adapter", weights)
-    [kept] = (tmp_path / "copies").iterdir()
-    (tmp_path / "copies" / "2.f32").symlink_to("/dev/full")
-    with pytest.raises(OperationError, match="adapter adapter cannot be kept for sampling: ") as failed:
-        await copies.put("adapter", weights)
-    assert failed.value.category == "server"
-    putting = asyncio.create_task(copies.put("adapter", weights))
-    await asyncio.sleep(0)
-    putting.cancel()
-    await asyncio.wait({putting})
-    await asyncio.sleep(0.5)
-    assert list((tmp_path / "copies").iterdir()) == [kept] and copies.get("adapter").file == kept
-    copies.close()

@@ -6,7 +6,7 @@ import pytest
 from trainhouse.schemas.adapters.adapter_files import CONFIG, WEIGHTS, pairs_of, write_for_cookbook
 from trainhouse.schemas.adapters.tensor_file import TensorFile
 from trainhouse.schemas.adapters.vllm_form import VllmForm
-from trainhouse.workers.engines.vllm.adapters import link_files
+from trainhouse.workers.engines.vllm.adapters import VllmVersion, link_files
 
 from ...schemas.test_adapter_files import matrix, stored
 
@@ -21,7 +21,7 @@ async def test_matrices_of_experts_are_separate_for_vllm(tmp_path: Path) -> None
     stored(source, {path: (matrix(2, 4), matrix(6, 2)) for path in paths}, {})
     write_for_cookbook(source)
     before = (source / WEIGHTS).read_bytes()
-    await link_files(source, VllmForm(), target)
+    await link_files(source, VllmForm(), VllmVersion("adapter", 1, "adapter-v1", target))
     assert pairs_of(TensorFile(target / WEIGHTS)).keys() == paths
     assert (source / WEIGHTS).read_bytes() == before
     assert (source / CONFIG).samefile(target / CONFIG)

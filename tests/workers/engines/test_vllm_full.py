@@ -189,7 +189,7 @@ async def test_weights_that_vllm_cannot_read_fail_alone(dispatch: WorkerDispatch
     """vLLM restarts once, since its weights are undefined then."""
     engine: Any = dispatch._own["tiny"].engine
     async with full_run(dispatch, "broken") as broken, full_run(dispatch, "whole") as whole:
-        [file] = engine._adapters._current[broken].directory.glob("model*.safetensors")
+        [file] = engine._adapters.get(broken).directory.glob("model*.safetensors")
         file.write_bytes(file.read_bytes()[:-1000])
         num_starts = server_of(dispatch).num_starts
         for _ in range(2):

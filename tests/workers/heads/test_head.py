@@ -16,7 +16,7 @@ from trainhouse.workers.lora import Adapter, LoraLayers, Segment
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.training.scoring import ScoredTokens, score, score_with_gradient
+from trainhouse.workers.training.scoring import ScoredTokens, score
 
 from ..adapted import new_adapter, pair_gradients
 
@@ -111,9 +111,7 @@ def head_gradients(adapter: Adapter) -> list[Tensor]:
 def score_alone(
     head: LogprobHead, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor
 ) -> ScoredTokens:
-    (output,) = score_with_gradient(
-        {"logprobs": head}, hidden, [Segment(0, NUM_TOKENS, adapter)], [objective], gradient
-    )
+    (output,) = score({"logprobs": head}, hidden, [Segment(0, NUM_TOKENS, adapter)], [objective], gradient)
     return output
 
 
@@ -256,7 +254,7 @@ def test_mixed_losses_and_adapters_match_each_alone(chunk_tokens: int, base: Bas
     for each in (adapter, other):
         each.gradients.begin_operation()
     heads = {"logprobs": LogprobHead(base, chunk_tokens)}
-    found = score_with_gradient(heads, hidden, segments, mixed_objectives(), gradient)
+    found = score(heads, hidden, segments, mixed_objectives(), gradient)
     adapted = [each for each in (adapter, other) if each.unembed is not None]
     together = [head_gradients(each) for each in adapted]
     only_forward = score(heads, hidden, segments, mixed_objectives())
@@ -266,7 +264,7 @@ def test_mixed_losses_and_adapters_match_each_alone(chunk_tokens: int, base: Bas
         rows = slice(each.start, each.stop)
         own = torch.empty_like(gradient[rows])
         alone = replace(each, start=0, stop=rows.stop - rows.start)
-        (expected,) = score_with_gradient(
+        (expected,) = score(
             {"logprobs": LogprobHead(base, 100)}, hidden[rows], [Segment(0, alone.stop, owner)], [alone], own
         )
         torch.testing.assert_close(output.scores, expected.scores)

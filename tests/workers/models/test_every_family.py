@@ -24,8 +24,9 @@ from trainhouse.workers.ops.attention import pack_lengths
 from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
-from trainhouse.workers.sampler.native_sampler import NativeSampler
+from trainhouse.workers.sampler.engine import SamplingEngine
 from trainhouse.workers.sampler.scheduler import SequenceScheduler
+from trainhouse.workers.sampler.shared_state import SharedState
 from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 
@@ -96,9 +97,10 @@ class Trained:
     def job(self, name: str, length: int, **options: Any) -> SampleJob:
         return job(name, self.prompt(length), SAMPLER, **options)
 
-    def new_sampler(self, **knobs: Any) -> NativeSampler:
+    def new_sampler(self, **knobs: Any) -> SamplingEngine:
         worker = self.worker
-        return NativeSampler(worker._base, worker._models, worker._limits, replace(worker._config, **knobs))
+        config = replace(worker._config, **knobs)
+        return SamplingEngine(SharedState(worker._base, worker._models, worker._limits, config))
 
 
 def saved_model(name: str, directory: Path) -> Path:

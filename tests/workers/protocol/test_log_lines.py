@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from trainhouse.workers.protocol.log_lines import LineFormatter, LogForm, log_event, log_remote_failure
-from trainhouse.workers.protocol.work_context import WorkContext, enter_work
+from trainhouse.workers.protocol.work_context import CURRENT_WORK, WorkContext
 
 FORGED = "m\r\n2026-01-01 00:00:00 ERROR   trainhouse: forged\x1b[2J\u2028\u202e\ud800"
 
@@ -29,7 +29,7 @@ class Lines(logging.Handler):
 @pytest.mark.parametrize("place", ["message", "field", "id", "rank"])
 def test_no_text_of_a_user_begins_a_line_or_controls_a_terminal(form: LogForm, place: str) -> None:
     lines = Lines(form, 3 if place == "rank" else None)
-    enter_work(WorkContext(run=FORGED if place == "id" else "r"))
+    CURRENT_WORK.set(WorkContext(run=FORGED if place == "id" else "r"))
     if place == "field":
         log_event(lines.logger, logging.INFO, "request", {"path": FORGED})
     else:
@@ -41,7 +41,7 @@ def test_no_text_of_a_user_begins_a_line_or_controls_a_terminal(form: LogForm, p
 
 def test_a_line_of_text_has_its_fields_and_the_ids_of_the_work() -> None:
     lines = Lines("text")
-    enter_work(WorkContext(request="ab12", tenant="t-1", run="s:train:0"))
+    CURRENT_WORK.set(WorkContext(request="ab12", tenant="t-1", run="s:train:0"))
     log_event(lines.logger, logging.WARNING, "request", {"status": 401, "path": None, "reason": 'no "key"', "ms": 0.5})
     assert lines.texts[0].partition(" ")[2].partition(" ")[2] == (
         'WARNING trainhouse.of.test: request status=401 reason="no \\"key\\"" ms=0.5 request=ab12 tenant=t-1 '
@@ -51,7 +51,7 @@ def test_a_line_of_text_has_its_fields_and_the_ids_of_the_work() -> None:
 
 def test_a_line_of_json_has_its_fields_the_ids_and_the_rank() -> None:
     lines = Lines("json", rank=2)
-    enter_work(WorkContext(tenant="t-1", trace="f" * 32))
+    CURRENT_WORK.set(WorkContext(tenant="t-1", trace="f" * 32))
     log_event(lines.logger, logging.INFO, "operation", {"verb": "forward", "tokens": 7, "reason": None})
     found = json.loads(lines.texts[0])
     assert found.pop("time").endswith("Z")
@@ -80,7 +80,7 @@ def test_a_line_has_a_bounded_length(form: LogForm) -> None:
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_a_traceback_is_in_the_line_or_indented_below_it(form: LogForm, is_remote: bool) -> None:
     lines = Lines(form)
-    enter_work(WorkContext(run="r"))
+    CURRENT_WORK.set(WorkContext(run="r"))
     try:
         raise RuntimeError(f"lost\n{FORGED}")
     except RuntimeError:

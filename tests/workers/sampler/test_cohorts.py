@@ -9,6 +9,7 @@ from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.multi_model import MultiModelSampler
+from trainhouse.workers.sampler.shared_state import SharedState
 
 from ...drawn import assert_same_sample
 from ..adapted import Adapted
@@ -19,7 +20,7 @@ __all__ = ["adapted"]
 
 def make_sampler(adapted: Adapted, **config: Any) -> MultiModelSampler:
     served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
-    return MultiModelSampler(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), served)
+    return MultiModelSampler(SharedState(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), served))
 
 
 def jobs_of(cohort: int) -> list[SampleJob]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice
-from trainhouse.workers.sampler.decoding.decode_steps import StepGraph
-from trainhouse.workers.sampler.native_sampler import NativeSampler
+from trainhouse.workers.sampler.decode_steps import StepGraph
+from trainhouse.workers.sampler.engine import SamplingEngine
 
 from ...drawn import assert_same_sample
 from ...tiny import tiny_model
@@ -59,7 +59,7 @@ def jobs_of(name: str, lengths: Sequence[int]) -> list[SampleJob]:
     ]
 
 
-def with_graphs(adapted: Adapted) -> tuple[NativeSampler, Graphs]:
+def with_graphs(adapted: Adapted) -> tuple[SamplingEngine, Graphs]:
     sampler, graphs = new_sampler(adapted), Graphs()
     sampler._runner.graphs = graphs  # type: ignore[assignment]
     return sampler, graphs

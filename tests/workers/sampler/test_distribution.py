@@ -12,7 +12,8 @@ import torch
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.native_sampler import NativeSampler
+from trainhouse.workers.sampler.engine import SamplingEngine
+from trainhouse.workers.sampler.shared_state import SharedState
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
@@ -149,7 +150,7 @@ def drawn(model: Model) -> Drawn:
     """Draws several jobs of each case, each with another seed; the cases are mixed in the batches."""
     adapted = Adapted(model.directory)
     served = WorkerConfig(ServedModel("tiny", str(model.directory)), device="cpu")
-    sampler = NativeSampler(adapted.base, adapted.models, ModelLimits(VOCAB, 64), served)
+    sampler = SamplingEngine(SharedState(adapted.base, adapted.models, ModelLimits(VOCAB, 64), served))
     jobs = [
         job(
             f"{name} {seed}", PROMPT, seed=seed, num_samples=NUM_SEQUENCES // NUM_JOBS, max_tokens=LENGTH, **case.params

@@ -13,7 +13,8 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.protocol.calls import SampleJob, SamplingSlice, SliceResult
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.native_sampler import NativeSampler
+from trainhouse.workers.sampler.engine import SamplingEngine
+from trainhouse.workers.sampler.shared_state import SharedState
 
 from ...drawn import assert_same_sample
 from ..adapted import Adapted
@@ -42,10 +43,10 @@ def adapted(tiny_models: dict[str, Path]) -> Adapted:
     return adapted
 
 
-def new_sampler(adapted: Adapted, kv_cache_bytes: int) -> NativeSampler:
+def new_sampler(adapted: Adapted, kv_cache_bytes: int) -> SamplingEngine:
     served = ServedModel("tiny", str(adapted.directory))
     config = WorkerConfig(served, device="cpu", kv_cache_bytes=kv_cache_bytes)
-    return NativeSampler(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
+    return SamplingEngine(SharedState(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config))
 
 
 def ragged_jobs() -> list[SampleJob]:
@@ -115,7 +116,7 @@ class Trace:
         return int(max(np.diff(numbers), default=1)) - 1
 
 
-def run(sampler: NativeSampler, jobs: Sequence[SampleJob], cancel_at: Mapping[str, int]) -> Trace:
+def run(sampler: SamplingEngine, jobs: Sequence[SampleJob], cancel_at: Mapping[str, int]) -> Trace:
     """Runs all jobs, which join in the first slices; those in `cancel_at` are cancelled at that slice unless done."""
     trace, waiting = Trace(), list(jobs)
     for number in range(MAX_SLICES):
@@ -133,12 +134,12 @@ BUDGET = budget_of(JOBS)
 
 
 @pytest.fixture(scope="module")
-def sampler(adapted: Adapted) -> NativeSampler:
+def sampler(adapted: Adapted) -> SamplingEngine:
     return new_sampler(adapted, BUDGET)
 
 
 @pytest.fixture(scope="module")
-def trace(sampler: NativeSampler) -> Trace:
+def trace(sampler: SamplingEngine) -> Trace:
     """Cancels every eighth request at a random time: some are waiting then, some are running, some are done."""
     random = np.random.default_rng(4)
     times = random.integers(len(JOBS) // JOIN_AT_A_TIME, int(ideal_slices(JOBS)), len(JOBS))
@@ -170,7 +171,7 @@ def test_the_cache_uses_its_budget_when_demand_exceeds_it(adapted: Adapted, trac
     assert unbounded.cache_bytes() > BUDGET
 
 
-def test_no_memory_is_held_after_the_load(sampler: NativeSampler, trace: Trace) -> None:
+def test_no_memory_is_held_after_the_load(sampler: SamplingEngine, trace: Trace) -> None:
     assert trace.num_active[-1] == 0 and sampler.held_bytes() == 0
     sampler.slice(SamplingSlice((JOBS[0],), (), 0))
     assert sampler.held_bytes() > 0
@@ -178,7 +179,7 @@ def test_no_memory_is_held_after_the_load(sampler: NativeSampler, trace: Trace) 
 
 
 @pytest.mark.usefixtures("trace")
-def test_as_many_requests_fit_after_the_load_as_before(adapted: Adapted, sampler: NativeSampler) -> None:
+def test_as_many_requests_fit_after_the_load_as_before(adapted: Adapted, sampler: SamplingEngine) -> None:
     """Takes no more slices than a new sampler does."""
     some = JOBS[-60:]
     assert len(list(slices(sampler.slice, *some))) <= len(list(slices(new_sampler(adapted, BUDGET).slice, *some)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.sampling import Constraint, SampledSequence, SamplingParams
 from trainhouse.workers.protocol.calls import Failure
-from trainhouse.workers.sampler.native_sampler import NativeSampler
+from trainhouse.workers.sampler.engine import SamplingEngine
 from trainhouse.workers.sampler.requests import structured_output
 from transformers import AutoTokenizer
 
@@ -145,7 +145,7 @@ def test_logit_bias_forbids_and_forces_tokens(adapted: Adapted) -> None:
     assert f"logit_bias holds token id {VOCAB}" in message
 
 
-def sampled_texts(adapted: Adapted, sampler: NativeSampler, *constraints: Constraint, **options: object) -> list[str]:
+def sampled_texts(adapted: Adapted, sampler: SamplingEngine, *constraints: Constraint, **options: object) -> list[str]:
     """Returns three samples of each constraint, drawn in one batch."""
     jobs = [
         job_with(str(i), constraint=each.model_dump(), num_samples=3, max_tokens=200, seed=i, **options)

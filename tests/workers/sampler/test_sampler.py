@@ -18,12 +18,12 @@ from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.ops.kernels import new_step_tape
 from trainhouse.workers.protocol.calls import Failure, OperationPart, SampleJob, SamplingSlice
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler import native_sampler
+from trainhouse.workers.sampler import shared_state
+from trainhouse.workers.sampler.engine import SamplingEngine
 from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
 from trainhouse.workers.sampler.logits.token_choice import SamplingSettings, SamplingTensors, choose
-from trainhouse.workers.sampler.native_sampler import NativeSampler
-from trainhouse.workers.sampler.requests.stop_strings import StopStrings
-from trainhouse.workers.sampler.speculation import Proposer
+from trainhouse.workers.sampler.requests.text import StopStrings
+from trainhouse.workers.sampler.shared_state import SharedState
 from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -64,9 +64,9 @@ def bpe_adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return Adapted(directory)
 
 
-def new_sampler(adapted: Adapted, context: int = CONTEXT, **config: object) -> NativeSampler:
+def new_sampler(adapted: Adapted, context: int = CONTEXT, **config: object) -> SamplingEngine:
     served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
-    return NativeSampler(adapted.base, adapted.models, ModelLimits(VOCAB, context), served)
+    return SamplingEngine(SharedState(adapted.base, adapted.models, ModelLimits(VOCAB, context), served))
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -74,13 +74,17 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
 
 
 def job(job_id: str, tokens: np.ndarray, adapter_id: str | None = None, **options: object) -> SampleJob:
-    """Returns a job that only `max_tokens` ends unless `stop_token_ids` or `stop_strings` are given."""
+    """Returns a job that only `max_tokens` ends unless `stop_token_ids` or `stop_strings` are given; None = the rest of
+    the context.
+    """
+    if options.get("max_tokens", 12) is None:
+        options |= {"max_tokens": CONTEXT - len(tokens), "fills_context": True}
     params = {"seed": 1, "max_tokens": 12} | {name: options.pop(name) for name in PARAMS & options.keys()}
     stops = {"stop_token_ids": (), "stop_strings": ()} | options
     return SampleJob(job_id, adapter_id, tokens, SamplingParams.model_validate(params), **stops)
 
 
-def finish(sampler: NativeSampler, *jobs: SampleJob, budget_milliseconds: float = 1e6) -> dict:
+def finish(sampler: SamplingEngine, *jobs: SampleJob, budget_milliseconds: float = 1e6) -> dict:
     """Returns all answers, from slices of the given budget."""
     result = sampler.slice(SamplingSlice(jobs, (), budget_milliseconds))
     finished = dict(result.finished)
@@ -92,17 +96,17 @@ def finish(sampler: NativeSampler, *jobs: SampleJob, budget_milliseconds: float 
     raise AssertionError(f"{result.num_active} jobs are still active after 2000 slices")
 
 
-def answer(sampler: NativeSampler, one: SampleJob) -> SampleResponse:
+def answer(sampler: SamplingEngine, one: SampleJob) -> SampleResponse:
     response = finish(sampler, one)[one.job_id]
     assert isinstance(response, SampleResponse), response
     return response
 
 
-def sample(sampler: NativeSampler, one: SampleJob) -> SampledSequence:
+def sample(sampler: SamplingEngine, one: SampleJob) -> SampledSequence:
     return answer(sampler, one).sequences[0]
 
 
-def failure(sampler: NativeSampler, one: SampleJob) -> str:
+def failure(sampler: SamplingEngine, one: SampleJob) -> str:
     """Returns the message of a job that fails as a user error, and asserts that the sampler still works."""
     failed = finish(sampler, one)[one.job_id]
     assert isinstance(failed, Failure) and failed.category == "user"
@@ -223,9 +227,9 @@ def test_a_sampler_without_drafts_samples_as_with_them(adapted: Adapted, monkeyp
     """A job may name a draft that is gone."""
     jobs = [job("a", prompt(9), "one", num_samples=2, draft_id="draft"), job("b", prompt(9), max_tokens=1)]
     wanted = finish(new_sampler(adapted), *jobs)
-    monkeypatch.setattr(native_sampler, "plugin_rows", lambda module, table: {})
+    monkeypatch.setattr(shared_state, "plugin_rows", lambda module, table: {})
     sampler = new_sampler(adapted)
-    assert type(sampler._proposer) is Proposer
+    assert sampler._proposer is None
     found = finish(sampler, *jobs)
     assert {i: tokens_of(found[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
 
@@ -546,25 +550,13 @@ def test_stop_strings_without_a_tokenizer_are_refused(adapted: Adapted) -> None:
 
 def test_a_sample_ends_with_the_context(adapted: Adapted) -> None:
     sampler = new_sampler(adapted, context=32)
-    for length, max_tokens, wanted in ((20, None, 12), (20, 50, 12), (20, 5, 5), (31, 50, 1), (32, 50, 1)):
+    for length, max_tokens in ((20, 12), (20, 5), (31, 1)):
         one = sample(sampler, job("a", prompt(length), max_tokens=max_tokens))
-        assert (len(one.tokens), one.stop_reason) == (wanted, "length")
+        assert (len(one.tokens), one.stop_reason) == (max_tokens, "length")
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (job("a", prompt(4), "unknown"), "adapter unknown is gone"),
-        (job("a", prompt(4), topk_sample_logprobs=10**9), "topk_sample_logprobs 1000000000 at 12 sampled tokens"),
-        (job("a", prompt(4), prompt_alt_tokens_k=10**9), "prompt_alt_tokens_k 1000000000 at 4 prompt tokens"),
-        (job("a", prompt(4), stop_strings=("x", "")), "a stop string is empty"),
-        (job("a", prompt(4), prompt_logprobs_last_n=2), "prompt_logprobs_last_n 2 needs prompt_logprobs"),
-        (job("a", prompt(4), prompt_logprobs=True, prompt_logprobs_last_n=4), "between 1 and len(prompt) - 1 = 3"),
-        (job("a", prompt(4), target_prompt_tokens=np.full((3, 1), 600)), "target_prompt_logprobs holds token id 600"),
-    ],
-)
-def test_a_bad_request_fails_alone_with_its_reason(adapted: Adapted, bad: SampleJob, message: str) -> None:
-    assert message in failure(new_sampler(adapted), bad)
+def test_a_job_of_an_unknown_adapter_fails_with_the_reason(adapted: Adapted) -> None:
+    assert "adapter unknown is gone" in failure(new_sampler(adapted), job("a", prompt(4), "unknown"))
 
 
 # --- log-probabilities of the prompt ---

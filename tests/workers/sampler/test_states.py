@@ -14,7 +14,7 @@ from trainhouse.workers.ops.kv_cache import CachedRow
 from trainhouse.workers.protocol.calls import SamplingSlice
 from trainhouse.workers.protocol.worker_config import WorkerConfig
 from trainhouse.workers.sampler.cache.cache import KVCache
-from trainhouse.workers.sampler.native_sampler import NativeSampler
+from trainhouse.workers.sampler.engine import SamplingEngine
 
 from ..adapted import Adapted
 from ..moving_sum import MovingSum
@@ -199,7 +199,7 @@ def test_a_small_cache_never_exceeds_its_budget_and_gives_the_same_samples(adapt
     assert {i: tokens_of(found[i]) for i in wanted} == {i: tokens_of(wanted[i]) for i in wanted}
 
 
-def results(sampler: NativeSampler, jobs: Sequence[Any]) -> Iterator[Any]:
+def results(sampler: SamplingEngine, jobs: Sequence[Any]) -> Iterator[Any]:
     yield (result := sampler.slice(SamplingSlice(tuple(jobs), (), 0)))
     while result.num_active:
         yield (result := sampler.slice(SamplingSlice((), (), 0)))

@@ -180,7 +180,7 @@ def test_a_run_dropped_while_it_is_recreated_leaves_nothing_behind() -> None:
             await asyncio.sleep(0)
             await dispatch.drop_run("a")
             await recreating
-            assert "a" not in dispatch._own["tiny"].group.work._live
+            assert "a" not in dispatch._own["tiny"].group.scheduler.held
 
     run(check())
 
@@ -287,7 +287,7 @@ def test_a_suspect_stays_alone_until_it_is_past_the_fatal_operation() -> None:
                     await asyncio.sleep(0)
                 assert tokens_of_pass((await waiting)[-1]) == (8 if seq_id < 4 else 24)
             await dispatch.drop_run("b")
-            assert not dispatch._own["tiny"].group.work.suspect_runs
+            assert not dispatch._own["tiny"].group.scheduler.suspect_runs
 
     run(check())
 
@@ -331,7 +331,7 @@ def test_only_the_sampling_request_that_kills_its_worker_is_found_alone(num_othe
             fatal = alone.pop("dies")
             assert fatal[-MAX_STRIKES:] == [True] * MAX_STRIKES and len(fatal) <= MAX_STRIKES + 3
             assert not any(map(any, alone.values()))
-            assert not any(job_id in dispatch._own["tiny"].group.work.suspect_jobs for job_id in alone)
+            assert not any(job_id in dispatch._own["tiny"].group.scheduler.suspect_jobs for job_id in alone)
 
     run(check())
 

@@ -12,7 +12,6 @@ from trainhouse.workers.pools.base import WorkerDied
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep, SampleJob, SliceResult, WorkerLost
 from trainhouse.workers.protocol.methods import CLEAR_GRADIENTS, CREATE_RUN, DROP_RUN, LOAD_RUN, MEMORY
 from trainhouse.workers.scheduler.calls import PassCall, RankCall, SliceCall
-from trainhouse.workers.scheduler.group_work import GroupWork
 from trainhouse.workers.scheduler.quarantine import Suspects
 from trainhouse.workers.scheduler.queue import PassLimits
 from trainhouse.workers.scheduler.scheduler import Scheduler
@@ -24,15 +23,14 @@ class Group:
 
     def __init__(self, suspect_jobs: Suspects | None = None) -> None:
         self.now = 0.0
-        self.work = GroupWork(PassLimits(100, 8), suspect_jobs)
-        self.scheduler = Scheduler(self.work, 50.0, lambda: self.now)
+        self.scheduler = Scheduler(PassLimits(100, 8), 50.0, suspect_jobs, lambda: self.now)
 
     def add(self, work: Any) -> Any:
         work.answer = Future()
         if isinstance(work, RunWork):
-            self.work.queue.enqueue(work)
+            self.scheduler.queue.enqueue(work)
         else:
-            self.work.cohorts.enqueue_job(work)
+            self.scheduler.cohorts.enqueue_job(work)
         return work
 
     def next_call(self, on_device: bool = True) -> RankCall[Any]:
@@ -95,11 +93,11 @@ def test_a_step_is_refused_if_a_whole_pass_failed() -> None:
     group = Group()
     group.add(operation("a", 10))
     group.do(Failure("the worker failed", "server"))
-    assert group.work.with_refusal(step("a").step).refusal_reason == "the worker failed"
-    assert group.work.with_refusal(step("b").step).refusal_reason is None
+    assert group.scheduler.held.with_refusal(step("a").step).refusal_reason == "the worker failed"
+    assert group.scheduler.held.with_refusal(step("b").step).refusal_reason is None
     group.add(MethodWork("a", "alice", CLEAR_GRADIENTS, ("a",)))
     group.do(None)
-    assert group.work.with_refusal(step("a").step).refusal_reason is None
+    assert group.scheduler.held.with_refusal(step("a").step).refusal_reason is None
 
 
 def test_kinds_of_calls_share_the_time() -> None:
@@ -109,6 +107,28 @@ def test_kinds_of_calls_share_the_time() -> None:
         group.add(operation(f"run{number}", 90))
     kinds = [group.do(SliceResult({}, 1) if number % 2 else ["output"], 1.0).kind for number in range(8)]
     assert kinds == ["training", "sampling"] * 4
+
+
+def test_the_kind_with_the_least_time_runs_next_and_idle_time_earns_no_credit() -> None:
+    group = Group()
+
+    def do_next(seconds_of_pass: float) -> str:
+        if "training" not in group.scheduler.ready():
+            group.add(operation("run", 10))
+        call = group.next_call()
+        if call.kind == "training":
+            group.scheduler.finish(call, ["output"], seconds_of_pass)
+        else:
+            group.scheduler.finish(call, SliceResult({}, 1), 0.1)
+        return call.kind
+
+    for _ in range(10):
+        assert do_next(1.0) == "training"
+    group.add(sampling("job"))
+    order = [do_next(0.5) for _ in range(60)]
+    # Sampling has credit for one pass, during which it may have waited, not for all ten.
+    assert 9 <= order.index("training") <= 11
+    assert 5 <= order[12:].count("sampling") / order[12:].count("training") <= 6
 
 
 def test_the_first_slices_after_a_pause_are_short() -> None:
@@ -129,14 +149,14 @@ def test_snapshots_are_polled_at_growing_intervals_and_few_are_written_at_once()
     for _ in range(4):
         group.do(None, seconds=0.0)
     assert not group.scheduler.ready(), "a fifth waits until one is written"
-    assert group.work.snapshots.due_at - group.now == pytest.approx(0.01)
+    assert group.scheduler.snapshots.due_at - group.now == pytest.approx(0.01)
     group.now += 0.01
     assert group.scheduler.ready(on_device=False) == ["snapshots"], "a poll needs no device"
     group.do({0: None, 1: Failure("disk full", "server")}, seconds=0.0)
     assert works[0].answer.result() is None
     with pytest.raises(OperationError, match="disk full"):
         works[1].answer.result()
-    assert group.work.snapshots.due_at - group.now == pytest.approx(0.02)
+    assert group.scheduler.snapshots.due_at - group.now == pytest.approx(0.02)
     assert group.scheduler.ready() == ["snapshots"]
 
 
@@ -155,29 +175,29 @@ def test_a_death_fails_all_work_and_makes_what_was_in_the_call_suspect() -> None
     group = Group()
     create = group.add(MethodWork("a", "alice", CREATE_RUN, creates="a"))
     group.do("info")
-    assert create.answer.result() == "info" and group.work.holds("a")
+    assert create.answer.result() == "info" and "a" in group.scheduler.held
     works = [group.add(operation("a", 10)), group.add(operation("b", 10))]
     waiting, dropped = group.add(sampling("job")), group.add(MethodWork("c", "alice", DROP_RUN, drops="c"))
     call = group.next_call()
-    consequences = group.work.worker_died("tiny", WorkerDied("killed by SIGKILL"), call.works)
+    consequences = group.scheduler.worker_died("tiny", WorkerDied("killed by SIGKILL"), call.works)
     assert "2 runs were in the call" in consequences
     for work in (*works, waiting):
         with pytest.raises(WorkerLost) as lost:
             work.answer.result()
         assert not lost.value.alone
     assert dropped.answer.result() is None, "the death dropped everything"
-    assert "a" in group.work.suspect_runs and "b" in group.work.suspect_runs
-    assert not group.work.holds("a") and not group.scheduler.ready()
+    assert "a" in group.scheduler.suspect_runs and "b" in group.scheduler.suspect_runs
+    assert "a" not in group.scheduler.held and not group.scheduler.ready()
     with pytest.raises(WorkerLost, match="a was lost when the worker of tiny died"):
-        group.work.check_available("a")
-    assert group.work.forget_lost("a") and not group.work.forget_lost("a")
+        group.scheduler.held.check_available("a")
+    assert group.scheduler.forget_lost("a") and not group.scheduler.forget_lost("a")
 
 
 def test_a_suspect_runs_alone_until_it_is_past_the_point_of_the_death() -> None:
     group = Group()
     for run_id in ("a", "b"):
         group.add(operation(run_id, 10, seq_id=5))
-    group.work.worker_died("tiny", WorkerDied("killed"), group.next_call().works)
+    group.scheduler.worker_died("tiny", WorkerDied("killed"), group.next_call().works)
     for run_id in ("a", "b"):
         group.add(operation(run_id, 10, seq_id=5))
     assert [len(group.do(["output"]).works) for _ in range(2)] == [1, 1]
@@ -189,7 +209,7 @@ def test_a_suspect_runs_alone_until_it_is_past_the_point_of_the_death() -> None:
 def test_work_that_was_alone_in_the_call_is_said_to_be() -> None:
     group = Group()
     work = group.add(operation("a", 10))
-    group.work.worker_died("tiny", WorkerDied("killed"), group.next_call().works)
+    group.scheduler.worker_died("tiny", WorkerDied("killed"), group.next_call().works)
     with pytest.raises(WorkerLost) as lost:
         work.answer.result()
     assert lost.value.alone
@@ -201,7 +221,7 @@ def test_groups_may_share_their_suspect_jobs() -> None:
     first, second = Group(suspects), Group(suspects)
     for job_id in ("a", "b"):
         first.add(sampling(job_id))
-    first.work.worker_died("tiny", WorkerDied("killed"), first.next_call().works)
+    first.scheduler.worker_died("tiny", WorkerDied("killed"), first.next_call().works)
     for job_id in ("a", "b", "c"):
         second.add(sampling(job_id))
-    assert second.work.cohorts.num_apart == 2
+    assert second.scheduler.cohorts.num_apart == 2

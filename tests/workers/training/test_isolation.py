@@ -4,7 +4,7 @@ import gc
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.lora import Segment
-from trainhouse.workers.lora.segment import clip_segments
+from trainhouse.workers.lora import LoraLayers, Segment
 from trainhouse.workers.losses import LOSSES, LossOutput
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, RunSpec
@@ -24,7 +23,6 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.resources import machine, memory
 from trainhouse.workers.state.trainable import Trainable
 from trainhouse.workers.state.vectors import STEP_VECTORS
-from trainhouse.workers.training import scoring_pass
 from trainhouse.workers.worker.worker import Worker
 
 from ..requests import repeatable
@@ -201,14 +199,15 @@ def test_each_operation_of_a_mixed_pass_equals_itself_alone(
 
 def test_a_segment_off_by_one_token_is_detected(tenant_runs: TenantRuns, alone: Results) -> None:
     """The control of the comparison: the last token of one run gets its neighbour's adapter."""
+    applied = LoraLayers.applied
 
-    def shifted(segments: Sequence[Segment], *arguments: Any) -> list[Segment]:
+    def shifted(layers: LoraLayers, segments: Sequence[Segment], *arguments: Any) -> AbstractContextManager[None]:
         first, second, *others = segments
         moved = [replace(first, stop=first.stop - 1), replace(second, start=second.start - 1), *others]
-        return clip_segments(moved, *arguments)
+        return applied(layers, moved, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scoring_pass, "clip_segments", shifted)
+        patch.setattr(LoraLayers, "applied", shifted)
         mixed = tenant_runs.run(*(request for request in requests().values() if not request.forward_only))
     errors = {run_id: relative_error(gradient_of(mixed[run_id]), gradient_of(alone[run_id])) for run_id in mixed}
     assert sorted(errors.values())[-2] > 1e-3

@@ -10,7 +10,7 @@ import torch
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.protocol.calls import OptimizerStep
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.decoding.decode_steps import StepGraph
+from trainhouse.workers.sampler.decode_steps import StepGraph
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, OTHER_KINDS, PLAIN_KINDS

@@ -19,11 +19,10 @@ from ...models.model import BaseModel
 from ...ops.kv_cache import ContinuationChunk
 from ...registry.model_registry import ModelRegistry
 from ...sampler.cache.prefix_cache import StoredRange, num_tokens_of
-from ...sampler.decoding.rank_sync import RankSync
-from ...sampler.logits.verification import DraftTokens
+from ...sampler.logits.token_choice import DraftTokens
+from ...sampler.rank_sync import RankSync
 from ...sampler.requests.jobs import SequenceState
 from ...sampler.requests.sequence_table import SequenceTable
-from ...sampler.speculation import Proposer
 from ...state.trainable import Trainable
 from ...state.vectors import FORWARD_VECTORS
 from ..model.draft_model import DraftModel
@@ -53,7 +52,7 @@ class _State:
         return self.num_cached + sum(map(len, self.pending_features))
 
 
-class DraftProposer(Proposer):
+class DraftProposer:
     """The drafts of one sampler."""
 
     def __init__(
@@ -177,11 +176,11 @@ class DraftProposer(Proposer):
         found: dict[SequenceState, DraftTokens] = {}
         by_draft: dict[tuple[DraftModel, int], list[SequenceState]] = {}
         for sequence in sequences:
-            num = self.num_next(sequence, int(table.count[sequence.line]))
+            draft, num = self._states[sequence].draft, self.num_next(sequence, int(table.count[sequence.line]))
             if num > 0:
-                by_draft.setdefault((self._states[sequence].draft, num), []).append(sequence)
+                by_draft.setdefault((draft, num), []).append(sequence)
             else:
-                found[sequence] = DraftTokens(np.zeros(0, np.int64), None)
+                found[sequence] = DraftTokens(np.zeros(0, np.int64), torch.zeros(0, 0), draft.vocabulary)
         for (draft, num), group in by_draft.items():
             group = sorted(group, key=lambda sequence: sequence.job.adapter_key)
             found |= zip(group, self._propose_group(draft, group, num, table), strict=True)
@@ -192,9 +191,6 @@ class DraftProposer(Proposer):
         if state is not None:
             state.pending_features.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
             self._payoff.recent_stats(state.draft, sequence.weight_version).add(part.stop - part.start - 1, num)
-
-    def vocabulary(self, sequence: SequenceState) -> Tensor:
-        return self._states[sequence].draft.vocabulary
 
     def forget(self, sequence: SequenceState) -> None:
         state = self._states.pop(sequence, None)

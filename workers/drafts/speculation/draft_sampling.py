@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...sampler.decoding.rank_sync import RankSync
 from ...sampler.logits.noise import DRAFT_STREAM, derive_keys, uniforms
-from ...sampler.logits.token_choice import SamplingSettings, SamplingTensors, invert_cdf, probabilities
-from ...sampler.logits.verification import DraftTokens
+from ...sampler.logits.token_choice import DraftTokens, SamplingSettings, SamplingTensors, invert_cdf, probabilities
+from ...sampler.rank_sync import RankSync
 from ...sampler.requests.jobs import SequenceState
 from ...sampler.requests.sequence_table import SequenceTable
 from ..model.draft_model import DraftModel
@@ -43,7 +42,7 @@ class DraftSampling:
 
     def draft_tokens(self) -> list[DraftTokens]:
         tokens, of_draft = torch.stack(self._tokens, dim=1).cpu().numpy(), torch.stack(self._probabilities, dim=1)
-        return [DraftTokens(row, each) for row, each in zip(tokens, of_draft, strict=True)]
+        return [DraftTokens(row, each, self._vocabulary) for row, each in zip(tokens, of_draft, strict=True)]
 
 
 def _without_filters(settings: SamplingSettings) -> SamplingSettings:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ....schemas.errors import OperationError
 from ....schemas.training import FeatureLocation, ForwardBackwardRequest
 from ...batch.micro_batch import MicroBatch, select_examples
-from ...batch.partial_result import PartialResult
 from ...batch.validated import ModelLimits, ValidatedBatch, validate_request
 from ...heads import LogprobHead
 from ...heads.head import chunks
@@ -26,8 +25,7 @@ from ...registry.model_registry import ModelRegistry
 from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...state.trainable import Trainable
-from ...training.rank_operation import RankOperation
+from ...training.rank_operation import PartialResult, RankOperation
 from ...training.scoring import ScoredTokens
 from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
 from ..algorithms.algorithm import DraftPass
@@ -41,6 +39,7 @@ from .acceptance import Survivals, SurvivalTable, acceptance_lengths
 from .feature_capture import (
     TargetChunks,
     capture_directory,
+    examples_of,
     store_features,
     stored_of,
     write_failure_message,
@@ -97,7 +96,7 @@ class DraftPassRunner:
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
         """Validates the part's data and finds the captured features of its examples."""
         draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
         losses = CAPTURES if location is not None and location.captures else draft.program.losses
@@ -144,7 +143,6 @@ class DraftPassRunner:
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[DraftPlan] = (),
     ) -> RunMicroBatch:
@@ -206,8 +204,8 @@ class DraftPassRunner:
                 if trains:
                     draft.end_backward()
                 of_ranks = draft.groups.feature_team.all_gather_object(scores.finish())
-                if share.batch.segment is not None:
-                    operation.add_scores(share.batch.segment, _merge(share.batch, of_ranks))
+                if (segment := share.batch.segment) is not None:
+                    operation.add_scores(segment, _merge(share.batch, segment.start, of_ranks))
         if trains:
             for _ in range(draft.groups.num_micro_batches - len(batches)):
                 draft.end_backward()  # other ranks may have more
@@ -233,10 +231,11 @@ class DraftPassRunner:
         if not needed.target:
             return reader.features(micro_batch)
         parts: list[tuple[Tensor, TargetFeatures]] = []
+        tokens_of = [tokens for segment in micro_batch.segments for _, tokens in examples_of(segment)]
+        examples = [(tokens.start, tokens.stop) for tokens in tokens_of]
         sources: list[tuple[FeatureSource, bool]] = [(hooked, False), (reader, True)]
         for source, is_stored in sources:
-            examples = zip(micro_batch.packed_examples(), stored, strict=True)
-            own = [(example.start, example.stop) for example, each in examples if (each is not None) is is_stored]
+            own = [bounds for bounds, each in zip(examples, stored, strict=True) if (each is not None) is is_stored]
             tokens = [torch.arange(*bounds, device=self._base.device) for bounds in own]
             of_source = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *tokens])
             parts.append((of_source, source.features(select_examples(micro_batch, own))))
@@ -254,7 +253,8 @@ class DraftPassRunner:
         self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankOperation]
     ) -> None:
         """Stores the features of operations that capture. They must cover all tokens."""
-        kind, own = draft.feature_kind, features if self._shard_of(micro_batch).is_first else None
+        kind, share = draft.feature_kind, self._shard_of(micro_batch)
+        own = features if share is None or share.is_first else None
         chunks_of = TargetChunks(self._logits(draft), self._budget.chunk_rows(1, draft.shape.target_vocabulary))
         with self._head.gathered() if kind.stores_logits else nullcontext():
             for segment in micro_batch.segments:
@@ -287,8 +287,8 @@ class DraftPassRunner:
         if covers_all and groups.num_micro_batches == 1:
             own = torch.from_numpy(needed[groups.feature_team.index]).to(self._base.device)
             return features.mapped(lambda whole: whole[own])
-        if covers_all:
-            features = features.mapped(self._shard_of(micro_batch).of_scored)
+        if covers_all and (share := self._shard_of(micro_batch)) is not None:
+            features = features.mapped(share.of_scored)
         computed = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
         return features.exchanged(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
 
@@ -352,7 +352,8 @@ def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[
 
 def _stored(micro_batch: MicroBatch, operations: Sequence[RankOperation]) -> list[CapturedFeatures | None]:
     """Returns the stored features of each example, in order."""
-    return [stored_of(operations[each.operation]).get(each.example) for each in micro_batch.packed_examples()]
+    segments = micro_batch.segments
+    return [stored_of(operations[each.operation]).get(example) for each in segments for example in each.examples]
 
 
 @dataclass(eq=False)
@@ -414,7 +415,7 @@ class _ShareScores:
         return _RankScores(losses, self._totals, self._survivals and self._survivals.survivals(self.share.tokens))
 
 
-def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> ScoredTokens:
+def _merge(batch: DraftBatch, start: int, of_ranks: Sequence[_RankScores]) -> ScoredTokens:
     """Merges the scores of ranks that each scored some of the draft tokens."""
     losses, totals = sum(each.losses for each in of_ranks), PartialResult()
     assert isinstance(losses, np.ndarray)
@@ -422,7 +423,7 @@ def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> ScoredTokens:
         totals.add(each.totals)
     survivals = [each.survivals for each in of_ranks if each.survivals is not None]
     lengths = acceptance_lengths(survivals, batch.labels.weights.cpu().numpy(), batch.lengths)
-    return ScoredTokens(losses, losses, {}, totals.ratios | lengths, totals.denominator)
+    return ScoredTokens(start, losses, losses, {}, totals.ratios | lengths, totals.denominator)
 
 
 def _score_chunk(

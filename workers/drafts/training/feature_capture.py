@@ -30,7 +30,7 @@ from ...registry.model_registry import ModelRegistry
 from ...resources.machine import gigabytes
 from ...shapes.logit_budget import LogitBudget
 from ...state.trainable import Trainable
-from ...training.rank_operation import RankOperation
+from ...training.rank_operation import FinishedParts, RankOperation
 from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
 from ..algorithms.draft_programs import DRAFT_PROGRAMS
 from ..model.draft_kind import target_versions
@@ -84,7 +84,7 @@ def store_features(
     if target_features is None:
         return None
     failure: OSError | None = None
-    for example, tokens in _examples_of(segment):
+    for example, tokens in examples_of(segment):
         features = stored_of(operation).get(example)
         try:
             if features is None:
@@ -92,7 +92,7 @@ def store_features(
                 parts = target_features.stored(tokens, kind, chunks.logits, chunks.num_tokens)
                 features = CapturedFeatures.store(directory, address, kind, tokens.stop - tokens.start, parts)
             address = f"{features.address} {features.num_bytes}".encode()
-            outputs = operation.outputs.setdefault(operation.batch.datum_indices[example], {})
+            outputs = operation.finished.outputs.setdefault(operation.batch.datum_indices[example], {})
             outputs[FEATURES] = np.frombuffer(address, np.uint8)
         except OSError as error:
             failure = error
@@ -122,12 +122,12 @@ class CapturingPassRunner:
         self._base, self._models, self._scoring = base, models, scoring
         self._head = LogprobHead(base, scoring.head_chunk_tokens)  # computes the policies' logits
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
-        self._warned: WeakSet[RankOperation] = WeakSet()
+        self._warned: WeakSet[FinishedParts] = WeakSet()
 
-    def read(self, operation: RankOperation, model: Trainable, limits: ModelLimits) -> None:
-        part, location, program = operation.part, operation.part.request.features, model.program
+    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
+        part, location, program = operation.part, operation.part.request.features, operation.model.program
         if location is None or location.draft is None:
-            self._scoring.read(operation, model, limits)
+            self._scoring.read(operation, limits)
             return
         operation.batch = validate_request(part.request, limits, part.share, program.losses)
         if not program.samples:
@@ -140,13 +140,12 @@ class CapturingPassRunner:
 
         These runs must be on the device.
         """
-        run_ids = {each.run_id for each in operations if _wanted_features(each) is not None}
-        return {run_id: self._version(self._models.get(run_id)) for run_id in run_ids}
+        models = {each.run_id: each.model for each in operations if _wanted_features(each) is not None}
+        return {run_id: self._version(model) for run_id, model in models.items()}
 
     def start(
         self,
         operations: Sequence[RankOperation],
-        models: Sequence[Trainable],
         num_lanes: int,
         plans: Sequence[Mapping[str, str]] = (),
     ) -> RunMicroBatch:
@@ -157,8 +156,8 @@ class CapturingPassRunner:
             None if (capture := _wanted_features(each)) is None else self._kind(capture, versions[each.run_id])
             for each in operations
         ]
-        capture = _PolicyCapture(self._base, self._head, operations, models, kinds, num_lanes, self._warned)
-        return self._scoring.start(operations, models, num_lanes, hidden_states=capture.hidden_states)
+        capture = _PolicyCapture(self._base, self._head, operations, kinds, num_lanes, self._warned)
+        return self._scoring.start(operations, num_lanes, hidden_states=capture.hidden_states)
 
     def _kind(self, wanted: DraftFeatures, version: str) -> FeatureKind:
         """Returns the kind of features that a draft wants of weights with this version."""
@@ -190,19 +189,20 @@ class CapturingPassRunner:
 class _PolicyCapture:
     """Runs the base model in a pass of policies, and stores features.
 
-    models, kinds: of each operation; the kind is that of the features that it captures, None = it captures none.
-    warned: operations for which a warning about features that could not be stored was logged.
+    kinds: of the features that each operation captures, None = it captures none.
+    warned: of operations for which a warning about features that could not be stored was logged.
     """
 
     base: BaseModel
     head: LogprobHead
     operations: Sequence[RankOperation]
-    models: Sequence[Trainable]
     kinds: Sequence[FeatureKind | None]
     num_lanes: int
-    warned: WeakSet[RankOperation]
+    warned: WeakSet[FinishedParts]
 
-    def hidden_states(self, micro_batch: MicroBatch, share: TokenShard, expert_counts: ExpertCounts | None) -> Tensor:
+    def hidden_states(
+        self, micro_batch: MicroBatch, share: TokenShard | None, expert_counts: ExpertCounts | None
+    ) -> Tensor:
         """Returns the hidden states of the base model, and stores those of the layers that operations capture."""
         kinds = [self.kinds[segment.operation] for segment in micro_batch.segments]
         layers = sorted({layer for kind in kinds if kind is not None for layer in kind.layers})
@@ -234,7 +234,7 @@ class _PolicyCapture:
         layers = [each for layer in kind.layers if (each := of_layers[layer]) is not None]
         if not layers:
             return
-        operation, model = self.operations[segment.operation], self.models[segment.operation]
+        operation = self.operations[segment.operation]
         location = operation.part.request.features
         assert location is not None
         directory, captured = Path(location.directory), torch.cat(layers, dim=-1)
@@ -243,12 +243,12 @@ class _PolicyCapture:
         features = TargetFeatures(captured, captured, outputs if kind.form is not None else None)
         budget = LogitBudget.on(self.base.device.type == "cpu", self.head.chunk_tokens)
         chunks = TargetChunks(
-            lambda each: self.head.uncapped_logits(each, [Segment(0, len(each), model)]),
+            lambda each: self.head.uncapped_logits(each, [Segment(0, len(each), operation.model)]),
             budget.chunk_rows(self.num_lanes, self.num_lanes * self.base.vocab_size),
         )
         failure = store_features(directory, kind, operation, segment, features, chunks)
-        if failure is not None and operation not in self.warned:
-            self.warned.add(operation)
+        if failure is not None and operation.finished not in self.warned:
+            self.warned.add(operation.finished)
             message = write_failure_message(directory, failure)
             logger.warning(
                 "run %s continues without the features it should have captured: %s", operation.run_id, message
@@ -261,14 +261,14 @@ def _wanted_features(operation: RankOperation) -> DraftFeatures | None:
     return None if location is None else location.draft
 
 
-def _examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
+def examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
     """Yields the index of each example, and the slice of its tokens in the micro-batch."""
     for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
         yield example, slice(segment.start + start, segment.start + stop)
 
 
-def _gather_on_first(hidden: Tensor, share: TokenShard) -> Tensor | None:
+def _gather_on_first(hidden: Tensor, share: TokenShard | None) -> Tensor | None:
     """Gathers hidden states of the tokens `share.hidden` to those of all tokens, on the first of the ranks that run
     them; returns None elsewhere."""
-    scored = share.select_scored(hidden.detach())
-    return scored if share.is_all else share.joined_at_first(scored)
+    own = hidden.detach()
+    return own if share is None else share.joined_at_first(share.select_scored(own))

@@ -89,27 +89,30 @@ class HookedTarget:
         base: BaseModel,
         lora: LoraLayers,
         draft: DraftModel,
-        shard_of: Callable[[MicroBatch], TokenShard],
+        shard_of: Callable[[MicroBatch], TokenShard | None],
     ) -> None:
         self._base, self._lora, self._draft, self._shard_of = base, lora, draft, shard_of
 
     def features(self, micro_batch: MicroBatch) -> TargetFeatures:
         shard, own = self._shard_of(micro_batch), self.own(micro_batch)
-        return own if shard.is_all else own.mapped(shard.joined)
+        return own if shard is None else own.mapped(shard.joined)
 
     @torch.no_grad()
     def own(self, micro_batch: MicroBatch) -> TargetFeatures:
         """Returns the features of the tokens that this rank scores."""
         layers, shard = self._draft.capture_layers, self._shard_of(micro_batch)
-        segments = [Segment(0, shard.num_tokens, self._draft)]
-        if shard.num_padding:
-            segments.append(Segment(shard.num_tokens, shard.num_padded, None))
+        segments = [Segment(0, len(micro_batch.tokens), self._draft)]
+        if shard is not None:
+            if shard.num_padding:
+                segments.append(Segment(shard.num_tokens, shard.num_padded, None))
+            segments = clip_segments(segments, shard.tokens)
         captured: dict[int, Tensor] = dict.fromkeys((EMBEDDING, *layers), torch.empty(0))
-        with self._lora.applied(clip_segments(segments, shard.tokens)):
+        with self._lora.applied(segments):
             last = self._base.shared_hidden_states(micro_batch, shard, captured=captured)
         of_layers = torch.cat([captured[layer] for layer in layers], dim=-1)
         outputs = None if self._draft.target_form is None else TargetOutputs(last)
-        return TargetFeatures(captured[EMBEDDING], of_layers, outputs).mapped(shard.select_scored)
+        features = TargetFeatures(captured[EMBEDDING], of_layers, outputs)
+        return features if shard is None else features.mapped(shard.select_scored)
 
 
 class StoredFeatureSource:

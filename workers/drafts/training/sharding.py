@@ -184,7 +184,7 @@ def draft_batches(micro_batch: MicroBatch, datum_indices: Sequence[Sequence[int]
             segment,
         )
         for objective in micro_batch.objectives
-        for segment in micro_batch.segments_of(objective)
+        for segment in objective.segments
     ]
 
 

@@ -7,13 +7,13 @@ and a request keeps the version it began with. A full model takes the place of t
 import asyncio
 import contextlib
 import os
-import re
-import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from itertools import count
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from ....schemas.adapters.adapter_files import write_for_vllm
 from ....schemas.adapters.vllm_form import VllmForm
@@ -21,155 +21,172 @@ from ....schemas.errors import OperationError
 from ...protocol.methods import LOAD_ADAPTER
 from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
-from ..in_flight import cancel_and_wait
-from ..weights import ScratchDirectory, adapter_gone_error, adapter_not_stored_error, drop_weights, load_weights
-from .adapter_version import VllmAdapterVersion, full_weight_files, weights_under
+from ..weights import LoadedCopy, WeightStore, WeightVersion, drop_weights, load_weights
 from .api import VllmApi
-from .turns import Turns
+
+Weights = TypeVar("Weights")
 
 READS_ON_SECONDS = 5.0
 """The time that files are kept: vLLM may still start a cancelled request, and crashes if its files are missing."""
 
 
-class VllmAdapters:
-    """Holds versions by adapter id. vLLM loads them to sample, the training group to score prompts.
+@dataclass(eq=False)
+class VllmVersion(WeightVersion):
+    """One version of an adapter, a full model or a draft."""
 
-    directory: created at first use, and emptied of an earlier process's files; None means a temporary one.
+    refusal: str | None = None
+    """Why vLLM cannot load it; None if it can, or has not tried."""
+    in_vllm: LoadedCopy = field(default_factory=LoadedCopy)
+    """Of an adapter, by the starts of vLLM (VllmServer.num_starts)."""
+    in_training: LoadedCopy = field(default_factory=LoadedCopy)
+    """By the training group's count of crashes."""
+
+    @cached_property
+    def is_full(self) -> bool:
+        """True if it is a full model."""
+        return bool(full_weight_files(self.directory))
+
+
+def full_weight_files(directory: Path) -> list[Path]:
+    """Returns the files with a full model's weights; none if the directory has an adapter."""
+    return list(directory.glob("model*.safetensors"))
+
+
+def weights_under(version: VllmVersion | None) -> VllmVersion | None:
+    """Returns the full model whose weights vLLM must have to sample with the version; None for the base model's."""
+    return version if version is not None and version.is_full else None
+
+
+class Turns(Generic[Weights]):
+    """Turns of requests at the weights of one vLLM, which has one model's weights at a time.
+
+    Requests for the same weights run together. Others wait until these have ended, and so do new ones meanwhile.
     """
 
+    def __init__(self) -> None:
+        self._weights: Weights | None = None
+        self._num_running = self._num_waiting = 0
+        self._all_ended: asyncio.Future[None] | None = None
+
+    @asynccontextmanager
+    async def turn(self, choose: Callable[[], Weights]) -> AsyncIterator[None]:
+        """Waits for the turn of the weights, which lasts to the end of the block.
+
+        Args:
+            choose: returns the weights, and is called again after waiting, because there may be newer ones. What it
+                raises ends the wait. Nothing else runs between its last call and the block.
+        """
+        await self._enter(choose)
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._wake()
+
+    async def _enter(self, choose: Callable[[], Weights]) -> None:
+        weights, has_waited = choose(), False
+        try:
+            while not self._is_turn_of(weights, has_waited):
+                self._num_waiting += not has_waited
+                has_waited = True
+                self._all_ended = self._all_ended or asyncio.get_running_loop().create_future()
+                await asyncio.shield(self._all_ended)
+                weights = choose()
+        except BaseException:
+            self._num_waiting -= has_waited
+            self._wake()
+            raise
+        self._num_waiting -= has_waited
+        self._num_running += 1
+        self._weights = weights
+
+    def _is_turn_of(self, weights: Weights, has_waited: bool) -> bool:
+        """A request that arrives while others wait must wait too, or they would wait forever."""
+        if self._num_waiting and not has_waited:
+            return False
+        return not self._num_running or self._weights == weights
+
+    def _wake(self) -> None:
+        if not self._num_running and self._all_ended is not None:
+            self._all_ended.set_result(None)
+            self._all_ended = None
+
+
+class VllmAdapters(WeightStore[VllmVersion]):
+    """The versions of adapters and full models. vLLM loads them to sample, the training group to score prompts."""
+
     def __init__(self, api: VllmApi, training: RankGroup, directory: Path | None) -> None:
+        super().__init__(VllmVersion, directory, READS_ON_SECONDS)
         self._api = api
         self._training = training
-        self._scratch = ScratchDirectory(directory)
-        self._turns: Turns[VllmAdapterVersion | None] = Turns()
-        self._current: dict[str, VllmAdapterVersion] = {}
-        self._numbers = count(1)
-        self._server_id = secrets.token_hex(4)
-        self._discarding: set[asyncio.Task[None]] = set()
-
-    async def put(self, adapter_id: str, write: Callable[[Path], Awaitable[None]]) -> VllmAdapterVersion:
-        """Adds and returns the newest version, which new requests use. `write` writes it into an empty directory."""
-        number = next(self._numbers)
-        name = f"{adapter_id}-v{number}-{self._server_id}"
-        try:
-            directory = await self._scratch.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:]
-            version = VllmAdapterVersion(adapter_id, number, name, directory)
-            version.directory.mkdir()
-        except OSError as error:
-            raise adapter_not_stored_error(adapter_id, error) from None
-        try:
-            await write(version.directory)
-        except BaseException:
-            shutil.rmtree(version.directory, ignore_errors=True)
-            raise
-        version.is_full = bool(full_weight_files(version.directory))
-        earlier, self._current[adapter_id] = self._current.get(adapter_id), version
-        self._retire(earlier)
-        return version
+        self._turns: Turns[VllmVersion | None] = Turns()
 
     def num_full_besides(self, adapter_id: str) -> int:
         """Returns how many other adapters are full models."""
-        return sum(each.is_full for name, each in self._current.items() if name != adapter_id)
-
-    def drop(self, adapter_id: str) -> None:
-        """Drops the adapter. Requests that use it keep it until they end. Unknown ids are ignored."""
-        self._retire(self._current.pop(adapter_id, None))
+        return sum(each.is_full for each in self if each.owner != adapter_id)
 
     @asynccontextmanager
-    async def in_use(self, adapter_id: str | None) -> AsyncIterator[VllmAdapterVersion | None]:
+    async def in_use(self, adapter_id: str | None) -> AsyncIterator[VllmVersion | None]:
         """Yields the newest version, which is kept until the end of the block; None for the base model.
 
         Waits while vLLM samples with other weights than those under it. Raises OperationError.
         """
-        async with self._turns.turn(lambda: weights_under(self._newest(adapter_id))):
-            version = self._newest(adapter_id)
-            if version is None:
+        if adapter_id is None:
+            async with self._turns.turn(lambda: None):
                 yield None
-                return
-            version.num_users += 1
-            try:
+            return
+        async with self._turns.turn(lambda: weights_under(self.get(adapter_id))):
+            version = self.get(adapter_id)
+            with self.using(version):
                 yield version
-            finally:
-                version.num_users -= 1
-                self._discard_unused(version)
 
-    async def load_into_vllm(self, version: VllmAdapterVersion, start: int) -> None:
+    async def load_into_vllm(self, version: VllmVersion, start: int) -> None:
         """Loads the version of an adapter into vLLM, unless it has it. Raises what VllmApi raises.
 
         Args:
             start: VllmServer.num_starts of the vLLM that must have it.
         """
-        if version.vllm_epoch == start:
-            return
-        async with version.vllm_lock:
-            if version.vllm_epoch != start:
-                await self._api.load_adapter(version.name, version.directory)
-                version.vllm_epoch = start
+        await version.in_vllm.load(start, partial(self._api.load_adapter, version.name, version.directory))
 
-    async def load_into_training(self, version: VllmAdapterVersion) -> None:
+    async def load_into_training(self, version: VllmVersion) -> None:
         """Loads the version into the training group, in turn with passes and saves. vLLM does not wait for this.
 
         Raises OperationError.
         """
-        async with version.training_lock:
-            num_deaths = self._training.supervisor.num_deaths
-            if version.training_crash_epoch != num_deaths:
-                await load_weights(self._training, LOAD_ADAPTER, version.name, version.directory)
-                version.training_crash_epoch = num_deaths
+        load = partial(load_weights, self._training, LOAD_ADAPTER, version.name, version.directory)
+        await version.in_training.load(self._training.supervisor.num_deaths, load)
 
     async def close(self) -> None:
         """Unloads the versions from vLLM: a server at a URL outlives us."""
-        await cancel_and_wait(self._discarding)
-        unloading = asyncio.gather(*(self._unload(version) for version in self._current.values()))
+        unloading = asyncio.gather(*(self._unload_from_vllm(version) for version in self))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(unloading, VLLM_UNLOAD_SECONDS)
-        self._scratch.close()
+        await super().close()
 
-    def _newest(self, adapter_id: str | None) -> VllmAdapterVersion | None:
-        if adapter_id is None:
-            return None
-        if adapter_id not in self._current:
-            raise adapter_gone_error(adapter_id)
-        return self._current[adapter_id]
-
-    def _retire(self, version: VllmAdapterVersion | None) -> None:
-        if version is not None:
-            version.is_current = False
-            self._discard_unused(version)
-
-    def _discard_unused(self, version: VllmAdapterVersion) -> None:
-        if not version.is_current and not version.num_users:
-            task = asyncio.create_task(self._discard(version))
-            self._discarding.add(task)
-            task.add_done_callback(self._discarding.discard)
-
-    async def _discard(self, version: VllmAdapterVersion) -> None:
-        await self._unload(version)
-        if version.training_crash_epoch is not None:
+    async def unload(self, version: VllmVersion) -> None:
+        await self._unload_from_vllm(version)
+        if version.in_training.start is not None:
             with contextlib.suppress(OperationError):  # the server is shutting down
                 await drop_weights(self._training, version.name)
-        await asyncio.sleep(READS_ON_SECONDS)
-        await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
 
-    async def _unload(self, version: VllmAdapterVersion) -> None:
-        if version.vllm_epoch is not None:
+    async def _unload_from_vllm(self, version: VllmVersion) -> None:
+        if version.in_vllm.start is not None:
             await self._api.unload_adapter(version.name)
 
 
-async def link_files(source: Path, form: VllmForm | None, target: Path) -> None:
-    """Links a checkpoint's files into another directory, so that the checkpoint may be deleted.
+async def link_files(source: Path, form: VllmForm | None, version: VllmVersion) -> None:
+    """Links a checkpoint's files into the version's directory, so that the checkpoint may be deleted.
 
     Files in another form than the one that vLLM reads are rewritten there; None for drafts, which it reads as they are.
-    Optimizer states are left out: vLLM would
-    take them for weights.
+    Optimizer states are left out: vLLM would take them for weights.
     """
     try:
         ignored = shutil.ignore_patterns("optimizer*", "window*")
         await asyncio.to_thread(
-            shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True, ignore=ignored
+            shutil.copytree, source, version.directory, copy_function=_link, dirs_exist_ok=True, ignore=ignored
         )
         if form is not None:
-            await asyncio.to_thread(write_for_vllm, target, form)
+            await asyncio.to_thread(write_for_vllm, version.directory, form)
     except (OSError, shutil.Error) as error:
         raise OperationError(f"checkpoint {source} cannot be read: {error}", "server") from None
 

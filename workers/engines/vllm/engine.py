@@ -24,8 +24,7 @@ from ...scheduler.supervision.pool_factory import sampler_configs
 from ...scheduler.work import MethodWork, OnProgress
 from ...shapes.model_shape import read_architecture
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
-from .adapter_version import VllmAdapterVersion, full_weight_files, weights_under
-from .adapters import VllmAdapters, link_files
+from .adapters import VllmAdapters, VllmVersion, full_weight_files, link_files, weights_under
 from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
 from .draft_slot import DraftSlot
 from .placed_weights import PlacedWeights
@@ -52,8 +51,8 @@ class _RetriedJob:
     """
 
     job: SampleJob
-    version: VllmAdapterVersion | None
-    draft: VllmAdapterVersion | None
+    version: VllmVersion | None
+    draft: VllmVersion | None
     streamed: StreamDeduplicator
     num_strikes: int = 0
     num_retries: int = 0
@@ -92,7 +91,7 @@ class VllmEngine:
         self._quarantine = Quarantine(server.name)
         self._model: VllmModel | None = None
         # The base model as an adapter, where vLLM needs one.
-        self._bare: VllmAdapterVersion | None = None
+        self._bare: VllmVersion | None = None
 
     @property
     def groups(self) -> Sequence[RankGroup]:
@@ -130,10 +129,10 @@ class VllmEngine:
         return list(self._server.pids)
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
-        async def save(directory: Path) -> None:
-            await self._save_run(run_id, directory)
-            self._check_adapter(adapter_id, directory)
-            await asyncio.to_thread(write_for_vllm, directory, self._form)
+        async def save(version: VllmVersion) -> None:
+            await self._save_run(run_id, version.directory)
+            self._check_adapter(adapter_id, version.directory)
+            await asyncio.to_thread(write_for_vllm, version.directory, self._form)
 
         await self._adapters.put(adapter_id, save)
 
@@ -141,15 +140,18 @@ class VllmEngine:
         self._check_adapter(adapter_id, directory)
         await self._adapters.put(adapter_id, partial(link_files, directory, self._form))
 
+    def has_adapter(self, adapter_id: str) -> bool:
+        return adapter_id in self._adapters
+
     async def drop_adapter(self, adapter_id: str) -> None:
         self._adapters.drop(adapter_id)
 
     def has_draft(self, draft_id: str) -> bool:
-        return self._draft_slot.holds(draft_id)
+        return draft_id in self._draft_slot
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         """Keeps the draft's files, which vLLM loads when a request needs them."""
-        await self._draft_slot.put(draft_id, directory)
+        await self._draft_slot.keep(draft_id, directory)
 
     async def drop_draft(self, draft_id: str) -> None:
         self._draft_slot.drop(draft_id)
@@ -177,7 +179,7 @@ class VllmEngine:
             hits = sampled.prompt_cache_hit_tokens
             return replace(scored, sequences=sampled.sequences, prompt_cache_hit_tokens=hits, guesses=sampled.guesses)
 
-    async def _score(self, job: SampleJob, version: VllmAdapterVersion | None) -> SampleResponse:
+    async def _score(self, job: SampleJob, version: VllmVersion | None) -> SampleResponse:
         """Scores the prompt with the training workers.
 
         vLLM 0.32 would add the output head's part of an adapter to the wrong rows of a prompt, and crashes on a CPU
@@ -187,7 +189,7 @@ class VllmEngine:
         if version is not None:
             await self._adapters.load_into_training(version)
             adapter_id = version.name
-        params = SamplingParams(max_tokens=1, seed=job.params.seed, temperature=job.params.temperature)
+        params = SamplingParams(max_tokens=1, seed=job.seed, temperature=job.params.temperature)
         plain = replace(
             job, num_samples=1, draft_id=None, topk_sample_logprobs=0, streams=False, stop_token_ids=(), stop_strings=()
         )
@@ -222,7 +224,7 @@ class VllmEngine:
                     return await self._api.watch(retried.streamed.run(partial(self._attempt, retried)))
             except UnknownModel as error:
                 if retried.version is not None:
-                    retried.version.vllm_epoch = None
+                    retried.version.in_vllm.start = None
                 retried.num_strikes += 1
                 raise VllmUnreachable(str(error), reached=True) from None
             except VllmUnreachable as gone:
@@ -298,9 +300,9 @@ class VllmEngine:
         """
         spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
 
-        async def save(directory: Path) -> None:
+        async def save(version: VllmVersion) -> None:
             await self._training.submit(MethodWork(_BARE, "", CREATE_RUN, (spec,), creates=_BARE))
-            await self._training.submit(MethodWork(_BARE, "", SAVE_RUN, (_BARE, str(directory), False)))
+            await self._training.submit(MethodWork(_BARE, "", SAVE_RUN, (_BARE, str(version.directory), False)))
             await self._training.submit(MethodWork(_BARE, "", DROP_RUN, (_BARE,), drops=_BARE))
 
         self._bare = await self._adapters.put(_BARE, save)

@@ -7,7 +7,7 @@ import time
 from ....schemas.errors import OperationError
 from ..in_flight import cancel_and_wait
 from ..weights import WeightTransferStats
-from .adapter_version import VllmAdapterVersion
+from .adapters import VllmVersion, full_weight_files
 from .api import Part, VllmApi, VllmFailed, VllmUnreachable
 from .server import VllmServer
 
@@ -24,14 +24,14 @@ class PlacedWeights:
         self._api, self._server = api, server
         self._part: Part = part
         # None for the weights with which every vLLM starts.
-        self._loaded: VllmAdapterVersion | None = None
+        self._loaded: VllmVersion | None = None
         self._are_defined = True
         self._start = 0
         self._lock = asyncio.Lock()
         self._loading: set[asyncio.Task[None]] = set()
         self.pushes = WeightTransferStats()
 
-    async def load(self, wanted: VllmAdapterVersion | None, start: int) -> None:
+    async def load(self, wanted: VllmVersion | None, start: int) -> None:
         """Loads the version, or the base model if it is None, unless vLLM has it.
 
         Args:
@@ -51,12 +51,12 @@ class PlacedWeights:
     async def close(self) -> None:
         await cancel_and_wait(self._loading)
 
-    def _has(self, wanted: VllmAdapterVersion | None, start: int) -> bool:
+    def _has(self, wanted: VllmVersion | None, start: int) -> bool:
         if start > self._start:
             self._start, self._loaded, self._are_defined = start, None, True
         return self._start == start and self._are_defined and self._loaded is wanted and not self._lock.locked()
 
-    async def _load(self, wanted: VllmAdapterVersion | None, start: int) -> None:
+    async def _load(self, wanted: VllmVersion | None, start: int) -> None:
         async with self._lock:
             if self._start != start:
                 raise VllmUnreachable("has restarted", reached=False)
@@ -74,7 +74,7 @@ class PlacedWeights:
             self._loaded, self._are_defined = wanted, True
             self._record(time.monotonic() - began)
 
-    async def _give_up(self, wanted: VllmAdapterVersion | None, error: BaseException) -> None:
+    async def _give_up(self, wanted: VllmVersion | None, error: BaseException) -> None:
         """Ends our vLLM, whose weights are undefined. If it could not read them, the next one does not try again.
 
         Raises OperationError then.
@@ -85,7 +85,7 @@ class PlacedWeights:
             logger.error("vLLM cannot load the weights of %s from %s: %s", wanted.name, wanted.directory, error)
             reason = str(error).replace(str(wanted.directory), "their directory")
             wanted.refusal = (
-                f"vLLM cannot load the weights of {wanted.adapter_id}: {reason}; sample with them from a server with"
+                f"vLLM cannot load the weights of {wanted.owner}: {reason}; sample with them from a server with"
                 " --sampler native"
             )
             raise OperationError(wanted.refusal) from None
@@ -97,9 +97,9 @@ class PlacedWeights:
         if wanted is None:
             logger.info("%s has the base model's weights again, after %.3f s", self._server.name, seconds)
             return
-        num_bytes = wanted.num_bytes
+        num_bytes = sum(file.stat().st_size for file in full_weight_files(wanted.directory))
         self.pushes.add(num_bytes, seconds)
         logger.info(
             "%s has version %d of the weights of %s: %d bytes in %.3f s",
-            self._server.name, wanted.number, wanted.adapter_id, num_bytes, seconds,
+            self._server.name, wanted.number, wanted.owner, num_bytes, seconds,
         )  # fmt: skip

@@ -64,14 +64,13 @@ class VllmRequest:
     def body(self) -> dict[str, object]:
         """Sends every parameter explicitly: vLLM may take missing ones from its own configuration."""
         job, params = self.job, self.job.params
-        assert params.seed is not None, "the seed is drawn at submit"
         return {
             "model": self.model,
             "prompt": job.prompt.tolist(),
             "add_special_tokens": False,
             "n": len(self.samples),
             # vLLM adds the index of the sample within the request.
-            "seed": _hash_seed(params.seed) + self.samples.start,
+            "seed": _hash_seed(job.seed) + self.samples.start,
             "max_tokens": self.max_tokens,
             "temperature": 0.0 if is_greedy(job) else params.temperature,
             "top_k": max(0, params.top_k),
@@ -102,7 +101,7 @@ def split(job: SampleJob, model: VllmModel, adapter: str | None) -> list[VllmReq
             f"the prompt has {len(job.prompt)} tokens, and vLLM's context of {model.max_length} must hold one more:"
             " shorten it"
         )
-    max_tokens = job.params.most_tokens(len(job.prompt), model.max_length)
+    max_tokens = min(job.max_tokens, model.max_length - len(job.prompt))
     if _num_cells(job, max_tokens) > _MAX_CELLS:
         raise OperationError(
             f"topk_sample_logprobs {job.topk_sample_logprobs} of {job.num_samples} samples of {max_tokens} tokens makes"
@@ -126,8 +125,6 @@ def check_supported(job: SampleJob, has_drafts: bool) -> None:
     """
     if reason := next(chain(_obstacles(job), _obstacles_with_draft(job) if has_drafts else ()), None):
         raise OperationError(f"{reason}, or start the server with --sampler native")
-    if "" in job.stop_strings:
-        raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
 
 
 def _obstacles(job: SampleJob) -> Iterator[str]:

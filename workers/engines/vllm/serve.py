@@ -1,5 +1,5 @@
 """`vllm serve` with an endpoint that replaces the weights of the base model or of the draft: `python serve.py serve
-MODEL --middleware __main__.WeightsEndpoint --worker-extension-cls __main__.WeightsLoader ...`.
+MODEL --middleware __main__.WeightsEndpoint --worker-cls __main__.Worker ...`.
 
 A program for a Python that has vLLM, and has nothing of ours. vLLM's own endpoints for this ask for no key, and lose
 their way among layers with adapters.
@@ -11,11 +11,11 @@ import asyncio
 import os
 import secrets
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -65,12 +65,21 @@ class WeightsEndpoint:
         return JSONResponse({})
 
 
-class WeightsLoader:
-    """Is mixed into each worker of vLLM."""
+class WeightsWorker:
+    """What `Worker` adds to vLLM's worker: its weights can be replaced, see `__getattr__`."""
 
     model_runner: Any
     vllm_config: Any
-    reload_weights: Callable[..., None]
+
+    def load_model(self, **options: Any) -> None:
+        """Loads the model and its draft.
+
+        The draft shares the target's embeddings without the layer that adds adapters to them, which would look for the
+        draft's tokens among those of the target's last pass; no adapter of ours has embeddings.
+        """
+        super().load_model(**options)  # pyright: ignore[reportAttributeAccessIssue]
+        if (draft := self.model_runner.get_draft_model()) is not None:
+            draft.model.embed_tokens = getattr(draft.model.embed_tokens, "base_layer", draft.model.embed_tokens)
 
     def replace_weights(self, path: str) -> None:
         """Raises ValueError if the directory lacks any of the weights."""
@@ -78,54 +87,56 @@ class WeightsLoader:
         from vllm.model_executor.model_loader import get_model_loader
 
         model = self.model_runner.get_model()
-        with _without_adapters(model), _recorded_names(model) as loaded:
-            self.reload_weights(weights_path=path)
-            get_model_loader(self.vllm_config.load_config).track_weights_loading(model, loaded)
+        with _without_adapters(model):
+            names = self._reload(model, self.vllm_config.model_config, path)
+            get_model_loader(self.vllm_config.load_config).track_weights_loading(model, names)
             # Output heads that share the embedding's weights would keep packed copies of the former ones on CPUs.
             for layer in model.modules():
                 if isinstance(layer, VocabParallelEmbedding):
                     layer.quant_method.process_weights_after_loading(layer)
+        self.model_runner.reset_lora_state()
 
     def replace_draft(self, path: str) -> None:
         """Loads the weights of a draft of the same shape as that with which vLLM has started."""
+        draft = self.model_runner.get_draft_model()
+        with _context_projections(draft.model):
+            self._reload(draft, self.vllm_config.speculative_config.draft_model_config, path)
+
+    def _reload(self, model: Any, config: Any, path: str) -> Any:
+        """Loads the weights in the directory, or of the hub id; returns what the model says of their names."""
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        draft = self.model_runner.drafter.model
-        config = copy(self.vllm_config.speculative_config.draft_model_config)
-        config.model = path
-        weights = get_model_loader(self.vllm_config.load_config).get_all_weights(config, draft)
-        with _without_shared(draft), _context_projections(draft.model):
-            initialize_layerwise_reload(draft)
-            draft.load_weights(weights)
-            finalize_layerwise_reload(draft, config)
+        config = copy(config)
+        config.model, config.model_weights, config.revision = path, "", None
+        weights = get_model_loader(self.vllm_config.load_config).get_all_weights(config, model)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+            names = model.load_weights(weights)
+            finalize_layerwise_reload(model, config)
+        return names
 
 
-@contextmanager
-def _without_shared(draft: Any) -> Iterator[None]:
-    """Takes the target's embeddings and output head out of the draft, which has no weights for them."""
-    from torch import nn
+@cache
+def __getattr__(name: str) -> Any:
+    """Makes `Worker` where vLLM asks for it, in processes that run the model: its worker for the device, with ours."""
+    if name != "Worker":
+        raise AttributeError(name)
+    from vllm.platforms import current_platform
 
-    loaded_from_file = {"lm_head": "has_own_lm_head", "embed_tokens": "has_own_embed_tokens"}
-    places = [
-        (parent, name, getattr(parent, name))
-        for parent, name in ((draft, "lm_head"), (draft.model, "embed_tokens"))
-        if not getattr(draft, loaded_from_file[name], False)
-    ]
-    for parent, name, _ in places:
-        setattr(parent, name, nn.Identity())
-    try:
-        yield
-    finally:
-        for parent, name, layer in places:
-            setattr(parent, name, layer)
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker as DeviceWorker
+    else:
+        from vllm.v1.worker.gpu_worker import Worker as DeviceWorker
+    return type("Worker", (WeightsWorker, DeviceWorker), {})
 
 
 @contextmanager
 def _context_projections(layers: Any) -> Iterator[None]:
-    """Updates the copies that dflash has of its weights for the context.
+    """Updates what dflash projects the context with: keys and values of all layers in one matrix.
 
-    vLLM makes them from weights that it has not yet packed, which a reload has only between its steps.
+    vLLM makes it from weights that it has not yet packed, which a reload has only between its steps.
     """
     import torch
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -134,20 +145,23 @@ def _context_projections(layers: Any) -> Iterator[None]:
         yield
         return
     attentions = {layer.self_attn.qkv_proj: layer.self_attn for layer in layers.layers}
-    pack, keys_and_values = UnquantizedLinearMethod.process_weights_after_loading, dict[Any, torch.Tensor]()
+    methods = {layer: layer.quant_method for layer in attentions}
+    keys_and_values = dict[Any, torch.Tensor]()
 
-    def pack_after_copy(method: Any, layer: Any) -> None:
-        if layer in attentions:
+    class CopyThenPack(UnquantizedLinearMethod):
+        def process_weights_after_loading(self, layer: Any) -> None:
             keys_and_values[layer] = layer.weight[attentions[layer].q_size :].clone()
-        pack(method, layer)
+            super().process_weights_after_loading(layer)
 
-    with (
-        patch.object(UnquantizedLinearMethod, "process_weights_after_loading", pack_after_copy),
-        patch.object(layers, "_build_fused_kv_buffers", lambda: None),
-    ):
+    for layer in attentions:
+        layer.quant_method = CopyThenPack()
+    try:
         yield
-    layers._fused_kv_weight.copy_(torch.cat([keys_and_values[layer] for layer in attentions]))
-    layers._k_norm_weights.copy_(torch.stack([each.k_norm.weight for each in attentions.values()]))
+    finally:
+        for layer, method in methods.items():
+            layer.quant_method = method
+    layers._build_fused_kv_buffers()
+    layers._fused_kv_weight = torch.cat([keys_and_values[layer] for layer in attentions])
 
 
 @contextmanager
@@ -172,55 +186,9 @@ def _without_adapters(model: Any) -> Iterator[None]:
             layer.lora_base_layer_prefix = prefix
 
 
-@contextmanager
-def _recorded_names(model: Any) -> Iterator[set[str]]:
-    """Yields a set, to which the names of the weights that the model loads are added."""
-    names: set[str] = set()
-    load = model.load_weights
-
-    def recorded(weights: Any) -> set[str]:
-        names.update(load(weights))
-        return names
-
-    model.load_weights = recorded
-    try:
-        yield names
-    finally:
-        del model.load_weights
-
-
 def _error(status: int, message: str) -> Response:
     return JSONResponse({"error": {"message": message}}, status)
 
-
-def _keep_drafts_apart() -> None:
-    """Changes what vLLM's drafts share with the target.
-
-    Its embeddings: without the layer that adds adapters to them, which would look for the draft's tokens among those of
-    the target's last pass; no adapter of ours has embeddings. Its output head: not if the draft has its own, with which
-    a new draft starts as a copy of the target's, because the next draft has another.
-    """
-    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-
-    share_embeddings = SpecDecodeBaseProposer._maybe_share_embeddings
-    share_head = SpecDecodeBaseProposer._maybe_share_lm_head
-
-    def share_plain_embeddings(proposer: Any, target: Any) -> None:
-        share_embeddings(proposer, target)
-        layers = proposer.model.model
-        layers.embed_tokens = getattr(layers.embed_tokens, "base_layer", layers.embed_tokens)
-
-    def share_missing_head(proposer: Any, target: Any) -> None:
-        if not getattr(proposer.model, "has_own_lm_head", False):
-            share_head(proposer, target)
-
-    SpecDecodeBaseProposer._maybe_share_embeddings = share_plain_embeddings
-    SpecDecodeBaseProposer._maybe_share_lm_head = share_missing_head
-
-
-# Processes that vLLM starts import this file under the second name.
-if __name__ in ("__main__", "__mp_main__"):
-    _keep_drafts_apart()
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

@@ -255,7 +255,7 @@ class VllmProcess(VllmServer):
             "generation-config": "vllm",
             "max-logprobs": -1,
             "middleware": "__main__.WeightsEndpoint",
-            "worker-extension-cls": "__main__.WeightsLoader",
+            "worker-cls": "__main__.Worker",
         }
         if self.speculative is not None:
             flags["speculative-config"] = json.dumps(self.speculative)

@@ -1,4 +1,7 @@
-"""Chooses the next token: temperature, min-p, top-k and top-p, then inverse transform sampling with given noise."""
+"""Chooses the next token: temperature, min-p, top-k and top-p, then inverse transform sampling with given noise.
+
+Draft tokens are accepted or rejected by the same probabilities.
+"""
 
 from dataclasses import dataclass
 
@@ -9,6 +12,7 @@ from torch.nn.functional import one_hot
 
 from ....schemas.sampling import SamplingParams
 from ...ops.kernels import kernels_for
+from .noise import ACCEPT_STREAM, derive_keys, uniforms
 
 # Most nuclei hold fewer tokens than this, and top-k is cheaper than sorting the vocabulary.
 _NUCLEUS_HEAD = 256
@@ -202,3 +206,50 @@ def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
         # A parallel prefix sum need not be monotonic, so the search may end at a token of zero weight.
         tokens = torch.where(weights.gather(1, tokens) > 0, tokens, weights.argmax(-1, keepdim=True))
     return tokens
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The number of accepted draft tokens of a sequence, and the token after them."""
+
+    num_accepted: int
+    token: int
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTokens:
+    """Draft tokens of one sequence, perhaps none."""
+
+    tokens: np.ndarray
+    """int64, [k]."""
+    probabilities: Tensor
+    """The draft's probability of each token of its vocabulary, float32, [k, V]."""
+    vocabulary: Tensor
+    """The tokens that the draft can propose, int64, [V], ascending."""
+
+
+def verify(draft_tokens: DraftTokens, target: Tensor, key: np.uint64, length: int) -> VerifyResult:
+    """Accepts or rejects draft tokens by rejection sampling.
+
+    Args:
+        target: the target model's probabilities at each draft token and after the last, float32, [k + 1, V].
+        length: of the sequence before the draft tokens.
+    """
+    num, vocabulary = len(draft_tokens.tokens), draft_tokens.vocabulary
+    positions = length + np.arange(num + 1)
+    accept = uniforms(derive_keys(np.array([key]), ACCEPT_STREAM), positions[:num])
+    tokens = torch.from_numpy(draft_tokens.tokens).to(target.device)
+    number = 0
+    if num:
+        target_probs = target[torch.arange(num, device=target.device), tokens]
+        draft_probs = draft_tokens.probabilities.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
+        # The negation rejects NaN as well.
+        wrong = np.flatnonzero(~(accept * draft_probs.cpu().numpy() < target_probs.cpu().numpy()))
+        number = int(wrong[0]) if len(wrong) else num
+    left = target[number]
+    if number < num:
+        left = left.index_add(0, vocabulary, draft_tokens.probabilities[number].to(left.dtype), alpha=-1).clamp_(min=0)
+        left = left if float(left.sum()) > 0 else target[number]
+    noise = uniforms(np.array([key]), positions[number : number + 1])
+    token = invert_cdf(left[None], torch.from_numpy(noise).to(left)[:, None])
+    return VerifyResult(number, int(token))

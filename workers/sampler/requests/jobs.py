@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ....schemas.errors import OperationError
 from ....schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ...batch.validated import ModelLimits
 from ...protocol.calls import SampledPart, SampleJob
 from ..logits.noise import SAMPLE_STREAM, noise_keys
-from .lazy_tokenizer import LazyTokenizer
 from .prompt_scores import PromptScores, PromptScoring, wants_scores
-from .stop_strings import StopStrings
+from .text import LazyTokenizer, StopStrings
 
 if TYPE_CHECKING:
     from .structured_output import Matcher
@@ -23,9 +21,6 @@ NOWHERE = -1
 
 # The table compares tokens with at most this many stop tokens; jobs with more are checked one by one.
 MAX_STOP_COLUMNS = 32
-
-# The most top log-probabilities of one request.
-MAX_TOPK_CELLS = 1 << 24
 
 
 class AcceptanceStats:
@@ -162,7 +157,6 @@ class Job:
 
     spec: the request, as the server sent it.
     number: the order of arrival.
-    max_new_tokens: ends every sample at the end of the context.
     num_open: sequences that have not ended.
     num_cache_hits: prompt tokens that were cached at the first prefill; None before it.
     is_constrained: its tokens must satisfy a constraint, which `matcher` follows on the rank that decides.
@@ -176,12 +170,11 @@ class Job:
         Args:
             decides: whether this rank follows the constraint; others take its tokens, ends and failures.
         """
-        assert spec.params.seed is not None, "the seed is drawn at submit"
         self.spec = spec
         self.number = number
-        self.seed = spec.params.seed
+        self.seed = spec.seed
         self.prompt = spec.prompt.astype(np.int64)
-        self.max_new_tokens = spec.params.most_tokens(len(self.prompt), limits.max_context_length)
+        self.max_new_tokens = spec.max_tokens
         # The model never samples tokens outside its vocabulary.
         self.stop_token_ids = frozenset(i for i in spec.stop_token_ids if 0 <= i < limits.vocab_size)
         self.scores = PromptScoring(spec) if wants_scores(spec) else None
@@ -259,39 +252,3 @@ def _joined(tops: list[TopkLogprobs]) -> TopkLogprobs | None:
     if not tops:
         return None
     return TopkLogprobs(np.stack([top.token_ids for top in tops]), np.stack([top.logprobs for top in tops]))
-
-
-def check_spec(spec: SampleJob, limits: ModelLimits) -> None:
-    """Raises OperationError if a parameter is invalid that the server has not checked in its SamplingJob."""
-    if biased := spec.params.logit_bias:
-        _check_tokens("logit_bias", np.array(list(biased)), 0, limits)
-    if "" in spec.stop_strings:
-        raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
-    num_prompt, last_n = len(spec.prompt), spec.prompt_logprobs_last_n
-    num_sampled = spec.params.most_tokens(num_prompt, limits.max_context_length)
-    for name, k, num_tokens, kind in (
-        ("topk_prompt_logprobs", spec.topk_prompt_logprobs, num_prompt, "prompt"),
-        ("prompt_alt_tokens_k", spec.prompt_alt_tokens_k, num_prompt, "prompt"),
-        ("topk_sample_logprobs", spec.topk_sample_logprobs, num_sampled, "sampled"),
-    ):
-        if k * num_tokens > MAX_TOPK_CELLS:
-            raise OperationError(
-                f"{name} {k} at {num_tokens} {kind} tokens makes more than {MAX_TOPK_CELLS} cells: lower it or split"
-                " the request"
-            )
-    if last_n is not None and not (spec.prompt_logprobs and 1 <= last_n < num_prompt):
-        raise OperationError(
-            f"prompt_logprobs_last_n {last_n} needs prompt_logprobs and must be between 1 and len(prompt) - 1 ="
-            f" {num_prompt - 1}"
-        )
-    if spec.target_prompt_tokens is not None:
-        _check_tokens("target_prompt_logprobs", spec.target_prompt_tokens, -1, limits)
-
-
-def _check_tokens(name: str, tokens: np.ndarray, lowest: int, limits: ModelLimits) -> None:
-    wrong = tokens[(tokens < lowest) | (tokens >= limits.vocab_size)]
-    if len(wrong):
-        raise OperationError(
-            f"{name} holds token id {int(wrong[0])}, outside the model's vocabulary of {limits.vocab_size}: use the"
-            " tokenizer of this base model"
-        )

@@ -126,8 +126,7 @@ def _draw_alternatives(spec: SampleJob, scores: PromptScores, positions: np.ndar
 
 def _alternative_noise(spec: SampleJob, positions: np.ndarray) -> np.ndarray:
     """Returns float64, [positions, draws]."""
-    assert spec.params.seed is not None
-    keys = noise_keys(spec.params.seed, ALTERNATIVE_STREAM, np.arange(spec.prompt_alt_tokens_k))
+    keys = noise_keys(spec.seed, ALTERNATIVE_STREAM, np.arange(spec.prompt_alt_tokens_k))
     return uniforms(keys, positions[:, None])
 
 

@@ -180,9 +180,8 @@ class _JobPlacement:
     def _place(self, job: SampleJob) -> int:
         """Assigns the job to the team with the fewest waiting tokens."""
         team = self._tokens.index(min(self._tokens))
-        tokens = len(job.prompt) + job.num_samples * (job.params.max_tokens or len(job.prompt))
-        self._team_of_job[job.job_id], self._tokens_of_job[job.job_id] = team, tokens
-        self._tokens[team] += tokens
+        self._team_of_job[job.job_id], self._tokens_of_job[job.job_id] = team, job.most_tokens
+        self._tokens[team] += job.most_tokens
         return team
 
     def _forget(self, job_id: str) -> None:

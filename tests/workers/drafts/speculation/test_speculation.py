@@ -16,7 +16,7 @@ from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunS
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import runner
 from trainhouse.workers.sampler.cache.cache import KVCache
-from trainhouse.workers.sampler.logits.verification import DraftTokens, VerifyResult, verify
+from trainhouse.workers.sampler.logits.token_choice import DraftTokens, VerifyResult, verify
 from trainhouse.workers.sampler.scheduler import SequenceScheduler
 from trainhouse.workers.worker.worker import Worker
 
@@ -482,8 +482,8 @@ def test_an_unused_draft_frees_its_slot(target: Target) -> None:
 def test_tokens_of_a_diverged_draft_are_rejected() -> None:
     target = torch.zeros(3, 8)
     target[:, 0] = 1
-    broken = DraftTokens(np.array([5, 6]), torch.full((2, 8), float("nan")))
-    found = verify(broken, target, torch.arange(8), np.uint64(3), 10)
+    broken = DraftTokens(np.array([5, 6]), torch.full((2, 8), float("nan")), torch.arange(8))
+    found = verify(broken, target, np.uint64(3), 10)
     assert (found.num_accepted, found.token) == (0, 0)
 
 
@@ -540,12 +540,12 @@ def test_sequences_follow_the_enumerated_distribution(model: Model, drafting_wor
 def test_a_wrong_acceptance_rule_is_detected(
     model: Model, drafting_worker: Worker, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(draft_tokens: DraftTokens, target: torch.Tensor, vocabulary: torch.Tensor, *rest: Any) -> VerifyResult:
-        right = verify(draft_tokens, target, vocabulary, *rest)
+    def wrong(draft_tokens: DraftTokens, target: torch.Tensor, *rest: Any) -> VerifyResult:
+        right = verify(draft_tokens, target, *rest)
         if fault == "accept all":
-            return verify(draft_tokens, target.new_ones(target.shape), vocabulary, *rest)
-        without = DraftTokens(draft_tokens.tokens[: right.num_accepted], draft_tokens.probabilities)
-        return verify(without, target[: right.num_accepted + 1], vocabulary, *rest)
+            return verify(draft_tokens, target.new_ones(target.shape), *rest)
+        without = replace(draft_tokens, tokens=draft_tokens.tokens[: right.num_accepted])
+        return verify(without, target[: right.num_accepted + 1], *rest)
 
     monkeypatch.setattr(runner, "verify", wrong)
     assert p_value(draw(drafting_worker, "unfiltered"), model.exact({})) < LEAST_P_VALUE / 100

@@ -13,7 +13,7 @@ from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
 from trainhouse.workers.drafts.speculation.payoff import DraftPayoff
 from trainhouse.workers.protocol.calls import SampleJob
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler.logits.verification import DraftTokens
+from trainhouse.workers.sampler.logits.token_choice import DraftTokens
 from trainhouse.workers.sampler.slots import PendingStates
 from trainhouse.workers.worker.worker import Worker
 
@@ -70,7 +70,7 @@ def propose_right_tokens(
                 num_right = sequence.draft_stats.num_passes % (num + 1)
                 tokens[num_right:] = 3 + (tokens[num_right:] + 1) % (vocab_size - 12)
                 one_hot = torch.nn.functional.one_hot(torch.from_numpy(tokens), vocab_size).float()
-                found[sequence] = DraftTokens(tokens, one_hot)
+                found[sequence] = replace(each, tokens=tokens, probabilities=one_hot)
         return found
 
     proposed = DraftProposer.propose

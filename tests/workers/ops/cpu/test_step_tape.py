@@ -13,7 +13,7 @@ from trainhouse.workers.ops.cpu.step_tape import StepTape
 from trainhouse.workers.ops.fused import RmsNorm, rms_norm, swiglu
 from trainhouse.workers.ops.kernels import load_kernels
 from trainhouse.workers.protocol.calls import SamplingSlice
-from trainhouse.workers.sampler.decoding import decode_steps
+from trainhouse.workers.sampler import decode_steps
 
 from ....drawn import assert_same_sample
 from ....tiny import tiny_model

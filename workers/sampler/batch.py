@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.attention import Packing, pack_lengths
-from ...ops.kernels import PrefixGroups
-from ...ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences
-from ..cache.cache import CacheSlot, KVCache, SlotPool
-from ..logits.token_choice import ChosenTokens
-from ..logits.verification import DraftTokens
-from ..requests.jobs import Job, SequenceState
-from ..requests.sequence_table import SequenceTable
-from .metadata import AdapterSpan, SampledTokens, adapter_spans
+from ..ops.attention import Packing, pack_lengths
+from ..ops.kernels import PrefixGroups
+from ..ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences
+from .cache.cache import CacheSlot, KVCache, SlotPool
+from .logits.token_choice import ChosenTokens, DraftTokens
+from .requests.jobs import Job, SequenceState
+from .requests.sequence_table import SequenceTable
+from .sampling import AdapterSpan, SampledTokens, adapter_spans
 
 
 @dataclass(eq=False)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...parallel.mesh import Mesh
-from ...protocol.calls import Failure
-from ..logits.token_choice import ChosenTokens
-from ..logits.verification import VerifyResult
+from ..parallel.mesh import Mesh
+from ..protocol.calls import Failure
+from .logits.token_choice import ChosenTokens, VerifyResult
 
 
 @dataclass(frozen=True)

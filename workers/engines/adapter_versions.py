@@ -10,44 +10,70 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from ....schemas.errors import OperationError
-from ....schemas.models import FullConfig
-from ...protocol.methods import DROP_ADAPTER, IMPORT_ADAPTER
-from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import MethodWork
-from ..in_flight import cancel_and_wait
-from ..weights import WeightTransferStats
-from .adapter_copies import AdapterCopies, AdapterCopy
+import numpy as np
+
+from ...schemas.errors import OperationError
+from ...schemas.models import FullConfig, TrainingConfig
+from ..protocol.calls import AdapterWeights
+from ..protocol.methods import DROP_ADAPTER, IMPORT_ADAPTER
+from ..scheduler.rank_group import RankGroup
+from ..scheduler.work import MethodWork
+from .in_flight import cancel_and_wait
+from .weights import WeightStore, WeightTransferStats, WeightVersion
 
 logger = logging.getLogger(__name__)
 
-# The number of a version that is not fully loaded.
-_NONE = 0
+
+@dataclass(eq=False)
+class AdapterCopy(WeightVersion):
+    """The server's own copy of an adapter: the operating system decides how much of it stays in memory."""
+
+    training: TrainingConfig | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """True if it is a fully trained model, whose weights must not change while requests use them."""
+        return isinstance(self.training, FullConfig)
+
+    @property
+    def file(self) -> Path:
+        """Flat float32."""
+        return self.directory / "weights.f32"
+
+    async def write(self, weights: AdapterWeights) -> None:
+        self.training = weights.training
+        await asyncio.to_thread(weights.weights.tofile, self.file)
+
+    def read(self) -> AdapterWeights:
+        """Maps the file. It may be unlinked meanwhile: the bytes go from the page cache straight into the pipe."""
+        assert self.training is not None
+        return AdapterWeights(self.training, np.asarray(np.memmap(self.file, np.float32, mode="c")))
 
 
 @dataclass(eq=False)
 class GroupAdapterVersion:
-    """One version of an adapter, in a worker.
-
-    worker_id: its id in the worker.
-    number: the version of the copy that it was loaded from; 0 if it is not fully loaded.
-    crash_epoch: the group's count of crashes when it was loaded. A later crash has lost it.
-    is_immutable: its weights must not change while requests use it.
-    num_users: requests that use it.
-    """
+    """One version of an adapter, in a worker."""
 
     worker_id: str
-    number: int
     crash_epoch: int
-    is_immutable: bool
+    """The group's count of crashes when it was loaded. A later crash has lost it."""
+    copy: AdapterCopy | None = None
+    """What it was loaded from; None if it is not fully loaded."""
     num_users: int = 0
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.copy is not None and self.copy.is_full and self.num_users > 0
 
 
 class GroupAdapter:
     """One adapter in one group: at most two versions. New requests use the newer one."""
 
-    def __init__(self, adapter_id: str, group: RankGroup, copies: AdapterCopies, pushes: WeightTransferStats) -> None:
+    def __init__(
+        self, adapter_id: str, group: RankGroup, copies: WeightStore[AdapterCopy], pushes: WeightTransferStats
+    ) -> None:
         self._adapter_id = adapter_id
         self._group, self._copies, self._pushes = group, copies, pushes
         self._worker_ids = (adapter_id, f"{adapter_id}@2")
@@ -55,8 +81,8 @@ class GroupAdapter:
         self._lock = asyncio.Lock()
         self._next_end: asyncio.Future[None] | None = None
         self._moving: set[asyncio.Task[None]] = set()
-        # The newest version for which there was no room next to the versions in use.
-        self._version_without_room = _NONE
+        # The newest one for which there was no room next to the versions in use.
+        self._without_room: AdapterCopy | None = None
 
     @asynccontextmanager
     async def in_use(self) -> AsyncIterator[GroupAdapterVersion]:
@@ -117,10 +143,10 @@ class GroupAdapter:
     async def _load_newest(self) -> GroupAdapterVersion | None:
         """Returns the newest version after loading it; None while requests leave no room for it."""
         copy, there = self._copies.get(self._adapter_id), self._loaded_versions()
-        newest = next((each for each in there if each.number == copy.version), None)
+        newest = next((each for each in there if each.copy is copy), None)
         if newest is not None:
             return newest
-        replaced = next((each for each in there if not (each.is_immutable and each.num_users)), None)
+        replaced = next((each for each in there if not each.is_fixed), None)
         if replaced is not None:
             await self._push(copy, replaced)
             return replaced
@@ -129,11 +155,9 @@ class GroupAdapter:
     async def _push_second(self, copy: AdapterCopy) -> GroupAdapterVersion | None:
         there = self._loaded_versions()
         free = [worker_id for worker_id in self._worker_ids if worker_id not in [each.worker_id for each in there]]
-        if not free or (there and copy.version == self._version_without_room):
+        if not free or (there and copy is self._without_room):
             return None
-        version = GroupAdapterVersion(
-            free[0], _NONE, self._group.supervisor.num_deaths, isinstance(copy.training, FullConfig)
-        )
+        version = GroupAdapterVersion(free[0], self._group.supervisor.num_deaths)
         self._versions = [*there, version]
         try:
             await self._push(copy, version)
@@ -141,28 +165,28 @@ class GroupAdapter:
             self._versions.remove(version)
             if not there or self._group.supervisor.num_deaths != version.crash_epoch:
                 raise
-            self._version_without_room = copy.version
+            self._without_room = copy
             logger.warning(
                 "%s has no room for version %d of the weights of %s next to the versions in use: it loads when the"
-                " requests that use them have ended (%s)", self._group.name, copy.version, self._adapter_id, error,
+                " requests that use them have ended (%s)", self._group.name, copy.number, self._adapter_id, error,
             )  # fmt: skip
             return None
         return version
 
     async def _push(self, copy: AdapterCopy, version: GroupAdapterVersion) -> None:
         """Overwrites the version with the copy. Raises OperationError."""
-        version.number = _NONE
+        version.copy = None
         weights, started = copy.read(), time.monotonic()
         worker_id = version.worker_id
         call = MethodWork(self._adapter_id, "", IMPORT_ADAPTER, (worker_id, weights), creates=worker_id)
         await self._group.submit(call)
-        version.number = copy.version
-        if version.is_immutable:
+        version.copy = copy
+        if copy.is_full:
             seconds, num_bytes = time.monotonic() - started, weights.weights.nbytes
             self._pushes.add(num_bytes, seconds)
             logger.info(
                 "%s has version %d of the weights of %s: %d bytes in %.3f s",
-                self._group.name, copy.version, self._adapter_id, num_bytes, seconds,
+                self._group.name, copy.number, self._adapter_id, num_bytes, seconds,
             )  # fmt: skip
 
     def _ended(self, version: GroupAdapterVersion) -> None:
@@ -173,7 +197,7 @@ class GroupAdapter:
             moving.add_done_callback(self._moving.discard)
 
     def _is_behind(self, version: GroupAdapterVersion) -> bool:
-        return self._adapter_id in self._copies and self._copies.get(self._adapter_id).version != version.number
+        return self._adapter_id in self._copies and self._copies.get(self._adapter_id) is not version.copy
 
     def _wake(self) -> None:
         ended, self._next_end = self._next_end, None

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...lora import BatchPlan
-from ...ops.kernels import StepRecorder, new_step_tape
-from ...ops.kv_cache import CachedRow
-from ..cache.cache import SlotPool
-from ..logits.noise import uniforms
+from ..lora import BatchPlan
+from ..ops.kernels import StepRecorder, new_step_tape
+from ..ops.kv_cache import CachedRow
 from .batch import Batch
+from .cache.cache import SlotPool
+from .logits.noise import uniforms
+from .sampling import SamplingMetadata
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class DecodeSteps:
     row computes what is not read, in an unused slot.
     """
 
-    def __init__(self, batch: Batch, device: torch.device, graphs: StepGraphs | None) -> None:
+    def __init__(self, batch: Batch, vocab_size: int, device: torch.device, graphs: StepGraphs | None) -> None:
         self.adapter_spans = batch.adapter_spans()
         """The adapters of all rows."""
         self.plan: BatchPlan | None = None
@@ -106,7 +107,7 @@ class DecodeSteps:
         self.tokens = torch.from_numpy(batch.tokens()).to(device)
         """The input of the next step, int64, [rows]."""
         self.positions = torch.from_numpy(batch.positions()).to(device)
-        self._rows_of, self._device, self._graphs = batch, device, graphs
+        self._rows_of, self._vocab_size, self._device, self._graphs = batch, vocab_size, device, graphs
         left = batch.steps_left()
         self._steps_left = int(np.median(left)) if graphs is not None else int(left.min())
         # With other sequences a captured step may run to the end of the slots.
@@ -118,7 +119,7 @@ class DecodeSteps:
         self._busy: Tensor | None = None
         self._idle_pools: Sequence[SlotPool] = ()
         self._advances: Sequence[Tensor] = ()
-        self._serve(batch)
+        self._begin(batch)
 
     @property
     def is_current(self) -> bool:
@@ -126,17 +127,19 @@ class DecodeSteps:
         same = self._num_resizes == [step.tensors.num_resizes for step in self._steps]
         return same and all(pool.num_free for pool in self._idle_pools)
 
-    def continues(self, batch: Batch) -> bool:
-        """True if the next step is this batch: since the last one nothing else has run or moved the cache."""
-        lengths = batch.table.length[batch.lines]
-        is_same = self._batch.decoding is batch.decoding and np.array_equal(lengths, self._lengths + self._num_served)
-        return is_same and self.is_current
-
     def packing(self) -> CachedRow:
         return CachedRow(self._steps, (), None, len(self.tokens), ())
 
-    def give_to(self, batch: Batch) -> bool:
-        """Gives the rows to the sequences of another batch. Returns False if new rows serve them better."""
+    def serve(self, batch: Batch) -> bool:
+        """Makes this batch the next step. Returns False if new rows serve its sequences better."""
+        lengths = batch.table.length[batch.lines]
+        is_same = self.batch.decoding is batch.decoding and np.array_equal(lengths, self._lengths + self._num_served)
+        if not (is_same and self.is_current):
+            return self._give_rows_to(batch)
+        self.batch = batch
+        return True
+
+    def _give_rows_to(self, batch: Batch) -> bool:
         if not (isinstance(self._recorded, StepGraph) and self._recorded.can_repeat):
             return False
         if 2 * len(batch.lines) < len(self.tokens) or (rows := self._rows_of.rows_for(batch)) is None:
@@ -154,14 +157,14 @@ class DecodeSteps:
         self._busy = torch.from_numpy(rows).to(self._device)
         advances = torch.from_numpy(~is_idle).to(self._device, torch.int64)
         self._advances = [advances, *(advances[step.rows] for step in self._steps)]
-        self._serve(batch)
+        self._begin(batch)
         return True
 
     def noise(self) -> Tensor:
         """Returns the noise for the tokens of the next step, float32 in [0, 1), [sequences]."""
         number = self._num_served % _NOISE_STEPS
         if number == 0:
-            keys = self._batch.table.noise_key[self._batch.lines, None]
+            keys = self.batch.table.noise_key[self.batch.lines, None]
             positions = self._lengths[:, None] + self._num_served + np.arange(_NOISE_STEPS)
             drawn = np.ascontiguousarray(uniforms(keys, positions).T)
             self._noise = torch.from_numpy(drawn).to(self._device, torch.float32)
@@ -194,8 +197,9 @@ class DecodeSteps:
         for step, by in zip(self._steps, of_steps, strict=True):
             step.advance(by)
 
-    def _serve(self, batch: Batch) -> None:
-        self._batch, self._lengths, self._num_served = batch, batch.table.length[batch.lines], 0
+    def _begin(self, batch: Batch) -> None:
+        self.batch, self._lengths, self._num_served = batch, batch.table.length[batch.lines], 0
+        self.metadata = SamplingMetadata(batch.decoding, batch.table, self._vocab_size, self._device)
         self._noise = torch.empty(0)
 
     def _run(self, compute: Callable[[], Tensor], weights: object) -> Tensor:

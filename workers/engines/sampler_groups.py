@@ -11,26 +11,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ....schemas.errors import OperationError
-from ....schemas.sampling import SampleResponse
-from ...protocol.calls import AdapterWeights, SampleJob, WorkerLost
-from ...protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, READ_ADAPTER
-from ...scheduler.quarantine import MAX_STRIKES
-from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import MethodWork, OnProgress
-from ..in_flight import InFlightRequests, StreamDeduplicator
-from ..weights import WeightTransferStats, drop_weights, load_weights
-from .adapter_copies import AdapterCopies
-from .adapter_versions import GroupAdapter, GroupAdapterVersion
+from ...schemas.errors import OperationError
+from ...schemas.sampling import SampleResponse
+from ..protocol.calls import AdapterWeights, SampleJob, WorkerLost
+from ..protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, READ_ADAPTER
+from ..scheduler.quarantine import MAX_STRIKES
+from ..scheduler.rank_group import RankGroup
+from ..scheduler.work import MethodWork, OnProgress
+from .adapter_versions import AdapterCopy, GroupAdapter
+from .in_flight import InFlightRequests, StreamDeduplicator
+from .weights import WeightStore, WeightTransferStats, drop_weights, load_weights
 
 
 class SamplerGroups:
     """Sends each request to the group with the fewest tokens in flight, and retries it if the worker crashes."""
 
-    def __init__(self, training: RankGroup, groups: Sequence[RankGroup], copies: AdapterCopies) -> None:
+    def __init__(self, training: RankGroup, groups: Sequence[RankGroup], directory: Path | None) -> None:
+        """directory: for copies of adapters, see WeightStore."""
         self._training = training
-        self._workers = [_SamplerWorker(group, copies) for group in groups]
-        self._copies = copies
+        self._copies = WeightStore(AdapterCopy, directory)
+        self._workers = [_SamplerWorker(group, self._copies) for group in groups]
         self._in_flight = InFlightRequests()
 
     @property
@@ -43,7 +43,7 @@ class SamplerGroups:
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))
-        self._copies.close()
+        await self._copies.close()
 
     def status(self) -> str | None:
         return next((status for worker in self._workers if (status := worker.group.status())), None)
@@ -59,6 +59,9 @@ class SamplerGroups:
         await self._keep(
             adapter_id, await self._training.submit(MethodWork(adapter_id, "", READ_ADAPTER, (str(directory),)))
         )
+
+    def has_adapter(self, adapter_id: str) -> bool:
+        return adapter_id in self._copies
 
     async def drop_adapter(self, adapter_id: str) -> None:
         self._copies.drop(adapter_id)
@@ -92,7 +95,7 @@ class SamplerGroups:
         }
 
     async def _keep(self, adapter_id: str, weights: AdapterWeights) -> None:
-        await self._copies.put(adapter_id, weights)
+        await self._copies.put(adapter_id, lambda copy: copy.write(weights))
         await asyncio.gather(*(worker.update_adapter(adapter_id) for worker in self._workers))
 
     async def _sample(self, job: SampleJob, streamed: StreamDeduplicator) -> SampleResponse:
@@ -111,7 +114,7 @@ class SamplerGroups:
     def _without_draft(self, draft_id: str) -> list[RankGroup]:
         groups = [worker.group for worker in self._workers]
         up = [group for group in groups if not group.supervisor.is_restarting] or groups
-        return [group for group in up if not group.work.holds(draft_id)]
+        return [group for group in up if draft_id not in group.scheduler.held]
 
     def _next_worker(self) -> "_SamplerWorker":
         return min(self._workers, key=lambda worker: (worker.group.supervisor.is_restarting, worker.num_tokens))
@@ -126,29 +129,29 @@ class _Request:
     """A request and its attempts.
 
     num_strikes: crashes of workers that had no other request.
-    version: the version of the weights that the last attempt began with, if these stay unchanged; else None.
+    weights: what the last attempt began with, if these stay unchanged; else None.
     """
 
     job: SampleJob
     streamed: StreamDeduplicator
     num_strikes: int = 0
-    version: int | None = None
+    weights: AdapterCopy | None = None
 
-    def check_version(self, version: GroupAdapterVersion) -> None:
+    def check_weights(self, copy: AdapterCopy | None) -> None:
         """Raises OperationError if the tokens already streamed would continue with other weights."""
-        if self.streamed.has_streamed and self.version not in (None, version.number):
+        if self.streamed.has_streamed and self.weights not in (None, copy):
             raise OperationError(
                 f"sampling request {self.job.job_id} began with weights that a worker's crash has lost, and its stream"
                 " cannot continue with newer ones: send the request again",
                 "server",
             )
-        self.version = version.number if version.is_immutable else None
+        self.weights = copy if copy is not None and copy.is_full else None
 
 
 class _SamplerWorker:
     """One sampler worker: a group and its adapters. num_tokens: upper bound on the tokens in flight and waiting."""
 
-    def __init__(self, group: RankGroup, copies: AdapterCopies) -> None:
+    def __init__(self, group: RankGroup, copies: WeightStore[AdapterCopy]) -> None:
         self.group = group
         self.num_tokens = 0
         self.pushes = WeightTransferStats()
@@ -192,7 +195,7 @@ class _SamplerWorker:
             yield job
             return
         async with self._held_adapter(job.adapter_id).in_use() as version:
-            request.check_version(version)
+            request.check_weights(version.copy)
             yield replace(job, adapter_id=version.worker_id)
 
     def _held_adapter(self, adapter_id: str) -> GroupAdapter:
@@ -204,10 +207,8 @@ class _SamplerWorker:
 
     @contextmanager
     def _counted(self, job: SampleJob) -> Iterator[None]:
-        most = job.params.most_tokens(len(job.prompt), self.group.supervisor.info.max_context_length)
-        num_tokens = len(job.prompt) + job.num_samples * most
-        self.num_tokens += num_tokens
+        self.num_tokens += job.most_tokens
         try:
             yield
         finally:
-            self.num_tokens -= num_tokens
+            self.num_tokens -= job.most_tokens

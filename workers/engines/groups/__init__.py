@@ -1,1 +1,0 @@
-"""Sampler groups: workers that only sample, with copies of adapters."""

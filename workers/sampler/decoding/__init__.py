@@ -1,1 +1,0 @@
-"""The packed batch of a forward pass, recorded decode steps and logits processors."""

@@ -116,9 +116,8 @@ class ModelRunner:
         """
         if (prefill := chunk.prefill) is None:
             return
-        sequence, proposer = chunk.sequence, self._proposer
-        if proposer is not None and chunk.cached and sequence.needs_cache and proposer.uses_draft(sequence):
-            proposer.observe(sequence, chunk.start, rows, captured, prefill.tokens)
+        if self._proposer is not None:
+            self._proposer.observe(chunk.sequence, chunk.start, rows, captured, prefill.tokens)
         if (scores := prefill.job.scores) is not None:
             adapter_id = prefill.job.adapter_id
             model = None if adapter_id is None else self._models.get(adapter_id)

@@ -4,14 +4,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from trainhouse.server.routes import futures, training
-from trainhouse.server.routes.fast import find_endpoints
-from trainhouse.server.tenants.gate import Gate
+from trainhouse.server.routes.gate import Gate, find_endpoints
 
 pytestmark = pytest.mark.anyio
 
 
 def through_fastapi(app: FastAPI) -> FastAPI:
-    """Returns an application with the same routes and error handlers, without the middleware that bypasses FastAPI."""
+    """Returns an application with the same routes and error handlers, none of which bypass FastAPI."""
     plain = FastAPI()
     for routes in (training, futures):
         plain.include_router(routes.router)

@@ -57,7 +57,7 @@ async def _claim_features(
     run, draft = [await services.runs.get(tenant, one) for one in (content.model_id or "", operation.draft_id)]
     if content.seq_id and run.queue.arrived_before(content.seq_id):  # 0 requests the next free one
         return
-    features = store_of(services.features)
+    features = store_of(services.context.features)
     features.check_ttl(operation.ttl_seconds)
     of_token = await _feature_bytes(services, draft)
     num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)

@@ -25,5 +25,5 @@ async def release_features(
     Features that an accepted operation still needs are deleted after the optimizer step that follows it.
     """
     run = await services.runs.get(tenant, request.model_id)
-    num_released = await store_of(services.features).release(run.record, request.feature_refs)
+    num_released = await store_of(services.context.features).release(run.record, request.feature_refs)
     return ReleaseFeaturesResponse(num_released=num_released)

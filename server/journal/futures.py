@@ -108,6 +108,21 @@ class Future:
     ended: OperationRecord | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def header(self) -> dict[str, object]:
+        """Returns what the file records of the result in addition to its body."""
+        assert self.result is not None
+        header: dict[str, object] = {
+            "request_id": self.request_id,
+            "tenant_id": self.tenant_id,
+            "encoding": self.result.encoding,
+            "created_at": self.resolved_at,
+        }
+        if self.fingerprint is not None:
+            header[_FINGERPRINT] = self.fingerprint
+        if self.ended is not None:
+            header[_ENDED] = vars(self.ended)
+        return header
+
     def record(self) -> ResultRecord:
         """Returns what the store records of a result that is in the file."""
         assert self.result is not None
@@ -368,17 +383,7 @@ class Futures:
     def _append(self, future: Future) -> None:
         assert future.result is not None
         self._appending.add(future)
-        header: dict[str, object] = {
-            "request_id": future.request_id,
-            "tenant_id": future.tenant_id,
-            "encoding": future.result.encoding,
-            "created_at": future.resolved_at,
-        }
-        if future.fingerprint is not None:
-            header[_FINGERPRINT] = future.fingerprint
-        if future.ended is not None:
-            header[_ENDED] = vars(future.ended)
-        written = self._segments.append(header, future.result.body)
+        written = self._segments.append(future.header(), future.result.body)
         if written.done():
             self._appended(future, written)
         else:

@@ -225,7 +225,7 @@ class Operation(ABC):
         return len(body.received)
 
     def header(self, run: RunRecord, body: Body) -> Header:
-        """Returns what the journal keeps beside the body, from which the operation can be read again."""
+        """Returns what the journal keeps, in addition to the body, to read the operation again."""
         return Header(
             self.kind,
             run.tenant_id,

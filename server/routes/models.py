@@ -80,11 +80,11 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
     num_runs, num_sessions = services.runs.num_live(tenant.id), services.sessions.num_open(tenant.id)
     limits = services.quotas.limits(tenant, num_runs, num_sessions, kept_bytes)
     stored = {
-        "evaluation_bytes": services.evaluation_data.limit(tenant.id),
+        "evaluation_bytes": services.context.evaluation_data.limit(tenant.id),
         "metric_bytes": await services.history.logged_bytes.limit(tenant.id),
         **await services.checkpoints.limits(tenant.id),
     }
-    limits = limits.model_copy(update={**services.features.limits(tenant.id), **stored})
+    limits = limits.model_copy(update={**services.context.features.limits(tenant.id), **stored})
     return limits if is_operator else limits.without_other_tenants()
 
 
@@ -93,7 +93,7 @@ async def get_workers(services: ServicesDependency, tenant: TenantDependency) ->
     """Reports what the workers hold in memory and how fast they are, over all tenants; for operators."""
     dispatch = services.dispatch
     groups, utilization = await asyncio.gather(dispatch.memory(), dispatch.utilization())
-    return Workers(groups=groups, utilization=utilization, features=services.features.stock())
+    return Workers(groups=groups, utilization=utilization, features=services.context.features.stock())
 
 
 @router.post(

@@ -141,7 +141,7 @@ class Execution:
                 self._succeeded(operation, result)
             if operation.is_step and not operation.is_chained:
                 self._snapshots.take_if_due(Boundary(operation.seq_id, self._state.window), is_step=True)
-            self._services.sessions.touch(self._state.record.session_id)
+            self._services.context.sessions.touch(self._state.record.session_id)
         finally:
             self._ended(operation.seq_id)
 

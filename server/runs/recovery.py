@@ -219,9 +219,11 @@ class RunRecovery:
         if earlier.outcome is None:
             operation.reservation = Reservation(services.quotas, record.tenant_id)
             num_bytes = earlier.feature_bytes or 0
-            operation.reservation.add_features(num_bytes, services.features.reserve_again(record.tenant_id, num_bytes))
+            operation.reservation.add_features(
+                num_bytes, services.context.features.reserve_again(record.tenant_id, num_bytes)
+            )
         if operation.reservation is not None or operation.changes_state:
-            services.features.restore_hold(record, seq_id, operation.feature_uses)
+            services.context.features.restore_hold(record, seq_id, operation.feature_uses)
 
     async def _read_all(self, several: Sequence[EarlierOperation]) -> list[Operation]:
         operations = []

@@ -39,8 +39,6 @@ _IF_USED = (
     "is another process training this run? Nothing was done: train a run in one process, which numbers its operations "
     "1, 2, 3 and so on"
 )
-
-
 _NO_BODY = Body()
 
 
@@ -98,7 +96,7 @@ class Run:
     async def _accept(self, seq_id: int, operation: Operation, body: Body, reservation: Reservation) -> None:
         is_next_after_restart = self._gaps.awaits_first_operation and seq_id == self.queue.first_missing
         if uses := operation.feature_uses:
-            self._services.features.hold(self.record, seq_id, uses)
+            self._services.context.features.hold(self.record, seq_id, uses)
         operation.queue(seq_id)
         operation.reservation = reservation
         reservation.keep(operation.size(body), operation.num_tokens)
@@ -108,7 +106,7 @@ class Run:
         try:
             await asyncio.shield(operation.journaled)
         except RequestError:
-            await self._services.features.release_hold(self.record, seq_id)
+            await self._services.context.features.release_hold(self.record, seq_id)
             raise
         if is_next_after_restart:
             self._gaps.end_wait()
@@ -179,7 +177,7 @@ class Run:
         for seq_id, reason in recovered.refusals.items():
             self.queue.remember_refusal(seq_id, reason)
         for seq_id, uses in recovered.held.items():
-            self._services.features.restore_hold(self.record, seq_id, uses)
+            self._services.context.features.restore_hold(self.record, seq_id, uses)
         for operation, digest in recovered.unfinished:
             if operation.reservation is not None:
                 self._create_future(operation, digest)
@@ -285,6 +283,8 @@ class Run:
             return Pending(queue_state_reason="the worker died: the state of this run is being rebuilt")
         num_before = self.queue.num_before(seq_id)
         if not num_before:
-            return Pending(queue_state_reason=self._services.status(self.record.base_model, self.record.role))
+            return Pending(
+                queue_state_reason=self._services.context.dispatch.status(self.record.base_model, self.record.role)
+            )
         are = "operations of this run are" if num_before > 1 else "operation of this run is"
         return Pending(queue_state_reason=f"{num_before} {are} ahead")

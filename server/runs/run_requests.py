@@ -20,9 +20,7 @@ from ...schemas.models import (
     TrainingConfig,
 )
 from ...schemas.schedules import CHECKPOINTS_KEY, NO_SCHEDULES, CheckpointSchedule, RunSchedules
-from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.plugins import plugin_rows
-from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import base_model_of, require_served
 from ..http.digests import content_of
 from ..journal.journal import EntryLocation, draw_seed
@@ -49,10 +47,9 @@ class RequestedRun:
 class RunRequests:
     """Reads requests for new runs."""
 
-    def __init__(self, dispatch: WorkerDispatch, checkpoints: Checkpoints, services: RunServices) -> None:
-        self._dispatch = dispatch
-        self._checkpoints = checkpoints
+    def __init__(self, services: RunServices) -> None:
         self._services = services
+        self._dispatch, self._checkpoints = services.context.dispatch, services.context.checkpoints
 
     async def of_model(self, tenant: Tenant, request: CreateModelRequest) -> RequestedRun:
         """Raises RequestError if the request is invalid."""
@@ -64,7 +61,7 @@ class RunRequests:
                 f"rank {training.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
                 f"with --max-lora-rank {training.rank}"
             )
-        await self._services.sessions.require_open(tenant, request.session_id)
+        await self._services.context.sessions.require_open(tenant, request.session_id)
         target_path = await self._target(tenant, request)
         is_open = isinstance(training, LoraConfig) and training.expert_factors is None
         creation = CreateRun(target_path, "shared" if is_open else None)
@@ -80,7 +77,7 @@ class RunRequests:
                 "load_weights needs model_id (and seq_id) of a live model, or session_id and model_seq_id of a new one"
             )
         _check_optimizer(request.optimizer_config or OptimizerConfig())
-        await self._services.sessions.require_open(tenant, request.session_id)
+        await self._services.context.sessions.require_open(tenant, request.session_id)
         checkpoint = await self._checkpoints.resolve(tenant, request.path, request.weights_access_token)
         base_model = base_model_of(checkpoint, request.base_model)
         require_served(self._dispatch, base_model)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -13,15 +12,12 @@ from ..journal.journal import Header, Journal
 from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
-from ..operations.features import Features
 from ..operations.loading import CreateRun
 from ..operations.operation import RefusedOperation, Turns
-from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..store import RunRecord
 from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, outage_message
 from ..telemetry.telemetry import Telemetry
 from ..tenants.quotas import Quotas
-from ..tenants.sessions import Sessions
 from .replay_log import ReplayLog
 
 logger = logging.getLogger(__name__)
@@ -29,22 +25,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunServices:
-    """Holds the parts of the server that runs use.
-
-    status: describes in words what runs of a base model and role wait for.
-    """
+    """The parts of the server that runs use; context: those that their operations use too."""
 
     config: ServerConfig
+    context: OperationContext
     futures: Futures
     journal: Journal
     snapshot_store: SnapshotStore
-    pinned_checkpoints: PinnedCheckpoints
-    features: Features
-    context: OperationContext
-    sessions: Sessions
-    quotas: Quotas
-    status: Callable[[str, str], str | None]
     restore_marker: RestoreMarker
+    quotas: Quotas
     telemetry: Telemetry
 
 

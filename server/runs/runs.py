@@ -15,16 +15,14 @@ from ...schemas.models import (
     FullConfig,
     UnloadModelResponse,
 )
-from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.plugins import plugin_rows
-from ..checkpoints.checkpoints import Checkpoints
 from ..config.base_model_lookup import require_served
 from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
 from ..http.digests import Fingerprint
 from ..journal.journal import EntryLocation
 from ..operations.operation import json_result
-from ..store import RunRecord, Store
+from ..store import RunRecord
 from ..tenants.auth import Tenant
 from ..tenants.reservation import Reservation
 from .recovery import JournaledRun
@@ -46,18 +44,10 @@ _IF_USED = (
 class Runs:
     """Owns the live runs. A run lives from its creation until its session ends or the server stops."""
 
-    def __init__(
-        self,
-        store: Store,
-        dispatch: WorkerDispatch,
-        checkpoints: Checkpoints,
-        services: RunServices,
-    ) -> None:
-        self._store = store
-        self._dispatch = dispatch
-        self._checkpoints = checkpoints
+    def __init__(self, services: RunServices) -> None:
         self._services = services
-        self._requests = RunRequests(dispatch, checkpoints, services)
+        self._store = services.context.store
+        self._requests = RunRequests(services)
         self._runs: dict[str, Run] = {}
         self._ending: dict[asyncio.Task[None], Run] = {}
         self._not_resumed: dict[str, Sequence[EntryLocation]] = {}
@@ -124,7 +114,7 @@ class Runs:
         """Returns a live run of the tenant. Raises RequestError: 404 if there is none, 410 if it is no longer live."""
         run = self._runs.get(run_id)
         if run is not None and run.record.tenant_id == tenant.id:
-            self._services.sessions.touch(run.record.session_id)
+            self._services.context.sessions.touch(run.record.session_id)
             return run
         record = None if run is not None else await self._store.runs.get(run_id)
         if record is not None and record.tenant_id == tenant.id:
@@ -195,9 +185,9 @@ class Runs:
         """Deletes snapshots, pinned checkpoints and features of runs that no longer exist; for server start."""
         live = {*self._runs, *self._not_resumed}
         await asyncio.to_thread(self._services.snapshot_store.sweep, live)
-        await asyncio.to_thread(self._services.pinned_checkpoints.sweep, live)
+        await asyncio.to_thread(self._services.context.pinned_checkpoints.sweep, live)
         await asyncio.to_thread(self._services.context.evaluation_data.sweep, live)
-        await self._services.features.sweep(live)
+        await self._services.context.features.sweep(live)
 
     async def snapshot_old_runs(self, held_seconds: float = _HELD_SECONDS) -> None:
         """Takes snapshots of runs with journal entries older than that, one run after the other.
@@ -255,7 +245,7 @@ class Runs:
             for one in entries:
                 self._services.journal.release(one.place)
             return
-        require_served(self._dispatch, record.base_model)
+        require_served(self._services.context.dispatch, record.base_model)
         if record.role == "draft" and not plugin_rows("server.drafts.operations", "OPERATIONS"):
             raise RequestError(f"run {record.run_id} is a draft, and this installation is without server/drafts")
         run = Run(record, self._services)

@@ -73,7 +73,7 @@ class RunSnapshots:
                 "they are lost"
             )
         needed = {seq_id for seq_id in journaled if seq_id >= self._first_held}
-        await self._services.pinned_checkpoints.retain(self._run_id, needed, self._targets)
+        await self._services.context.pinned_checkpoints.retain(self._run_id, needed, self._targets)
         return self._first_held
 
     def __bool__(self) -> bool:
@@ -152,7 +152,7 @@ class RunSnapshots:
         await self.stop()
         self._state.log.close()
         await self._services.snapshot_store.remove_all(self._run_id)
-        await self._services.pinned_checkpoints.unpin_all(self._run_id)
+        await self._services.context.pinned_checkpoints.unpin_all(self._run_id)
 
     def take(self, boundary: Boundary) -> None:
         """Starts taking a snapshot at a boundary, which must be the current one."""
@@ -193,7 +193,7 @@ class RunSnapshots:
         A taint added to the window later is no problem: its operation is then in the replay log whenever the snapshot
         is used.
         """
-        held = self._services.features.pending_uses(self._state.record, boundary.seq_id)
+        held = self._services.context.features.pending_uses(self._state.record, boundary.seq_id)
         target = await self._target_at(boundary.seq_id)
         await self._keep(
             await self._services.snapshot_store.publish(
@@ -207,14 +207,14 @@ class RunSnapshots:
         setting = self._state.log.newest_target(-1 if before is None else before.seq_id, seq_id)
         if setting is None:
             return None if before is None else before.target
-        pinned = self._services.pinned_checkpoints.target(self._run_id, setting)
+        pinned = self._services.context.pinned_checkpoints.target(self._run_id, setting)
         return setting if await asyncio.to_thread(pinned.exists) else None
 
     async def _has_its_target(self, snapshot: RunSnapshot) -> bool:
         if snapshot.target is None:
             return True
         try:
-            found = await self._services.pinned_checkpoints.find(self._run_id, snapshot.target, "target")
+            found = await self._services.context.pinned_checkpoints.find(self._run_id, snapshot.target, "target")
         except ValueError as error:
             logger.error("the target of %s cannot be used: %s", snapshot.directory, error)
             return False
@@ -225,7 +225,7 @@ class RunSnapshots:
         target = snapshot.directory / EARLIER_TARGET
         if snapshot.target is not None or not await asyncio.to_thread(target.is_dir):
             return snapshot
-        await self._services.pinned_checkpoints.adopt_target(self._run_id, snapshot.seq_id, target)
+        await self._services.context.pinned_checkpoints.adopt_target(self._run_id, snapshot.seq_id, target)
         return replace(snapshot, target=snapshot.seq_id)
 
     @property
@@ -250,7 +250,7 @@ class RunSnapshots:
                 self._first_held = self._kept[-1].seq_id + 1
                 self._state.log.cover(self._kept[-1].seq_id)
                 oldest = self._kept[-1].seq_id
-                await self._services.pinned_checkpoints.unpin_up_to(self._run_id, oldest, self._targets)
+                await self._services.context.pinned_checkpoints.unpin_up_to(self._run_id, oldest, self._targets)
             for old in dropped:
                 await self._services.snapshot_store.remove(old.directory)
 

@@ -1,4 +1,4 @@
-"""Assembles the parts of a server into an ASGI application. The caller starts and closes the worker dispatch."""
+"""The ASGI application of a server, and the life of its parts. The caller starts and closes the worker dispatch."""
 
 import asyncio
 import contextlib
@@ -13,42 +13,15 @@ from fastapi import Depends, FastAPI
 from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.plugins import plugin_rows
-from ..checkpoints.checkpoints import Checkpoints
 from ..config.server_config import ServerConfig
 from ..files.state_lock import LiveState
 from ..http.errors import ERROR_HANDLERS, internal_error
 from ..http.query import check_query
-from ..journal.completion_log import Completions
-from ..journal.futures import Futures
-from ..journal.journal import Journal
-from ..journal.recordings import Recordings
-from ..journal.restore_marker import RestoreMarker
-from ..journal.snapshot_store import SnapshotStore
 from ..logs.repeated_errors import RepeatedErrorLog
-from ..operations.context import OperationContext
-from ..operations.evaluation_data import EvaluationData
-from ..operations.features import Features
-from ..operations.pinned_checkpoints import PinnedCheckpoints
 from ..routes import auth, checkpoints, futures, history, listing, models, pages, sampling, sessions, training
 from ..routes.gate import Gate, find_endpoints
-from ..routes.services import Services, found_files
-from ..runs.history import RunHistory
-from ..runs.run_state import RunServices
-from ..runs.runs import Runs
-from ..sampling.constraint_checks import ConstraintChecks
-from ..sampling.draft_loader import DraftLoader
-from ..sampling.ephemeral_weights import EphemeralWeights
-from ..sampling.execution import SamplingExecution
-from ..sampling.sampler_weights import SamplerWeights
-from ..sampling.samplers import Samplers
-from ..sampling.sampling_service import SamplingService
-from ..store import Store, open_store
-from ..telemetry.telemetry import Telemetry
-from ..tenants.auth import Auth
-from ..tenants.browser_sessions import BrowserSessions
-from ..tenants.quotas import Quotas
-from ..tenants.sessions import Sessions
-from ..text.tokenizer import Tokenizers
+from ..routes.services import Services
+from ..store import open_store
 
 if TYPE_CHECKING:
     from ..telemetry.tracing import Tracing
@@ -89,7 +62,7 @@ def create_app(
         # Closed last, and also if the rest cannot be opened, which a standby retries.
         with contextlib.closing(open_store(config.store_config())) as store:
             state = LiveState(config.store.state_dir) if live is None else live
-            app.state.services = _services(config, dispatch, store, state, tracing)
+            app.state.services = Services(config, dispatch, store, state, tracing)
             async with _running(app.state.services):
                 yield
 
@@ -119,123 +92,19 @@ def create_app(
     return app
 
 
-def _services(
-    config: ServerConfig,
-    dispatch: WorkerDispatch,
-    store: Store,
-    live: LiveState,
-    tracing: "Tracing | None",
-) -> Services:
-    directory, guard, store.required_lease = live.directory, live.guard, live.lease
-    auth = Auth(store, config.is_loopback, unauthenticated_per_minute=config.limits.unauthenticated_per_minute)
-    quotas = Quotas(config)
-    sessions = Sessions(store, config.sessions.session_expiry_seconds, check_room=quotas.check_sessions)
-    checkpoints = Checkpoints(store, auth, config.store.state_dir, config=config.storage_config())
-    sync = config.store.durability == "power"
-    journal_config = config.journal
-    history_of_runs = RunHistory(store, journal_config.history_ttl_seconds, config.limits.tenant_metric_bytes)
-    futures = Futures(
-        directory / "results",
-        store,
-        journal_config.result_ttl_seconds,
-        journal_config.result_memory_bytes,
-        sync=sync,
-        guard=guard,
-        on_operations=history_of_runs.has_grown,
-    )
-    journal = Journal(directory / "journal", journal_config.journal_segment_bytes, sync, guard)
-    recordings = Recordings(directory / "recordings", sync)
-    sampler_weights = SamplerWeights(dispatch, checkpoints, EphemeralWeights(directory / "ephemeral", sync))
-    completions = Completions(futures)
-    drafts = DraftLoader(dispatch, checkpoints)
-    samplers = Samplers(dispatch, store, sessions, checkpoints, sampler_weights, drafts, completions)
-    pinned_checkpoints = PinnedCheckpoints(directory / "loaded", sync)
-    stores = plugin_rows("server.drafts.rows", "FEATURES").values()
-    features = next((make(directory / "features", config) for make in stores), Features())
-    evaluation_data = EvaluationData(directory / "evaluations", sync, config.limits.tenant_evaluation_bytes)
-    context = OperationContext(
-        dispatch,
-        store,
-        sessions,
-        checkpoints,
-        samplers,
-        recordings,
-        pinned_checkpoints,
-        features,
-        evaluation_data,
-    )
-    telemetry = Telemetry(dispatch, config.process.slow_pass_seconds, tracing)
-    journal.on_durable = telemetry.journal_written
-    run_services = RunServices(
-        config=config,
-        futures=futures,
-        journal=journal,
-        snapshot_store=SnapshotStore(directory / "snapshots", sync),
-        pinned_checkpoints=pinned_checkpoints,
-        features=features,
-        context=context,
-        sessions=sessions,
-        quotas=quotas,
-        status=dispatch.status,
-        restore_marker=RestoreMarker(directory),
-        telemetry=telemetry,
-    )
-    runs = Runs(store, dispatch, checkpoints, run_services)
-    for name, words, read in (
-        ("live_runs", "Runs that the server holds", runs.num_live),
-        ("lost_runs", "Runs that are still to be rebuilt", lambda: runs.num_lost),
-        ("open_sessions", "Sessions that are open", lambda: len(sessions.open_ids)),
-        ("journal_entries", "Entries of the journal that a restart would need", lambda: journal.num_held),
-        ("unstored_results", "Results whose place is not stored yet", lambda: futures.num_unstored),
-    ):
-        telemetry.metrics.add_gauge(f"trainhouse_{name}", words, read)
-    sampler_weights.live = runs
-    tokenizers = Tokenizers(config.models.base_models)
-    constraints = ConstraintChecks(tokenizers, dispatch.models)
-    execution = SamplingExecution(dispatch, sampler_weights, drafts, constraints, telemetry)
-    sampling = SamplingService(
-        dispatch, samplers, execution, drafts, sessions, futures, journal, recordings, completions, quotas
-    )
-    return Services(
-        config=config,
-        dispatch=dispatch,
-        store=store,
-        auth=auth,
-        browsers=BrowserSessions(),
-        sessions=sessions,
-        checkpoints=checkpoints,
-        runs=runs,
-        history=history_of_runs,
-        sampler_weights=sampler_weights,
-        drafts=drafts,
-        features=features,
-        evaluation_data=evaluation_data,
-        samplers=samplers,
-        sampling=sampling,
-        futures=futures,
-        journal=journal,
-        recordings=recordings,
-        quotas=quotas,
-        telemetry=telemetry,
-        tokenizers=tokenizers,
-        live=live,
-        model_files=found_files(config),
-    )
-
-
 @asynccontextmanager
 async def _running(services: Services) -> AsyncIterator[None]:
     """Opens the parts in the order of their dependencies, and closes them in reverse order."""
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(services.telemetry.catch_up)
         stack.push_async_callback(services.journal.close)
-        stack.push_async_callback(services.recordings.close)
+        stack.push_async_callback(services.context.recordings.close)
         await _warn_of_unknown_tenants(services)
         await services.futures.open()
         stack.push_async_callback(services.futures.close)
         await services.checkpoints.start()
         stack.push_async_callback(services.checkpoints.close)
-        await services.features.open()
+        await services.context.features.open()
         await services.samplers.restore()
         stack.push_async_callback(services.sampler_weights.close)
         stack.push_async_callback(services.drafts.close)
@@ -280,8 +149,8 @@ async def _warn_of_unknown_tenants(services: Services) -> None:
 async def _tidy_up(services: Services) -> None:
     await services.history.tidy_up(await services.runs.save_request_times())
     await services.futures.expire()
-    await services.recordings.expire()
-    await services.features.delete_unneeded()
+    await services.context.recordings.expire()
+    await services.context.features.delete_unneeded()
     services.quotas.forget_idle()
     config = services.config
     most_ended = _ENDED_SESSIONS * config.limits.tenant_sessions

@@ -50,6 +50,9 @@ CREATION = Body(b'{"session_id": "session", "model_seq_id": 0, "base_model": "ti
 class RecordingOperations:
     """Records the seq_ids of operations when they begin and when they end. Is also the dispatch of its operations."""
 
+    sessions: Sessions
+    pinned_checkpoints: PinnedCheckpoints
+    features: Features = field(default_factory=Features)
     begun: list[Any] = field(default_factory=list)
     performed: list[Any] = field(default_factory=list)
     failing: dict[int, Exception] = field(default_factory=dict)
@@ -76,6 +79,9 @@ class RecordingOperations:
     @property
     def dispatch(self) -> "RecordingOperations":
         return self
+
+    def status(self, base_model: str, role: str) -> str:
+        return f"busy: {base_model}"
 
     async def drop_run(self, run_id: str) -> None:
         self.performed.append("drop_run")
@@ -215,7 +221,8 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             snapshot_steps: int = 1 << 30,
             snapshot_bytes: int = 1 << 40,
         ) -> Bench:
-            operations = RecordingOperations()
+            pinned = PinnedCheckpoints(tmp_path / "loaded", sync=False)
+            operations = RecordingOperations(Sessions(store, 300.0), pinned)
             if not hold:
                 operations.may_proceed.set()
             config = ServerConfig.of(
@@ -228,16 +235,12 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             quotas = quotas or Quotas(config)
             services = RunServices(
                 config=config,
+                context=operations,  # pyright: ignore[reportArgumentType]
                 futures=futures,
                 journal=journal,
                 snapshot_store=snapshots,
-                pinned_checkpoints=PinnedCheckpoints(tmp_path / "loaded", sync=False),
-                features=Features(),
-                context=operations,  # pyright: ignore[reportArgumentType]
-                sessions=Sessions(store, 300.0),
-                quotas=quotas,
-                status="busy: {}".format,
                 restore_marker=RestoreMarker(tmp_path),
+                quotas=quotas,
                 telemetry=Telemetry(WorkerDispatch(DispatchConfig(())), 60.0),
             )
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)

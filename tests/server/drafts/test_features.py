@@ -220,7 +220,7 @@ async def test_references_expire(server: Server, clock: Clock) -> None:
     clock.passed = 61
     assert "cannot be used: it has expired; capture it again" in await refusal_of(draft, soon)
     assert (await feature_stats(server))["num_sequences"] == 6
-    await server.services.features.expire()
+    await server.services.context.features.expire()
     assert (await feature_stats(server))["num_sequences"] == 3 and len(feature_files(server)) == 6
     assert "cannot be used: it has expired; capture it again" in await refusal_of(draft, soon), (
         "the server remembers why"
@@ -297,7 +297,7 @@ async def test_features_of_an_unfinished_step_are_held_despite_release_and_expir
     assert (await server.post("release_features", body))["num_released"] == 3
     assert (await server.post("release_features", body))["num_released"] == 0
     clock.passed = 1e6
-    await server.services.features.expire()
+    await server.services.context.features.expire()
     found = await feature_stats(server)
     assert (found["num_sequences"], found["num_held"], found["num_references"]) == (6, 6, 0)
     assert "cannot be used: it was released; capture it again" in await refusal_of(draft, one)
@@ -338,7 +338,7 @@ async def test_features_found_by_a_capture_are_kept_until_it_is_answered(
             await server.post("release_features", {"model_id": draft.model_id})
         elif meanwhile == "expired":
             clock.passed = 1e6
-            await server.services.features.expire()
+            await server.services.context.features.expire()
         else:
             assert "error" not in await train_draft(draft, data) and "error" not in await draft.optim_step()
         deleted.append(set(before) - set(feature_files(server)))
@@ -372,7 +372,8 @@ async def test_room_released_during_a_capture_is_freed_after_it(
         monkeypatch.setattr(dispatch, "forward_backward", held_up)
         under_way = await other.submit("capture", data=some_data(2))
         waiting = asyncio.create_task(draft.submit("capture", data=some_data(3)))
-        await until(lambda: len(feature_files(server)) == 6 + 3 and server.services.features.stock().num_waiting == 1)
+        stock = server.services.context.features.stock
+        await until(lambda: len(feature_files(server)) == 6 + 3 and stock().num_waiting == 1)
         await server.post("release_features", {"model_id": draft.model_id})
         assert len(feature_files(server)) == 6 + 3 and not waiting.done()
         may_end.set()
@@ -413,7 +414,7 @@ async def test_a_capture_waits_for_room_that_is_released(tight_server: Server) -
     draft = await create_draft(tight_server)
     data = await capture(draft, some_data(1))
     waiting = asyncio.create_task(draft.submit("capture", data=some_data(2)))
-    await until(lambda: tight_server.services.features.stock().num_waiting == 1)
+    await until(lambda: tight_server.services.context.features.stock().num_waiting == 1)
     await tight_server.post("release_features", {"model_id": draft.model_id})
     assert "error" not in await tight_server.result((await waiting)["request_id"])
     assert "it was released" in await refusal_of(draft, data)
@@ -520,7 +521,7 @@ async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
         assert await policy.optim_step() == await twin.optim_step(), "none of them counts as refused"
         assert f"run {policy.model_id} captures nothing for {draft.model_id}: " in caplog.text
         waiting = asyncio.create_task(policy.do("forward", data=with_targets(some_data(2)), **asked))
-        await until(lambda: server.services.features.stock().num_waiting == 1)
+        await until(lambda: server.services.context.features.stock().num_waiting == 1)
         await server.post("release_features", {"model_id": draft.model_id})
         assert None not in (await waiting)["feature_refs"], "room was freed in time"
 
@@ -691,7 +692,7 @@ async def test_unknown_files_are_swept_after_failures_and_periodically(server: S
     assert "error" in await draft.do("capture", data=[{"model_input": [600]}])
     assert feature_files(server) == []
     unknown.write_bytes(b"")
-    await server.services.features.delete_unneeded()
+    await server.services.context.features.delete_unneeded()
     assert feature_files(server) == []
 
 

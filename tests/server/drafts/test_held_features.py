@@ -173,7 +173,7 @@ async def test_a_step_counts_once_if_the_server_dies_around_the_count(
 
 def _hang_at_stepped(server: Server, dies: str) -> asyncio.Event:
     """Makes the server hang in `features.stepped`. The returned event is set as soon as it does."""
-    features, is_reached = server.services.features, asyncio.Event()
+    features, is_reached = server.services.context.features, asyncio.Event()
     stepped: Callable[..., Awaitable[None]] = features.release_holds_before
 
     async def stopping(*arguments: Any, **named: Any) -> None:
@@ -233,7 +233,7 @@ async def test_features_of_a_forward_are_not_held_after_a_restart(
     monkeypatch.undo()
     async with running_server(config, dispatch) as server:
         assert "error" not in await server.result(accepted["request_id"])
-        await until(lambda: server.services.features.stock().num_held == 0)
+        await until(lambda: server.services.context.features.stock().num_held == 0)
 
 
 @pytest.mark.full

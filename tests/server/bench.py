@@ -230,6 +230,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 seq_gap_seconds=gap_seconds,
                 snapshot_steps=snapshot_steps,
                 snapshot_bytes=snapshot_bytes,
+                queued_bytes=1 << 40,
             )
             quotas = quotas or Quotas(config)
             services = RunServices(

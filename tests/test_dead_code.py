@@ -35,8 +35,8 @@ PRODUCT_USED_ELSEWHERE = {
     # Read by templates.
     "server/console/capacity.py": "num_sampling_jobs",
     "server/console/runs.py": "bars",
-    # vLLM imports them by these names.
-    "workers/engines/vllm/serve.py": "WeightsEndpoint WeightsWorker",
+    # vLLM imports the first two by these names, and reads the others.
+    "workers/engines/vllm/serve.py": "WeightsEndpoint __getattr__ model_weights _fused_kv_weight",
     # typer reads a command's signature and passes its flags by name.
     "server/cli/options.py": "__signature__",
     "server/cli/serve.py": "help_all",

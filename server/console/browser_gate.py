@@ -1,25 +1,25 @@
 """Lets signed-in browsers into the console: turns the cookie into the key that it stands for.
 
-Behind it, the console's requests are like any other: the gate checks the key's scope and rate, and routes see its
+After it, the console's requests are like any other: the gate checks the key's scope and rate, and routes see its
 tenant. A page's scripts call some routes of the API below /console, so that the cookie, which browsers send only there,
 is enough for them.
 """
 
 import hmac
 import json
+from functools import partial
 from urllib.parse import quote, urlsplit
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope, Send
 
 from ...schemas.errors import RequestError
-from ..http.bodies import has_body
-from ..http.errors import HANDLED_ERRORS, handle_error
 from ..routes.services import Services
 from ..tenants.auth import address_of, presented_key
 from ..tenants.browser_sessions import BrowserSession
+from ..tenants.exchange import Exchange
 from ..tenants.scopes import find_route
 from .paths import CONSOLE, SIGN_IN
 from .templates import error_page
@@ -65,36 +65,21 @@ def cookie_name(request: Request) -> str:
     return f"{_COOKIE}_{port}" if port.isascii() and port.isdecimal() else _COOKIE
 
 
-class BrowserGate:
-    """ASGI middleware, outside of Gate, for paths below /console; passes others on unchanged."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not f"{scope['path']}/".startswith(f"{CONSOLE}/"):
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope)
-        answer = _Answer(request, send)
-        try:
-            refusal = await _refusal(request)
-        except HANDLED_ERRORS as error:
-            refusal = await handle_error(request, error)
-        if refusal is None:
-            _rewrite(scope)
-            await self._app(scope, receive, answer.send)
-            return
-        if has_body(scope):
-            refusal.headers["Connection"] = "close"
-        await refusal(scope, receive, answer.send)
-
-
-async def _refusal(request: Request) -> Response | None:
-    """Returns the response to a request that is not let in; otherwise puts the key into its headers.
+async def check_browser(exchange: Exchange) -> Response | None:
+    """Returns the answer to a request below /console that is not let in; otherwise puts the key of a signed-in browser
+    into its headers, and the API's path in place of the console's.
 
     Raises one of HANDLED_ERRORS if the database cannot be read.
     """
+    request = exchange.request
+    exchange.send_through(partial(_Answer, request))
+    if (refusal := await _refusal(request)) is None:
+        _rewrite(request.scope)
+        exchange.request = Request(request.scope)  # which has not read the path and the headers yet
+    return refusal
+
+
+async def _refusal(request: Request) -> Response | None:
     path, is_change = request.url.path, request.method not in ("GET", "HEAD")
     services: Services = request.app.state.services
     if path == SIGN_IN or path.startswith(f"{CONSOLE}/static/"):
@@ -172,7 +157,7 @@ class _Answer:
         self._error: Message | None = None
         self._body = b""
 
-    async def send(self, message: Message) -> None:
+    async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(raw=message["headers"])
             for name, value in _HEADERS.items():

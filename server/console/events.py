@@ -18,7 +18,7 @@ from ..routes.history import own_run
 from ..routes.services import Services, ServicesDependency
 from ..runs.history import SeriesQuery
 from ..tenants.auth import TenantDependency
-from ..tenants.gate import confirm_key
+from ..tenants.exchange import confirm_key
 from .paths import CONSOLE
 from .runs import MAX_COMPARED, RunIds
 

@@ -58,8 +58,8 @@ async def _current_visitor(request: Request, _: TenantDependency) -> Visitor:
 
 
 async def signed_in_visitor(scope: Scope) -> Visitor | None:
-    """Returns the visitor of a request that BrowserGate has let in by its cookie; None for others, and where the key
-    can no longer be read."""
+    """Returns the visitor of a request that `check_browser` has let in by its cookie; None for others, and where the
+    key can no longer be read."""
     request = Request(scope)
     browser: BrowserSession | None = getattr(request.state, "browser", None)
     services: Services = request.app.state.services

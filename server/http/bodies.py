@@ -9,7 +9,6 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel
-from starlette.types import Message, Receive, Scope
 
 from ...schemas.codec import (
     JSON,
@@ -73,6 +72,8 @@ class Body:
     content_encoding: str | None = None
     declared_bytes: int | None = None
     """The size according to Content-Length; None without a valid one."""
+    most_bytes: int = 0
+    """The declared size, at most the limit; the limit if none is declared."""
     user_agent: str = ""
     too_large: bool = False
     """True if it exceeded the limits, and `received` is only its beginning."""
@@ -84,13 +85,15 @@ class Body:
     @classmethod
     def announced(cls, request: Request, limits: BodyLimits) -> Self:
         """Returns the body that follows the head of the request."""
-        headers = request.headers
+        headers, most = request.headers, limits.received_bytes
         declared = headers.get("content-length", "")
+        declared_bytes = int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None
         return cls(
             limits=limits,
             content_type=headers.get("content-type", JSON),
             content_encoding=headers.get("content-encoding"),
-            declared_bytes=int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None,
+            declared_bytes=declared_bytes,
+            most_bytes=most if declared_bytes is None else min(declared_bytes, most),
             user_agent=headers.get("user-agent", ""),
         )
 
@@ -101,12 +104,6 @@ class Body:
             return "all"
         # The program of an SDK that sends more than this version knows should run as long as its results are the same.
         return "without effect on results" if is_newer_than_tested(sdk_version(self.user_agent)) else "none"
-
-    @property
-    def most_bytes(self) -> int:
-        """Returns its declared size in bytes; the maximum if it is not declared."""
-        most = self.limits.received_bytes
-        return most if self.declared_bytes is None else min(self.declared_bytes, most)
 
 
 def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
@@ -149,33 +146,6 @@ class BodyTooLarge(HTTPException):
         self.last_piece = last_piece
 
 
-def limited(receive: Receive, limit_bytes: int) -> Receive:
-    """Returns a `receive` that raises BodyTooLarge when the body exceeds the limit.
-
-    The rest of the body is then read and dropped, up to three times the limit, because a client that is still sending
-    would not read the response.
-    """
-    num_bytes = 0
-
-    async def receive_limited() -> Message:
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > limit_bytes:
-            await _drop_rest(message, receive, 3 * limit_bytes)
-            raise BodyTooLarge(limit_bytes, message["body"][:_PREFIX_BYTES])
-        return message
-
-    return receive_limited
-
-
-async def _drop_rest(message: Message, receive: Receive, most_bytes: int) -> None:
-    num_dropped = 0
-    while message.get("more_body") and num_dropped < most_bytes:
-        message = await receive()
-        num_dropped += len(message.get("body", b""))
-
-
 async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None]] | None = None) -> Body:
     """Reads the body, keeping only its beginning if its declared or actual size exceeds the limit.
 
@@ -208,12 +178,6 @@ async def receive_json(request: Request, model: type[Model]) -> Model:
     return await decode_body(await receive_body(request), partial(decode_model, model))
 
 
-def has_body(scope: Scope) -> bool:
-    """True if a body follows the head of the request."""
-    headers = dict(scope["headers"])
-    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
-
-
 async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[bytes], Awaitable[None]]) -> bytes:
     beginning = b""
     async for piece in stream:
@@ -231,33 +195,32 @@ async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[byte
 
 
 async def decode_body(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
-    """Returns the body decompressed and decoded.
+    """Returns the body decompressed and decoded; large ones are decoded off the event loop.
 
     Raises:
         RequestError: 413 if it is too large, or the error of decompression or `decode`.
     """
+    if body.too_large:
+        refusal = BodyTooLarge(body.limits.received_bytes)
+        raise RequestError(refusal.detail, refusal.status_code)
     try:
-        return await _decode(body, decode)
+        if body.content_encoding is None and len(body.received) < QUICK_BYTES:
+            return decode(body.received)
+        return await _decode_elsewhere(body, decode)
     except UnknownField as error:
         if body.tolerance == "none" or (body.tolerance != "all" and error.changes_results):
             raise
         body.ignored.append(error.message)
-    return await _decode(body, ignoring_unknown(decode))
+    return await decode_body(body, ignoring_unknown(decode))
 
 
-async def _decode(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
-    limits = body.limits
-    if body.too_large:
-        refusal = BodyTooLarge(limits.received_bytes)
-        raise RequestError(refusal.detail, refusal.status_code)
+async def _decode_elsewhere(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
     process_bytes = PROCESS_JSON_BYTES
     if isinstance(decode, Decoder):
         decode, process_bytes = decode.decode, decode.process_bytes
-    if body.content_encoding is None and len(body.received) < QUICK_BYTES:
-        return decode(body.received)
-    if await size_of(body) >= process_bytes:
-        return await decode_in_process(decode, body.received, body.content_encoding, limits.decompressed_bytes)
-    return await asyncio.to_thread(decode_here, body, decode)
+    if await size_of(body) < process_bytes:
+        return await asyncio.to_thread(decode_here, body, decode)
+    return await decode_in_process(decode, body.received, body.content_encoding, body.limits.decompressed_bytes)
 
 
 def decode_here(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:

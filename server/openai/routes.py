@@ -36,7 +36,7 @@ from ..sampling.sampler import Sampler
 from ..sampling.sampling_job import SamplingJob, Stops
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.gate import confirm_key
+from ..tenants.exchange import confirm_key
 from ..tenants.quotas import UNORDERED
 from ..tenants.reservation import Reservation
 from ..text.tokenizer import Tokenizer

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...schemas.errors import RequestError
 from ...schemas.models import Health, Readiness
 from ..http.errors import error_response
+from ..tenants.exchange import Exchange
 from .leases import Lease, Tenure
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,8 @@ class TakeoverApp:
         if scope["path"] == _READINESS:
             await _readiness("taking over", None)(scope, receive, send)
         else:
-            await _unavailable(scope, receive, send, "this server is taking over from another one")
+            reason, exchange = "this server is taking over from another one", Exchange(scope, receive, send)
+            await _unavailable(scope, exchange.receive, exchange.send, reason)
 
 
 class Standby:
@@ -132,7 +134,8 @@ class Standby:
                 forwarding.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        holder = self._lease.holder_url
+        holder, exchange = self._lease.holder_url, Exchange(scope, receive, send)
+        receive, send = exchange.receive, exchange.send
         if scope["path"] == _READINESS:
             await _readiness("standby", holder)(scope, receive, send)
         elif holder is None:

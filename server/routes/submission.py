@@ -34,10 +34,10 @@ from ..journal.request_decoding import RunRequest, decoder_of
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.gate import confirm_key
+from ..tenants.exchange import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
 from ..tenants.reservation import Reservation
-from .fast import Endpoint
+from .gate import Endpoint
 from .services import Services, ServicesDependency
 
 logger = logging.getLogger(__name__)

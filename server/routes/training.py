@@ -23,7 +23,7 @@ from ..http.verbs import VERBS
 from ..operations.loading import LoadWeights
 from ..tenants.auth import TenantDependency
 from ..tenants.reservation import Reservation
-from .fast import Endpoint
+from .gate import Endpoint
 from .services import ServicesDependency
 from .submission import (
     SUBMIT_RESPONSES,

@@ -11,26 +11,26 @@ from ..store import CheckpointRecord, SamplerRecord
 
 @dataclass(eq=False)
 class Sampler:
-    """Represents one live sampling session.
-
-    adapter_id: None for the bare base model. first_seq_id: first number for requests without a seq_id; not 0 if an
-    earlier process created the sampler. accepted: seq_id -> the task that journals the request, None when it is done.
-    running_jobs: ids of the jobs that are loading or sampling. sample_now_numbers: for the requests of
-    `SamplingService.sample_now`, which have no seq_id. num_joined: clients that have joined the session.
-    draft: the record's draft, None before the first request. has_ended: its session has ended.
-    outage: why its requests wait for the database, None if they do not.
-    """
+    """One live sampling session."""
 
     record: SamplerRecord
     adapter_id: str | None
+    """Id of its weights in the workers; None for the bare base model, and if the weights are lost."""
     first_seq_id: int = 0
+    """First number for requests without a seq_id; not 0 if an earlier process created the sampler."""
     accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
+    """Tasks that journal requests, by seq_id; None when it is done."""
     running_jobs: set[str] = field(default_factory=set)
+    """Ids of the jobs that are loading or sampling."""
     sample_now_numbers: Iterator[int] = field(default_factory=partial(count, 1))
+    """Numbers of the requests of `SamplingService.sample_now`, which have no seq_id."""
     num_joined: int = 0
+    """Clients that have joined the session."""
     draft: CheckpointRecord | None = None
+    """The record's draft; None before the first request."""
     has_ended: bool = False
     outage: str | None = None
+    """The reason why its requests wait for the database; None if they do not."""
 
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)

@@ -19,11 +19,9 @@ from ..http.errors import ERROR_HANDLERS, internal_error
 from ..http.query import check_query
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..routes import auth, checkpoints, futures, history, listing, models, pages, sampling, sessions, training
-from ..routes.fast import FastRoutes, find_endpoints
+from ..routes.gate import Gate, find_endpoints
 from ..routes.services import Services
 from ..store import open_store
-from ..tenants.gate import Gate
-from ..tenants.head_check import HeadCheck
 
 if TYPE_CHECKING:
     from ..telemetry.tracing import Tracing
@@ -90,11 +88,7 @@ def create_app(
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, internal_error)
     busy = find_endpoints((training.router, sampling.router, futures.router), _BUSY)
-    app.add_middleware(FastRoutes, endpoints=busy)
-    app.add_middleware(Gate, config=config)
-    for gate in plugin_rows("server.console.rows", "GATES").values():
-        app.add_middleware(gate)
-    app.add_middleware(HeadCheck, allowed_hosts=config.network.allowed_hosts)
+    app.add_middleware(Gate, config=config, endpoints=busy)
     return app
 
 

@@ -51,7 +51,7 @@ from ..tenants.auth import require_keys
 from ..text.hub_names import warn_unresolved
 from .app import create_app
 from .base_models import download_models
-from .connections import HttpConnection, LimitedApp, disconnect_stalled_clients
+from .connections import HttpConnection, disconnect_stalled_clients
 from .service_manager import notify, watchdog
 
 logger = logging.getLogger(__name__)
@@ -375,7 +375,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                LimitedApp(app),
+                app,
                 http=HttpConnection,
                 lifespan="off",  # entered by us, so that what fails in it reaches our caller
                 log_config=None,

@@ -1,8 +1,11 @@
 """Telemetry, to which the parts of a server report what happened: for its metrics, its log and its traces."""
 
+import asyncio
+import logging
 import random
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,13 +17,21 @@ from ...workers.scheduler.calls import EndedCall
 from ...workers.scheduler.work import CallSize
 from ..logs.activity_log import ActivityLog
 from ..store import OperationRecord
-from .backlog import Backlog
 from .ended_sample import EndedSample
 from .recent_calls import RecentCalls
 from .server_metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from .tracing import Tracing
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG_SECONDS = 0.25
+"""Reports wait for this long, to be recorded many at a time."""
+_TURN_SECONDS, _PAUSE_SECONDS = 0.003, 0.01
+"""Recording blocks the event loop for about this long at a time, and leaves it to others in between."""
+_MOST_REPORTS = 2000
+"""Reports that wait at most: each one more takes the time to record the oldest, so that they cannot pile up."""
 
 _OTHER_ROUTES = "other"
 """The name, in metrics, of all routes that take no key, and of paths that do not exist."""
@@ -140,3 +151,43 @@ def _explain(error: Exception | None) -> tuple[Category, str | None]:
     if isinstance(error, RequestError):
         return "user", error.message
     return "server", None if error is None else f"internal error ({type(error).__name__})"
+
+
+class Backlog:
+    """Calls functions later, in order, on the event loop. What they raise is logged: their callers are gone.
+
+    Recording a report takes a few microseconds after another one of its kind, but several times as long between other
+    work, which has displaced the code from the processor's caches, and an operation would wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._reports: deque[Callable[[], None]] = deque()
+        self._has_timer = False
+
+    def add(self, report: Callable[[], None]) -> None:
+        if not self._has_timer:
+            asyncio.get_running_loop().call_later(_BACKLOG_SECONDS, self._take_turn)
+            self._has_timer = True
+        self._reports.append(report)
+        if len(self._reports) > _MOST_REPORTS:
+            self._record_oldest()
+
+    def work_off(self) -> None:
+        """Records all that wait."""
+        while self._reports:
+            self._record_oldest()
+
+    def _take_turn(self) -> None:
+        until = time.perf_counter() + _TURN_SECONDS
+        while self._reports and time.perf_counter() < until:
+            self._record_oldest()
+        self._has_timer = bool(self._reports)
+        if self._has_timer:
+            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._take_turn)
+
+    def _record_oldest(self) -> None:
+        report = self._reports.popleft()
+        try:
+            report()
+        except Exception:
+            logger.exception("a report is missing from the metrics, or from the traces")

@@ -104,68 +104,77 @@ class Auth:
             check_scopes(known.scopes, route)
         return known
 
-    async def identify(self, key: str | None, address: str) -> AuthenticatedKey:
-        """Returns the key that the address sends, without a look at scopes. Raises RequestError 401 and 429 as `admit`
-        does."""
-        known = await self._look_up(key, address) if key else None
+    async def identify(self, key: str | None, address: str | None = None) -> AuthenticatedKey:
+        """Returns the key, without a look at scopes.
+
+        Args:
+            address: that sends it, to limit how many invalid ones it sends.
+        Raises:
+            RequestError: 401 if it is not valid; 429, without a query to the store, if the address has sent too many.
+        """
+        known = None
+        if key:
+            stood_for = None if key.startswith(KEY_PREFIX) else self._tokens.key_hash_of(key)
+            may_be_new = bool(stood_for) or key.startswith(KEY_PREFIX)
+            known = await self._find(stood_for or hash_key(key), may_be_new, CACHE_SECONDS, address)
         if known is None:
-            self.unauthenticated_limits.take(address)
+            if address is not None:
+                self.unauthenticated_limits.take(address)
             raise self._refusal(key)
         return known
 
     async def confirm(self, admitted: AuthenticatedKey) -> None:
         """Raises RequestError 401 if the key has been revoked, or the server is no longer open, since it was
         admitted."""
-        await self._refresh_counts(CONFIRM_SECONDS)
-        if await self._find(admitted.key_hash, admitted.key is None) is None:
+        if await self._find(admitted.key_hash, admitted.key is None, CONFIRM_SECONDS) is None:
             raise self._refusal(KEY_PREFIX)
 
     async def authenticate(self, key: str | None) -> Tenant:
         """Returns the key's tenant. Raises RequestError 401."""
-        return (await self._require(key)).tenant
+        return (await self.identify(key)).tenant
 
     async def key_of(self, key: str | None) -> ApiKeyRecord | None:
         """Returns the record of a key; None for made-up keys of an open server. Raises RequestError 401."""
-        return (await self._require(key)).key
+        return (await self.identify(key)).key
 
     async def token_for(self, key: str) -> str:
         """Returns a token that replaces the key for an hour. Raises RequestError 401."""
-        tenant = await self.authenticate(key)
-        return self._tokens.issue(self._tokens.key_hash_of(key) or hash_key(key), tenant.id, tenant.name)
+        known = await self.identify(key)
+        return self._tokens.issue(known.key_hash, known.tenant.id, known.tenant.name)
 
     async def sign_in(self, key: str, address: str, seconds: int) -> str:
         """Returns a token that replaces the key for that long; a token cannot be exchanged for another.
 
-        Raises RequestError 401 and 429 as `admit` does.
+        Raises RequestError 401 and 429 as `identify` does.
         """
-        known = await self._look_up(key, address) if key.startswith(KEY_PREFIX) else None
-        if known is None:
+        if not key.startswith(KEY_PREFIX):
             self.unauthenticated_limits.take(address)
             raise self._refusal(key)
-        return self._tokens.issue(hash_key(key), known.tenant.id, known.tenant.name, seconds)
+        known = await self.identify(key, address)
+        return self._tokens.issue(known.key_hash, known.tenant.id, known.tenant.name, seconds)
 
     async def tenant_of(self, key: str) -> Tenant | None:
         """Returns the tenant whose weights the key may read; None if it is not valid or lacks the scope read."""
-        known = await self._look_up(key)
+        known = await self._known(key)
         if known is None or (known.key is not None and "read" not in (known.key.scopes or ("read",))):
             return None
         return known.tenant
 
     async def is_operator(self, key: str | None, address: str) -> bool:
-        """True if the key has the scope operator, or the server is open. Raises RequestError 429 as `admit` does."""
+        """True if the key has the scope operator, or the server is open. Raises RequestError 429 as `identify` does."""
         if not key:
             return await self.is_open()
-        known = await self._look_up(key, address)
-        if known is None:
-            self.unauthenticated_limits.take(address)
-            return False
-        return OPERATOR in known.scopes
+        known = await self._known(key, address)
+        return known is not None and OPERATOR in known.scopes
 
-    async def _require(self, key: str | None) -> AuthenticatedKey:
-        known = await self._look_up(key) if key else None
-        if known is None:
-            raise self._refusal(key)
-        return known
+    async def _known(self, key: str, address: str | None = None) -> AuthenticatedKey | None:
+        """Returns the key, or None if it is not valid. Raises RequestError 429 as `identify` does."""
+        try:
+            return await self.identify(key, address)
+        except RequestError as error:
+            if error.status != 401:
+                raise
+            return None
 
     async def revoke(self, key: ApiKeyRecord) -> None:
         await revoke_key(self._store, key.key_id)
@@ -189,16 +198,14 @@ class Auth:
             )
         return RequestError(text, status=401)
 
-    async def _look_up(self, key: str, address: str | None = None) -> AuthenticatedKey | None:
-        """Returns the key's tenant, or None if the key is not valid.
+    async def _find(
+        self, key_hash: str, may_be_new: bool, max_age: float, address: str | None = None
+    ) -> AuthenticatedKey | None:
+        """Returns the key with this hash, or None if it was not valid `max_age` seconds ago.
 
         Raises RequestError 429, without a query to the store, if the address has sent too many invalid keys.
         """
-        await self._refresh_counts(CACHE_SECONDS)
-        stood_for = self._tokens.key_hash_of(key)
-        return await self._find(stood_for or hash_key(key), bool(stood_for) or key.startswith(KEY_PREFIX), address)
-
-    async def _find(self, key_hash: str, may_be_new: bool, address: str | None = None) -> AuthenticatedKey | None:
+        await self._refresh_counts(max_age)
         in_force, refused = self._valid_keys, self._invalid_keys
         if key_hash in in_force:
             return in_force[key_hash]

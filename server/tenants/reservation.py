@@ -34,17 +34,24 @@ class Reservation:
         if not self._is_kept:
             self.release()
 
-    def try_claim(self, num_bytes: int) -> bool:
-        """Reserves room if a request of this size is accepted regardless of its run; returns whether it did."""
-        fits = not self._quotas.is_closed and self._quotas.throttle(self._tenant_id, num_bytes, UNKNOWN) is None
-        if fits:
-            self._claim(num_bytes)
-        return fits
+    def try_claim(self, num_bytes: int, position: QueuePosition = UNKNOWN) -> bool:
+        """Reserves room if the request is accepted at this position; returns whether it did."""
+        assert not self._is_claimed
+        if self._quotas.is_closed or self._quotas.throttle(self._tenant_id, num_bytes, position) is not None:
+            return False
+        self._is_claimed, self.num_bytes = True, num_bytes
+        self._usages = self._quotas.usage(self._tenant_id), self._quotas.server_usage
+        for usage in self._usages:
+            usage.num_operations += 1
+            usage.num_bytes += num_bytes
+            usage.num_arriving += 1
+            usage.num_bytes_arriving += num_bytes
+        return True
 
     def claim(self, num_bytes: int, position: QueuePosition) -> None:
         """Reserves room for the request. Raises RequestError 429, 503."""
         self._quotas.check(self._tenant_id, num_bytes, position)
-        self._claim(num_bytes)
+        self.try_claim(num_bytes, position)
 
     def grow(self, num_bytes: int, position: QueuePosition) -> None:
         """Raises the reservation to the body's decompressed size. Raises RequestError 429, 503."""
@@ -63,8 +70,7 @@ class Reservation:
 
     def keep(self, num_bytes: int, num_tokens: int) -> None:
         """Keeps the reservation for an accepted operation, with its decoded size, and charges its tokens."""
-        if not self._is_claimed:
-            self._claim(0)
+        assert self._is_claimed
         self._is_kept = True
         for usage in self._usages:
             usage.num_arriving -= 1
@@ -101,14 +107,3 @@ class Reservation:
             for usage in self._usages:
                 usage.num_bytes_sending -= self._num_bytes_sending
             self._num_bytes_sending = 0
-
-    def _claim(self, num_bytes: int) -> None:
-        assert not self._is_claimed
-        self._is_claimed = True
-        self.num_bytes = num_bytes
-        self._usages = self._quotas.usage(self._tenant_id), self._quotas.server_usage
-        for usage in self._usages:
-            usage.num_operations += 1
-            usage.num_bytes += num_bytes
-            usage.num_arriving += 1
-            usage.num_bytes_arriving += num_bytes

@@ -13,7 +13,7 @@ import tinker
 import uvicorn
 from tinker import types
 from trainhouse.server.serving.app import create_app
-from trainhouse.server.serving.connections import HttpConnection, LimitedApp
+from trainhouse.server.serving.connections import HttpConnection
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
@@ -117,7 +117,7 @@ async def served(model: Path, state_dir: Path, **options: object) -> AsyncIterat
     async with started_dispatch(config) as dispatch:
         app = create_app(config, dispatch)
         settings = uvicorn.Config(
-            LimitedApp(app),
+            app,
             http=HttpConnection,
             lifespan="off",
             log_config=None,

@@ -12,7 +12,7 @@ import uvicorn
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.routes.services import Services
 from trainhouse.server.serving.app import create_app
-from trainhouse.server.serving.connections import HttpConnection, LimitedApp
+from trainhouse.server.serving.connections import HttpConnection
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..server.real import started_dispatch
@@ -67,7 +67,7 @@ class _Serving:
             host, port = self._listener.getsockname()
             self.served = Served(f"http://{host}:{port}", app.state.services, app.openapi())
             self._server = _Server(
-                uvicorn.Config(LimitedApp(app), http=HttpConnection, lifespan="off", log_config=None, ws="none"),
+                uvicorn.Config(app, http=HttpConnection, lifespan="off", log_config=None, ws="none"),
                 self.started,
             )
             await self._server.serve([self._listener])

@@ -4,7 +4,7 @@ back into the client's order."""
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TypeVar
 
@@ -36,19 +36,6 @@ class MicroBatchSegment:
     stop: int
     examples: tuple[int, ...]
     bounds: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PackedExample:
-    """Tokens start:stop of a micro-batch, which are one example.
-
-    operation: the index of its operation. example: its index in that.
-    """
-
-    operation: int
-    example: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +88,6 @@ class MicroBatch:
     packing: Packing
     segments: tuple[MicroBatchSegment, ...]
     objectives: tuple[Objective, ...]
-
-    def packed_examples(self) -> Iterator[PackedExample]:
-        for segment in self.segments:
-            for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
-                yield PackedExample(segment.operation, example, segment.start + start, segment.start + stop)
 
 
 @dataclass(frozen=True, eq=False)

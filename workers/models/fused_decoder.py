@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,56 +31,6 @@ from .layers import DecoderLayer, GroupedExperts, Merge, TokenInputs, add_norm, 
 EMBEDDING = -1
 
 
-class Trunk(Protocol):
-    """Everything below the unembedding, run by our own forward or by transformers'."""
-
-    @property
-    def experts(self) -> Mapping[str, GroupedExperts]:
-        """The experts of sparse layers that run by our own forward, by their path below the trunk."""
-        ...
-
-    def hidden_states(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        packing: Packing | AttendingPacking,
-        own: slice | None = None,
-        are_alike: bool = True,
-        captured: dict[int, Tensor] | None = None,
-        expert_counts: ExpertCounts | None = None,
-    ) -> Tensor:
-        """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
-
-        Args:
-            own: this rank's tokens, if tensor-parallel ranks shard the activations between linear layers; only their
-                hidden states are returned.
-            are_alike: whether expert-parallel ranks all run the same tokens.
-            captured: filled with the outputs of the layers whose numbers are its keys; EMBEDDING stands for the
-                embedding's.
-            expert_counts: see ResidualStream.
-        """
-        ...
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""
-        ...
-
-    def parameters_changed(self, are_original: bool) -> None:
-        """Updates what was derived from the modules' parameters, after they changed.
-
-        Args:
-            are_original: whether the parameters are the original ones, of which merged weights were made.
-        """
-        ...
-
-    def using_weights(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
-        """Gathers layers from the parameters that the modules have on entry, while inside.
-
-        For `gradients` see ShardedLayer.using_weights.
-        """
-        ...
-
-
 class FusedTrunk:
     """Everything below the unembedding of a recognised model, on the modules that transformers created.
 
@@ -89,7 +39,7 @@ class FusedTrunk:
 
     def __init__(self, trunk: Any, shape: ModelShape, mesh: Mesh) -> None:
         self._team, self._is_coupled = mesh.along("tp"), mesh.has_forward_collectives
-        self._sharded = ShardedLayers([])
+        self.sharded: ShardedLayers | None = None
         self._layer_inputs: Callable[[], LayerInputs | None] = lambda: None
         self._embed: Callable[[Tensor], Tensor] = trunk.get_input_embeddings()
         self._embedding_scale = shape.embedding_scale
@@ -116,12 +66,17 @@ class FusedTrunk:
 
         The embedding, and that of the layers' inputs for each token, are None if they are whole.
         """
-        self._sharded = layers
+        self.sharded = layers
         self._embed = embedding or self._embed
         if self._token_inputs is not None and of_layers is not None:
             self._token_inputs.embed = of_layers
 
     def parameters_changed(self, are_original: bool) -> None:
+        """Updates what was derived from the modules' parameters, after they changed.
+
+        Args:
+            are_original: whether the parameters are the original ones, of which merged weights were made.
+        """
         self._norm.refresh()
         if self._token_inputs is not None:
             self._token_inputs.refresh()
@@ -129,7 +84,11 @@ class FusedTrunk:
             layer.refresh(are_original)
 
     def using_weights(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
-        return self._sharded.using_weights(gradients)
+        """Gathers layers from the parameters that the modules have on entry, while inside.
+
+        For `gradients` see ShardedLayer.using_weights.
+        """
+        return nullcontext() if self.sharded is None else self.sharded.using_weights(gradients)
 
     def checkpoint_activations(self, layer_inputs: Callable[[], LayerInputs]) -> None:
         """Makes passes keep only the inputs of layers from now on.
@@ -141,20 +100,12 @@ class FusedTrunk:
 
     @property
     def experts(self) -> dict[str, GroupedExperts]:
+        """The experts of sparse layers, by their path below the trunk."""
         return {
             f"layers.{number}.{path}": experts
             for number, layer in enumerate(self._layers)
             for path, experts in layer.experts.items()
         }
-
-    @property
-    def num_gathered_bytes(self) -> int:
-        """Bytes of all layers when they are gathered."""
-        return self._sharded.num_whole_bytes
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Keeps all layers, the embedding and the output head whole while inside. All ranks enter together."""
-        return self._sharded.gathered()
 
     def hidden_states(
         self,
@@ -166,8 +117,21 @@ class FusedTrunk:
         captured: dict[int, Tensor] | None = None,
         expert_counts: ExpertCounts | None = None,
     ) -> Tensor:
+        """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
+
+        Args:
+            own: this rank's tokens, if tensor-parallel ranks shard the activations between linear layers; only their
+                hidden states are returned.
+            are_alike: whether expert-parallel ranks all run the same tokens.
+            captured: filled with the outputs of the layers whose numbers are its keys; EMBEDDING stands for the
+                embedding's.
+            expert_counts: see ResidualStream.
+        """
         stream = ResidualStream(self._team, own is not None, are_alike, expert_counts)
-        hidden, update = self._embedded(tokens, own), None
+        # If tensor-parallel ranks all have all tokens, only the first one has the embedding's gradient.
+        has_gradient = torch.is_grad_enabled() and (own is not None or self._team.index == 0)
+        with torch.set_grad_enabled(has_gradient):
+            hidden, update = self.embed(tokens if own is None else tokens[own]), None
         made = self._token_inputs
         of_layers = None if made is None else made.of_layers(tokens, own, hidden, stream)
         packing = SharingRow(packing, self._sources) if self._shares else packing
@@ -180,11 +144,12 @@ class FusedTrunk:
             hidden.requires_grad_()
         rotations = {kind: table.at(positions, packing.longest) for kind, table in self._tables.items()}
         for number, layer in enumerate(self._layers):
-            hidden, update = self._sharded.before_layer(number, hidden, update)
+            if self.sharded is not None:
+                hidden, update = self.sharded.before_layer(number, hidden, update)
             forward = partial(layer.forward, rotations=rotations, packing=packing, stream=stream)
             given = hidden, update, None if of_layers is None else of_layers[number]
             after = forward(*given) if inputs is None else self._checkpointed(inputs, number, forward, packing, *given)
-            hidden, update = self._sharded.after_layer(number, *after)
+            hidden, update = after if self.sharded is None else self.sharded.after_layer(number, *after)
             if number in captured:
                 captured[number] = hidden if update is None else hidden + update
         return add_norm(hidden, update, self._norm)[1]
@@ -216,22 +181,16 @@ class FusedTrunk:
         return hidden, update
 
     def embed(self, tokens: Tensor) -> Tensor:
+        """Returns the input of the first layer [tokens, hidden] for int64 [tokens]."""
         embedded = self._embed(tokens)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
-    def _embedded(self, tokens: Tensor, own: slice | None) -> Tensor:
-        """Embeds this rank's tokens.
-
-        If tensor-parallel ranks all have all tokens, only the first one has the gradient.
-        """
-        if own is None and self._team.index > 0:
-            with torch.no_grad():
-                return self.embed(tokens)
-        return self.embed(tokens if own is None else tokens[own])
-
 
 class TransformersTrunk:
-    """Everything below the unembedding by transformers' own modules, for a model that is not recognised."""
+    """Everything below the unembedding by transformers' own modules, for a model that is not recognised.
+
+    It has the methods that callers of both trunks need; their arguments are those of FusedTrunk.
+    """
 
     experts: Mapping[str, GroupedExperts] = {}
 
@@ -289,6 +248,9 @@ class TransformersTrunk:
         """The layers, whose name in transformers differs between families."""
         lists = (each for each in self._trunk.modules() if isinstance(each, nn.ModuleList))
         return next(each for each in lists if len(each) == self._num_layers)
+
+
+Trunk = FusedTrunk | TransformersTrunk
 
 
 def fused_trunk(trunk: nn.Module, shape: ModelDescription, mesh: Mesh | None = None) -> FusedTrunk | None:

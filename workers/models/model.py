@@ -81,7 +81,8 @@ class BaseModel(ModelWeights):
     def _logits(self, tokens: Tensor, positions: Tensor, packing: AttendingPacking) -> Tensor:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
         trunk = self._new_trunk(describe_model(self.source, self.config.to_dict()), mesh=None)
-        hidden = self._logit_scaled(trunk.hidden_states(tokens, positions, packing))
+        hidden = trunk.hidden_states(tokens, positions, packing)
+        hidden = hidden if self._logit_scale == 1 else hidden * self._logit_scale
         logits = self.product(hidden, self.unembedding, self.head_bias)
         return soft_capped(logits, self.logit_cap)
 
@@ -141,7 +142,7 @@ class BaseModel(ModelWeights):
     ) -> Tensor:
         """Returns the hidden states of `share.hidden`, [tokens, hidden]; those of all tokens if `share` is None.
 
-        For `expert_counts` and `captured` see Trunk.hidden_states.
+        For `expert_counts` and `captured` see FusedTrunk.hidden_states.
         """
         tokens, positions, packing, own = micro_batch.tokens, micro_batch.positions, micro_batch.packing, None
         if share is not None:
@@ -162,10 +163,7 @@ class BaseModel(ModelWeights):
     ) -> Tensor:
         """Returns the last hidden states [tokens, hidden] of tokens at positions, both int64 [tokens].
 
-        For the other arguments see Trunk.hidden_states.
+        For the other arguments see FusedTrunk.hidden_states.
         """
         hidden = self._layers.hidden_states(tokens, positions, packing, own, are_alike, captured, expert_counts)
-        return self._logit_scaled(hidden)
-
-    def _logit_scaled(self, hidden: Tensor) -> Tensor:
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale

@@ -197,12 +197,13 @@ class ModelWeights(LoadedModel):
         Raises:
             OperationError: a rank has no memory for the whole model.
         """
-        if not isinstance(self._layers, FusedTrunk) or not self.is_sharded:
+        layers = self._layers.sharded if isinstance(self._layers, FusedTrunk) else None
+        if layers is None:
             yield
             return
-        self._check_room(self._layers.num_gathered_bytes)
+        self._check_room(layers.num_whole_bytes)
         self.num_moves += 1
-        with self._layers.gathered():
+        with layers.gathered():
             yield
 
     def _check_room(self, num_bytes: int) -> None:

@@ -14,18 +14,23 @@ from .shared_state import SharedState
 
 
 @dataclass
-class PendingChanges:
-    """Collects the jobs and cancellations for a sampler's next turn."""
+class ModelSampler:
+    """The sampler of a fully trained model, and the jobs and cancellations for its next turn."""
 
+    engine: SamplingEngine
     join: list[SampleJob] = field(default_factory=list)
     cancel: list[str] = field(default_factory=list)
 
     def take(self, milliseconds: float) -> SamplingSlice:
-        """Returns everything as a slice, and clears it."""
+        """Returns the jobs and cancellations as a slice, and clears them."""
         joining = tuple(spec for spec in self.join if spec.job_id not in self.cancel)
         work = SamplingSlice(joining, tuple(self.cancel), milliseconds)
         self.join, self.cancel = [], []
         return work
+
+    @property
+    def num_jobs(self) -> int:
+        return self.engine.num_jobs + len(self.join)
 
 
 class MultiModelSampler:
@@ -37,8 +42,7 @@ class MultiModelSampler:
         # Samplers of cohorts other than the first.
         self._other_cohorts: dict[int, MultiModelSampler] = {}
         self._of_base = SamplingEngine(shared)
-        self._of_models: dict[str, SamplingEngine] = {}
-        self._waiting: dict[str, PendingChanges] = {}
+        self._of_models: dict[str, ModelSampler] = {}
         # Fully trained models that have jobs and had a turn, the most recent last; the same on all ranks.
         self._had_turns: list[str] = []
 
@@ -79,10 +83,10 @@ class MultiModelSampler:
         """Stores what concerns fully trained models until their turn."""
         for spec in work.join:
             if spec.adapter_id is not None and self._models.is_exclusive(spec.adapter_id):
-                self._sampler_of(spec.adapter_id)
-        for model_id, waiting in self._waiting.items():
-            waiting.join += (spec for spec in work.join if spec.adapter_id == model_id)
-            waiting.cancel += work.cancel
+                self._add_sampler(spec.adapter_id)
+        for model_id, sampler in self._of_models.items():
+            sampler.join += (spec for spec in work.join if spec.adapter_id == model_id)
+            sampler.cancel += work.cancel
 
     def _slice_in_turn(self, work: SamplingSlice, turns: Sequence[str | None]) -> SliceResult:
         part, result = work.budget_milliseconds / len(turns), SliceResult({}, 0)
@@ -91,25 +95,24 @@ class MultiModelSampler:
                 others = tuple(spec for spec in work.join if spec.adapter_id not in self._of_models)
                 found = self._of_base.slice(SamplingSlice(others, work.cancel, part))
             else:
-                found = self._slice_of(model_id, self._waiting[model_id].take(part))
+                found = self._slice_of(model_id, part)
             result = _joined(result, found)
         for model_id in turns:
             if model_id is not None and not self._of_models[model_id].num_jobs:
-                del self._of_models[model_id], self._waiting[model_id]
-        others = [model_id for model_id in self._of_models if model_id not in turns]
-        num_waiting = sum(self._of_models[each].num_jobs + len(self._waiting[each].join) for each in others)
+                del self._of_models[model_id]
+        num_waiting = sum(sampler.num_jobs for model_id, sampler in self._of_models.items() if model_id not in turns)
         return replace(result, num_active=result.num_active + num_waiting)
 
-    def _slice_of(self, model_id: str, work: SamplingSlice) -> SliceResult:
-        sampler = self._of_models[model_id]
+    def _slice_of(self, model_id: str, milliseconds: float) -> SliceResult:
+        engine, work = self._of_models[model_id].engine, self._of_models[model_id].take(milliseconds)
         if model_id not in self._models:
-            return sampler.slice(work)  # which fails its jobs: the model was dropped
+            return engine.slice(work)  # which fails its jobs: the model was dropped
         with ExitStack() as held:
             failure = self._bring(model_id, held)
             if failure is not None:
-                return sampler.fail_all(work, failure)
+                return engine.fail_all(work, failure)
             with self._models.with_weights_of([self._models.get(model_id)]):
-                return sampler.slice(work)
+                return engine.slice(work)
 
     def _bring(self, model_id: str, held: ExitStack) -> Failure | None:
         """Loads the model to the device, on all ranks; returns the failure if one of them cannot."""
@@ -122,14 +125,13 @@ class MultiModelSampler:
         return failure
 
     def park(self) -> None:
-        for sampler in (self._of_base, *self._of_models.values()):
-            sampler.park()
+        for engine in self._engines():
+            engine.park()
 
     def forget_all(self) -> None:
         self._other_cohorts.clear()
         self._of_base.forget_all()
         self._of_models.clear()
-        self._waiting.clear()
         self._had_turns = []
 
     def take_flops(self) -> float:
@@ -152,8 +154,8 @@ class MultiModelSampler:
         return self._shared.cache.budget.tensors()
 
     def _forget_tensors(self) -> None:
-        for sampler in (self._of_base, *self._of_models.values()):
-            sampler.forget_tensors()
+        for engine in self._engines():
+            engine.forget_tensors()
         for apart in self._other_cohorts.values():
             apart._forget_tensors()
 
@@ -171,13 +173,15 @@ class MultiModelSampler:
         turns = [*sorted(wanted.difference(self._had_turns)), *self._had_turns][: self._shared.config.full_slots]
         self._had_turns = [*(each for each in self._had_turns if each not in turns), *turns]
         for model_id in turns:
-            self._sampler_of(model_id)
+            self._add_sampler(model_id)
         return [*([None] if any(of_base for of_base, _ in of_ranks) or not turns else []), *turns]
 
-    def _sampler_of(self, model_id: str) -> SamplingEngine:
+    def _engines(self) -> list[SamplingEngine]:
+        return [self._of_base, *(sampler.engine for sampler in self._of_models.values())]
+
+    def _add_sampler(self, model_id: str) -> None:
         if model_id not in self._of_models:
-            self._of_models[model_id], self._waiting[model_id] = SamplingEngine(self._shared), PendingChanges()
-        return self._of_models[model_id]
+            self._of_models[model_id] = ModelSampler(SamplingEngine(self._shared))
 
 
 def _joined(one: SliceResult, other: SliceResult) -> SliceResult:

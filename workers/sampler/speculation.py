@@ -100,7 +100,7 @@ class Proposer(Protocol):
     def observe(
         self, sequence: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], tokens: np.ndarray
     ) -> None:
-        """Gives the draft the captured features of those of `tokens`, int64, that have run, from position `first` on.
+        """Gives the draft of any sequence the captured features of `tokens`, int64, that have run from `first` on.
 
         If the draft missed earlier ones, the sequence stops using it.
         """

@@ -46,15 +46,9 @@ class PassLimits:
         """True if the rest of the operation may be split over passes; a smaller rest waits until it fits as a whole."""
         return work.tokens > self.quarter
 
-    def is_short(self, work: PassWork) -> bool:
-        """True if the operation should run in the very next pass."""
-        if work.num_taken:
-            return False
-        return work.tokens <= self._short_tokens or (len(work.lengths) == 1 and work.tokens <= self.half)
-
     def allows_short(self, short: PassWork, taken: int) -> bool:
         """True if a tenant whose short operations already took `taken` tokens of the pass may add this one."""
-        return taken + short.tokens <= self._short_tokens
+        return taken + short.tokens <= self.short
 
     @cached_property
     def half(self) -> float:
@@ -65,7 +59,7 @@ class PassLimits:
         return self.max_tokens / _TURNS_PER_PASS
 
     @cached_property
-    def _short_tokens(self) -> float:
+    def short(self) -> float:
         return self.max_tokens / _SHORT_PER_PASS
 
 
@@ -311,7 +305,9 @@ class FairQueue:
             tenant = self._tenants[operation.tenant_id] = TenantShare(operation.tenant_id, self._limits)
         tenant.operations[operation.key] = operation
         self.num_runs += 1
-        if self._limits.is_short(operation):
+        # It should run in the very next pass, unless a part of it has run already.
+        longest = self._limits.half if len(operation.lengths) == 1 else self._limits.short
+        if not operation.num_taken and operation.tokens <= longest:
             tenant.short[operation.key] = operation
             self.short[operation.tenant_id] = tenant
 

@@ -110,7 +110,7 @@ class Trainable(ABC):
         """
         if self._num_changes_when_finite != self.vectors.num_changes:
             gathered = self.vectors.get("gathered")  # the same on all ranks
-            low, high = torch.aminmax(self.weights if gathered is None else gathered.tensor)
+            low, high = torch.aminmax(self.vectors.weights if gathered is None else gathered.tensor)
             if not bool(torch.isfinite(low) & torch.isfinite(high)):
                 return False
             self._num_changes_when_finite = self.vectors.num_changes

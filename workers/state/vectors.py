@@ -133,7 +133,12 @@ class StateVectors:
     @property
     def num_changes(self) -> int:
         """Grows with every change of the trained vectors, in whichever place they are."""
-        return self._earlier_changes + self._changes_in_memory()
+        return self._earlier_changes + sum(
+            vectors[name].tensor._version
+            for vectors in (self._on_device, self._on_host)
+            for name in TRAINED_VECTORS
+            if name in vectors
+        )
 
     @property
     def weights_address(self) -> int | None:
@@ -142,10 +147,10 @@ class StateVectors:
         return None if weights is None else weights.tensor.data_ptr()
 
     def clear_moments(self) -> None:
-        num_changes = self.num_changes
+        before = self.num_changes
         for name in MOMENT_VECTORS:
             self.discard(name)
-        self._earlier_changes = 1 + num_changes - self._changes_in_memory()
+        self._earlier_changes += 1 + before - self.num_changes
 
     def move(self, place: Place, on_device: Mapping[str, Tensor], on_host: Mapping[str, Tensor]) -> None:
         """Replaces all vectors by these, and drops views of others."""
@@ -156,17 +161,9 @@ class StateVectors:
             for vectors in (on_device, on_host)
         )
         self.place = place
-        self._earlier_changes = num_changes - self._changes_in_memory()
+        self._earlier_changes += num_changes - self.num_changes
         if (self._on_device | self._on_host).get("weights") is not before.get("weights"):
             self._cast = None
-
-    def _changes_in_memory(self) -> int:
-        return sum(
-            vectors[name].tensor._version
-            for vectors in (self._on_device, self._on_host)
-            for name in TRAINED_VECTORS
-            if name in vectors
-        )
 
     def _unavailable(self, name: str) -> NoReturn:
         place = f"the model is on {self.place}" if self.place != "device" else f"{name} is still on the host"

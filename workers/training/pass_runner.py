@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -246,18 +247,14 @@ class PassRunner:
             if trains:
                 model.gradients.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
         run = strategy.start(operations, len(lanes), [plan.of_strategy for plan in plans])
-        micro_batches = [lane.micro_batches for lane in lanes]
-        missing = max((plan.num_micro_batches for plan in plans), default=0) - sum(
-            each.num_micro_batches for each in lanes
-        )
+        if plans:  # these ranks run one lane
+            missing = max(plan.num_micro_batches for plan in plans) - lanes[0].num_micro_batches
+            micro_batches = [chain(lanes[0].micro_batches, repeat(empty_micro_batch(self._base.device), missing))]
+        else:
+            micro_batches = [_until_all_failed(lane.micro_batches, operations) for lane in lanes]
         try:
             with self._models.with_weights_of(models, trains):
-                if plans:
-                    self._lanes.run(run, micro_batches)
-                else:
-                    self._lanes.run(run, [_until_all_failed(each, operations) for each in micro_batches])
-                for _ in range(missing):
-                    run(empty_micro_batch(self._base.device))
+                self._lanes.run(run, micro_batches)
         finally:
             for model in models:
                 model.gradients.join_lanes()
@@ -300,12 +297,15 @@ class PassRunner:
 def _runnable(operations: Sequence[RankOperation]) -> list[RankOperation]:
     """Returns the operations that have not failed, in order: neighbours in a micro-batch share matrix products if their
     models are alike, and loss computations if their losses agree."""
+    runnable = [each for each in operations if not each.computed]
+    if len(runnable) > 1:
+        runnable.sort(key=_batching_key)
+    return runnable
 
-    def key(operation: RankOperation) -> tuple[Any, ...]:
-        batch, (layers, rank) = operation.batch, operation.model.batching_key
-        return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
 
-    return sorted((each for each in operations if not each.computed), key=key)
+def _batching_key(operation: RankOperation) -> tuple[Any, ...]:
+    batch, (layers, rank) = operation.batch, operation.model.batching_key
+    return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
 
 
 def _without_diverged(operations: list[RankOperation]) -> list[RankOperation]:

@@ -127,20 +127,22 @@ class RankOperation:
         self._expert_counts: dict[int, tuple[np.ndarray, ...]] = {}
 
     def add_scores(self, segment: MicroBatchSegment, scored: ScoredTokens) -> None:
-        """Adds the scores of a segment. Refuses the operation if its loss is not finite."""
-        if reason := _not_finite(segment, scored, self.batch):
+        """Adds the scores of a segment, which has some of the scored tokens. Refuses the operation if its loss is not
+        finite."""
+        own = slice(segment.start - scored.start, segment.stop - scored.start)
+        scores, losses = scored.scores[own], scored.losses[own]
+        if reason := _not_finite(segment, scores, losses, self.batch):
             self.refuse(reason)
             return
-        metrics = {name: float(values.sum(dtype=np.float64)) for name, values in scored.metrics.items()}
         self._segments[segment.examples[0]] = PartialResult(
-            loss=float(scored.losses.sum(dtype=np.float64)),
-            metrics=metrics,
+            loss=float(losses.sum(dtype=np.float64)),
+            metrics={name: float(values[own].sum(dtype=np.float64)) for name, values in scored.metrics.items()},
             ratios=scored.ratios,
             denominator=scored.denominator,
         )
         for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
-            scores = in_shape_of(self.batch.examples[example].targets, scored.scores[start:stop])
-            self.finished.outputs.setdefault(self.batch.datum_indices[example], {})[self.batch.loss.scores] = scores
+            output = self.finished.outputs.setdefault(self.batch.datum_indices[example], {})
+            output[self.batch.loss.scores] = in_shape_of(self.batch.examples[example].targets, scores[start:stop])
 
     def add_expert_counts(self, segment: MicroBatchSegment, of_layers: tuple[np.ndarray, ...]) -> None:
         """Adds the tokens of each expert, for those of the segment's tokens that this rank has run."""
@@ -211,12 +213,14 @@ class RankOperation:
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
 
 
-def _not_finite(segment: MicroBatchSegment, scored: ScoredTokens, batch: ValidatedBatch) -> str | None:
+def _not_finite(
+    segment: MicroBatchSegment, scores: np.ndarray, losses: np.ndarray, batch: ValidatedBatch
+) -> str | None:
     """Returns an error message that names the first datum whose loss is not finite, or None.
 
     Log-probabilities can be infinite at positions that do not count.
     """
-    bad = ~np.isfinite(scored.losses) | np.isnan(scored.scores)
+    bad = ~np.isfinite(losses) | np.isnan(scores)
     if not bad.any():
         return None
     token = int(bad.nonzero()[0][0])
@@ -224,14 +228,14 @@ def _not_finite(segment: MicroBatchSegment, scored: ScoredTokens, batch: Validat
     datum, position = batch.datum_indices[segment.examples[number]], token - segment.bounds[number]
     what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[batch.loss.scores]
     reads = ", ".join((*batch.loss.required, *batch.loss.optional))
-    if np.isnan(scored.scores[token]).any():
+    if np.isnan(scores[token]).any():
         return (
             f"datum {datum}: the model's {what} at position {position} is NaN: its weights have diverged;"
             " continue from an earlier checkpoint with a lower learning rate"
         )
     return (
         f"datum {datum}: the {batch.loss_name} loss at position {position} is not finite, the model's"
-        f" {what} is {scored.scores[token].tolist()}: check its {reads}"
+        f" {what} is {scores[token].tolist()}: check its {reads}"
     )
 
 

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from ..batch.micro_batch import Objective, in_shape_of, join_outputs
 from ..heads import Head, HeadPass
+from ..heads.head import chunks
 from ..lora import Segment
 from ..lora.segment import clip_segments
 from ..losses import LossOutput
@@ -28,9 +29,11 @@ Heads = Mapping[str, Head]
 class ScoredTokens:
     """The result for n tokens, in host memory: each array is float32 in the shape of the targets, [n] or [n, K].
 
-    scores: a head's. losses, metrics: see LossOutput. ratios, denominator: of drafts, over all n tokens.
+    start: the first of them in the micro-batch. scores: a head's. losses, metrics: see LossOutput. ratios, denominator:
+    of drafts, over all n tokens.
     """
 
+    start: int
     scores: np.ndarray
     losses: np.ndarray
     metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -38,14 +41,9 @@ class ScoredTokens:
     denominator: float = 0.0
 
     @staticmethod
-    def of(scores: Tensor, output: LossOutput) -> "ScoredTokens":
+    def of(objective: Objective, scores: Tensor, output: LossOutput) -> "ScoredTokens":
         metrics = {name: values.cpu().numpy() for name, values in output.metrics.items()}
-        return ScoredTokens(scores.cpu().numpy(), output.losses.cpu().numpy(), metrics)
-
-    def part(self, tokens: slice) -> "ScoredTokens":
-        """Returns the result for some of the tokens, without ratios."""
-        metrics = {name: values[tokens] for name, values in self.metrics.items()}
-        return ScoredTokens(self.scores[tokens], self.losses[tokens], metrics)
+        return ScoredTokens(objective.start, scores.cpu().numpy(), output.losses.cpu().numpy(), metrics)
 
 
 @torch.no_grad()
@@ -72,7 +70,7 @@ def score(
     if any(objective.loss.sequence_wise for objective in objectives):
         _score_divided_sequences(scorings, spans, share)
     parts = []
-    for head, chunk, own in _chunks(spans):
+    for head, chunk, own in _span_chunks(spans):
         parts.append(head.scores(chunk))
         grad_scores = torch.zeros_like(parts[-1])
         tokens = own if share is None else share.in_micro_batch(own)
@@ -87,7 +85,7 @@ def score(
                 in_shape_of(targets, grad_scores[taken]).copy_(found)
         head.backward(grad_scores, gradient[own])
     if share is None:
-        return [ScoredTokens.of(torch.cat(each.scores), join_outputs(each.outputs)) for each in scorings]
+        return [ScoredTokens.of(each.objective, torch.cat(each.scores), join_outputs(each.losses)) for each in scorings]
     scores = share.joined(torch.cat(parts))
     return [_evaluated(objective, scores) for objective in objectives]
 
@@ -124,17 +122,16 @@ def _head_spans(
     return spans
 
 
-def _chunks(spans: Sequence[_HeadSpan]) -> Iterator[tuple[HeadPass, slice, slice]]:
+def _span_chunks(spans: Sequence[_HeadSpan]) -> Iterator[tuple[HeadPass, slice, slice]]:
     """Yields the tokens to score at a time: their head, and where they are in its span and among all of this rank."""
     for span in spans:
-        for start in range(0, span.num_tokens, span.head.chunk_tokens):
-            stop = min(start + span.head.chunk_tokens, span.num_tokens)
-            yield span.head, slice(start, stop), slice(span.first + start, span.first + stop)
+        for chunk in chunks(span.num_tokens, span.head.chunk_tokens):
+            yield span.head, chunk, slice(span.first + chunk.start, span.first + chunk.stop)
 
 
 def _all_scores(spans: Sequence[_HeadSpan], share: TokenShard | None) -> Tensor:
     """Returns the scores of all tokens, also of those that other ranks score."""
-    scores = torch.cat([head.scores(chunk) for head, chunk, _ in _chunks(spans)])
+    scores = torch.cat([head.scores(chunk) for head, chunk, _ in _span_chunks(spans)])
     return scores if share is None else share.joined(scores)
 
 
@@ -147,7 +144,7 @@ class _ObjectiveScoring:
 
     objective: Objective
     scores: list[Tensor] = field(default_factory=list)
-    outputs: list[LossOutput] = field(default_factory=list)
+    losses: list[LossOutput] = field(default_factory=list)
     grad_scores: Tensor | None = None
 
     def gradient(self, scores: Tensor, tokens: slice) -> Tensor:
@@ -159,7 +156,7 @@ class _ObjectiveScoring:
             output = self.objective.evaluate(leaf, tokens)
             (gradient,) = torch.autograd.grad(output.losses.sum(), leaf)
         self.scores.append(scores)
-        self.outputs.append(LossOutput(output.losses.detach(), output.metrics))
+        self.losses.append(LossOutput(output.losses.detach(), output.metrics))
         return gradient
 
 
@@ -190,7 +187,7 @@ def _scores_of(objective: Objective, scores: Tensor) -> Tensor:
 
 def _evaluated(objective: Objective, scores: Tensor) -> ScoredTokens:
     own = _scores_of(objective, scores)
-    return ScoredTokens.of(own, objective.evaluate(own, slice(None)))
+    return ScoredTokens.of(objective, own, objective.evaluate(own, slice(None)))
 
 
 def _concatenate_targets(targets: list[Tensor]) -> Tensor:

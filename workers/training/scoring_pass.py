@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..batch.micro_batch import MicroBatch, Objective
+from ..batch.micro_batch import MicroBatch
 from ..batch.validated import ModelLimits, validate_request
 from ..heads import HEADS
 from ..lora import Adapter, LoraLayers, Segment
@@ -18,7 +18,7 @@ from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
 from .rank_operation import RankOperation
-from .scoring import Heads, ScoredTokens, score
+from .scoring import Heads, score
 
 RunMicroBatch = Callable[[MicroBatch], None]
 
@@ -119,9 +119,11 @@ class _JointPass:
                 # On all ranks alike, even if a micro-batch has no tokens for one of the heads.
                 for scores in sorted({each.batch.loss.scores for each in self.operations}):
                     held.enter_context(self.heads[scores].gathered())
-                if micro_batch.objectives:
-                    found = score(self.heads, own, scored, micro_batch.objectives, gradient, share)
-                    self._add_scores(micro_batch.objectives, found)
+                objectives = micro_batch.objectives
+                found = score(self.heads, own, scored, objectives, gradient, share) if objectives else ()
+            for objective, result in zip(objectives, found, strict=True):
+                for segment in objective.segments:
+                    self.operations[segment.operation].add_scores(segment, result)
             if counts is not None:
                 for segment, of_layers in zip(micro_batch.segments, counts.by_segment(), strict=True):
                     self.operations[segment.operation].add_expert_counts(segment, of_layers)
@@ -139,12 +141,6 @@ class _JointPass:
             return None
         own = slice(0, len(micro_batch.tokens)) if share is None else share.tokens
         return ExpertCounts(own, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
-
-    def _add_scores(self, objectives: Sequence[Objective], found: Sequence[ScoredTokens]) -> None:
-        for objective, scored in zip(objectives, found, strict=True):
-            for segment in objective.segments:
-                tokens = slice(segment.start - objective.start, segment.stop - objective.start)
-                self.operations[segment.operation].add_scores(segment, scored.part(tokens))
 
 
 def _expert_adapters(operations: Sequence[RankOperation]) -> list[Adapter]:

@@ -15,12 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trainhouse.server.replication import leases
 from trainhouse.server.replication.leases import Lease
 from trainhouse.server.replication.standby import LeaseGuard, Standby, SwitchableApp, TakeoverApp
-from trainhouse.server.serving.connections import HttpConnection, LimitedApp
+from trainhouse.server.serving.connections import HttpConnection
 from trainhouse.server.serving.server_process import bound_socket
 from trainhouse.server.store import SqliteStore
 
 from ..api import OPENAI
 from ..files.test_syncing import Disk
+from ..serving.test_connections import exchanging
 from ..serving.test_tls import Files
 from ..serving.test_tls import made as certificates
 
@@ -101,7 +102,7 @@ async def wait_until(condition: Callable[[], object]) -> None:
 async def serving(app: ASGIApp, certificate: Files | None = None) -> AsyncIterator[str]:
     """Serves the app and yields its URL."""
     settings = uvicorn.Config(
-        LimitedApp(app),
+        app,
         http=HttpConnection,
         lifespan="off",
         log_config=None,
@@ -128,7 +129,7 @@ async def lease(tmp_path: Path) -> AsyncIterator[Lease]:
 @pytest.fixture
 async def holder(lease: Lease) -> AsyncIterator[Holder]:
     holder = Holder()
-    async with serving(holder) as url:
+    async with serving(exchanging(holder)) as url:
         lease.holder_url = url
         yield holder
 

@@ -11,11 +11,29 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from trainhouse.server.serving import connections
-from trainhouse.server.serving.connections import HttpConnection, LimitedApp
+from trainhouse.server.serving.connections import HttpConnection
+from trainhouse.server.tenants import exchange
+from trainhouse.server.tenants.exchange import Exchange
 
 pytestmark = pytest.mark.anyio
 
 
+def exchanging(app: ASGIApp) -> ASGIApp:
+    """Returns the application with an exchange for each request, as the gate makes it."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        one = Exchange(scope, receive, send)
+        await app(scope, one.receive, one.send)
+
+    return serve
+
+
+@pytest.fixture(autouse=True)
+def frequent_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "CHECK_SECONDS", 0.02)
+
+
+@exchanging
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     """Serves the test paths; any path not listed answers with the first piece of the request body.
 
@@ -46,8 +64,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 async def serving(served: ASGIApp = app, /, **options: int) -> AsyncIterator[uvicorn.Server]:
     listener = socket.create_server(("127.0.0.1", 0))
     connections.disconnect_stalled_clients(listener)
-    limited = LimitedApp(served)
-    config = uvicorn.Config(limited, http=HttpConnection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
+    config = uvicorn.Config(served, http=HttpConnection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))
     while not server.started:  # noqa: ASYNC110
@@ -196,6 +213,7 @@ async def test_a_client_that_is_still_sending_receives_the_whole_answer() -> Non
         assert (await read(reader)).endswith(b"\r\n\r\nearly"), "the connection is kept"
 
 
+@exchanging
 async def sized_early_app(scope: Scope, receive: Receive, send: Send) -> None:
     await Response("early")(scope, receive, send)
 
@@ -234,7 +252,7 @@ async def test_a_request_that_begins_before_the_previous_answer_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The body must not be dropped as the rest of the request that was answered."""
-    monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(exchange, "DRAIN_SECONDS", 0.1)
     async with connected() as (reader, writer):
         second = post("/whole", b"second")
         for end in (20, -3):
@@ -248,7 +266,7 @@ async def test_a_request_that_begins_before_the_previous_answer_is_answered(
 async def test_the_unread_rest_of_an_answered_request_is_dropped_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "DRAIN_BYTES", 1 << 20)
+    monkeypatch.setattr(exchange, "DRAIN_BYTES", 1 << 20)
     async with connected() as (reader, writer):
         for num_bytes in (1 << 19, 1 << 17):
             writer.write(post("/early", bytes(num_bytes)))
@@ -300,8 +318,30 @@ async def test_the_rest_of_an_answered_request_is_limited_in_trailers_too() -> N
         assert b"early" in await read(reader)
         lines, num_sent = b"x: " + bytes([120]) * 1000 + b"\r\n", 0
         with contextlib.suppress(ConnectionError):
-            while num_sent < 4 * connections.DRAIN_BYTES:
+            while num_sent < 4 * exchange.DRAIN_BYTES:
                 writer.write(lines * 64)
                 await writer.drain()
                 num_sent += 64 * len(lines)
-        assert num_sent < 4 * connections.DRAIN_BYTES
+        assert num_sent < 4 * exchange.DRAIN_BYTES
+
+
+async def test_the_trailers_of_a_request_have_a_size_limit() -> None:
+    async with connected() as (_, writer):
+        writer.write(b"POST /whole HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
+        lines, num_sent = b"x: " + bytes([120]) * 1000 + b"\r\n", 0
+        with contextlib.suppress(ConnectionError):
+            while num_sent < 64 << 20:
+                writer.write(lines * 64)
+                await writer.drain()
+                num_sent += 64 * len(lines)
+        assert num_sent < 64 << 20
+
+
+async def test_what_is_between_the_pieces_of_a_body_is_no_trailer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_HEAD_BYTES", 20)
+    async with connected() as (reader, writer):
+        writer.write(b"POST /whole HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        for piece in [b"1\r\n", b"x\r\n"] * 20 + [b"0\r\n\r\n"]:
+            await asyncio.sleep(0.002)
+            writer.write(piece)
+        assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from trainhouse.server.telemetry import backlog as module
-from trainhouse.server.telemetry.backlog import _SECONDS, Backlog
+from trainhouse.server.telemetry import telemetry as module
+from trainhouse.server.telemetry.telemetry import _BACKLOG_SECONDS, Backlog
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import running_server, server_config
@@ -21,15 +21,15 @@ async def test_reports_are_recorded_in_order_after_a_moment() -> None:
     for number in range(3):
         backlog.add(partial(recorded.append, number))
     assert recorded == []
-    await asyncio.sleep(2 * _SECONDS)
+    await asyncio.sleep(2 * _BACKLOG_SECONDS)
     assert recorded == [0, 1, 2]
     backlog.add(partial(recorded.append, 3))
-    await asyncio.sleep(2 * _SECONDS)
+    await asyncio.sleep(2 * _BACKLOG_SECONDS)
     assert recorded == [0, 1, 2, 3]
 
 
 async def test_reports_cannot_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST", 10)
+    monkeypatch.setattr(module, "_MOST_REPORTS", 10)
     backlog, recorded = Backlog(), []
     for number in range(15):
         backlog.add(partial(recorded.append, number))
@@ -75,14 +75,14 @@ async def test_a_report_that_fails_is_logged_and_those_after_it_are_recorded(cap
     backlog.add(partial(int, "no number"))
     backlog.add(partial(recorded.append, 1))
     with caplog.at_level(logging.ERROR):
-        await asyncio.sleep(2 * _SECONDS)
+        await asyncio.sleep(2 * _BACKLOG_SECONDS)
     assert recorded == [1]
     (logged,) = caplog.records
     assert logged.exc_info and "no number" in str(logged.exc_info[1])
 
 
 async def test_whoever_reports_does_not_see_that_an_earlier_report_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST", 1)
+    monkeypatch.setattr(module, "_MOST_REPORTS", 1)
     backlog, recorded = Backlog(), []
     backlog.add(partial(int, "no number"))
     for number in range(2):
@@ -94,7 +94,7 @@ async def test_whoever_reports_does_not_see_that_an_earlier_report_fails(monkeyp
 async def test_a_report_that_fails_at_shutdown_does_not_lose_those_after_it(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SECONDS", 3600.0)
+    monkeypatch.setattr(module, "_BACKLOG_SECONDS", 3600.0)
     recorded = []
     async with running_server(server_config(tiny_models["qwen3"], tmp_path / "state"), dispatch) as server:
         waiting = server.services.telemetry._backlog

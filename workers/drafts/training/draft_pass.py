@@ -39,6 +39,7 @@ from .acceptance import Survivals, SurvivalTable, acceptance_lengths
 from .feature_capture import (
     TargetChunks,
     capture_directory,
+    examples_of,
     store_features,
     stored_of,
     write_failure_message,
@@ -203,8 +204,8 @@ class DraftPassRunner:
                 if trains:
                     draft.end_backward()
                 of_ranks = draft.groups.feature_team.all_gather_object(scores.finish())
-                if share.batch.segment is not None:
-                    operation.add_scores(share.batch.segment, _merge(share.batch, of_ranks))
+                if (segment := share.batch.segment) is not None:
+                    operation.add_scores(segment, _merge(share.batch, segment.start, of_ranks))
         if trains:
             for _ in range(draft.groups.num_micro_batches - len(batches)):
                 draft.end_backward()  # other ranks may have more
@@ -230,10 +231,11 @@ class DraftPassRunner:
         if not needed.target:
             return reader.features(micro_batch)
         parts: list[tuple[Tensor, TargetFeatures]] = []
+        tokens_of = [tokens for segment in micro_batch.segments for _, tokens in examples_of(segment)]
+        examples = [(tokens.start, tokens.stop) for tokens in tokens_of]
         sources: list[tuple[FeatureSource, bool]] = [(hooked, False), (reader, True)]
         for source, is_stored in sources:
-            examples = zip(micro_batch.packed_examples(), stored, strict=True)
-            own = [(example.start, example.stop) for example, each in examples if (each is not None) is is_stored]
+            own = [bounds for bounds, each in zip(examples, stored, strict=True) if (each is not None) is is_stored]
             tokens = [torch.arange(*bounds, device=self._base.device) for bounds in own]
             of_source = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *tokens])
             parts.append((of_source, source.features(select_examples(micro_batch, own))))
@@ -350,7 +352,8 @@ def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[
 
 def _stored(micro_batch: MicroBatch, operations: Sequence[RankOperation]) -> list[CapturedFeatures | None]:
     """Returns the stored features of each example, in order."""
-    return [stored_of(operations[each.operation]).get(each.example) for each in micro_batch.packed_examples()]
+    segments = micro_batch.segments
+    return [stored_of(operations[each.operation]).get(example) for each in segments for example in each.examples]
 
 
 @dataclass(eq=False)
@@ -412,7 +415,7 @@ class _ShareScores:
         return _RankScores(losses, self._totals, self._survivals and self._survivals.survivals(self.share.tokens))
 
 
-def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> ScoredTokens:
+def _merge(batch: DraftBatch, start: int, of_ranks: Sequence[_RankScores]) -> ScoredTokens:
     """Merges the scores of ranks that each scored some of the draft tokens."""
     losses, totals = sum(each.losses for each in of_ranks), PartialResult()
     assert isinstance(losses, np.ndarray)
@@ -420,7 +423,7 @@ def _merge(batch: DraftBatch, of_ranks: Sequence[_RankScores]) -> ScoredTokens:
         totals.add(each.totals)
     survivals = [each.survivals for each in of_ranks if each.survivals is not None]
     lengths = acceptance_lengths(survivals, batch.labels.weights.cpu().numpy(), batch.lengths)
-    return ScoredTokens(losses, losses, {}, totals.ratios | lengths, totals.denominator)
+    return ScoredTokens(start, losses, losses, {}, totals.ratios | lengths, totals.denominator)
 
 
 def _score_chunk(

@@ -84,7 +84,7 @@ def store_features(
     if target_features is None:
         return None
     failure: OSError | None = None
-    for example, tokens in _examples_of(segment):
+    for example, tokens in examples_of(segment):
         features = stored_of(operation).get(example)
         try:
             if features is None:
@@ -261,7 +261,7 @@ def _wanted_features(operation: RankOperation) -> DraftFeatures | None:
     return None if location is None else location.draft
 
 
-def _examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
+def examples_of(segment: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
     """Yields the index of each example, and the slice of its tokens in the micro-batch."""
     for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
         yield example, slice(segment.start + start, segment.start + stop)

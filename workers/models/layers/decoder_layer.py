@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...ops.attention import AttendingPacking, Packing
-from ...ops.fused import Rotations, rms_norm
+from ...ops.fused import RmsNorm, Rotations, rms_norm
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
@@ -79,8 +79,12 @@ class DecoderLayer:
     them."""
 
     def __init__(self, module: Any, layer: Layer, number: int, family: Family, mesh: Mesh) -> None:
-        self._names = layer.norms
-        self._norms = {name: norm_of(getattr(module, name), family) for name in layer.norms.names}
+        names = layer.norms
+        self._norms = {name: norm_of(getattr(module, name), family) for name in names.names}
+        self._before_mixer, self._after_mixer, self._before_mlp, self._after_mlp = (
+            None if name is None else self._norms[name]
+            for name in (names.before_mixer, names.after_mixer, names.before_mlp, names.after_mlp)
+        )
         self._mixers = [_mixer(part, module, number, family, mesh) for part in layer.mixers]
         feed_forward = layer.feed_forward
         self._feed_forward = None if feed_forward is None else _feed_forward(feed_forward, module, family, mesh)
@@ -128,17 +132,16 @@ class DecoderLayer:
         Returns:
             the same pair after this layer.
         """
-        names = self._names
         if self._is_parallel:
-            hidden, x = self._add_norm(hidden, update, names.before_mixer)
+            hidden, x = add_norm(hidden, update, self._before_mixer)
             assert self._feed_forward is not None
             return hidden, self._mixed(x, rotations, packing, stream) + self._feed_forward.forward(x, stream)
         if self._mixers:
-            hidden, x = self._add_norm(hidden, update, names.before_mixer)
+            hidden, x = add_norm(hidden, update, self._before_mixer)
             update = self._mixed(x, rotations, packing, stream)
         if self._feed_forward is not None:
-            hidden, x = self._add_norm(hidden, update, names.before_mlp)
-            update = _scaled(self._normed(self._feed_forward.forward(x, stream), names.after_mlp), self._scales[-1])
+            hidden, x = add_norm(hidden, update, self._before_mlp)
+            update = _finished(self._feed_forward.forward(x, stream), self._after_mlp, self._scales[-1])
         assert update is not None
         return (hidden, update) if self._end is None else self._end.forward(hidden, update, token_input)
 
@@ -149,19 +152,14 @@ class DecoderLayer:
         found = []
         for mixer, scale in zip(self._mixers, self._scales, strict=False):
             mixed = mixer.forward(stream.enter(x, mixer.is_replicated), rotations, packing)
-            normed = self._normed(stream.leave(mixed, mixer.is_replicated), self._names.after_mixer)
-            found.append(_scaled(normed, scale))
+            found.append(_finished(stream.leave(mixed, mixer.is_replicated), self._after_mixer, scale))
         return found[0] if len(found) == 1 else found[0] + found[1]
 
-    def _add_norm(self, hidden: Tensor, update: Tensor | None, name: str | None) -> tuple[Tensor, Tensor]:
-        return add_norm(hidden, update, None if name is None else self._norms[name])
 
-    def _normed(self, update: Tensor, name: str | None) -> Tensor:
-        return update if name is None else rms_norm(update, self._norms[name])
-
-
-def _scaled(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1 else x * scale
+def _finished(update: Tensor, norm: RmsNorm | None, scale: float) -> Tensor:
+    """Returns a part's output normed, if there is a norm, and scaled."""
+    normed = update if norm is None else rms_norm(update, norm)
+    return normed if scale == 1 else normed * scale
 
 
 def is_recognised(module: Any, layer: Layer, family: Family) -> bool:

@@ -20,6 +20,7 @@ class DenseFeedForward:
 
     def __init__(self, part: Dense, module: Any, mesh: Mesh) -> None:
         self._part, self._module = part, module
+        *self._before, self._down = part.linears
         self._is_replicated = "mlp" in mesh.spec.replicated
         self._activated: Callable[..., Tensor] = GATES[part.activation] if part.has_gate else UNGATED[part.activation]
         self._merged = MergedProjection()
@@ -29,25 +30,21 @@ class DenseFeedForward:
 
     def merge(self, merge: Merge) -> None:
         if self._part.has_gate and not self._part.is_fused:
-            self._merged.merge(merge, [getattr(self._module, name) for name in self._part.linears[:2]])
+            self._merged.merge(merge, [getattr(self._module, name) for name in self._before])
 
     def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         x = stream.enter(x, self._is_replicated)
-        *_, down = self._part.linears
-        update = getattr(self._module, down)(self._inner(x))
-        return stream.leave(update, self._is_replicated)
+        hidden = self._activated(*self._features(x))
+        return stream.leave(getattr(self._module, self._down)(hidden), self._is_replicated)
 
-    def _inner(self, x: Tensor) -> Tensor:
-        """Returns the features [tokens, features] of x [tokens, hidden]."""
-        if not self._part.has_gate:
-            return self._activated(getattr(self._module, self._part.linears[0])(x))
-        gate, up = self._gate_and_up(x)
-        return self._activated(gate if self._part.gate_scale == 1 else gate * self._part.gate_scale, up)
-
-    def _gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
-        *before, _ = self._part.linears
-        if self._part.is_fused:
-            return getattr(self._module, before[0])(x).chunk(2, dim=-1)
+    def _features(self, x: Tensor) -> Sequence[Tensor]:
+        """Returns gate, if there is one, and up of x [tokens, hidden], [tokens, features] each."""
         if self._merged.suits(x):
-            return self._merged.forward(x).split(self._merged.out_features, dim=-1)
-        return [getattr(self._module, name)(x) for name in before]
+            features = self._merged.forward(x).split(self._merged.out_features, dim=-1)
+        elif self._part.is_fused:
+            features = getattr(self._module, self._before[0])(x).chunk(2, dim=-1)
+        else:
+            features = [getattr(self._module, name)(x) for name in self._before]
+        if self._part.gate_scale == 1:
+            return features
+        return features[0] * self._part.gate_scale, features[1]

@@ -15,7 +15,7 @@ from ...ops.shared_keys import SharingRow
 from ...parallel.mesh import Mesh, Team
 from ...parallel.norms import ShardedHeadNorms
 from ...shapes.families import Family
-from ...shapes.parts import SoftmaxAttention
+from ...shapes.parts import OutputGate, SoftmaxAttention
 from .merge import Merge, MergedProjection
 from .norms import norm_of
 
@@ -126,30 +126,31 @@ class SoftmaxMixer:
             attended = packing.attend_again(self._rotated(query, rotation, self._query_norm), self._kind)
             return self._module.o_proj(attended.flatten(-2))
         if self._merged.suits(x):
-            query, key, value = self._merged_heads(x, rotation)
-            attended = attend(query, key, value, packing, self._kind)
-            return self._module.o_proj(self._gated(attended, x).flatten(-2))
-        query, gate, key, value = self._projected(x)
-        query = rotation.scaled(self._rotated(query, rotation, self._query_norm))
-        key = self._rotated(key, rotation, self._key_norm)
-        attended = self._gated(attend(query, key, value, packing, self._kind), x).flatten(-2)
+            (query, key, value), gate = self._merged_heads(x, rotation), None
+        else:
+            query, gate, key, value = self._projected(x)
+            query = self._rotated(query, rotation, self._query_norm)
+            key = self._rotated(key, rotation, self._key_norm)
+        if self._value_norm is not None:
+            value = rms_norm(value.flatten(0, 1), self._value_norm).view_as(value)
+        attended = attend(rotation.scaled(query), key, value, packing, self._kind)
+        if self._part.gate is not None:
+            attended = self._gated(attended, x, self._part.gate)
+        attended = attended.flatten(-2)
         return self._module.o_proj(attended if gate is None else attended * gate.sigmoid())
 
-    def _gated(self, attended: Tensor, x: Tensor) -> Tensor:
-        """Multiplies [tokens, heads, head_dim] with the gates of x [tokens, hidden], if a layer computes them."""
-        gate = self._part.gate
-        if gate is None:
-            return attended
+    def _gated(self, attended: Tensor, x: Tensor, gate: OutputGate) -> Tensor:
+        """Multiplies [tokens, heads, head_dim] with the gates of x [tokens, hidden]."""
         numbers = _GATES[gate.activation](getattr(self._module, gate.name)(x))
         return attended * numbers.unflatten(-1, (attended.shape[1], -1))
 
     def _merged_heads(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query, key and value [tokens, heads, head_dim], normed and rotated."""
+        """Returns query and key, normed and rotated, and value: [tokens, heads, head_dim]."""
         heads = self._merged.forward(x).view(x.shape[0], -1, self._part.head_dim)
         queries, keys, values = (size // self._part.head_dim for size in self._sizes)
         rotated = self._rotated(heads[:, : queries + keys], rotation, self._merged_norm)
         query, key = rotated.split((queries, keys), dim=1)
-        return rotation.scaled(query), key, self._normed_value(heads[:, -values:])
+        return query, key, heads[:, -values:]
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Returns query [tokens, heads, head_dim], gate [tokens, heads * head_dim] if there is one, key and value."""
@@ -166,14 +167,8 @@ class SoftmaxMixer:
             query, gate = query.flatten(-2), gate.flatten(-2)
         if self._joint_norms is not None:
             query, key = self._joint_norms.normed(query, key)
-        heads = (each.unflatten(-1, (-1, self._part.head_dim)) for each in (query, key, value))
-        query, key, value = heads
-        return query, gate, key, self._normed_value(value)
-
-    def _normed_value(self, value: Tensor) -> Tensor:
-        if self._value_norm is None:
-            return value
-        return rms_norm(value.flatten(0, 1), self._value_norm).view_as(value)
+        query, key, value = (each.unflatten(-1, (-1, self._part.head_dim)) for each in (query, key, value))
+        return query, gate, key, value
 
     def _rotated(self, heads: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
         """Rotates [tokens, heads, head_dim], and applies each head's norm, if there is one."""

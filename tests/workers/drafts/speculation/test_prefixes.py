@@ -237,7 +237,7 @@ def test_draft_prefixes_are_counted_evicted_and_dropped_with_the_draft(worker: W
     """Evicts the least recently used prefix first, of the model or of a draft."""
     small = Worker(replace(worker._config, kv_cache_bytes=1 << 19))
     load_drafts(small, target)
-    budget = small._sampler._cache.budget
+    budget = small._sampler._shared.cache.budget
     for number in range(30):
         answer(small, drafting_job(DRAFTS[number % 2], text(60 + number, number), max_tokens=12))
         memory = small.memory()

@@ -4,20 +4,19 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from trainhouse.server.routes import futures, training
-from trainhouse.server.routes.fast import find_endpoints
-from trainhouse.server.tenants.gate import Gate
+from trainhouse.server.routes.gate import Gate, find_endpoints
 
 pytestmark = pytest.mark.anyio
 
 
 def through_fastapi(app: FastAPI) -> FastAPI:
-    """Returns an application with the same routes and error handlers, without the middleware that bypasses FastAPI."""
+    """Returns an application with the same routes and error handlers, none of which bypass FastAPI."""
     plain = FastAPI()
     for routes in (training, futures):
         plain.include_router(routes.router)
     for kind, handler in app.exception_handlers.items():
         plain.add_exception_handler(kind, handler)
-    plain.add_middleware(Gate, config=app.state.services.config)
+    plain.add_middleware(Gate, config=app.state.services.config, endpoints={})
     plain.state.services = app.state.services
     return plain
 

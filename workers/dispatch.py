@@ -237,20 +237,15 @@ class WorkerDispatch:
         call = MethodWork(str(directory), tenant_id, CONVERT_ADAPTER, (source, lora, str(directory), *aliases))
         return await self._base_model(base_model).group.submit(call)
 
-    def has_adapter(self, adapter_id: str) -> bool:
-        """True if samples may use the adapter; turns False when a worker that held it dies."""
-        engine = self._adapters.get(adapter_id)
-        return engine is not None and engine.has_adapter(adapter_id)
-
     async def drop_adapter(self, adapter_id: str) -> None:
         """Frees the adapter; does nothing if it is unknown or lost."""
         engine = self._adapters.pop(adapter_id, None)
         if engine is not None:
             await engine.drop_adapter(adapter_id)
 
-    def has_draft(self, base_model: str, draft_id: str) -> bool:
-        """True if samples may use this draft model; turns False when a worker that held it dies."""
-        return self._base_model(base_model).engine.has_draft(draft_id)
+    def has_weights(self, base_model: str, weights_id: str) -> bool:
+        """True if samples may use this adapter or draft model; turns False when a worker that held it dies."""
+        return self._base_model(base_model).engine.has_weights(weights_id)
 
     async def load_draft(self, base_model: str, draft_id: str, directory: Path) -> None:
         """Loads a draft model's checkpoint for samples of this base model; see SampleJob."""

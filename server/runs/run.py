@@ -39,8 +39,6 @@ _IF_USED = (
     "is another process training this run? Nothing was done: train a run in one process, which numbers its operations "
     "1, 2, 3 and so on"
 )
-
-
 _NO_BODY = Body()
 
 

@@ -45,6 +45,15 @@ class SamplerWeights(WorkerWeights[Sampler]):
         self._dispatch = dispatch
         self._checkpoints = checkpoints
 
+    def hold_of(self, sampler: Sampler) -> None:
+        """Keeps the sampler's weights, if it has any, until `release_of`."""
+        if sampler.adapter_id is not None:
+            self.hold(sampler, sampler)
+
+    def release_of(self, sampler: Sampler) -> None:
+        if sampler.adapter_id is not None:
+            self.release(sampler, sampler)
+
     async def save_from_run(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights to an ephemeral sampler, first to disk and then in the workers.
 
@@ -65,7 +74,7 @@ class SamplerWeights(WorkerWeights[Sampler]):
         return f"the weights of sampler {item.record.sampler_id}"
 
     def is_loaded(self, item: Sampler) -> bool:
-        return self._dispatch.has_adapter(self.id_of(item))
+        return self._dispatch.has_weights(item.record.base_model, self.id_of(item))
 
     async def load_now(self, item: Sampler) -> None:
         """Loads the weights; waits while the database is away. Raises OperationError, RequestError."""

@@ -60,15 +60,12 @@ class SamplerGroups:
             adapter_id, await self._training.submit(MethodWork(adapter_id, "", READ_ADAPTER, (str(directory),)))
         )
 
-    def has_adapter(self, adapter_id: str) -> bool:
-        return adapter_id in self._copies
+    def has_weights(self, weights_id: str) -> bool:
+        return weights_id in self._copies or not self._without_draft(weights_id)
 
     async def drop_adapter(self, adapter_id: str) -> None:
         self._copies.drop(adapter_id)
         await asyncio.gather(*(worker.drop(adapter_id) for worker in self._workers))
-
-    def has_draft(self, draft_id: str) -> bool:
-        return not self._without_draft(draft_id)
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         """Loads the draft into each running group. A group that restarts loads it at the next request."""

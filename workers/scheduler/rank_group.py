@@ -209,7 +209,7 @@ class RankGroup:
             elif (call := scheduler.next_call(device.is_held)) is not None:
                 return call
             else:
-                idle_at = device.used_at + device.idle_seconds if device.is_held else math.inf
+                idle_at = device.idle_at
                 until = min(idle_at, self.scheduler.snapshots.due_at)
                 seconds = None if until == math.inf else max(0.0, until - time.monotonic())
                 try:

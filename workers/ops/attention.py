@@ -169,17 +169,11 @@ def attend(
     if kind.part is not None:
         packing, kind = packing.in_parts(kind.part), replace(kind, part=None)
     if fits_flash_on_gpu(query, kind):
-        if torch.is_grad_enabled():
-            return _FlashOnGpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
-        return flash_on_gpu(query, key, value, packing, kind)[0]
+        return _FlashOnGpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
     if (kernels := row_kernels_for(query, key, value, kind)) is not None:
-        if torch.is_grad_enabled():
-            return _ByRow.apply(query, key, value, packing, kind, kernels)  # pyright: ignore[reportReturnType]
-        return _by_row(query, key, value, packing, kind, kernels)[0]
+        return _ByRow.apply(query, key, value, packing, kind, kernels)  # pyright: ignore[reportReturnType]
     if query.is_cpu or kind.sinks is not None or kind.cap is not None:
-        if torch.is_grad_enabled():
-            return _ByGroup.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
-        return _by_group(query, key, value, packing, kind)[0]
+        return _ByGroup.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
     return join_groups([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
 
 
@@ -318,27 +312,6 @@ def row_kernels_for(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKi
     return kernels_for(query, key, value) if is_plain else None
 
 
-def _by_row(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, kernels: TrainingKernels
-) -> tuple[Tensor, Tensor]:
-    """Returns the attention output, and the log-sum-exp of the scores and sinks, [heads, tokens]."""
-    out, log_sums = kernels.attention(query, key, value, packing.bounds(query.device), kind)
-    return out, log_sums if kind.sinks is None else kind.sinks.join(out.transpose(0, 1), log_sums)
-
-
-def _by_group(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind
-) -> tuple[Tensor, list[Tensor]]:
-    """Returns the attention output, and each group's log-sum-exp of the scores and sinks, which backward needs."""
-    outs, log_sums = [], []
-    for group in packing.groups:
-        q, k, v = (rows_by_group(x, group) for x in (query, key, value))
-        out, log_sum = attend_group(q, k, v, kind)
-        outs.append(out)
-        log_sums.append(log_sum)
-    return join_groups(outs), log_sums
-
-
 def attend_group(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
     """Attends sequences of one length, where there is no flash attention for all lengths at once.
 
@@ -423,7 +396,13 @@ class _ByGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
-        out, log_sums = _by_group(query, key, value, packing, kind)
+        outs, log_sums = [], []
+        for group in packing.groups:
+            q, k, v = (rows_by_group(x, group) for x in (query, key, value))
+            found, log_sum = attend_group(q, k, v, kind)
+            outs.append(found)
+            log_sums.append(log_sum)
+        out = join_groups(outs)
         ctx.save_for_backward(query, key, value, out, *log_sums)
         ctx.packing, ctx.kind = packing, kind
         return out
@@ -455,9 +434,11 @@ class _ByRow(torch.autograd.Function):
         kind: AttentionKind,
         kernels: TrainingKernels,
     ) -> Tensor:
-        out, log_sums = _by_row(query, key, value, packing, kind, kernels)
-        ctx.save_for_backward(query, key, value, out, log_sums)
         ctx.bounds, ctx.kind, ctx.kernels = packing.bounds(query.device), kind, kernels
+        out, log_sums = kernels.attention(query, key, value, ctx.bounds, kind)
+        if kind.sinks is not None:
+            log_sums = kind.sinks.join(out.transpose(0, 1), log_sums)
+        ctx.save_for_backward(query, key, value, out, log_sums)
         return out
 
     @staticmethod

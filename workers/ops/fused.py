@@ -114,20 +114,17 @@ class RotaryTable:
 
 def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
     """Returns the norm of x [tokens, size]."""
-    if torch.is_grad_enabled():
-        return _RmsNorm.apply(x, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := device_kernels_for(x)) is not None:
-        return kernels.rms_norm(x, norm.weight, norm.eps_number)
-    return _normalized(x, inverse_rms(x, norm.eps), norm).to(x.dtype)
+    return add_rms_norm(x, None, norm)[1]
 
 
-def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
-    """Returns x + update, and its norm; all [tokens, size]."""
+def add_rms_norm(x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+    """Returns x + update, or x if there is none, and its norm; all [tokens, size]."""
     if torch.is_grad_enabled():
-        return _AddRmsNorm.apply(x, update, norm)  # pyright: ignore[reportReturnType]
+        sum_and_norm: Any = _AddRmsNorm.apply(x, update, norm)
+        return (x, sum_and_norm[1]) if update is None else sum_and_norm
     if (kernels := device_kernels_for(x)) is not None:
         return kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
-    total = x + update
+    total = x if update is None else x + update
     return total, _normalized(total, inverse_rms(total, norm.eps), norm).to(x.dtype)
 
 
@@ -135,8 +132,6 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     """Rotates the heads of x [tokens, heads, size], after normalizing each head if there is a norm."""
     if torch.is_grad_enabled():
         return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
-    if (kernels := _rotating_kernels(x, rotation)) is not None:
-        return kernels.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
     return _rotated(x, rotation, norm)[0]
 
 
@@ -195,51 +190,41 @@ def scaled_exponentials(x: Tensor, factors: Tensor) -> Tensor:
 GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: RmsNorm) -> Tensor:
-        ctx.norm, ctx.kernels = norm, (kernels := device_kernels_for(x))
-        if kernels is not None:
-            ctx.save_for_backward(x, None)
-            return kernels.rms_norm(x, norm.weight, norm.eps_number)
-        inverse = inverse_rms(x, norm.eps)
-        ctx.save_for_backward(x, inverse)
-        return _normalized(x, inverse, norm).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _backward_of_norm(ctx, grads[0], None), None
-
-
 class _AddRmsNorm(torch.autograd.Function):
+    """Returns the sum and its norm, without an update the norm alone."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor | None, Tensor]:
         ctx.norm, ctx.kernels = norm, (kernels := device_kernels_for(x))
         ctx.set_materialize_grads(False)
         if kernels is not None:
+            inverse = None
             total, normalized = kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
-            ctx.save_for_backward(total, None)
-            return total, normalized
-        total = x + update
-        inverse = inverse_rms(total, norm.eps)
-        ctx.save_for_backward(total, inverse)
-        return total, _normalized(total, inverse, norm).to(x.dtype)
+        else:
+            total = x if update is None else x + update
+            inverse = inverse_rms(total, norm.eps)
+            normalized = _normalized(total, inverse, norm).to(x.dtype)
+        ctx.save_for_backward(x if update is None else total, inverse)
+        return None if update is None else total, normalized
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad_total, grad = grads
-        gradient = _backward_of_norm(ctx, grad, grad_total)
-        return gradient, gradient, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (total, inverse), norm, (addend, grad) = ctx.saved_tensors, ctx.norm, grads
+        if ctx.kernels is not None and norm.parameter.grad is None:
+            gradient = ctx.kernels.rms_norm_gradient(grad, total, norm.weight, norm.eps_number, addend)
+        else:
+            wide, inverse = grad.float(), inverse_rms(total, norm.eps) if inverse is None else inverse
+            norm.add_gradient(wide, total, inverse)
+            gradient = norm_gradient(wide * norm.weight, total, inverse)
+            gradient = (gradient if addend is None else gradient.add_(addend)).to(grad.dtype)
+        return gradient, gradient if ctx.needs_input_grad[1] else None, None
 
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
-        ctx.rotation, ctx.norm, ctx.kernels = rotation, norm, (kernels := _rotating_kernels(x, rotation))
-        if kernels is not None:
-            ctx.save_for_backward(x if norm is not None else None, None)
-            return kernels.rotate_heads(x, rotation.cos, rotation.sin, *_weight_and_eps(norm))
-        out, inverse = _rotated(x, rotation, norm)
+        ctx.rotation, ctx.norm = rotation, norm
+        out, inverse, ctx.kernels = _rotated(x, rotation, norm)
         ctx.save_for_backward(x if norm is not None else None, inverse)
         return out
 
@@ -248,7 +233,7 @@ class _RotateHeads(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         (grad,), rotation, norm = grads, ctx.rotation, ctx.norm
         if ctx.kernels is not None and (norm is None or norm.parameter.grad is None):
-            weight, eps = _weight_and_eps(norm)
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
             return ctx.kernels.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
         gradient = rotation.apply(grad.float(), sign=-1.0)
         if norm is not None:
@@ -303,28 +288,6 @@ class _GeGlu(torch.autograd.Function):
         return grad_gate, active.mul_(grad)
 
 
-def _backward_of_norm(ctx: Any, grad: Tensor, addend: Tensor | None) -> Tensor:
-    """Returns the gradient of a norm's input x, plus the addend, and adds the gradient of the norm's weight."""
-    (x, inverse), norm = ctx.saved_tensors, ctx.norm
-    if ctx.kernels is not None and norm.parameter.grad is None:
-        return ctx.kernels.rms_norm_gradient(grad, x, norm.weight, norm.eps_number, addend)
-    wide, inverse = grad.float(), inverse_rms(x, norm.eps) if inverse is None else inverse
-    norm.add_gradient(wide, x, inverse)
-    gradient = norm_gradient(wide * norm.weight, x, inverse)
-    if addend is not None:
-        gradient.add_(addend)
-    return gradient.to(grad.dtype)
-
-
-def _rotating_kernels(x: Tensor, rotation: Rotation) -> "Kernels | TritonKernels | None":
-    """Returns kernels that rotate these heads. Triton's rotate whole heads only."""
-    return device_kernels_for(x) if x.is_cpu or rotation.cos.shape[-1] == x.shape[-1] else None
-
-
-def _weight_and_eps(norm: RmsNorm | None) -> tuple[Tensor | None, float]:
-    return (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
-
-
 def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
     """Returns 1 / sqrt(mean(x^2) + eps) over the last dimension, float32 [..., 1]."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -335,11 +298,18 @@ def _normalized(x: Tensor, inverse: Tensor, norm: RmsNorm) -> Tensor:
     return (x * inverse).mul_(norm.weight)
 
 
-def _rotated(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> tuple[Tensor, Tensor | None]:
-    if norm is None:
-        return rotation.apply(x.float()).to(x.dtype), None
-    inverse = inverse_rms(x, norm.eps)
-    return rotation.apply(_normalized(x, inverse, norm)).to(x.dtype), inverse
+def _rotated(
+    x: Tensor, rotation: Rotation, norm: RmsNorm | None
+) -> "tuple[Tensor, Tensor | None, Kernels | TritonKernels | None]":
+    """Returns the heads rotated; their inverse norms, if torch computed them; and the kernels, if those did."""
+    # Triton's kernels rotate whole heads only.
+    kernels = device_kernels_for(x) if x.is_cpu or rotation.cos.shape[-1] == x.shape[-1] else None
+    if kernels is not None:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
+        return kernels.rotate_heads(x, rotation.cos, rotation.sin, weight, eps), None, kernels
+    inverse = None if norm is None else inverse_rms(x, norm.eps)
+    wide = x.float() if norm is None or inverse is None else _normalized(x, inverse, norm)
+    return rotation.apply(wide).to(x.dtype), inverse, None
 
 
 def norm_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:

@@ -136,12 +136,8 @@ class Kernels(TrainingKernels, Protocol):
 
     def new_tape(self) -> StepRecorder: ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Returns the norm of x [tokens, size] with weight [size]."""
-        ...
-
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns x + update, and its norm; all [tokens, size]."""
+    def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Returns x + update, or x if there is none, and its norm with weight [size]; all [tokens, size]."""
         ...
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -336,7 +332,7 @@ def load_triton_kernels(device: torch.device) -> "TritonKernels | None":
     try:
         from .triton_kernels import TritonKernels
 
-        TritonKernels().rms_norm(x, x[0], 0.0)
+        TritonKernels().add_rms_norm(x, None, x[0], 0.0)
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         _log.warning(
             "Triton's kernels do not run here, so passes on %s take up to twice as long: %s. Install gcc or clang, and"

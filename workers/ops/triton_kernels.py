@@ -36,18 +36,12 @@ _BLOCK = 1024
 class TritonKernels:
     """Launches the kernels on tensors of a GPU. The numbers of a row must be contiguous; else a copy is made."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Returns the norm of x [tokens, size] with weight [size]."""
-        x = x.contiguous()
-        out = x.new_empty(x.shape)
-        launch(_add_rms_norm, x.shape[:1], out, x, x, x, weight, eps, x.shape[1], False, **_of_row(x.shape[1]))
-        return out
-
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns x + update, and its norm; all [tokens, size]."""
-        x, update = x.contiguous(), update.contiguous()
-        total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-        launch(_add_rms_norm, x.shape[:1], out, total, x, update, weight, eps, x.shape[1], True, **_of_row(x.shape[1]))
+    def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Returns x + update, or x if there is none, and its norm with weight [size]; all [tokens, size]."""
+        x, out, size = x.contiguous(), x.new_empty(x.shape), x.shape[1]
+        total, added = (x, x) if update is None else (x.new_empty(x.shape), update.contiguous())
+        tensors = out, total, x, added, weight
+        launch(_add_rms_norm, x.shape[:1], *tensors, eps, size, update is not None, **_of_row(size))
         return total, out
 
     def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:

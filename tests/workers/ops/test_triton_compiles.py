@@ -24,7 +24,7 @@ def wide(*shape: int) -> torch.Tensor:
 
 COS, SIN = torch.zeros(4, 1, 64), torch.zeros(4, 1, 32)
 CALLS = {
-    "norm": lambda: KERNELS.rms_norm(wide(4, 96), wide(96), 1e-6),
+    "norm": lambda: KERNELS.add_rms_norm(wide(4, 96), None, wide(96), 1e-6),
     "norm of a sum": lambda: KERNELS.add_rms_norm(wide(4, 96), wide(4, 96), wide(96), 1e-6),
     "gradient of a norm": lambda: KERNELS.rms_norm_gradient(wide(4, 96), wide(4, 96), wide(96), 1e-6, None),
     "rotation": lambda: KERNELS.rotate_heads(wide(4, 3, 64), COS, SIN, wide(64), 1e-6),

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.fused import RmsNorm, add_rms_norm, rms_norm
+from ...ops.fused import RmsNorm, add_rms_norm
 from ...ops.norms.layer_norm import LayerNorm, layer_norm
 from ...shapes.families import Family
 
@@ -30,12 +30,7 @@ def _eps(module: Any) -> Tensor:
 
 def add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
     """Returns the sum of both, and its norm; without a norm the sum twice."""
-    if norm is None:
-        total = hidden if update is None else hidden + update
-        return total, total
-    if isinstance(norm, LayerNorm):
-        total = hidden if update is None else hidden + update
-        return total, layer_norm(total, norm)
-    if update is None:
-        return hidden, rms_norm(hidden, norm)
-    return add_rms_norm(hidden, update, norm)
+    if norm is not None and not isinstance(norm, LayerNorm):
+        return add_rms_norm(hidden, update, norm)
+    total = hidden if update is None else hidden + update
+    return total, total if norm is None else layer_norm(total, norm)

@@ -68,26 +68,21 @@ class CpuKernels(CpuTrainingKernels):
         # On registers of 16 numbers (AVX-512) torch's products are as fast, and faster if all dimensions are large.
         self.outdo_torch = library.register_size() < _WIDE_REGISTER
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, out = x.contiguous(), x.new_empty(x.shape)
-        self.library.add_rms_norm(
-            out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), eps, *x.shape, threads_for(x)
-        )
-        return out
-
-    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        x, update = x.contiguous(), update.contiguous()
-        total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-        pointers = (tensor.data_ptr() for tensor in (out, total, x, update, weight))
-        self.library.add_rms_norm(*pointers, eps, *x.shape, threads_for(x))
+        if update is None:
+            self.library.add_rms_norm(out, None, x, None, weight, eps, *x.shape, threads_for(x))
+            return x, out
+        update, total = update.contiguous(), x.new_empty(x.shape)
+        self.library.add_rms_norm(out, total, x, update, weight, eps, *x.shape, threads_for(x))
         return total, out
 
     def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         tokens, heads, size = x.shape
         x, out = with_rows(x), x.new_empty(x.shape)
-        pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
-        inputs = x.data_ptr(), x.stride(0), pointer, stride, eps, cos.data_ptr(), sin.data_ptr()
-        self.library.rotate_heads(out.data_ptr(), *inputs, tokens, heads, size, cos.shape[-1], threads_for(x))
+        stride = size if weight is not None and weight.dim() > 1 else 0
+        sizes = tokens, heads, size, cos.shape[-1]
+        self.library.rotate_heads(out, x, x.stride(0), weight, stride, eps, cos, sin, *sizes, threads_for(x))
         return out
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -95,9 +90,7 @@ class CpuKernels(CpuTrainingKernels):
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
         out = gate.new_empty(gate.shape)
-        self.library.swiglu(
-            out.data_ptr(), gate.data_ptr(), up.data_ptr(), gate.stride(0), *gate.shape, threads_for(gate)
-        )
+        self.library.swiglu(out, gate, up, gate.stride(0), *gate.shape, threads_for(gate))
         return out
 
     def decode_attention(
@@ -114,13 +107,11 @@ class CpuKernels(CpuTrainingKernels):
         num_threads: int,
     ) -> Tensor:
         query, key, value, out = with_rows(query), with_rows(key), with_rows(value), query.new_empty(query.shape)
-        new = (part for tensor in (query, key, value) for part in (tensor.data_ptr(), tensor.stride(0)))
-        where = (tensor.data_ptr() for tensor in (slots, lengths, groups.order, groups.bounds, groups.num_shared))
+        new = query, query.stride(0), key, key.stride(0), value, value.stride(0)
+        where = slots, lengths, groups.order, groups.bounds, groups.num_shared
         sizes = len(groups.num_shared), query.shape[1], key.shape[1], query.shape[2], keys.shape[2], kind.window or 0
-        sinks = None if kind.sinks is None else kind.sinks.scores
-        cache = keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()
-        scales = kind.scaling, kind.cap or 0.0
-        self.library.decode_attention(out.data_ptr(), *new, *cache, *where, *sizes, *scales, num_threads)
+        sinks, cap = None if kind.sinks is None else kind.sinks.scores, kind.cap or 0.0
+        self.library.decode_attention(out, *new, keys, values, sinks, *where, *sizes, kind.scaling, cap, num_threads)
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
@@ -131,27 +122,28 @@ class CpuKernels(CpuTrainingKernels):
         y = x.new_empty(len(x), columns) if addend is None else addend
         if bias is not None:
             y = y.copy_(bias.expand_as(y)) if addend is None else y.add_(bias)
-        transposed = weight.stride(1) == 1
-        pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), weight.data_ptr()
-        rows = 0, weight.stride(0 if transposed else 1), transposed, (_SIZE * 2)(0, len(x)), len(x)
-        adds, threads = addend is not None or bias is not None, torch.get_num_threads()
-        threads = threads if y.numel() * inner > WORTH_ALL else 1
-        self.library.grouped_matmul(*pointers, *rows, 1, inner, columns, adds, threads)
+        transposed, adds = weight.stride(1) == 1, addend is not None or bias is not None
+        matrix = weight, 0, weight.stride(0 if transposed else 1), transposed
+        bounds = (_SIZE * 2)(0, len(x))
+        threads = torch.get_num_threads() if y.numel() * inner > WORTH_ALL else 1
+        self.library.grouped_matmul(
+            y, y.stride(0), x, x.stride(0), *matrix, bounds, len(x), 1, inner, columns, adds, threads
+        )
         return y
 
     def grouped_matmul(self, y: Tensor, x: Tensor, matrices: Tensor, bounds: Tensor, adds: bool) -> None:
         x, (groups, inner, columns) = with_rows(x), matrices.shape
         transposed = matrices.stride(2) != 1
-        apart = matrices.stride(0), matrices.stride(2 if transposed else 1)
+        stacked = matrices, matrices.stride(0), matrices.stride(2 if transposed else 1), transposed
         threads = self._threads_for_product(len(x) * inner * columns)
-        pointers = y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), matrices.data_ptr()
-        rows = *apart, transposed, bounds.data_ptr(), len(x)
-        self.library.grouped_matmul(*pointers, *rows, groups, inner, columns, adds, threads)
+        self.library.grouped_matmul(
+            y, y.stride(0), x, x.stride(0), *stacked, bounds, len(x), groups, inner, columns, adds, threads
+        )
 
     def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
         x, a, b = with_rows(x), with_rows(a), with_rows(b)
-        pointers = (part for tensor in (y, x, a, b) for part in (tensor.data_ptr(), tensor.stride(0)))
-        self.library.add_low_rank(*pointers, *x.shape, *b.shape)
+        factors = a, a.stride(0), b, b.stride(0)
+        self.library.add_low_rank(y, y.stride(0), x, x.stride(0), *factors, *x.shape, *b.shape)
 
     def _threads_for_product(self, num_multiplications: int) -> int:
         return (lane_threads() or self._most_threads) if num_multiplications > WORTH_ALL else 1
@@ -159,15 +151,13 @@ class CpuKernels(CpuTrainingKernels):
     def sort_pairs(self, keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
         keys, num_pairs = keys.contiguous(), keys.numel()
         tokens, places, counts = (keys.new_empty(size) for size in (num_pairs, num_pairs, num_groups))
-        pointers = (x.data_ptr() for x in (tokens, places, counts, keys))
-        self.library.sort_pairs(*pointers, first, num_pairs, keys.shape[1], num_groups)
+        self.library.sort_pairs(tokens, places, counts, keys, first, num_pairs, keys.shape[1], num_groups)
         return tokens, places, counts
 
     def combine_pairs(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         x, weights, (num_tokens, of_each) = x.contiguous(), weights.contiguous(), weights.shape
         out = x.new_empty(num_tokens, x.shape[1])
-        pointers = (tensor.data_ptr() for tensor in (out, x, places, weights))
-        self.library.combine_pairs(*pointers, num_tokens, of_each, x.shape[1])
+        self.library.combine_pairs(out, x, places, weights, num_tokens, of_each, x.shape[1])
         return out
 
     def run_experts(
@@ -189,37 +179,33 @@ class CpuKernels(CpuTrainingKernels):
             pointers = (each.data_ptr() for each in (factors.reduced, factors.gate, factors.up, factors.down))
             terms = ctypes.byref(_ExpertTerms(*pointers, width, rank, len(factors.gate) // experts))
         threads = self._threads_for_product(keys.numel() * hidden * 3 * features)
-        pointers = (None if each is None else each.data_ptr() for each in (out, between, x, keys, weights))
         matrices = (ctypes.byref(_Matrices.of(each)) for each in (gate_up, down))
         sizes = first, num_tokens, keys.shape[1], experts, hidden, features
-        self.library.run_experts(*pointers, *matrices, terms, *sizes, threads)
+        self.library.run_experts(out, between, x, keys, weights, *matrices, terms, *sizes, threads)
         return out, between
 
     def convolve_step(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, is_silu: bool
     ) -> Tensor:
         x, weight, out = with_rows(x), weight.contiguous(), x.new_empty(x.shape)
-        where = states.data_ptr(), slots.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr()
         sizes = *x.shape, weight.shape[1], is_silu, torch.get_num_threads()
-        self.library.convolve_step(out.data_ptr(), x.data_ptr(), x.stride(0), *where, *sizes)
+        self.library.convolve_step(out, x, x.stride(0), states, slots, weight, bias, *sizes)
         return out
 
     def delta_step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
         q, k, v = (with_rows(x) for x in inputs[:3])
         g, beta = (x.contiguous() for x in inputs[3:])
         out = v.new_empty(v.shape)
-        pointers = (part for x in (q, k, v) for part in (x.data_ptr(), x.stride(0)))
-        others = (x.data_ptr() for x in (g, beta, states, slots))
+        rows = q, q.stride(0), k, k.stride(0), v, v.stride(0)
         sizes = len(q), q.shape[1], v.shape[1], q.shape[2], v.shape[2]
-        self.library.delta_step(out.data_ptr(), *pointers, *others, *sizes, torch.get_num_threads())
+        self.library.delta_step(out, *rows, g, beta, states, slots, *sizes, torch.get_num_threads())
         return out
 
     def sample(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         rows, vocab = logits.shape
         logits = logits.contiguous()
         tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
-        pointers = (tensor.data_ptr() for tensor in (tokens, logprobs, logits, temperature, uniform))
-        self.library.choose(*pointers, rows, vocab, threads_for(logits))
+        self.library.choose(tokens, logprobs, logits, temperature, uniform, rows, vocab, threads_for(logits))
         return tokens, logprobs
 
     def new_tape(self) -> StepTape:

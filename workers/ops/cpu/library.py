@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ...protocol.cache_directory import cache_directory
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "training.c"))
@@ -28,7 +30,10 @@ Recorder = Callable[[Callable[[], object]], None]
 
 
 class CompiledLibrary:
-    """The compiled functions, as attributes. A thread can record its calls, to repeat them later."""
+    """The compiled functions, as attributes, which take tensors for pointers to numbers.
+
+    A thread can record its calls, to repeat them later.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._recording = library, _Recording()
@@ -56,9 +61,10 @@ class CompiledLibrary:
             self._recording.record = None
 
     def _call(self, function: Callable[..., int], *arguments: object) -> int:
+        given = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
         if (record := self._recording.record) is not None:
-            record(partial(function, *arguments))
-        return function(*arguments)
+            record(partial(function, *given))
+        return function(*given)
 
 
 class _Recording(threading.local):

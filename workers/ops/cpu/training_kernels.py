@@ -48,10 +48,8 @@ class CpuTrainingKernels:
 
     def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
         grad, x, out = grad.contiguous(), x.contiguous(), x.new_empty(x.shape)
-        pointer = None if addend is None else (addend := addend.contiguous()).data_ptr()
-        self.library.rms_norm_gradient(
-            out.data_ptr(), grad.data_ptr(), pointer, x.data_ptr(), weight.data_ptr(), eps, *x.shape, threads_for(x)
-        )
+        addend = None if addend is None else addend.contiguous()
+        self.library.rms_norm_gradient(out, grad, addend, x, weight, eps, *x.shape, threads_for(x))
         return out
 
     def rotate_heads_gradient(
@@ -60,36 +58,31 @@ class CpuTrainingKernels:
         tokens, heads, size = grad.shape
         grad, out = with_rows(grad), grad.new_empty(grad.shape)
         x = grad if x is None else with_rows(x)
-        pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
-        inputs = grad.data_ptr(), grad.stride(0), x.data_ptr(), x.stride(0), pointer, stride, eps
-        angles = cos.data_ptr(), sin.data_ptr()
-        self.library.rotate_heads_gradient(
-            out.data_ptr(), *inputs, *angles, tokens, heads, size, cos.shape[-1], threads_for(grad)
-        )
+        stride = size if weight is not None and weight.dim() > 1 else 0
+        inputs = grad, grad.stride(0), x, x.stride(0), weight, stride, eps, cos, sin
+        self.library.rotate_heads_gradient(out, *inputs, tokens, heads, size, cos.shape[-1], threads_for(grad))
         return out
 
     def swiglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
-        inputs = grad.data_ptr(), grad.stride(0), gate.data_ptr(), up.data_ptr(), gate.stride(0)
-        self.library.swiglu_gradient(*inputs, *gate.shape, threads_for(gate))
+        self.library.swiglu_gradient(grad, grad.stride(0), gate, up, gate.stride(0), *gate.shape, threads_for(gate))
         return gate, up
 
     def log_softmax(self, x: Tensor, out: Tensor) -> Tensor:
-        self.library.log_softmax(out.data_ptr(), x.data_ptr(), *x.shape, threads_for(x))
+        self.library.log_softmax(out, x, *x.shape, threads_for(x))
         return out
 
     def scaled_exponentials(self, x: Tensor, factors: Tensor) -> Tensor:
-        factors = factors.contiguous()
-        self.library.scaled_exponentials(x.data_ptr(), factors.data_ptr(), *x.shape, threads_for(x))
+        self.library.scaled_exponentials(x, factors.contiguous(), *x.shape, threads_for(x))
         return x
 
     def combine_pairs_gradient(self, grad: Tensor, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         grad, x, weights, (num_tokens, of_each) = grad.contiguous(), x.contiguous(), weights.contiguous(), weights.shape
         grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
-        pointers = (each.data_ptr() for each in (grad_x, grad_weights, grad, x, places, weights))
-        self.library.combine_pairs_gradient(*pointers, num_tokens, of_each, x.shape[1], threads_for(x))
+        sizes = num_tokens, of_each, x.shape[1], threads_for(x)
+        self.library.combine_pairs_gradient(grad_x, grad_weights, grad, x, places, weights, *sizes)
         return grad_x, grad_weights
 
     def attention(
@@ -98,9 +91,8 @@ class CpuTrainingKernels:
         (tokens, heads, _), value_size = query.shape, value.shape[2]
         query, key, value = (with_rows(x) for x in (query, key, value))
         out, log_sums = query.new_empty(tokens, heads, value_size), query.new_empty(heads, tokens)
-        pointers = (x.data_ptr() for x in (out, log_sums, query, key, value, bounds))
-        of = _described(query, key, value, out, kind)
-        self.library.attention(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads())
+        of = ctypes.byref(_described(query, key, value, out, kind))
+        self.library.attention(out, log_sums, query, key, value, bounds, len(bounds) - 1, of, torch.get_num_threads())
         return out, log_sums
 
     def attention_gradient(
@@ -116,10 +108,9 @@ class CpuTrainingKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, query, key, value = (with_rows(x) for x in (grad, query, key, value))
         found = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-        tensors = (*found, grad, query, key, value, out.contiguous(), log_sums.contiguous(), bounds)
-        pointers = (x.data_ptr() for x in tensors)
-        of = _described(query, key, value, grad, kind)
-        self.library.attention_gradient(*pointers, len(bounds) - 1, ctypes.byref(of), torch.get_num_threads())
+        tensors = *found, grad, query, key, value, out.contiguous(), log_sums.contiguous(), bounds
+        of = ctypes.byref(_described(query, key, value, grad, kind))
+        self.library.attention_gradient(*tensors, len(bounds) - 1, of, torch.get_num_threads())
         return found
 
 

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
@@ -144,7 +144,7 @@ class ForwardBackwardRequest:
         packed = _PackedData.of(self.data) if len(self.data) >= _MANY else None
         if packed is None:
             return ForwardBackwardRequest, (self.model_id, self.seq_id, self.data, *options)
-        return _request_of, (self.model_id, self.seq_id, packed, *options)
+        return _request_of, (self.model_id, self.seq_id, packed, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +197,28 @@ class _PackedData(NamedTuple):
         return _PackedData(tokens, inputs, extras if any(any(each) for each in extras) else None)
 
 
-def _request_of(model_id: str, seq_id: int, packed: _PackedData, *options: Any) -> ForwardBackwardRequest:
+def _request_of(
+    model_id: str,
+    seq_id: int,
+    packed: _PackedData,
+    options: tuple[
+        str, Mapping[str, float | str], bool, float, str | None, EvaluationSchedule | None, FeatureLocation | None
+    ],
+) -> ForwardBackwardRequest:
     tokens = packed.tokens.arrays()
     inputs = records_of(packed.inputs, len(tokens))
     extras = zip(*packed.extras, strict=True) if packed.extras is not None else ()
     return ForwardBackwardRequest(model_id, seq_id, tuple(map(Datum, tokens, inputs, *extras)), *options)
 
 
-def _output_of(columns: Columns, num_datums: int, *rest: Any) -> ForwardBackwardOutput:
-    return ForwardBackwardOutput(tuple(records_of(columns, num_datums)), *rest)
+def _output_of(
+    columns: Columns,
+    num_datums: int,
+    metrics: Mapping[str, float],
+    output_type: str,
+    feature_refs: tuple[str | None, ...],
+) -> ForwardBackwardOutput:
+    return ForwardBackwardOutput(tuple(records_of(columns, num_datums)), metrics, output_type, feature_refs)
 
 
 IGNORE_UNKNOWN = {"unknown": "ignored"}

@@ -29,9 +29,11 @@ from .protocol.methods import (
     CREATE_RUN,
     DROP_RUN,
     LOAD_RUN,
+    MEMORY,
     SAVE_RUN,
     SET_TARGET,
     SET_VOCABULARY,
+    UTILIZATION,
     VOCABULARY,
     Method,
 )
@@ -235,20 +237,15 @@ class WorkerDispatch:
         call = MethodWork(str(directory), tenant_id, CONVERT_ADAPTER, (source, lora, str(directory), *aliases))
         return await self._base_model(base_model).group.submit(call)
 
-    def has_adapter(self, adapter_id: str) -> bool:
-        """True if samples may use the adapter; turns False when a worker that held it dies."""
-        engine = self._adapters.get(adapter_id)
-        return engine is not None and engine.has_adapter(adapter_id)
-
     async def drop_adapter(self, adapter_id: str) -> None:
         """Frees the adapter; does nothing if it is unknown or lost."""
         engine = self._adapters.pop(adapter_id, None)
         if engine is not None:
             await engine.drop_adapter(adapter_id)
 
-    def has_draft(self, base_model: str, draft_id: str) -> bool:
-        """True if samples may use this draft model; turns False when a worker that held it dies."""
-        return self._base_model(base_model).engine.has_draft(draft_id)
+    def has_weights(self, base_model: str, weights_id: str) -> bool:
+        """True if samples may use this adapter or draft model; turns False when a worker that held it dies."""
+        return self._base_model(base_model).engine.has_weights(weights_id)
 
     async def load_draft(self, base_model: str, draft_id: str, directory: Path) -> None:
         """Loads a draft model's checkpoint for samples of this base model; see SampleJob."""
@@ -276,7 +273,7 @@ class WorkerDispatch:
         name).
         """
         groups = [group for group in self._training_groups if not group.supervisor.is_restarting]
-        answers = await asyncio.gather(*(group.memory() for group in groups))
+        answers = await asyncio.gather(*(group.ask(MEMORY) for group in groups))
         of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines))
         memory = {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
         for of_engine in of_engines:
@@ -286,7 +283,7 @@ class WorkerDispatch:
     async def utilization(self) -> dict[str, Utilization]:
         """Returns the use of their devices for every group that is up, by the names of `memory`."""
         groups = [group for group in self.groups if not group.supervisor.is_restarting]
-        answers = await asyncio.gather(*(group.utilization() for group in groups))
+        answers = await asyncio.gather(*(group.ask(UTILIZATION) for group in groups))
         return {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
 
     async def _call_worker(self, method: Method[Result], run_id: str, *arguments: object) -> Result:

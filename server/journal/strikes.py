@@ -37,13 +37,9 @@ class Strikes:
         self._work = work
         self._record = record
 
-    @property
-    def is_exhausted(self) -> bool:
-        return self.num >= MAX_STRIKES
-
     def check(self) -> None:
         """Raises PoisonOperation if there are too many strikes; call it before each attempt."""
-        if self.is_exhausted:
+        if self.num >= MAX_STRIKES:
             raise PoisonOperation(
                 f"the worker died {MAX_STRIKES} times while running only {self._work}: it will not be retried"
             )

@@ -8,7 +8,6 @@ POST.
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
@@ -51,9 +50,7 @@ class Gate:
     endpoints: the routes that are called directly, by path.
     """
 
-    def __init__(
-        self, app: ASGIApp, config: ServerConfig, endpoints: Mapping[str, Endpoint] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, endpoints: Mapping[str, Endpoint]) -> None:
         self._app = app
         self._endpoints = endpoints
         self._allowed_hosts = frozenset(host.lower() for host in config.network.allowed_hosts)

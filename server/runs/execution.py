@@ -45,7 +45,7 @@ class Execution:
 
     def begin_ready(self) -> None:
         """Begins the operations whose turn it is, up to the first that is not in the journal yet; call it when one has
-        been journaled, and when one has ended.
+        been journaled, and when one or a rebuild has ended.
         """
         if self._state.has_stopped:
             return
@@ -53,7 +53,8 @@ class Execution:
         while (operation := queue.waiting.get(queue.next_seq_id)) and operation.log_entry.place is not None:
             if isinstance(operation, OptimStep):
                 operation.runs_alone = self._may_be_due()
-            if self._state.unusable is None and not queue.may_begin(operation):
+            is_free = not self._rebuilder.is_rebuilding and queue.may_begin(operation)
+            if self._state.unusable is None and not is_free:
                 break
             self._begin(operation)
         if queue.waiting:

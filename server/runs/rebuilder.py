@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ...schemas.errors import OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
@@ -22,9 +22,13 @@ _MAX_AT_ONCE = 16
 
 
 class Rebuilder:
-    """Rebuilds a run when an operation needs it; operations in progress wait for it in the order of their seq_ids."""
+    """Rebuilds a run when an operation needs it; operations in progress wait for it in the order of their seq_ids.
+
+    on_end: begins those that arrived meanwhile, behind them.
+    """
 
     def __init__(self, state: RunState, services: RunServices, snapshots: RunSnapshots) -> None:
+        self.on_end: Callable[[], None] = lambda: None
         self._state = state
         self._services = services
         self._snapshots = snapshots
@@ -70,6 +74,7 @@ class Rebuilder:
             if not waiting.done():
                 waiting.set_result(None)
         self._waiting = []
+        self.on_end()
 
     async def _rebuild_or_give_up(self) -> None:
         run_id = self._state.record.run_id

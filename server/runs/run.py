@@ -39,8 +39,6 @@ _IF_USED = (
     "is another process training this run? Nothing was done: train a run in one process, which numbers its operations "
     "1, 2, 3 and so on"
 )
-
-
 _NO_BODY = Body()
 
 
@@ -56,6 +54,7 @@ class Run:
         self._rebuilder = rebuilder = Rebuilder(state, services, snapshots)
         self._gaps = Gaps(state, queue, services, self._refuse_missing)
         self._execution = Execution(state, queue, self._gaps, services, rebuilder, snapshots)
+        rebuilder.on_end = self._execution.begin_ready
 
     @property
     def record(self) -> RunRecord:
@@ -145,7 +144,7 @@ class Run:
     async def _check_repeated(self, seq_id: int, operation: Operation, body: Body) -> None:
         """Waits until the operation with this seq_id is journaled. Raises RequestError if it was refused, or is another
         one."""
-        if waiting := self.queue.waiting.get(seq_id):
+        if (waiting := self.queue.waiting.get(seq_id)) is not None and waiting.log_entry.place is None:
             await asyncio.shield(waiting.journaled)
         self.queue.check_not_refused(seq_id)
         if body.digest is not None and not isinstance(operation, CreateRun):

@@ -112,7 +112,7 @@ class DraftLoader(WorkerWeights[CheckpointRecord]):
         return f"draft {item.tinker_path}"
 
     def is_loaded(self, item: CheckpointRecord) -> bool:
-        return self._dispatch.has_draft(item.base_model, draft_id(item))
+        return self._dispatch.has_weights(item.base_model, draft_id(item))
 
     async def load_now(self, item: CheckpointRecord) -> None:
         try:

@@ -15,22 +15,22 @@ class Sampler:
 
     record: SamplerRecord
     adapter_id: str | None
-    """None for the bare base model, and while the weights are lost."""
+    """Id of its weights in the workers; None for the bare base model, and if the weights are lost."""
     first_seq_id: int = 0
     """First number for requests without a seq_id; not 0 if an earlier process created the sampler."""
     accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
-    """By seq_id, the task that journals the request; None when it is done."""
+    """Tasks that journal requests, by seq_id; None when it is done."""
     running_jobs: set[str] = field(default_factory=set)
     """Ids of the jobs that are loading or sampling."""
     sample_now_numbers: Iterator[int] = field(default_factory=partial(count, 1))
-    """For the requests of `SamplingService.sample_now`, which have no seq_id."""
+    """Numbers of the requests of `SamplingService.sample_now`, which have no seq_id."""
     num_joined: int = 0
     """Clients that have joined the session."""
     draft: CheckpointRecord | None = None
     """The record's draft; None before the first request."""
     has_ended: bool = False
     outage: str | None = None
-    """Why its requests wait for the database; None if they do not."""
+    """The reason why its requests wait for the database; None if they do not."""
 
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)

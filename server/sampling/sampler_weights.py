@@ -44,6 +44,17 @@ class SamplerWeights(WorkerWeights[Sampler]):
         self.files = files
         self._dispatch = dispatch
         self._checkpoints = checkpoints
+        # Adapters that this server gave to the workers: those of an earlier server may have other weights.
+        self._given: set[str] = set()
+
+    def hold_of(self, sampler: Sampler) -> None:
+        """Keeps the sampler's weights, if it has any, until `release_of`."""
+        if sampler.adapter_id is not None:
+            self.hold(sampler, sampler)
+
+    def release_of(self, sampler: Sampler) -> None:
+        if sampler.adapter_id is not None:
+            self.release(sampler, sampler)
 
     async def save_from_run(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights to an ephemeral sampler, first to disk and then in the workers.
@@ -56,6 +67,7 @@ class SamplerWeights(WorkerWeights[Sampler]):
                 await self._dispatch.save_run(run_id, directory, optimizer=False)
         # Copied only after the files are written, so that a concurrent reload reads the new weights.
         await self._dispatch.copy_adapter(run_id, adapter_id)
+        self._given.add(adapter_id)
 
     def id_of(self, item: Sampler) -> str:
         assert item.adapter_id is not None
@@ -65,13 +77,15 @@ class SamplerWeights(WorkerWeights[Sampler]):
         return f"the weights of sampler {item.record.sampler_id}"
 
     def is_loaded(self, item: Sampler) -> bool:
-        return self._dispatch.has_adapter(self.id_of(item))
+        adapter_id = self.id_of(item)
+        return adapter_id in self._given and self._dispatch.has_weights(item.record.base_model, adapter_id)
 
     async def load_now(self, item: Sampler) -> None:
         """Loads the weights; waits while the database is away. Raises OperationError, RequestError."""
         while not item.has_ended:
             try:
                 await self._load(item)
+                self._given.add(self.id_of(item))
             except OUTAGE_ERRORS as error:
                 outage = outage_message(error)
                 if outage != item.outage:
@@ -83,6 +97,7 @@ class SamplerWeights(WorkerWeights[Sampler]):
                 return
 
     async def drop_now(self, item: Sampler) -> None:
+        self._given.discard(self.id_of(item))
         await self.files.remove(self.id_of(item))
         await self._dispatch.drop_adapter(self.id_of(item))
 

@@ -69,7 +69,7 @@ class Samplers:
             sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id, first_seq_id)
             if record.is_ephemeral and not self._weights.files.has(record.adapter_id):
                 sampler.adapter_id = None
-            self._hold_weights(sampler)
+            self._weights.hold_of(sampler)
         await self._weights.files.remove_all_but({sampler.adapter_id for sampler in self._samplers.values()})
 
     @property
@@ -119,7 +119,7 @@ class Samplers:
         for sampler in self._samplers.values():
             if sampler.record.adapter_id == adapter_id:  # all inflight samplers of a run share one adapter
                 sampler.adapter_id = adapter_id
-                self._hold_weights(sampler)
+                self._weights.hold_of(sampler)
         return sampler_id
 
     async def _save_weights(self, run_id: str, adapter_id: str) -> None:
@@ -162,13 +162,9 @@ class Samplers:
         if await self._store.samplers.get(record.sampler_id) is None:
             await self._store.samplers.insert(record)
         sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id)
-        self._hold_weights(sampler)
+        self._weights.hold_of(sampler)
         if not self._sessions.is_open(record.session_id):  # it ended meanwhile
             await self.end_session(record.session_id)
-
-    def _hold_weights(self, sampler: Sampler) -> None:
-        if sampler.adapter_id is not None:
-            self._weights.hold(sampler, sampler)
 
     async def _base_model(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
         if model_path:
@@ -285,8 +281,7 @@ class Samplers:
             self._completions.forget(sampler.record.sampler_id)
             for request_id in sampler.running_jobs:
                 self._dispatch.cancel(request_id)
-            if sampler.adapter_id is not None:
-                self._weights.release(sampler, sampler)
+            self._weights.release_of(sampler)
         self._one_shots = {weights: one for weights, one in self._one_shots.items() if one in self._samplers}
 
 

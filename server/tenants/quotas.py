@@ -257,25 +257,23 @@ class Quotas:
             self._refuse(tenant_id, throttle)
 
     def throttle(self, tenant_id: str, num_bytes: int, position: QueuePosition) -> ThrottleReason | None:
-        """Returns why the request exceeds a limit, or None."""
+        """Returns why the request exceeds a limit of its tenant, or of all tenants; None if it does not."""
         usage = self.usage(tenant_id)
-        return self._tenant_throttle(usage, num_bytes, position) or self._server_throttle(num_bytes, position)
+        if not (position.may_unblock and position.is_ready):
+            if usage.bucket and (seconds := usage.bucket.seconds_until(0, self.clock())):
+                return self._too_many_tokens(usage.bucket, seconds)
+            throttle = (
+                self._queue_throttle(usage, num_bytes) if usage.num_operations and not position.is_alone else None
+            )
+            if throttle is not None and not self._may_exceed(usage, num_bytes, position):
+                return throttle
+        return self._server_throttle(num_bytes, position)
 
     def mark_unstalled(self, tenant_id: str, run_id: str) -> None:
         """Records that the run is no longer stalled."""
         for usage in (self.server_usage, self._usages.get(tenant_id)):
             if usage is not None:
                 usage.stalled_runs.pop(run_id, None)
-
-    def _tenant_throttle(self, usage: TenantUsage, num_bytes: int, position: QueuePosition) -> ThrottleReason | None:
-        if position.may_unblock and position.is_ready:
-            return None
-        if usage.bucket and (seconds := usage.bucket.seconds_until(0, self.clock())):
-            return self._too_many_tokens(usage.bucket, seconds)
-        if position.is_alone or not usage.num_operations:
-            return None
-        throttle = self._queue_throttle(usage, num_bytes)
-        return None if throttle and self._may_exceed(usage, num_bytes, position) else throttle
 
     def _queue_throttle(self, usage: TenantUsage, num_bytes: int) -> ThrottleReason | None:
         most, most_bytes = self._limits.tenant_queued_operations, self._limits.tenant_queued_bytes

@@ -60,7 +60,7 @@ class GroupAdapterVersion:
     crash_epoch: int
     """The group's count of crashes when it was loaded. A later crash has lost it."""
     copy: AdapterCopy | None = None
-    """What it was loaded from; None if it is not fully loaded."""
+    """The copy that it was loaded from; None if it is not fully loaded."""
     num_users: int = 0
 
     @property

@@ -43,16 +43,12 @@ class Engine(Protocol):
         """Loads the weights of a checkpoint. The directory may be deleted afterwards."""
         ...
 
-    def has_adapter(self, adapter_id: str) -> bool:
-        """True if requests can use the adapter without loading it first."""
+    def has_weights(self, weights_id: str) -> bool:
+        """True if requests can use the adapter or draft without loading it first."""
         ...
 
     async def drop_adapter(self, adapter_id: str) -> None:
         """Drops the adapter. Unknown and lost adapters are ignored."""
-        ...
-
-    def has_draft(self, draft_id: str) -> bool:
-        """True if requests can use the draft without loading it first."""
         ...
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:

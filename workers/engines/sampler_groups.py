@@ -14,7 +14,7 @@ from pathlib import Path
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ..protocol.calls import AdapterWeights, SampleJob, WorkerLost
-from ..protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, READ_ADAPTER
+from ..protocol.methods import EXPORT_ADAPTER, LOAD_DRAFT, MEMORY, READ_ADAPTER
 from ..scheduler.quarantine import MAX_STRIKES
 from ..scheduler.rank_group import RankGroup
 from ..scheduler.work import MethodWork, OnProgress
@@ -60,15 +60,12 @@ class SamplerGroups:
             adapter_id, await self._training.submit(MethodWork(adapter_id, "", READ_ADAPTER, (str(directory),)))
         )
 
-    def has_adapter(self, adapter_id: str) -> bool:
-        return adapter_id in self._copies
+    def has_weights(self, weights_id: str) -> bool:
+        return weights_id in self._copies or not self._without_draft(weights_id)
 
     async def drop_adapter(self, adapter_id: str) -> None:
         self._copies.drop(adapter_id)
         await asyncio.gather(*(worker.drop(adapter_id) for worker in self._workers))
-
-    def has_draft(self, draft_id: str) -> bool:
-        return not self._without_draft(draft_id)
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         """Loads the draft into each running group. A group that restarts loads it at the next request."""
@@ -87,7 +84,7 @@ class SamplerGroups:
     async def memory(self) -> dict[str, dict[str, int]]:
         """Like Engine.memory; adds the transfers of fully trained weights to each group."""
         workers = [worker for worker in self._workers if not worker.group.supervisor.is_restarting]
-        answers = await asyncio.gather(*(worker.group.memory() for worker in workers))
+        answers = await asyncio.gather(*(worker.group.ask(MEMORY) for worker in workers))
         return {
             worker.group.name: answer | worker.pushes.memory()
             for worker, answer in zip(workers, answers, strict=True)

@@ -39,14 +39,11 @@ class TrainingWorkersEngine:
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
         await load_weights(self._group, LOAD_ADAPTER, adapter_id, directory)
 
-    def has_adapter(self, adapter_id: str) -> bool:
-        return adapter_id in self._group.scheduler.held
+    def has_weights(self, weights_id: str) -> bool:
+        return weights_id in self._group.scheduler.held
 
     async def drop_adapter(self, adapter_id: str) -> None:
         await drop_weights(self._group, adapter_id)
-
-    def has_draft(self, draft_id: str) -> bool:
-        return draft_id in self._group.scheduler.held
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         await load_weights(self._group, LOAD_DRAFT, draft_id, directory)

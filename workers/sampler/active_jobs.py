@@ -135,8 +135,8 @@ class ActiveJobs:
     def write_back(self, batch: Batch) -> None:
         """Writes the tokens of passes that are not in the table yet. The next pass is a new batch."""
         if num_passes := batch.write_back():
-            num_run = batch.table.length[batch.lines] - 1 - num_passes
-            self._flops.add_steps(batch.adapter_spans(), num_run, num_passes)
+            num_run = batch.decoding.positions() - num_passes
+            self._flops.add_steps(batch.decoding.adapter_spans(), num_run, num_passes)
 
     def _append(self, sampled: SampledTokens) -> None:
         """Appends one token to each sequence."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..lora import BatchPlan
 from ..ops.kernels import StepRecorder, new_step_tape
 from ..ops.kv_cache import CachedRow
-from .batch import Batch
+from .batch import DecodeRows
 from .cache.cache import SlotPool
 from .logits.noise import uniforms
 from .sampling import SamplingMetadata
@@ -99,19 +99,19 @@ class DecodeSteps:
     row computes what is not read, in an unused slot.
     """
 
-    def __init__(self, batch: Batch, vocab_size: int, device: torch.device, graphs: StepGraphs | None) -> None:
-        self.adapter_spans = batch.adapter_spans()
+    def __init__(self, rows: DecodeRows, vocab_size: int, device: torch.device, graphs: StepGraphs | None) -> None:
+        self.adapter_spans = rows.adapter_spans()
         """The adapters of all rows."""
         self.plan: BatchPlan | None = None
         """The plan of the adapters, of the last step."""
-        self.tokens = torch.from_numpy(batch.tokens()).to(device)
+        self.tokens = torch.from_numpy(rows.tokens()).to(device)
         """The input of the next step, int64, [rows]."""
-        self.positions = torch.from_numpy(batch.positions()).to(device)
-        self._rows_of, self._vocab_size, self._device, self._graphs = batch, vocab_size, device, graphs
-        left = batch.steps_left()
+        self.positions = torch.from_numpy(rows.positions()).to(device)
+        self._rows, self._vocab_size, self._device, self._graphs = rows, vocab_size, device, graphs
+        left = rows.steps_left()
         self._steps_left = int(np.median(left)) if graphs is not None else int(left.min())
         # With other sequences a captured step may run to the end of the slots.
-        self._steps = batch.steps(1 + int(left.min()) if graphs is None else None)
+        self._steps = rows.steps(1 + int(left.min()) if graphs is None else None)
         self._num_resizes = [step.tensors.num_resizes for step in self._steps]
         self._num_run = 0
         self._recorded: StepRecorder | None = None
@@ -119,7 +119,7 @@ class DecodeSteps:
         self._busy: Tensor | None = None
         self._idle_pools: Sequence[SlotPool] = ()
         self._advances: Sequence[Tensor] = ()
-        self._begin(batch)
+        self._begin(rows)
 
     @property
     def is_current(self) -> bool:
@@ -130,41 +130,38 @@ class DecodeSteps:
     def packing(self) -> CachedRow:
         return CachedRow(self._steps, (), None, len(self.tokens), ())
 
-    def serve(self, batch: Batch) -> bool:
-        """Makes this batch the next step. Returns False if new rows serve its sequences better."""
-        lengths = batch.table.length[batch.lines]
-        is_same = self.batch.decoding is batch.decoding and np.array_equal(lengths, self._lengths + self._num_served)
-        if not (is_same and self.is_current):
-            return self._give_rows_to(batch)
-        self.batch = batch
-        return True
+    def serve(self, decoding: DecodeRows) -> bool:
+        """Makes these sequences those of the next step. Returns False if new rows serve them better."""
+        lengths = decoding.table.length[decoding.lines]
+        is_same = self._decoding is decoding and np.array_equal(lengths, self._lengths + self._num_served)
+        return (is_same and self.is_current) or self._give_rows_to(decoding)
 
-    def _give_rows_to(self, batch: Batch) -> bool:
+    def _give_rows_to(self, decoding: DecodeRows) -> bool:
         if not (isinstance(self._recorded, StepGraph) and self._recorded.can_repeat):
             return False
-        if 2 * len(batch.lines) < len(self.tokens) or (rows := self._rows_of.rows_for(batch)) is None:
+        if 2 * len(decoding.lines) < len(self.tokens) or (rows := self._rows.rows_for(decoding)) is None:
             return False
         is_idle = np.ones(len(self.tokens), np.bool_)
         is_idle[rows] = False
-        self._idle_pools = self._rows_of.pools_of(is_idle)
+        self._idle_pools = self._rows.pools_of(is_idle)
         if not self.is_current:
             return False
         tokens, positions = np.zeros((2, len(is_idle)), np.int64)
-        tokens[rows], positions[rows] = batch.tokens(), batch.positions()
-        self._rows_of.place(self._steps, batch, rows, positions)
+        tokens[rows], positions[rows] = decoding.tokens(), decoding.positions()
+        self._rows.place(self._steps, decoding, rows, positions)
         self.tokens.copy_(torch.from_numpy(tokens))
         self.positions.copy_(torch.from_numpy(positions))
         self._busy = torch.from_numpy(rows).to(self._device)
         advances = torch.from_numpy(~is_idle).to(self._device, torch.int64)
         self._advances = [advances, *(advances[step.rows] for step in self._steps)]
-        self._begin(batch)
+        self._begin(decoding)
         return True
 
     def noise(self) -> Tensor:
         """Returns the noise for the tokens of the next step, float32 in [0, 1), [sequences]."""
         number = self._num_served % _NOISE_STEPS
         if number == 0:
-            keys = self.batch.table.noise_key[self.batch.lines, None]
+            keys = self._decoding.table.noise_key[self._decoding.lines, None]
             positions = self._lengths[:, None] + self._num_served + np.arange(_NOISE_STEPS)
             drawn = np.ascontiguousarray(uniforms(keys, positions).T)
             self._noise = torch.from_numpy(drawn).to(self._device, torch.float32)
@@ -197,9 +194,9 @@ class DecodeSteps:
         for step, by in zip(self._steps, of_steps, strict=True):
             step.advance(by)
 
-    def _begin(self, batch: Batch) -> None:
-        self.batch, self._lengths, self._num_served = batch, batch.table.length[batch.lines], 0
-        self.metadata = SamplingMetadata(batch.decoding, batch.table, self._vocab_size, self._device)
+    def _begin(self, decoding: DecodeRows) -> None:
+        self._decoding, self._lengths, self._num_served = decoding, decoding.table.length[decoding.lines], 0
+        self.metadata = SamplingMetadata(decoding.sequences, decoding.table, self._vocab_size, self._device)
         self._noise = torch.empty(0)
 
     def _run(self, compute: Callable[[], Tensor], weights: object) -> Tensor:

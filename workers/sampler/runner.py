@@ -11,7 +11,7 @@ from torch import Tensor
 from ..heads import LogprobHead
 from ..lora import Adapter, BatchPlan, Segment
 from ..ops.kv_cache import PendingInputs
-from .batch import Batch, Chunk
+from .batch import Batch, Chunk, DecodeRows
 from .decode_steps import DecodeSteps, StepGraphs
 from .logits.noise import uniforms
 from .logits.token_choice import SamplingTensors, VerifyResult, choose, probabilities, verify
@@ -75,7 +75,7 @@ class ModelRunner:
 
     def _run_step(self, batch: Batch) -> SampledTokens:
         """Runs a batch without chunks: a step that is recorded once and then repeated, if it can be."""
-        steps = self._steps if self._steps is not None and self._steps.batch is batch else self._begin_steps(batch)
+        steps = self._steps if batch.is_repeated and self._steps is not None else self._begin_steps(batch.decoding)
 
         def logits() -> Tensor:
             assert steps.plan is not None
@@ -88,12 +88,12 @@ class ModelRunner:
         steps.advance(sampled.chosen.tokens)
         return sampled
 
-    def _begin_steps(self, batch: Batch) -> DecodeSteps:
-        """Returns what runs the batch: as before if nothing but its sequences has run since, or rows that they take."""
+    def _begin_steps(self, decoding: DecodeRows) -> DecodeSteps:
+        """Returns what runs the steps of these sequences: what ran the last step if it can serve them."""
         steps = self._steps
-        if steps is None or not steps.serve(batch):
+        if steps is None or not steps.serve(decoding):
             self._steps = steps = None  # frees the memory of its graph
-            self._steps = steps = DecodeSteps(batch, self._vocab_size, self._base.device, self.graphs)
+            self._steps = steps = DecodeSteps(decoding, self._vocab_size, self._base.device, self.graphs)
         steps.plan = self._plan_for(steps.adapter_spans, len(steps.tokens), steps.plan)
         return steps
 
@@ -126,7 +126,8 @@ class ModelRunner:
 
     def _sample_after(self, batch: Batch, hidden: Tensor) -> SampledTokens | None:
         """Samples the next token of every sequence whose known tokens have all run, except those with draft tokens."""
-        sequences, last = list(batch.decoding), list(range(len(batch.decoding)))
+        sequences = list(batch.decoding.sequences)
+        last = list(range(len(sequences)))
         for rows, chunk in batch.rows():
             if chunk.is_last and (prefill := chunk.prefill) is not None and prefill.samples_next:
                 sequences += prefill.sequences

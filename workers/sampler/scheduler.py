@@ -10,7 +10,7 @@ from collections.abc import Collection
 from ...schemas.errors import OperationError
 from ..models.model import BaseModel
 from ..protocol.worker_config import WorkerConfig
-from .batch import Batch, Chunk, Prefill
+from .batch import Batch, Chunk, DecodeRows, Prefill
 from .cache.cache import KVCache
 from .requests.jobs import NOWHERE, Job, SequenceState
 from .requests.sequence_table import SequenceTable
@@ -40,7 +40,7 @@ class SequenceScheduler:
         self._prefills: list[Prefill] = []
         self._decoding: dict[SequenceState, None] = {}
         self._drafting: dict[SequenceState, None] = {}
-        self._decode_batch: Batch | None = None
+        self._decode_rows: DecodeRows | None = None
         self.batch: Batch | None = None
         """What runs now, or ran last."""
 
@@ -70,7 +70,7 @@ class SequenceScheduler:
         del self._drafting[sequence]
         self.slots.stop_drafting(sequence, self.table)
         self._decoding[sequence] = None
-        self._decode_batch = None
+        self._decode_rows = None
 
     def serve(self, adapter_ids: Collection[str], draft_ids: Collection[str]) -> None:
         """Admits from now on only sequences of these adapters and of the base model, and drafts only with these."""
@@ -110,7 +110,7 @@ class SequenceScheduler:
             if length > 0:
                 chunks.append(prefill.next_chunk(length))
                 budget -= length
-        self.batch = self._current_decoding().with_chunks(chunks)
+        self.batch = Batch(self._current_rows(), chunks)
         return self.batch
 
     def end_chunk(self, chunk: Chunk) -> None:
@@ -128,11 +128,11 @@ class SequenceScheduler:
             sequence.weight_version = prefill.weight_version
             joined = self._drafting if self.slots.is_drafting(sequence) else self._decoding
             joined[sequence] = None
-        self._decode_batch = None
+        self._decode_rows = None
 
     def end(self, sequence: SequenceState) -> None:
         """Removes an ended sequence. The prefix cache keeps its tokens, for the next turn of a conversation."""
-        if self.slots.cache.slot_of(sequence) is not None:
+        if self.slots.cache.has_slot(sequence):
             self.table.copy_to(sequence)
             # The newest token is not in the cache yet.
             self.slots.store_prefix(sequence, sequence.weight_version, sequence.token_ids()[:-1])
@@ -147,8 +147,7 @@ class SequenceScheduler:
     def preempt_all(self) -> None:
         """Preempts all sequences. They keep their tokens."""
         for sequence in sorted(self.admitted(), key=lambda sequence: sequence.order, reverse=True):
-            self._release(sequence)
-            self._waiting.appendleft(sequence)
+            self._preempt(sequence)
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -161,7 +160,7 @@ class SequenceScheduler:
     def forget_tensors(self) -> None:
         """Frees the memory of a table without lines, which may have grown for one long sample."""
         self.table = SequenceTable()
-        self._decode_batch = self.batch = None
+        self._decode_rows = self.batch = None
 
     def _is_served(self, sequence: SequenceState) -> bool:
         return sequence.job.adapter_id is None or sequence.job.adapter_id in self._served
@@ -174,7 +173,7 @@ class SequenceScheduler:
         self.slots.free(sequence)
         self._decoding.pop(sequence, None)
         self._drafting.pop(sequence, None)
-        self._decode_batch = None
+        self._decode_rows = None
         for prefill in self._prefills:
             if sequence in prefill.sequences:
                 prefill.sequences.remove(sequence)
@@ -195,16 +194,16 @@ class SequenceScheduler:
 
     def _make_room(self) -> None:
         """Makes room for the next token of all decoding sequences, by preempting the youngest."""
-        for sequence in self._current_decoding().outgrown():
+        for sequence in self._current_rows().outgrown():
             while sequence in self._decoding and not self.slots.grow(sequence, int(self.table.length[sequence.line])):
                 self._preempt_youngest()
-            self._decode_batch = None
+            self._decode_rows = None
 
-    def _current_decoding(self) -> Batch:
-        if self._decode_batch is None or self._decode_batch.has_moved:
+    def _current_rows(self) -> DecodeRows:
+        if self._decode_rows is None or self._decode_rows.has_moved:
             device, num_threads = self._base.device, self._base.threads.most
-            self._decode_batch = Batch([*self._decoding], self.table, self.slots.cache, device, num_threads)
-        return self._decode_batch
+            self._decode_rows = DecodeRows([*self._decoding], self.table, self.slots.cache, device, num_threads)
+        return self._decode_rows
 
     def _preempt_youngest(self) -> None:
         """Preempts the youngest sequence. If it is alone, only its own slot is in the way of the longer one."""
@@ -213,8 +212,11 @@ class SequenceScheduler:
         length = int(self.table.length[youngest.line])
         if len(under_way) == 1 and not self.slots.cache.fits_alone(length):
             raise KVCacheFull(youngest, length, self.slots.cache)
-        self._release(youngest)
-        self._waiting.appendleft(youngest)
+        self._preempt(youngest)
+
+    def _preempt(self, sequence: SequenceState) -> None:
+        self._release(sequence)
+        self._waiting.appendleft(sequence)
 
     # Admission
 

@@ -19,7 +19,7 @@ from .batch import Batch
 from .cache.cache import KVCache
 from .requests.jobs import Job
 from .requests.text import LazyTokenizer
-from .sampling import AdapterSpan, adapter_spans
+from .sampling import AdapterSpan
 from .speculation import NewProposer
 
 _BASE = OwnFlops()
@@ -93,9 +93,9 @@ class SampledFlops:
         if chunks := [chunk for chunk in batch.chunks if chunk.draft is None]:
             spans = [AdapterSpan(chunk.sequence.job.adapter_id, chunk.length) for chunk in chunks]
             self.add(spans, np.array([chunk.start for chunk in chunks]), np.array([chunk.stop for chunk in chunks]))
-        if batch.decoding:
-            lengths = batch.table.length[batch.lines]
-            self.add(adapter_spans((each.job.adapter_id, 1) for each in batch.decoding), lengths - 1, lengths)
+        if batch.decoding.sequences:
+            starts = batch.decoding.positions()
+            self.add(batch.decoding.adapter_spans(), starts, starts + 1)
 
     def _own(self, span: AdapterSpan) -> OwnFlops:
         model = None if span.adapter_id is None else self._models.get(span.adapter_id)

@@ -45,7 +45,7 @@ class PendingStates:
         """
         row = 0
         for part in parts if inputs else ():
-            if self._cache.slot_of(part.sequence) is not None:
+            if self._cache.has_slot(part.sequence):
                 self._places[part.sequence] = _Place(row, part.start)
             row += part.length
         self._inputs = inputs
@@ -75,7 +75,7 @@ class PendingStates:
         """Advances the states of each sequence over its first tokens of the pass."""
         firsts = [self._places[sequence].row for sequence in counts]
         rows = [torch.arange(first, first + count) for first, count in zip(firsts, counts.values(), strict=True)]
-        slots = [slot for sequence in counts if (slot := self._cache.slot_of(sequence)) is not None]
+        slots = [self._cache.slot_of(sequence) for sequence in counts]
         packing, own = Packing(pack_lengths(list(counts.values()))), torch.cat(rows)
         for each in self._inputs:
             kind, device = each.op.state, each.inputs[0].device
@@ -159,11 +159,11 @@ class SequenceSlots:
 
     def has_room_to_draft(self, sequence: SequenceState, table: SequenceTable) -> bool:
         """True if both slots have room for the next draft tokens; grows them if necessary."""
-        slot, proposer = self.cache.slot_of(sequence), self.proposer
-        assert slot is not None and proposer is not None
+        proposer = self.proposer
+        assert proposer is not None
         count = int(table.count[sequence.line])
         length = int(table.length[sequence.line]) + proposer.num_next(sequence, count)
-        has_room = length <= slot.capacity or self.grow(sequence, length)
+        has_room = length <= self.cache.slot_of(sequence).capacity or self.grow(sequence, length)
         return has_room and proposer.has_room(sequence, count)
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState], cached: bool) -> None:

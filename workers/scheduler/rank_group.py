@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ...schemas.errors import OperationError
-from ...schemas.models import Utilization
 from ...schemas.sampling import SampleResponse
 from ..pools.base import Pool, WorkerDied
 from ..protocol.calls import Failure, SampleJob
-from ..protocol.methods import MEMORY, UTILIZATION, Method
+from ..protocol.methods import Method
 from ..protocol.work_context import CURRENT_WORK
 from ..protocol.worker_config import WorkerConfig, default_pass_tokens
 from .calls import IDLE, RESTARTING, EndedCall, RankCall
@@ -150,15 +149,8 @@ class RankGroup:
             self.scheduler.suspect_jobs.clear(job_id)
             sampling.settle(Failure(f"sampling request {job_id} was cancelled", "user"))
 
-    async def memory(self) -> dict[str, int] | None:
-        """Returns RankMemory.by_purpose; None if no worker is up, or it dies before it answers."""
-        return await self._ask(MEMORY)
-
-    async def utilization(self) -> Utilization | None:
-        """Returns the use of its devices; None as for `memory`."""
-        return await self._ask(UTILIZATION)
-
-    async def _ask(self, method: Method[Result]) -> Result | None:
+    async def ask(self, method: Method[Result]) -> Result | None:
+        """Returns the answer of a method without arguments; None if no worker is up, or it dies before it answers."""
         if self._loop is None:
             return None
         try:
@@ -217,7 +209,7 @@ class RankGroup:
             elif (call := scheduler.next_call(device.is_held)) is not None:
                 return call
             else:
-                idle_at = device.used_at + device.idle_seconds if device.is_held else math.inf
+                idle_at = device.idle_at
                 until = min(idle_at, self.scheduler.snapshots.due_at)
                 seconds = None if until == math.inf else max(0.0, until - time.monotonic())
                 try:

@@ -302,7 +302,7 @@ async def test_a_draft_is_loaded_once_and_dropped_with_its_last_sampler(
         assert answer["guesses"]["passes"] > 0
     (loaded,) = dispatch.loaded
     for sampler_id in samplers:
-        assert dispatch.dropped == [] and dispatch.has_draft(MODEL, loaded)
+        assert dispatch.dropped == [] and dispatch.has_weights(MODEL, loaded)
         session_id = sampler_id.partition(":")[0]
         await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, status=204)
     await wait_for_drops(server, dispatch, 1)
@@ -320,7 +320,7 @@ async def test_a_draft_without_samplers_is_dropped_after_a_timeout(server: Serve
         async with drafts.use(checkpoint) as first, drafts.use(checkpoint) as second:
             assert first == second == draft_id(checkpoint)
             await asyncio.sleep(0.05)
-            assert dispatch.has_draft(MODEL, draft_id(checkpoint)) and len(dispatch.loaded) == number
+            assert dispatch.has_weights(MODEL, draft_id(checkpoint)) and len(dispatch.loaded) == number
         await wait_for_drops(server, dispatch, number)
     await drafts.close()
 
@@ -342,7 +342,7 @@ async def test_a_load_of_a_cancelled_request_is_shared_or_dropped_at_its_end(
 
     async def use() -> None:
         async with drafts.use(checkpoint):
-            assert dispatch.has_draft(MODEL, draft_id(checkpoint))
+            assert dispatch.has_weights(MODEL, draft_id(checkpoint))
 
     monkeypatch.setattr(dispatch, "load_draft", loading)
     asking = [asyncio.create_task(use()) for _ in range(2)]
@@ -364,7 +364,7 @@ async def test_a_load_of_a_cancelled_request_is_shared_or_dropped_at_its_end(
     may_load.set()
     await asyncio.gather(*drafts._tasks)
     assert len(dispatch.loaded) == len(dispatch.dropped) == 2
-    assert not dispatch.has_draft(MODEL, draft_id(checkpoint))
+    assert not dispatch.has_weights(MODEL, draft_id(checkpoint))
 
 
 async def test_a_draft_in_use_again_is_not_dropped_by_an_earlier_user(
@@ -393,7 +393,7 @@ async def test_a_draft_in_use_again_is_not_dropped_by_an_earlier_user(
     async with drafts.use(checkpoint):
         second.set()
         await asyncio.sleep(0.05)
-        assert dispatch.has_draft(MODEL, draft_id(checkpoint))
+        assert dispatch.has_weights(MODEL, draft_id(checkpoint))
     await drafts.close()
 
 
@@ -416,7 +416,7 @@ async def test_a_draft_that_is_being_dropped_is_loaded_again_before_it_is_used(
             may_drop.set()
             await wait_for_drops(server, dispatch, 1)
             await asyncio.sleep(0.2)
-            return dispatch.has_draft(MODEL, draft_id(checkpoint))
+            return dispatch.has_weights(MODEL, draft_id(checkpoint))
 
     monkeypatch.setattr(dispatch, "drop_draft", dropping)
     async with drafts.use(checkpoint):
@@ -607,7 +607,7 @@ async def test_every_sampler_group_loads_the_draft(model: Path, tmp_path: Path) 
                 answers = await asyncio.gather(*(draw(server, sample_request(drafted)) for _ in range(6)))
                 assert all(tokens_of(each) == tokens_of(expected) for each in answers)
             async with asyncio.timeout(30):
-                while not dispatch.has_draft(MODEL, loaded):
+                while not dispatch.has_weights(MODEL, loaded):
                     await draw(server, sample_request(drafted))
     finally:
         await dispatch.close()

@@ -16,7 +16,7 @@ def through_fastapi(app: FastAPI) -> FastAPI:
         plain.include_router(routes.router)
     for kind, handler in app.exception_handlers.items():
         plain.add_exception_handler(kind, handler)
-    plain.add_middleware(Gate, config=app.state.services.config)
+    plain.add_middleware(Gate, config=app.state.services.config, endpoints={})
     plain.state.services = app.state.services
     return plain
 

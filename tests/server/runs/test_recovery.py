@@ -28,6 +28,8 @@ from ..bench import FORWARD_BACKWARD, RUN_ID, Bench, MakeBench
 
 pytestmark = pytest.mark.anyio
 
+SAVE = Body(SaveWeightsRequest(model_id=RUN_ID, path="a", seq_id=2).model_dump_json().encode(), UNLIMITED)
+
 
 class CrashingOperations:
     """Makes the given operations fail `times` times as if the worker had crashed."""
@@ -678,3 +680,40 @@ async def test_without_a_restore_marker_the_error_mentions_an_older_state(
         await bench.forward_backward(first + 2)
     assert "seq_id 1 to 2 given up: they did not arrive within 0.1 s, nor" in caplog.text
     assert "seq_id 6 given up: it did not arrive within 0.1 s\n" in caplog.text
+
+
+async def test_operations_that_arrive_as_a_rebuild_ends_do_not_overtake(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    CrashingOperations(bench, (1, 2, 3))
+    create, arriving = bench.operations.create_in_workers, []
+
+    async def arrive() -> None:
+        for seq_id in range(4, 40):
+            await bench.forward_backward(seq_id)
+            await asyncio.sleep(0)
+
+    async def creating(*arguments: object, **named: object) -> None:
+        arriving.append(asyncio.create_task(arrive()))
+        await create(*arguments, **named)  # pyright: ignore[reportArgumentType]
+
+    bench.operations.create_in_workers = creating  # pyright: ignore[reportAttributeAccessIssue]
+    for seq_id in (1, 2, 3):
+        await bench.forward_backward(seq_id)
+    await bench.result(3)
+    await arriving[0]
+    await bench.result(39)
+    assert performed_since_rebuild(bench) == ["create", *range(1, 40)]
+
+
+async def test_a_submit_repeated_after_a_restart_gets_the_same_response(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    bench.operations.may_proceed.clear()
+    await bench.forward_backward(1)
+    await bench.submit(2, SaveWeightsRequest(model_id=RUN_ID, path="a", seq_id=2), SAVE)
+    await bench.restart()
+    bench.operations.may_proceed.set()
+    repeated = await bench.submit(2, SaveWeightsRequest(model_id=RUN_ID, path="a", seq_id=2), SAVE)
+    assert repeated.request_id == f"{RUN_ID}:2"
+    assert await bench.result(2) == {"seq_id": 2}

@@ -75,7 +75,7 @@ async def test_a_failed_load_fails_for_all_its_callers_and_is_not_kept() -> None
 
 
 async def test_a_load_that_kills_workers_is_given_up_for_all_its_callers() -> None:
-    """It kills as many as one request may, not as many for each of them."""
+    """Together they kill as many as one request may."""
     weights = Weights(*[CRASH] * 10)
     weights.hold("a", "sampler")
     errors = await load_together(weights, 4)

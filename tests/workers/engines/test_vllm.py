@@ -209,7 +209,7 @@ async def test_samples_end_like_in_the_native_sampler(
             replace(free, stop_token_ids=(int(tokens[5]),)),
             replace(free, stop_strings=(printable(model, tokens[2:]),)),
             replace(free, stop_strings=("never to be seen",)),
-            replace(free, params=SamplingParams(temperature=0.0, seed=7)),
+            replace(free, params=SamplingParams(max_tokens=1021, temperature=0.0, seed=7), fills_context=True),
         ]
         reasons, lengths = [], []
         for asked in jobs:

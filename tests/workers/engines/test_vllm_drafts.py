@@ -110,9 +110,9 @@ async def test_a_published_draft_takes_effect_and_changes_no_token(served: Serve
     lengths = []
     for number, draft in enumerate(("untrained", "trained", "untrained", "trained")):
         draft_id = f"published-{number}"
-        assert not served.dispatch.has_draft("tiny", draft_id)
+        assert not served.dispatch.has_weights("tiny", draft_id)
         await served.load(draft, draft_id)
-        assert served.dispatch.has_draft("tiny", draft_id)
+        assert served.dispatch.has_weights("tiny", draft_id)
         drawn = await served.sample(draft_id, draft_id)
         np.testing.assert_array_equal(drawn.sequences[0].tokens, served.plain)
         lengths.append(acceptance_length(drawn))
@@ -123,7 +123,7 @@ async def test_a_published_draft_takes_effect_and_changes_no_token(served: Serve
     assert lengths[0] == lengths[2] < 1.3 and lengths[1] == lengths[3] > 2, lengths
     for number in range(4):
         await served.dispatch.drop_draft("tiny", f"published-{number}")
-        assert not served.dispatch.has_draft("tiny", f"published-{number}")
+        assert not served.dispatch.has_weights("tiny", f"published-{number}")
 
 
 async def test_requests_without_a_draft_give_the_same_tokens(served: Served) -> None:
@@ -221,7 +221,7 @@ async def test_a_killed_vllm_has_the_draft_again(served: Served) -> None:
     os.kill(server_of(served.dispatch).pids[0], signal.SIGKILL)
     assert_close(await running, whole)
     assert acceptance_length(await served.sample("again", "kept")) > 2
-    assert served.dispatch.has_draft("tiny", "kept")
+    assert served.dispatch.has_weights("tiny", "kept")
     await served.dispatch.drop_draft("tiny", "kept")
 
 
@@ -249,7 +249,7 @@ async def test_drafts_of_another_shape_are_refused(served: Served, tmp_path: Pat
     directory = await saved_draft(served.dispatch, other, TOKENS, 0, tmp_path / "other")
     with pytest.raises(OperationError, match=r"has intermediate_size 40, .* for drafts with 128: .*--vllm-draft"):
         await served.dispatch.load_draft("tiny", "other", directory)
-    assert not served.dispatch.has_draft("tiny", "other")
+    assert not served.dispatch.has_weights("tiny", "other")
 
 
 @pytest.mark.parametrize("options", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}], ids=str)

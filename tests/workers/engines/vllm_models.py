@@ -86,7 +86,7 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
             override_generation_config={"attn_temperature_tuning": True},
             disable_log_stats=True,
             enable_prefix_caching=False,
-            worker_extension_cls="serve.WeightsLoader",
+            worker_cls="serve.Worker",
         )
         rows = {"base": greedy(llm, asked, None)}
     except Exception as error:

@@ -141,8 +141,6 @@ def test_logit_bias_forbids_and_forces_tokens(adapted: Adapted) -> None:
     forbidden = dict.fromkeys(range(1, VOCAB, 2), -10000.0)
     assert (sample(new_sampler(adapted), job_with("a", logit_bias=forbidden)).tokens % 2 == 0).all()
     assert (sample(new_sampler(adapted), job_with("a", logit_bias={33: 1e4})).tokens == 33).all()
-    message = failure(new_sampler(adapted), job_with("a", logit_bias={VOCAB: 1.0}))
-    assert f"logit_bias holds token id {VOCAB}" in message
 
 
 def sampled_texts(adapted: Adapted, sampler: SamplingEngine, *constraints: Constraint, **options: object) -> list[str]:

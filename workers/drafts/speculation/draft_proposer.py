@@ -168,9 +168,7 @@ class DraftProposer:
     def has_room(self, sequence: SequenceState, count: int) -> bool:
         state = self._states[sequence]
         length, cache = self._num_cached(sequence, state.draft, count), self._caches.of(state.draft)
-        slot = cache.slot_of(sequence)
-        assert slot is not None
-        return length <= slot.capacity or cache.grow(sequence, length)
+        return length <= cache.slot_of(sequence).capacity or cache.grow(sequence, length)
 
     def propose(self, sequences: Sequence[SequenceState], table: SequenceTable) -> dict[SequenceState, DraftTokens]:
         found: dict[SequenceState, DraftTokens] = {}
@@ -253,7 +251,6 @@ class DraftProposer:
 
     def _chunk(self, sequence: SequenceState, start: int, stop: int, cached: int) -> ContinuationChunk:
         slot = self._caches.of(self._states[sequence].draft).slot_of(sequence)
-        assert slot is not None
         return ContinuationChunk(start, stop, slot.tensors, slot.index, cached)
 
     def _tensor(self, integers: np.ndarray) -> Tensor:

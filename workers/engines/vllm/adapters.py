@@ -35,11 +35,11 @@ class VllmVersion(WeightVersion):
     """One version of an adapter, a full model or a draft."""
 
     refusal: str | None = None
-    """Why vLLM cannot load it; None if it can, or has not tried."""
+    """The reason why vLLM cannot load it; None if it can, or has not tried."""
     in_vllm: LoadedCopy = field(default_factory=LoadedCopy)
-    """Of an adapter, by the starts of vLLM (VllmServer.num_starts)."""
+    """The adapter in vLLM, which counts its starts (VllmServer.num_starts)."""
     in_training: LoadedCopy = field(default_factory=LoadedCopy)
-    """By the training group's count of crashes."""
+    """The weights in the training group, which counts its crashes."""
 
     @cached_property
     def is_full(self) -> bool:

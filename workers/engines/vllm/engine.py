@@ -140,14 +140,11 @@ class VllmEngine:
         self._check_adapter(adapter_id, directory)
         await self._adapters.put(adapter_id, partial(link_files, directory, self._form))
 
-    def has_adapter(self, adapter_id: str) -> bool:
-        return adapter_id in self._adapters
+    def has_weights(self, weights_id: str) -> bool:
+        return weights_id in self._adapters or weights_id in self._draft_slot
 
     async def drop_adapter(self, adapter_id: str) -> None:
         self._adapters.drop(adapter_id)
-
-    def has_draft(self, draft_id: str) -> bool:
-        return draft_id in self._draft_slot
 
     async def load_draft(self, draft_id: str, directory: Path) -> None:
         """Keeps the draft's files, which vLLM loads when a request needs them."""

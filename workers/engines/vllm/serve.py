@@ -66,7 +66,7 @@ class WeightsEndpoint:
 
 
 class WeightsWorker:
-    """What `Worker` adds to vLLM's worker: its weights can be replaced, see `__getattr__`."""
+    """Replaces weights in place. `__getattr__` makes vLLM's worker one of these."""
 
     model_runner: Any
     vllm_config: Any

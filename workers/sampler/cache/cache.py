@@ -174,8 +174,11 @@ class KVCache:
         """True if a sequence of `length` tokens fits into an otherwise empty cache."""
         return length <= self.size.longest_within(self.budget_bytes)
 
-    def slot_of(self, sequence: SequenceState) -> CacheSlot | None:
-        return self._slots.get(sequence)
+    def has_slot(self, sequence: SequenceState) -> bool:
+        return sequence in self._slots
+
+    def slot_of(self, sequence: SequenceState) -> CacheSlot:
+        return self._slots[sequence]
 
     def allocate(self, sequence: SequenceState, length: int) -> bool:
         """Gives the sequence a slot for `length` tokens, with undefined content; False if the budget has no room."""

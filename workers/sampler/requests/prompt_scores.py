@@ -62,10 +62,41 @@ class PromptScoring:
             positions = np.arange(first, min(first + chunk, stop))
             log_softmax = torch.log_softmax(logits_of(hidden[positions[0] - start : positions[-1] + 1 - start]), dim=-1)
             skipped = max(0, self._first_scored - first)
-            _score_tokens(self._spec, self.scores, positions[skipped:], log_softmax[skipped:])
-            _score_targets(self._spec, self.scores, positions, log_softmax)
-            _draw_alternatives(self._spec, self.scores, positions, log_softmax)
+            self._score_tokens(positions[skipped:], log_softmax[skipped:])
+            self._score_targets(positions, log_softmax)
+            self._draw_alternatives(positions, log_softmax)
         self._next_position = max(self._next_position, stop)
+
+    def _score_tokens(self, positions: np.ndarray, log_softmax: Tensor) -> None:
+        if self.scores.logprobs is not None:
+            tokens = self._spec.prompt[positions + 1, None]
+            self.scores.logprobs[positions + 1] = _logprobs_of(tokens, log_softmax)[:, 0]
+        if (scored := self.scores.top) is not None:
+            top = top_logprobs(log_softmax, self._spec.topk_prompt_logprobs)
+            scored.token_ids[positions + 1], scored.logprobs[positions + 1] = top.token_ids, top.logprobs
+
+    def _score_targets(self, positions: np.ndarray, log_softmax: Tensor) -> None:
+        if self.scores.targets is None or self._spec.target_prompt_tokens is None:
+            return
+        targets = self._spec.target_prompt_tokens[positions]
+        logprobs = _logprobs_of(np.maximum(targets, 0), log_softmax)
+        self.scores.targets[positions] = np.where(targets >= 0, logprobs, 0.0)
+
+    def _draw_alternatives(self, positions: np.ndarray, log_softmax: Tensor) -> None:
+        """Samples alternatives at the request's temperature, without top_k and top_p. Greedy ones are all equal."""
+        num, params = self._spec.prompt_alt_tokens_k, self._spec.params
+        if self.scores.alternative_tokens is None or self.scores.alternative_logprobs is None:
+            return
+        if is_greedy(params):
+            drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, num)
+        else:
+            assert params.seed is not None
+            keys = noise_keys(params.seed, ALTERNATIVE_STREAM, np.arange(num))
+            noise = torch.from_numpy(uniforms(keys, positions[:, None] + 1)).to(log_softmax)
+            drawn = invert_cdf(torch.softmax(log_softmax / params.temperature, dim=-1), noise)
+        tokens = drawn.cpu().numpy()
+        self.scores.alternative_tokens[positions] = tokens
+        self.scores.alternative_logprobs[positions] = _logprobs_of(tokens, log_softmax)
 
 
 def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:
@@ -92,42 +123,6 @@ def _empty_scores(spec: SampleJob) -> PromptScores:
         alternative_tokens=np.zeros((length - 1, k), np.int32) if k else None,
         alternative_logprobs=np.zeros((length - 1, k), np.float32) if k else None,
     )
-
-
-def _score_tokens(spec: SampleJob, scores: PromptScores, positions: np.ndarray, log_softmax: Tensor) -> None:
-    if scores.logprobs is not None:
-        scores.logprobs[positions + 1] = _logprobs_of(spec.prompt[positions + 1, None], log_softmax)[:, 0]
-    if scores.top is not None:
-        top = top_logprobs(log_softmax, spec.topk_prompt_logprobs)
-        scores.top.token_ids[positions + 1], scores.top.logprobs[positions + 1] = top.token_ids, top.logprobs
-
-
-def _score_targets(spec: SampleJob, scores: PromptScores, positions: np.ndarray, log_softmax: Tensor) -> None:
-    if scores.targets is None or spec.target_prompt_tokens is None:
-        return
-    targets = spec.target_prompt_tokens[positions]
-    logprobs = _logprobs_of(np.maximum(targets, 0), log_softmax)
-    scores.targets[positions] = np.where(targets >= 0, logprobs, 0.0)
-
-
-def _draw_alternatives(spec: SampleJob, scores: PromptScores, positions: np.ndarray, log_softmax: Tensor) -> None:
-    """Samples alternatives at the request's temperature, without top_k and top_p. Greedy ones are all equal."""
-    if scores.alternative_tokens is None or scores.alternative_logprobs is None:
-        return
-    if is_greedy(spec.params):
-        drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, spec.prompt_alt_tokens_k)
-    else:
-        noise = torch.from_numpy(_alternative_noise(spec, positions + 1)).to(log_softmax)
-        drawn = invert_cdf(torch.softmax(log_softmax / spec.params.temperature, dim=-1), noise)
-    tokens = drawn.cpu().numpy()
-    scores.alternative_tokens[positions] = tokens
-    scores.alternative_logprobs[positions] = _logprobs_of(tokens, log_softmax)
-
-
-def _alternative_noise(spec: SampleJob, positions: np.ndarray) -> np.ndarray:
-    """Returns float64, [positions, draws]."""
-    keys = noise_keys(spec.seed, ALTERNATIVE_STREAM, np.arange(spec.prompt_alt_tokens_k))
-    return uniforms(keys, positions[:, None])
 
 
 def _logprobs_of(tokens: np.ndarray, log_softmax: Tensor) -> np.ndarray:

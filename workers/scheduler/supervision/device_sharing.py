@@ -76,8 +76,7 @@ class DeviceLease:
         self._scheduler = scheduler
         self._granted = asyncio.Event()
         self._is_requested = False
-        self.idle_seconds = math.inf if idle_seconds is None else idle_seconds
-        """Idle time after which the devices should be released."""
+        self._idle_seconds = math.inf if idle_seconds is None else idle_seconds
         self._since = 0.0
         self._moving_seconds = 0.0
 
@@ -107,6 +106,11 @@ class DeviceLease:
         self._granted.clear()
         self.is_held = self.is_contested = self._is_requested = False
         self._scheduler.release(self)
+
+    @property
+    def idle_at(self) -> float:
+        """Returns the monotonic time at which the devices have been idle for too long; infinite if they never are."""
+        return self.used_at + self._idle_seconds if self.is_held else math.inf
 
     def record_move(self, seconds: float) -> None:
         """Records how long it took to move on and off the devices."""

@@ -157,7 +157,8 @@ class Supervisor:
 
     async def _open(self) -> None:
         await self.device.acquire()
-        ranks = self._ranks = self._new_ranks()
+        config = self._config
+        ranks = self._ranks = Ranks(self._new_pool(config), config.parallel, config.shared_directories)
         loading_seconds = self.timeouts.for_start(is_restart=self.num_deaths > 0)
         await ranks.start(loading_seconds, self.timeouts.for_method(RESET))
         ranks.pool.death.add_done_callback(lambda _: self._wake())
@@ -173,9 +174,6 @@ class Supervisor:
         if devices != self.device.devices:
             await self.leave_device()
             self.device.devices = devices
-
-    def _new_ranks(self) -> Ranks:
-        return Ranks(self._new_pool(self._config), self._config.parallel, self._config.shared_directories)
 
     def _processes(self) -> str:
         pids = ", ".join(map(str, self.pids))

@@ -115,7 +115,8 @@ DECLARED: Mapping[str, Family] = {
     "gemma3_text": GEMMA3,
     "gemma4_text": GEMMA4,
 }
-FAMILIES: Mapping[str, Family] = {name: family.with_defaults(TYPES[name]) for name, family in DECLARED.items()}
+# A new family has no defaults until `make families` has imported this.
+FAMILIES: Mapping[str, Family] = {name: family.with_defaults(TYPES.get(name, {})) for name, family in DECLARED.items()}
 """The families by model_type."""
 
 __all__ = ["FAMILIES", "FIXED_ROTATIONS", "Family"]

@@ -83,8 +83,7 @@ def arguments(
 ) -> list[str]:
     flags = [f"--base-model={name}={directory}" for name, directory in models.items()]
     # Tiny models gain nothing from more threads.
-    knobs = {"threads": 1, "drain_seconds": 5} | dict(options)
-    flags += flags_of(knobs)
+    flags += flags_of({"threads": 1, "drain_seconds": 5} | dict(options))
     fixed = ["--host=127.0.0.1", "--port=0", f"--pool={pool}", f"--state-dir={state_dir}", f"--ready-file={ready}"]
     return ["serve", *fixed, *flags]
 

@@ -259,10 +259,10 @@ def refusal_by_plan(path: Path) -> str:
 
 def plan_cell(path: Path, memory: str, number: int) -> str:
     """Returns the layout that fills these devices and GB on each, or the layout that needs least."""
-    knobs = [f"--num-devices={number}", f"--device-memory={memory}", f"--max-context-length={TOKENS}", "--json"]
+    options = [f"--num-devices={number}", f"--device-memory={memory}", f"--max-context-length={TOKENS}", "--json"]
     out, errors = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(errors):
-        status = main(["plan", f"--base-model=M={path}", "--parallel=auto", "--device-link=nvlink", *knobs])
+        status = main(["plan", f"--base-model=M={path}", "--parallel=auto", "--device-link=nvlink", *options])
     if status != 0:
         (found,) = re.findall(r": (\S+) with --activations (\S+) needs least, (\S+) GB", errors.getvalue())
         layout, activations, gigabytes = found

@@ -9,8 +9,8 @@ from typing import Any
 
 import trainhouse
 from trainhouse.server.cli.commands import app as command_line
-from trainhouse.server.config.knob import Knob
-from trainhouse.server.config.server_config import KNOBS, SECTION_OF, SECTIONS, ServerConfig
+from trainhouse.server.config.option import Option
+from trainhouse.server.config.server_config import OPTIONS, SECTION_OF, SECTIONS, ServerConfig
 from trainhouse.server.serving.app import create_app
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
@@ -19,28 +19,28 @@ from typer.main import get_command
 
 def configuration() -> str:
     parts = []
-    for section, knobs in groupby(KNOBS.values(), lambda knob: SECTION_OF[knob.name]):
-        rows = [[f"`{knob.flag}`", f"`{knob.name}`", _default(knob), _cell(_meaning(knob))] for knob in knobs]
+    for section, own in groupby(OPTIONS.values(), lambda option: SECTION_OF[option.name]):
+        rows = [[f"`{each.flag}`", f"`{each.name}`", _default(each), _cell(_meaning(each))] for each in own]
         purpose = (inspect.getdoc(SECTIONS[section]) or "").partition("\n")[0]
         parts.append(f"## `[{section}]`\n\n{purpose}\n\n{_table(['flag', 'key', 'default', 'meaning'], rows)}")
     return "\n".join(parts)
 
 
-def _default(knob: Knob) -> str:
-    return "" if knob.default in (None, ()) else f"`{knob.kind.show(knob.default)}`"
+def _default(option: Option) -> str:
+    return f"`{option.shown_default}`" if option.shown_default else ""
 
 
-def _meaning(knob: Knob) -> str:
+def _meaning(option: Option) -> str:
     """The help, what values it takes, and with which other options it has an effect."""
-    meaning = knob.help
-    if knob.kind.choices:
-        meaning += f". One of {', '.join(knob.kind.choices)}"
-    if knob.check is not None:
-        meaning += f". Values: {knob.check.words}"
-    if knob.only_with is not None:
-        meaning += f". Only with `{knob.only_with[0]} = {knob.only_with[1]}`"
-    if knob.not_with is not None:
-        meaning += f". Not with `{knob.not_with[0]} = {knob.not_with[1]}`"
+    meaning = option.help
+    if option.choices:
+        meaning += f". One of {', '.join(option.choices)}"
+    elif option.expected:
+        meaning += f". Values: {option.expected}"
+    if option.only_with is not None:
+        meaning += f". Only with `{option.only_with[0]} = {option.only_with[1]}`"
+    if option.not_with is not None:
+        meaning += f". Not with `{option.not_with[0]} = {option.not_with[1]}`"
     return meaning
 
 

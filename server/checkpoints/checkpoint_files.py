@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import OperationError
-from ..config.knob_values import is_url
+from ..config.option_values import is_url
 from ..files.checkpoint_cache import CheckpointCache
 from ..files.directories import make_directory, move_into_place, staging_path
 from ..files.manifest import MANIFEST, listed_files, read_manifest, write_manifest

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 
 from ...schemas.errors import OperationError
-from ..config.knob_values import is_url
+from ..config.option_values import is_url
 from ..files.checkpoint_cache import CheckpointCache
 from ..files.directories import staging_path
 from ..files.manifest import check_directory

@@ -20,18 +20,18 @@ from typing import Annotated
 import typer
 
 from ..checkpoints.checkpoint_files import link_or_copy, moved_directories
-from ..config.knob_values import is_url
-from ..config.load import store_config_of
+from ..config.load import load_section
+from ..config.option_values import is_url
 from ..files.directories import STAGING, remove_tree
 from ..files.object_store import key_of
 from ..files.segment import complete_bytes, truncate_segment
 from ..files.segment_log import RecordPosition
 from ..files.state_lock import STATE_PATTERNS, check_database_kind, keep_private, live_directory
 from ..journal.restore_marker import mark_copy
-from ..store import DATABASE_NAME
-from .knob_flags import Sources, reads_state
+from ..store import DATABASE_NAME, StoreConfig
 from .options import AsJson, new_app
 from .output import print_json, spinner
+from .server_flags import Sources, reads_state
 
 _SECRET = "url_secret"
 _SEGMENTS = ("journal", "results", "recordings")
@@ -52,7 +52,7 @@ def backup(
     as_json: AsJson = False,
 ) -> None:
     """Copy a server's state, while it runs or not, so that a server can start from the copy."""
-    config = store_config_of(*sources)
+    config = load_section(StoreConfig, *sources)
     check_database_kind(config)
     notes: list[str] = []
     with spinner(f"copying {config.state_dir}") as show:

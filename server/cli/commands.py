@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CommandFailed as error:
         status, message = error.status, str(error)
     except (ValueError, OSError) as error:
-        from ..config.knob_values import ConfigError  # imported late, as most commands need no configuration
+        from ..config.option_values import ConfigError  # imported late, as most commands need no configuration
 
         status, message = WRONGLY_USED if isinstance(error, ConfigError) else FAILED, _words(error)
     name = next((each for each in given if each in COMMANDS), "")

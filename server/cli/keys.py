@@ -9,16 +9,16 @@ from typing import Annotated, TypeVar
 import typer
 from sqlalchemy import Connection, func, select
 
-from ..config.knob_values import ConfigError
-from ..config.load import store_config_of
+from ..config.load import load_section
+from ..config.option_values import ConfigError
 from ..files.state_lock import STATE_PATTERNS, check_database_exists, check_database_kind, keep_private
-from ..store import Store, open_store
+from ..store import Store, StoreConfig, open_store
 from ..store.database.schema import runs, tenants
 from ..tenants.auth import MADE_UP_PREFIX, create_key, list_keys, revoke_key
 from ..tenants.scopes import SCOPES, TENANT_SCOPES, parse_scopes
-from .knob_flags import Sources, reads_state
 from .options import AsJson, new_app
 from .output import print_json, print_table
+from .server_flags import Sources, reads_state
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def create(
         print_json({"key": key, "name": name, "is_first": left is not None})
         return
     print(key)
-    config = store_config_of(*sources)
+    config = load_section(StoreConfig, *sources)
     where = "database" if config.database_url else "state directory"
     place = "" if config.database_url else f" of servers with --state-dir {config.state_dir.resolve()}"
     print(f"keep this key{place}: only its hash is stored, so it cannot be shown again", file=sys.stderr)
@@ -129,7 +129,7 @@ def with_store(sources: Sources, work: Callable[[Store], Awaitable[T]], makes: b
     Args:
         makes: creates the database if there is none.
     """
-    config = store_config_of(*sources)
+    config = load_section(StoreConfig, *sources)
     if config.database_url is None:  # else no directory matters
         check_database_kind(config)
         if makes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 if TYPE_CHECKING:
-    from ..config.knob import Knob  # needs pydantic, which takes long to import
+    from ..config.option import Option  # needs pydantic, which takes long to import
 
 Status = int | None
 """The exit status that a command returns; None for 0."""
@@ -22,17 +22,17 @@ def new_app(help: str | None = None) -> typer.Typer:
     return typer.Typer(help=help, rich_markup_mode=None, add_completion=False, context_settings=names)
 
 
-def option(name: str, flag: str, help: str, metavar: str | None = None, kind: Any = str | None) -> inspect.Parameter:
+def flag(name: str, spelled: str, help: str, metavar: str | None = None, kind: Any = str | None) -> inspect.Parameter:
     """Returns an optional parameter, None (False for a bool) if it is not given."""
-    shown = typer.Option(flag, help=help, metavar=metavar, show_default=False)
+    shown = typer.Option(spelled, help=help, metavar=metavar, show_default=False)
     default = False if kind is bool else None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown])
 
 
-def knob_option(knob: "Knob", help: str | None = None) -> inspect.Parameter:
-    """Returns the flag of an option of the server."""
-    kind = str | None if knob.kind.separator is None else list[str] | None
-    return option(knob.name, knob.flag, help or knob.described, knob.metavar, kind)
+def server_flag(option: "Option", help: str | None = None) -> inspect.Parameter:
+    """Returns the flag of an option of the server, as a parameter."""
+    kind = str | None if option.form.separator is None else list[str] | None
+    return flag(option.name, option.flag, help or option.described, option.metavar, kind)
 
 
 def with_options(

@@ -13,15 +13,15 @@ import typer
 from ...workers.resources.machine import cuda_devices
 from ...workers.scheduler.supervision.pool_factory import check_layouts
 from ...workers.shapes.model_shape import check_weight_files
-from ..config.knob_values import ConfigError
 from ..config.load import load_config
-from ..config.server_config import KNOBS, ServerConfig
+from ..config.option_values import ConfigError
+from ..config.server_config import OPTIONS, ServerConfig
 from ..files.state_lock import check_database_kind
 from ..logs.setup import configure_logging
 from ..telemetry.open_tracing import wants_traces
-from .knob_flags import CONFIG_ROW, Sources, nearest_flag, reads_knobs, row, rows_by_section, table
-from .options import new_app
+from .options import new_app, server_flag
 from .output import spinner
+from .server_flags import CONFIG_ROW, Sources, nearest_flag, reads_options, row, rows_by_section, table
 
 _USAGE = "trainhouse serve --base-model NAME[=PATH_OR_HUB_ID] [FLAGS]"
 
@@ -30,14 +30,14 @@ app = new_app()
 
 
 def serve_help() -> str:
-    """Returns the common knobs' help, which fits one screen of 24 lines and 80 columns."""
-    rows = [*(row(knob) for knob in KNOBS.values() if knob.common), CONFIG_ROW, ("--help-all", "every knob")]
+    """Returns the common options' help, which fits one screen of 24 lines and 80 columns."""
+    rows = [*(row(each) for each in OPTIONS.values() if each.common), CONFIG_ROW, ("--help-all", "every option")]
     return f"""\
 usage: {_USAGE}
 
 {table(rows)}
 
-A flag overrides TRAINHOUSE_<KNOB> in the environment, which overrides --config.
+A flag overrides TRAINHOUSE_<KEY> in the environment, which overrides --config.
 Example: trainhouse serve --base-model Qwen/Qwen3-0.6B=/models/Qwen3-0.6B"""
 
 
@@ -45,9 +45,9 @@ def serve_help_all() -> str:
     return f"""\
 usage: {_USAGE}
 
-{table(rows_by_section(KNOBS.values()))}
+{table(rows_by_section())}
 
-Every knob is a flag, a key of the file with _ for - (base_models: a list), and an environment variable
+Every option is a flag, a key of the file with _ for - (base_models: a list), and an environment variable
 TRAINHOUSE_<KEY> (base models separated by commas). A flag overrides the environment, which overrides the file.
 The file may group its keys in tables named like the sections. Sizes in bytes may be written as 256MiB."""
 
@@ -62,7 +62,7 @@ def _prints(text: Callable[[], str]) -> Callable[[bool], None]:
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-@reads_knobs(KNOBS.values())
+@reads_options(map(server_flag, OPTIONS.values()))
 def serve(
     sources: Sources,
     context: typer.Context,
@@ -77,7 +77,7 @@ def serve(
 
     configure_logging(config.process.log_level, config.process.log_format)
     wants_traces(os.environ)  # raises what is wrong before anything is loaded
-    check_database_kind(config.store_config())
+    check_database_kind(config.store)
     with ExitStack() as loading:
         loading.enter_context(_spinner())
         serve(config, loading.close)

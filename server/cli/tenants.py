@@ -6,9 +6,9 @@ from sqlalchemy import ColumnElement, Connection, Table, func, select
 
 from ..store.database.schema import api_keys, checkpoints, runs, sessions, tenants
 from .keys import with_store
-from .knob_flags import Sources, reads_state
 from .options import AsJson, new_app
 from .output import print_json, print_table
+from .server_flags import Sources, reads_state
 
 app = new_app("List tenants with their keys, runs and checkpoints, without a server.")
 

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DatabaseError
 
 from ...schemas.errors import OperationError
-from ..config.load import storage_config_of, store_config_of
+from ..config.load import load_section
 from ..files.manifest import ManifestMismatch
 from ..files.object_store import ObjectStore, ObjectStoreError
 from ..files.state_lock import (
@@ -28,13 +28,13 @@ from ..files.state_lock import (
     locked_state_directory,
 )
 from ..files.storage_config import CheckpointStorageConfig
-from ..store import LIVE_STATE, Store, open_store
+from ..store import LIVE_STATE, Store, StoreConfig, open_store
 from ..store.database.schema import checkpoint_copies, checkpoints, results
 from ..store.sqlite import DAMAGE_REMEDY
 from .errors import FAILED
-from .knob_flags import Sources, reads_state
 from .options import AsJson, Status, new_app
 from .output import print_json, spinner
+from .server_flags import Sources, reads_state
 from .verification.checkpoints import check_checkpoints, check_copies
 from .verification.leftovers import check_leftovers, check_leftovers_at_url
 from .verification.problem import Problem
@@ -65,7 +65,7 @@ def verify_state(
     as_json: AsJson = False,
 ) -> Status:
     """Check a server's state, while it runs or not, for damage. The exit status is 1 if problems are left."""
-    store_config, storage_config = store_config_of(*sources), storage_config_of(*sources)
+    store_config, storage_config = load_section(StoreConfig, *sources), load_section(CheckpointStorageConfig, *sources)
     check_database_kind(store_config)
     check_database_exists(store_config)
     logging.disable()  # verify itself reports what it finds

@@ -1,1 +1,1 @@
-"""Configuration of a server: its knobs and how their values are parsed."""
+"""Configuration of a server: its options and how their values are parsed."""

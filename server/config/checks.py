@@ -1,4 +1,4 @@
-"""Checks knobs against each other; the check of a knob's own value is in its declaration. All raise ConfigError."""
+"""Checks options against each other; what a single one accepts is in its declaration. All raise ConfigError."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -7,19 +7,19 @@ from ...workers.models.hub import is_hub_url
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import RoleGroup, ServedModel
 from ..files.object_store import check_url
-from .knob import DEVICES
-from .knob_values import NO_SHARD_OF_AUTO, ConfigError, is_url, parse_shard
+from ..files.storage_config import CheckpointOptions
+from .option import options_of
+from .option_values import NO_SHARD_OF_AUTO, ConfigError, is_url, parse_shard
 from .sections import (
     SEPARABLE_ROLES,
-    CheckpointsSection,
     LimitsSection,
     ModelsSection,
     NetworkSection,
     RanksSection,
     SamplingSection,
     SchedulerSection,
-    StoreSection,
 )
+from .store_section import StoreSection
 
 _FEWEST_SECONDS_KEPT = 10.0
 
@@ -91,13 +91,13 @@ def _check_source(model: ServedModel) -> None:
 
 
 def check_role_groups(models: ModelsSection, ranks: RanksSection) -> None:
-    num_models, named = len(models.base_models), set()
+    num_models, named, device = len(models.base_models), set(), options_of(RanksSection)["device"]
     for group in ranks.role_groups:
         for role in group.roles:
             _check_role_apart(role, group, named)
             named.add(role)
-        if group.devices and not DEVICES.holds(",".join(group.devices)):
-            raise ConfigError(f"role_groups: {group} is at {','.join(group.devices)}: expected {DEVICES.words}")
+        if group.devices and not device.accepts(",".join(group.devices)):
+            raise ConfigError(f"role_groups: {group} is at {','.join(group.devices)}: expected {device.expected}")
         if len(group.devices) not in (0, 1, num_models):
             raise ConfigError(
                 f"role_groups: {group} names {len(group.devices)} devices for {num_models} base models: "
@@ -186,7 +186,7 @@ def _check_sampler_workers(sampling: SamplingSection) -> None:
             raise ConfigError(f"sampler_parallel {spec}: {reason}")
 
 
-def check_storage(storage: CheckpointsSection) -> None:
+def check_storage(storage: CheckpointOptions) -> None:
     if storage.checkpoints is not None and is_hub_url(storage.checkpoints):
         raise ConfigError(
             f"checkpoints {storage.checkpoints}: every save would wait for a commit, whose rate the hub limits: keep "

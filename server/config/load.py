@@ -1,27 +1,23 @@
-"""Reads the knobs of a process: a flag overrides an environment variable TRAINHOUSE_*, which overrides the TOML file,
+"""Reads the options of a process: a flag overrides an environment variable TRAINHOUSE_*, which overrides the TOML file,
 which overrides the default."""
 
 import difflib
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from ..files.storage_config import CheckpointStorageConfig
-from ..store import StoreConfig
-from .knob import Knob
-from .knob_values import ENVIRONMENT_PREFIX, ConfigError
-from .server_config import KNOBS, SECTION_OF, SECTIONS, ServerConfig
+from .option import Flags, Option, options_of
+from .option_values import ENVIRONMENT_PREFIX, ConfigError
+from .server_config import OPTIONS, SECTION_OF, SECTIONS, ServerConfig
 
 WORKERS_ARE_ON_RAY = (
     "workers that outlive the server are on Ray: start a cluster (docs/cluster.md), then `trainhouse serve --pool ray "
     "--ray-address HOST:6379 --keep-workers-seconds 600`"
 )
 REPLACED = ("workers", "workers_secret_file")
-"""Former knobs, replaced by these."""
-Flags = Mapping[str, str | Sequence[str]]
-"""Flags as typed, by knob."""
+"""Former options, replaced by these."""
+Section = TypeVar("Section")
 
 
 def load_config(flags: Flags, environment: Mapping[str, str], file: Path | None) -> ServerConfig:
@@ -29,30 +25,18 @@ def load_config(flags: Flags, environment: Mapping[str, str], file: Path | None)
     values = _given(flags, environment, file)
     config = ServerConfig.of(**values)
     for name in values:
-        _check_effect(config, KNOBS[name])
+        _check_effect(config, OPTIONS[name])
     return config
 
 
-def store_config_of(flags: Flags, environment: Mapping[str, str], file: Path | None) -> StoreConfig:
-    """Returns the store config of a server with these settings, for commands that need no other. Raises ConfigError."""
-    return StoreConfig(**_chosen(StoreConfig, _given(flags, environment, file)))
-
-
-def storage_config_of(flags: Flags, environment: Mapping[str, str], file: Path | None) -> CheckpointStorageConfig:
-    """Returns the checkpoint storage config of a server with these settings. Raises ConfigError."""
-    return CheckpointStorageConfig(**_chosen(CheckpointStorageConfig, _given(flags, environment, file)))
-
-
-def _chosen(target: type[Any], given: Mapping[str, object]) -> dict[str, Any]:
-    """Returns the values of the knobs that `target` also has as fields."""
-    chosen = {name: given.get(name, KNOBS[name].default) for entry in fields(target) if (name := entry.name) in KNOBS}
-    for name, value in chosen.items():
-        KNOBS[name].check_value(value)
-    return chosen
+def load_section(kind: type[Section], flags: Flags, environment: Mapping[str, str], file: Path | None) -> Section:
+    """Returns a part of a server's configuration, for a command that needs no other. Raises ConfigError."""
+    given = _given(flags, environment, file)
+    return kind(**{name: each.checked(given[name]) for name, each in options_of(kind).items() if name in given})
 
 
 def _given(flags: Flags, environment: Mapping[str, str], file: Path | None) -> dict[str, object]:
-    of_flags = {name: KNOBS[name].kind.read(value, KNOBS[name].flag) for name, value in flags.items()}
+    of_flags = {name: OPTIONS[name].read(value, OPTIONS[name].flag) for name, value in flags.items()}
     return {**_from_file(file), **_from_environment(environment), **of_flags}
 
 
@@ -65,7 +49,7 @@ def _from_file(file: Path | None) -> dict[str, object]:
         raise ConfigError(f"config file {file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"config file {file} is not valid TOML: {error}") from None
-    return {name: _from_toml(KNOBS[name], value, f"{name} in {file}") for name, value in _entries(table, file)}
+    return {name: OPTIONS[name].read(value, f"{name} in {file}") for name, value in _entries(table, file)}
 
 
 def _entries(table: Mapping[str, object], file: Path) -> Iterator[tuple[str, object]]:
@@ -81,22 +65,9 @@ def _entries(table: Mapping[str, object], file: Path) -> Iterator[tuple[str, obj
 
 
 def _known(key: str, file: Path) -> str:
-    if key not in KNOBS:
+    if key not in OPTIONS:
         raise ConfigError(f"config file {file} has an unknown key {key!r}{_nearest(key)}")
     return key
-
-
-def _from_toml(knob: Knob, value: object, place: str) -> object:
-    """Parses strings as on the command line; numbers must have the knob's type."""
-    if isinstance(value, str):
-        return knob.kind.read(value, place)
-    if isinstance(value, list) and all(isinstance(entry, str) for entry in value):
-        return knob.kind.read(value, place)
-    if type(value) is int and knob.kind.number is not None:
-        return knob.kind.number(value)
-    if type(value) is float and knob.kind.number is float:
-        return value
-    raise knob.kind.refusal(value, place)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
@@ -109,11 +80,11 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
         name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
         if not key.startswith(ENVIRONMENT_PREFIX):
             continue
-        if name in KNOBS:
-            separator = KNOBS[name].kind.separator
+        if name in OPTIONS:
+            separator = OPTIONS[name].form.separator
             entries = text if separator is None else [entry.strip() for entry in text.split(separator)]
-            found[name] = KNOBS[name].kind.read(entries, key)
-        elif name in REPLACED or difflib.get_close_matches(name, KNOBS, cutoff=0.9):
+            found[name] = OPTIONS[name].read(entries, key)
+        elif name in REPLACED or difflib.get_close_matches(name, OPTIONS, cutoff=0.9):
             raise ConfigError(f"unknown environment variable {key}{_nearest(name, _variable)}")
     return found
 
@@ -125,18 +96,18 @@ def _variable(name: str) -> str:
 def _nearest(name: str, spelled: Callable[[str], str] = str) -> str:
     if name in REPLACED:
         return f": {WORKERS_ARE_ON_RAY}"
-    near = difflib.get_close_matches(name, KNOBS, n=1)
+    near = difflib.get_close_matches(name, OPTIONS, n=1)
     return f": did you mean {spelled(near[0])}?" if near else ": see `trainhouse serve --help-all` for all options"
 
 
-def _check_effect(config: ServerConfig, knob: Knob) -> None:
-    if knob.only_with is not None:
-        mode, wanted = knob.only_with
+def _check_effect(config: ServerConfig, option: Option) -> None:
+    if option.only_with is not None:
+        mode, wanted = option.only_with
         if config.value(mode) != wanted:
             raise ConfigError(
-                f"{knob.name} has no effect with {mode} {config.value(mode)}: leave it out or set {mode} to {wanted}"
+                f"{option.name} has no effect with {mode} {config.value(mode)}: leave it out or set {mode} to {wanted}"
             )
-    if knob.not_with is not None:
-        mode, value = knob.not_with
+    if option.not_with is not None:
+        mode, value = option.not_with
         if config.value(mode) == value:
-            raise ConfigError(f"{knob.name} has no effect with {mode} {value}: leave it out or change {mode}")
+            raise ConfigError(f"{option.name} has no effect with {mode} {value}: leave it out or change {mode}")

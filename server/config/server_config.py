@@ -1,16 +1,27 @@
-"""The knobs of a server process in sections, checked against each other, and the configs derived from them."""
+"""The options of a server process in sections, checked against each other, and the configs derived from them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
 from ...schemas.adapters.model_files import is_loopback
+from ...workers.protocol.option import values_of
 from ...workers.protocol.parallel_spec import SINGLE
-from ...workers.protocol.worker_config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from ...workers.protocol.worker_config import (
+    DispatchConfig,
+    MemoryOptions,
+    ModelOptions,
+    PoolOptions,
+    RankOptions,
+    SamplingConfig,
+    SchedulerOptions,
+    ServedModel,
+    VllmConfig,
+    WorkerConfig,
+)
 from ...workers.shapes.styles import replicated_units
-from ..files.storage_config import CheckpointStorageConfig
-from ..store import StoreConfig
+from ..files.storage_config import CheckpointOptions, CheckpointStorageConfig
 from .checks import (
     check_kept_workers,
     check_limits,
@@ -21,14 +32,12 @@ from .checks import (
     check_sampling,
     check_storage,
 )
-from .knob import Knob, Section, knobs_of
-from .knob_values import is_url
+from .option import Option, options_of
+from .option_values import is_url
 from .sections import (
-    CheckpointsSection,
     FeaturesSection,
     JournalSection,
     LimitsSection,
-    MemorySection,
     ModelsSection,
     NetworkSection,
     ProcessSection,
@@ -37,34 +46,34 @@ from .sections import (
     SchedulerSection,
     SdkSection,
     SessionsSection,
-    StoreSection,
 )
+from .store_section import StoreSection
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """All knobs of a server process, in sections; `trainhouse serve --help-all` lists them.
+    """All options of a server process, in sections; `trainhouse serve --help-all` lists them.
 
-    Flags, environment variables and the file name a knob without its section: see `of`.
+    Flags, environment variables and the file name an option without its section: see `of`.
     """
 
     models: ModelsSection = field(default_factory=ModelsSection)
     network: NetworkSection = field(default_factory=NetworkSection)
     store: StoreSection = field(default_factory=StoreSection)
     ranks: RanksSection = field(default_factory=RanksSection)
-    memory: MemorySection = field(default_factory=MemorySection)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
     limits: LimitsSection = field(default_factory=LimitsSection)
     sessions: SessionsSection = field(default_factory=SessionsSection)
     features: FeaturesSection = field(default_factory=FeaturesSection)
     journal: JournalSection = field(default_factory=JournalSection)
-    checkpoint_storage: CheckpointsSection = field(default_factory=CheckpointsSection)
+    checkpoint_storage: CheckpointOptions = field(default_factory=CheckpointOptions)
     sdk: SdkSection = field(default_factory=SdkSection)
     process: ProcessSection = field(default_factory=ProcessSection)
 
     def __post_init__(self) -> None:
-        """Checks the values against each other; each section has checked its own. Raises ConfigError."""
+        """Checks the values against each other; `of` has checked each of them. Raises ConfigError."""
         check_network(self.network, self.store)
         check_limits(self.limits)
         check_models(self.models, self.ranks)
@@ -75,18 +84,17 @@ class ServerConfig:
         check_storage(self.checkpoint_storage)
 
     @classmethod
-    def of(cls, **knobs: Any) -> Self:
-        """Returns the config with these knobs, named without their sections. Raises ConfigError."""
-        sections: dict[str, Any] = {name: SECTIONS[name](**own) for name, own in _by_section(knobs).items()}
-        return cls(**sections)
+    def of(cls, **options: Any) -> Self:
+        """Returns the config with these options, named without their sections. Raises ConfigError."""
+        return cls(**{name: SECTIONS[name](**own) for name, own in _by_section(options).items()})
 
-    def with_knobs(self, **knobs: Any) -> Self:
-        """Returns a copy with other values of these knobs. Raises ConfigError."""
-        changed = {name: replace(getattr(self, name), **own) for name, own in _by_section(knobs).items()}
-        return replace(self, **changed)
+    def with_options(self, **options: Any) -> Self:
+        """Returns a copy with other values of these options. Raises ConfigError."""
+        sections = _by_section(options).items()
+        return replace(self, **{name: replace(getattr(self, name), **own) for name, own in sections})
 
-    def value(self, knob: str) -> Any:
-        return getattr(getattr(self, SECTION_OF[knob]), knob)
+    def value(self, option: str) -> Any:
+        return getattr(getattr(self, SECTION_OF[option]), option)
 
     @property
     def is_loopback(self) -> bool:
@@ -104,14 +112,16 @@ class ServerConfig:
         # On another machine of a Ray cluster our directories may not exist.
         pages = None if self.ranks.pool == "ray" else str((self.store.state_dir / "pages").absolute())
         cache = self.models.model_cache
-        derived = {
-            "parallel": replace(self.ranks.parallel or SINGLE, replicated=replicated_units(self.ranks.shard)),
-            "device": devices[base_models.index(model) if len(devices) > 1 else 0],
-            "page_directory": pages,
-            "model_cache": None if cache is None else str(cache.absolute()),
-            "shared_directories": self._shared_directories,
-        }
-        return WorkerConfig(model=model, **(self._shared(WorkerConfig) | derived))
+        options = values_of(ModelOptions, self.models) | values_of(RankOptions, self.ranks) | vars(self.memory)
+        options["device"] = devices[base_models.index(model) if len(devices) > 1 else 0]
+        options["model_cache"] = None if cache is None else cache.absolute()
+        return WorkerConfig(
+            model=model,
+            parallel=replace(self.ranks.parallel or SINGLE, replicated=replicated_units(self.ranks.shard)),
+            page_directory=pages,
+            shared_directories=self._shared_directories,
+            **options,
+        )
 
     @property
     def _shared_directories(self) -> tuple[str, ...]:
@@ -121,19 +131,22 @@ class ServerConfig:
         checkpoints = () if place is None or is_url(place) else (Path(place),)
         return tuple(str(each.expanduser().absolute()) for each in (self.store.state_dir, *checkpoints))
 
-    def store_config(self) -> StoreConfig:
-        return StoreConfig(**self._shared(StoreConfig))
-
     def storage_config(self) -> CheckpointStorageConfig:
-        return CheckpointStorageConfig(**self._shared(CheckpointStorageConfig))
+        limits = self.limits
+        return CheckpointStorageConfig(
+            **vars(self.checkpoint_storage),
+            tenant_checkpoints=limits.tenant_checkpoints,
+            tenant_checkpoint_bytes=limits.tenant_checkpoint_bytes,
+        )
 
     def dispatch_config(self) -> DispatchConfig:
-        derived = {
-            "models": tuple(self.worker_config(model) for model in self.models.base_models),
-            "tenant_weights": {tenant.name: tenant.weight for tenant in self.scheduler.tenant_weights},
-            "sampling": self._sampling_config(),
-        }
-        return DispatchConfig(**(self._shared(DispatchConfig) | derived))
+        return DispatchConfig(
+            models=tuple(self.worker_config(model) for model in self.models.base_models),
+            tenant_weights={tenant.name: tenant.weight for tenant in self.scheduler.tenant_weights},
+            sampling=self._sampling_config(),
+            **values_of(PoolOptions, self.ranks),
+            **values_of(SchedulerOptions, self.scheduler),
+        )
 
     def _sampling_config(self) -> SamplingConfig:
         sampling = self.sampling
@@ -144,10 +157,6 @@ class ServerConfig:
             devices=tuple(sampling.sampler_device.split(",")) if sampling.sampler_device else (),
             directory=str((self.store.state_dir / "samplers").absolute()),
         )
-
-    def _shared(self, target: type) -> dict[str, Any]:
-        """Returns the values of the knobs that `target` also has as fields."""
-        return {entry.name: self.value(entry.name) for entry in fields(target) if entry.name in KNOBS}
 
 
 def _vllm_config(sampling: SamplingSection) -> VllmConfig:
@@ -163,15 +172,16 @@ def _vllm_config(sampling: SamplingSection) -> VllmConfig:
     )
 
 
-def _by_section(knobs: Mapping[str, object]) -> dict[str, dict[str, object]]:
+def _by_section(options: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Returns the options in their sections. Raises ConfigError if a value is refused."""
     found: dict[str, dict[str, object]] = {}
-    for name, value in knobs.items():
-        found.setdefault(SECTION_OF[name], {})[name] = value
+    for name, value in options.items():
+        found.setdefault(SECTION_OF[name], {})[name] = OPTIONS[name].checked(value)
     return found
 
 
-SECTIONS: Mapping[str, type[Section]] = get_type_hints(ServerConfig)
+SECTIONS: Mapping[str, type[Any]] = get_type_hints(ServerConfig)
 """The sections by name."""
-KNOBS: Mapping[str, Knob] = {name: knob for section in SECTIONS.values() for name, knob in knobs_of(section).items()}
-"""All knobs by name, in the order of their sections."""
-SECTION_OF = {name: section for section, declared in SECTIONS.items() for name in knobs_of(declared)}
+OPTIONS: Mapping[str, Option] = {name: each for kind in SECTIONS.values() for name, each in options_of(kind).items()}
+"""All options by name, in the order of their sections."""
+SECTION_OF = {name: section for section, kind in SECTIONS.items() for name in options_of(kind)}

@@ -2,23 +2,30 @@
 
 from dataclasses import dataclass
 
+from ...workers.protocol.option import Positive, option
+
 
 @dataclass(frozen=True)
-class CheckpointStorageConfig:
-    """Says where checkpoints and their copies are stored, and how failures are retried.
+class CheckpointOptions:
+    """The directories and URLs of checkpoints and their copies."""
 
-    checkpoints: a directory or a URL; None for the state directory.
-    mirrors: URLs that get a copy of each checkpoint.
-    checkpoint_cache_bytes: for local copies of checkpoints that were read from URLs.
-    retry_pauses_seconds: between attempts at a URL.
-    tenant_checkpoints, tenant_checkpoint_bytes: the most that a tenant may have.
-    mirror_pause_seconds: after the first failure to copy a checkpoint; doubles with each failure, up to an hour.
-    """
+    checkpoints: str | None = option(
+        None, "directory, s3://BUCKET/... or another fsspec URL (default: in --state-dir)", metavar="URL"
+    )
+    mirrors: tuple[str, ...] = option(
+        (), "URL that receives a copy of every checkpoint; repeatable", metavar="URL", flag="--mirror"
+    )
+    checkpoint_cache_bytes: Positive = option(16 << 30, "local read cache for checkpoints at a URL")
 
-    checkpoints: str | None = None
-    mirrors: tuple[str, ...] = ()
-    checkpoint_cache_bytes: int = 16 << 30
+
+@dataclass(frozen=True)
+class CheckpointStorageConfig(CheckpointOptions):
+    """Says where checkpoints and their copies are stored, how failures are retried, and the most that a tenant may
+    have."""
+
     retry_pauses_seconds: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    """Between attempts at a URL."""
     mirror_pause_seconds: float = 5.0
+    """After the first failure to copy a checkpoint; doubles with each failure, up to an hour."""
     tenant_checkpoints: int = 10_000
     tenant_checkpoint_bytes: int = 4 << 40

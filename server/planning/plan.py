@@ -34,7 +34,7 @@ from ...workers.shapes.model_shape import ModelDescription, ModelShape, describe
 from ..cli.errors import FAILED, WRONGLY_USED
 from ..cli.options import Status, new_app, with_options
 from ..cli.output import aligned, print_json
-from ..config.knob_values import AUTO, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_shard
+from ..config.option_values import AUTO, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_shard
 from .auto_layout import auto_refusal, by_transformers
 from .plan_drafts import PlannedDraft, parse_draft, room_words
 from .plan_options import OF_GROUPS, OPTIONS, PlanOptions, flags

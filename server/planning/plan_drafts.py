@@ -14,7 +14,7 @@ from ...workers.resources.machine import gigabytes
 from ...workers.shapes.layouts.parameters import num_parameters
 from ...workers.shapes.model_shape import ModelShape
 from ..cli.output import aligned
-from ..config.knob_values import ConfigError, draft_fields
+from ..config.option_values import ConfigError, draft_fields
 
 # Most of any field of a draft.
 _MOST = 1 << 24

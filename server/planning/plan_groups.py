@@ -33,9 +33,9 @@ from ...workers.shapes.layouts.checks import check_layout
 from ...workers.shapes.layouts.parameters import num_parameters
 from ...workers.shapes.model_shape import ModelShape
 from ..cli.output import aligned
-from ..config.knob_values import ConfigError
 from ..config.load import Flags, load_config
-from ..config.server_config import KNOBS
+from ..config.option_values import ConfigError
+from ..config.server_config import OPTIONS
 from .auto_layout import with_sampler_layout
 
 _COLUMNS = tuple(each.name for each in fields(RankBytes))
@@ -176,7 +176,7 @@ def planned_groups(
     """Returns the plan of the groups that `serve` starts with these flags.
 
     Args:
-        given: as typed, by knob; others are ignored.
+        given: as typed, by option; others are ignored.
         load: of the policies' group, with the slots of each role.
     Raises:
         ConfigError: a flag has a wrong value.
@@ -186,7 +186,7 @@ def planned_groups(
     usual = {"device": "cuda"}
     if given.get("sampler") == "vllm" and "vllm_url" not in given:
         usual["vllm_python"] = sys.executable  # which Python has vLLM makes no difference here
-    config = load_config(usual | {name: given[name] for name in given if name in KNOBS}, {}, None)
+    config = load_config(usual | {name: given[name] for name in given if name in OPTIONS}, {}, None)
     if config.ranks.parallel is None:
         raise ConfigError(
             "--parallel auto plans the policies alone: find their layout without the flags of other groups, and name it"

@@ -1,29 +1,26 @@
 """The flags of `trainhouse plan`: options of `serve` as they are declared there, and those that only a plan has."""
-# ruff: noqa: RUF009  (knob() is a field)
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, TypeVar
 
-from ...workers.planner.workload import Workload
-from ...workers.protocol.worker_config import Training
-from ..cli.options import knob_option, option
-from ..config.knob import POSITIVE, Knob, Section, knob, knobs_of
-from ..config.knob_values import ConfigError
-from ..config.sections import MemorySection, ModelsSection, RanksSection, SamplingSection, SchedulerSection
+from ...workers.planner.workload import WORKER_OPTIONS, Workload
+from ...workers.protocol.option import Positive, option
+from ...workers.protocol.worker_config import MemoryOptions
+from ..cli.options import flag, server_flag
+from ..config.option import Flags, Option, options_of
+from ..config.option_values import ConfigError
+from ..config.sections import ModelsSection, RanksSection, SamplingSection, SchedulerSection
 
 
 @dataclass(frozen=True)
-class PlanSection(Section):
-    """Options that only a plan has, or that have other defaults there."""
+class PlanSection:
+    """Options that only a plan has, next to those of a Workload."""
 
-    training: Training = knob(Workload.training, "what is trained: adapters, or all weights")
-    lora_rank: int = knob(Workload.lora_rank, "of each adapter", check=POSITIVE)
-    adapter_slots: int = knob(Workload.adapter_slots, "adapters in use at a time", check=POSITIVE)
-    num_devices: int | None = knob(None, "number of devices, one for each rank", metavar="N", check=POSITIVE)
-    device_name: str | None = knob(None, "of the devices, such as H100 (nvidia-smi's)")
-    draft: str | None = knob(
+    num_devices: Positive | None = option(None, "number of devices, one for each rank", metavar="N")
+    device_name: str | None = option(None, "of the devices, such as H100 (nvidia-smi's)")
+    draft: str | None = option(
         None, "plans draft training: eagle3 or dflash, such as eagle3,ttt_length=4", metavar="ALGORITHM[,FIELD=N...]"
     )
 
@@ -40,9 +37,10 @@ OF_GROUPS = (
 )
 """The options of `serve` with which several rank groups are planned."""
 
-_SECTIONS = (ModelsSection, RanksSection, MemorySection, SamplingSection, SchedulerSection, PlanSection)
-_DECLARED = {name: each for section in _SECTIONS for name, each in knobs_of(section).items()}
-OPTIONS: Mapping[str, Knob] = {name: _DECLARED[name] for name in (*_OF_SERVE, *knobs_of(PlanSection), *OF_GROUPS)}
+_SECTIONS = (ModelsSection, RanksSection, MemoryOptions, SamplingSection, SchedulerSection, Workload, PlanSection)
+_DECLARED = {name: each for section in _SECTIONS for name, each in options_of(section).items()}
+_OF_PLAN = ("training", "lora_rank", "adapter_slots", *options_of(PlanSection))
+OPTIONS: Mapping[str, Option] = {name: _DECLARED[name] for name in (*_OF_SERVE, *_OF_PLAN, *OF_GROUPS)}
 
 # By what is trained: options that have no effect then, and the things that they configure.
 _OF_OTHERS = {
@@ -50,57 +48,50 @@ _OF_OTHERS = {
     "full": (("lora_rank", "adapter_slots", "base_quantization"), "adapters"),
 }
 
-Flags = Mapping[str, str | Sequence[str]]
-OneSection = TypeVar("OneSection", bound=Section)
+Section = TypeVar("Section")
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The flags of a plan, checked.
-
-    typed: those that are given, by option.
-    """
+    """The flags of a plan, checked."""
 
     typed: Flags
+    """Those that are given, by option."""
+    of_workload: Mapping[str, Any]
+    """Those of them that a Workload has, too."""
     models: ModelsSection
     ranks: RanksSection
-    memory: MemorySection
+    memory: MemoryOptions
     own: PlanSection
     train_only: bool = False
 
     @staticmethod
     def read(typed: Flags, train_only: bool) -> "PlanOptions":
         """Raises ConfigError."""
-        values = {name: OPTIONS[name].kind.read(text, OPTIONS[name].flag) for name, text in typed.items()}
+        options = ((OPTIONS[name], text) for name, text in typed.items())
+        values = {each.name: each.checked(each.read(text, each.flag)) for each, text in options}
 
-        def section(kind: type[OneSection]) -> OneSection:
-            return kind(**{name: values[name] for name in knobs_of(kind) if name in values})
+        def section(kind: type[Section]) -> Section:
+            return kind(**{name: values[name] for name in options_of(kind) if name in values})
 
-        own = section(PlanSection)
-        names, things = _OF_OTHERS[own.training]
+        training = values.get("training", Workload.training)
+        names, things = _OF_OTHERS[training]
         for name in names:
             if name in typed:
                 raise ConfigError(
-                    f"{OPTIONS[name].flag} configures {things}, which --training {own.training} has none of: leave it "
-                    "out"
+                    f"{OPTIONS[name].flag} configures {things}, which --training {training} has none of: leave it out"
                 )
-        return PlanOptions(
-            typed, section(ModelsSection), section(RanksSection), section(MemorySection), own, train_only
-        )
+        names = {*WORKER_OPTIONS, *options_of(Workload)} & values.keys()
+        of_workload = {name: values[name] for name in names if values[name]}
+        models, ranks, memory = section(ModelsSection), section(RanksSection), section(MemoryOptions)
+        return PlanOptions(typed, of_workload, models, ranks, memory, section(PlanSection), train_only)
 
     @property
     def names_groups(self) -> bool:
         return any(name in self.typed for name in OF_GROUPS)
 
-    @property
-    def of_workload(self) -> dict[str, Any]:
-        """Returns the given values that a Workload has, too."""
-        every = {**vars(self.models), **vars(self.ranks), **vars(self.memory), **vars(self.own)}
-        names = {each.name for each in fields(Workload)} & self.typed.keys() - {"dtype"}
-        return {name: every[name] for name in names if every[name]}
-
 
 def flags() -> Iterator[Parameter]:
-    yield from map(knob_option, OPTIONS.values())
-    yield option("train_only", "--train-only", "sampling happens elsewhere (docs/samplers.md)", kind=bool)
-    yield option("json", "--json", "print one JSON object, with sizes in bytes", kind=bool)
+    yield from map(server_flag, OPTIONS.values())
+    yield flag("train_only", "--train-only", "sampling happens elsewhere (docs/samplers.md)", kind=bool)
+    yield flag("json", "--json", "print one JSON object, with sizes in bytes", kind=bool)

@@ -60,7 +60,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Closed last, and also if the rest cannot be opened, which a standby retries.
-        with contextlib.closing(open_store(config.store_config())) as store:
+        with contextlib.closing(open_store(config.store)) as store:
             state = LiveState(config.store.state_dir) if live is None else live
             app.state.services = Services(config, dispatch, store, state, tracing)
             async with _running(app.state.services):

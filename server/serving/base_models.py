@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...workers.models.model_cache import ModelCache, ModelUnavailableError
 from ...workers.protocol.worker_config import ServedModel
-from ..config.knob_values import is_url
+from ..config.option_values import is_url
 from ..config.server_config import ServerConfig
 from ..files.state_lock import StartError
 
@@ -29,7 +29,7 @@ async def download_models(config: ServerConfig, say: Callable[[str], None]) -> S
         raise StartError(str(error)) from None
     finally:
         thread.shutdown(wait=False)
-    return config.with_knobs(base_models=models)
+    return config.with_options(base_models=models)
 
 
 def _downloaded(config: ServerConfig, say: Callable[[str], None]) -> tuple[ServedModel, ...]:

@@ -30,7 +30,7 @@ from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.aliases import merge_identical_models
 from ...workers.protocol.plugins import plugin_rows
 from ...workers.protocol.worker_config import DispatchConfig, KeptWorkers
-from ..config.knob_values import is_url
+from ..config.option_values import is_url
 from ..config.server_config import ServerConfig
 from ..files.directories import read_regular
 from ..files.state_lock import (
@@ -180,7 +180,7 @@ async def _serve(
 async def leading(config: ServerConfig, live: LiveState) -> AsyncIterator[FastAPI]:
     """Loads the models and runs the application for the duration of the block. Raises StartError."""
     kept = kept_workers(config, None if live.lease is None else live.lease.epoch)
-    workers = _loaded_workers(config.with_knobs(state_dir=live.directory), kept)
+    workers = _loaded_workers(config.with_options(state_dir=live.directory), kept)
     async with opened_tracing(os.environ) as tracing, workers as dispatch:
         if live.lease is not None:  # it may have expired while models were loaded
             live.guard()
@@ -298,7 +298,7 @@ async def _has_keys(config: ServerConfig) -> bool:
 def opened_store(config: ServerConfig) -> Store:
     """Raises StartError."""
     try:
-        return open_store(config.store_config())
+        return open_store(config.store)
     except (ValueError, DatabaseUnreachable) as error:
         raise StartError(str(error)) from None
 

@@ -2,20 +2,24 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from ...workers.protocol.option import matching, option
+
+DatabaseUrl = Annotated[
+    str, matching(r"postgresql(\+psycopg)?://[^\s]+", "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE")
+]
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """The database of a server.
+    """The database of a server."""
 
-    database_url: for SQLAlchemy; None means SQLite in the state directory.
-    durability: see ServerConfig.
-    """
-
-    state_dir: Path
-    database_url: str | None = None
-    durability: Literal["process", "power"] = "process"
+    state_dir: Path = option(Path(".trainhouse"), "all state, for one server at a time", metavar="DIR", common=True)
+    database_url: DatabaseUrl | None = option(
+        None, "PostgreSQL instead of SQLite (better set in the environment)", secret=True
+    )
+    durability: Literal["process", "power"] = option("process", "survives kill -9; power: also a power cut (fsync)")
 
     @property
     def scheme(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ..config.knob_values import ConfigError
+from ..config.option_values import ConfigError
 
 if TYPE_CHECKING:
     from .tracing import Tracing

@@ -65,11 +65,11 @@ UNKNOWN = QueuePosition(is_ready=False)
 class ThrottleReason:
     """The reason why a request is throttled.
 
-    knob: sets the limit that was reached.
+    option: sets the limit that was reached.
     seconds: until a retry may succeed.
     """
 
-    knob: str
+    option: str
     text: str
     state: QueueState
     seconds: float
@@ -278,14 +278,14 @@ class Quotas:
     def _queue_throttle(self, usage: TenantUsage, num_bytes: int) -> ThrottleReason | None:
         most, most_bytes = self._limits.tenant_queued_operations, self._limits.tenant_queued_bytes
         if usage.num_operations >= most:
-            knob, found = "tenant_queued_operations", f"{usage.num_operations} of your operations are queued"
+            option, found = "tenant_queued_operations", f"{usage.num_operations} of your operations are queued"
         elif usage.num_bytes + num_bytes > most_bytes:
             found = f"your queued operations have {usage.num_bytes} bytes, this one has {num_bytes}"
-            knob, most = "tenant_queued_bytes", most_bytes
+            option, most = "tenant_queued_bytes", most_bytes
         else:
             return None
-        text = f"{found}, and {_limit_words(knob, most)}: more are accepted as those finish"
-        return ThrottleReason(knob, text, "paused_rate_limit", usage.seconds_per_operation)
+        text = f"{found}, and {_limit_words(option, most)}: more are accepted as those finish"
+        return ThrottleReason(option, text, "paused_rate_limit", usage.seconds_per_operation)
 
     def _may_exceed(self, usage: TenantUsage, num_bytes: int, position: QueuePosition) -> bool:
         """True if the request may exceed its tenant's limits because its run is stalled and has precedence.
@@ -332,12 +332,12 @@ class Quotas:
 
     def _refuse(self, tenant_id: str, throttle: ThrottleReason) -> NoReturn:
         usage = self.usage(tenant_id)
-        if self.pending(tenant_id) is None or (usage.throttle and usage.throttle.knob != throttle.knob):
+        if self.pending(tenant_id) is None or (usage.throttle and usage.throttle.option != throttle.option):
             logger.info("requests of tenant %s are throttled: %s", tenant_id, throttle.text)
         usage.throttle, usage.throttled_at = throttle, self.clock()
         seconds = min(max(_LEAST_SECONDS, throttle.seconds), _MAX_SECONDS)
         raise RequestError(throttle.text, 429, retry_after_seconds=seconds)
 
 
-def _limit_words(knob: str, limit: int) -> str:
-    return f"the limit is {limit} (the server's --{knob.replace('_', '-')})"
+def _limit_words(option: str, limit: int) -> str:
+    return f"the limit is {limit} (the server's --{option.replace('_', '-')})"

@@ -72,12 +72,16 @@ class Target:
     scratch: Path
 
     def draft(
-        self, algorithm: Algorithm = "eagle3", spec: ParallelSpec = SINGLE, vocab_size: int | None = None, **knobs: Any
+        self,
+        algorithm: Algorithm = "eagle3",
+        spec: ParallelSpec = SINGLE,
+        vocab_size: int | None = None,
+        **options: Any,
     ) -> AbstractContextManager[MeasuredRun]:
-        """knobs: of WorkerConfig."""
+        """options: of WorkerConfig."""
         config = DraftConfig(algorithm=algorithm, seed=3, draft_vocab_size=vocab_size)
-        knobs = {"threads": THREADS} | knobs
-        return measured_run(self.model, self.scratch, config, lesson(algorithm, WARM_UP, ttt_length=1), spec, **knobs)
+        options = {"threads": THREADS} | options
+        return measured_run(self.model, self.scratch, config, lesson(algorithm, WARM_UP, ttt_length=1), spec, **options)
 
     def cost(self, length: int, ttt_length: int = TTT_LENGTH, vocab_size: int | None = None) -> Cost:
         with self.draft(vocab_size=vocab_size) as draft:

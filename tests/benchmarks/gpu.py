@@ -312,10 +312,10 @@ def _save_model(bench: Bench) -> None:
 def _worker(bench: Bench) -> Worker:
     _save_model(bench)
     model = ServedModel("measured", str(bench.model))
-    knobs: dict[str, Any] = {"kv_cache_bytes": 64 << 20} if bench.options.model == "tiny" else {}
+    options: dict[str, Any] = {"kv_cache_bytes": 64 << 20} if bench.options.model == "tiny" else {}
     tokens = 16 * bench.length
-    knobs |= {"micro_batch_tokens": tokens, "prefill_chunk_tokens": 0}
-    worker = Worker(WorkerConfig(model, device=bench.device, dtype="bfloat16", **knobs))
+    options |= {"micro_batch_tokens": tokens, "prefill_chunk_tokens": 0}
+    worker = Worker(WorkerConfig(model, device=bench.device, dtype="bfloat16", **options))
     for number in range(MAX_ADAPTERS):
         worker.create_run(RunSpec(f"run{number}", LoraConfig(rank=RANK, seed=number, train_unembed=False)))
     for number in range(8):

@@ -56,26 +56,26 @@ def measured_run(
     training: TrainingConfig,
     warm_up: ForwardBackwardRequest,
     spec: ParallelSpec = SINGLE,
-    **knobs: Any,
+    **options: Any,
 ) -> Iterator[MeasuredRun]:
-    """knobs: of WorkerConfig."""
-    with layout(model, spec, scratch, PEAK, hang_seconds=HANG_SECONDS, **knobs) as where:
+    """options: of WorkerConfig."""
+    with layout(model, spec, scratch, PEAK, hang_seconds=HANG_SECONDS, **options) as where:
         yield MeasuredRun(where, training, warm_up)
 
 
-def growths(model: Path, scratch: Path, vocab_size: int, pass_sizes: Sequence[int], **knobs: int) -> list[int]:
+def growths(model: Path, scratch: Path, vocab_size: int, pass_sizes: Sequence[int], **options: int) -> list[int]:
     """Returns the bytes by which passes of so many tokens, each larger than the last, raise a fresh process's peak."""
 
     def work(tokens: int, length: int) -> ForwardBackwardRequest:
         return request("run", rows([length] * (tokens // length), vocab_size=vocab_size), prompt_share=1 / 3)
 
-    with measured_run(model, scratch, LORA, work(64, 64), device="cpu", **knobs) as run:
+    with measured_run(model, scratch, LORA, work(64, 64), device="cpu", **options) as run:
         return [run.cost(work(tokens, LENGTH)).growth for tokens in pass_sizes]
 
 
 def memory(setup: Setup) -> Section:
-    def growth(tokens: int, **knobs: int) -> int:
-        return growths(setup.model, setup.scratch, VOCAB, [tokens], threads=THREADS, **knobs)[0]
+    def growth(tokens: int, **options: int) -> int:
+        return growths(setup.model, setup.scratch, VOCAB, [tokens], threads=THREADS, **options)[0]
 
     in_one = [growth(tokens, micro_batch_tokens=MICRO_BATCH_SIZES[-1]) for tokens in MICRO_BATCH_SIZES]
     in_many = [growth(tokens) for tokens in PASS_SIZES]
@@ -99,8 +99,8 @@ def memory(setup: Setup) -> Section:
 
 def _large_vocabulary_growth(setup: Setup) -> int:
     model = tiny_model("qwen3", setup.scratch / "large-vocabulary", vocab_size=LARGE_VOCAB)
-    knobs = {"threads": THREADS, "micro_batch_tokens": LARGE_VOCAB_TOKENS}
-    return growths(model, setup.scratch, LARGE_VOCAB, [LARGE_VOCAB_TOKENS], **knobs)[0]
+    options = {"threads": THREADS, "micro_batch_tokens": LARGE_VOCAB_TOKENS}
+    return growths(model, setup.scratch, LARGE_VOCAB, [LARGE_VOCAB_TOKENS], **options)[0]
 
 
 def _line_fit(tokens: Sequence[int], growths: Sequence[int]) -> tuple[float, float]:

@@ -84,9 +84,9 @@ def run_step(where: Layout, token_rows: Rows) -> float:
     return output.metrics["loss:sum"]
 
 
-def _started(stack: ExitStack, setup: Setup, model: Path, name: str, **knobs: Any) -> Layout:
+def _started(stack: ExitStack, setup: Setup, model: Path, name: str, **options: Any) -> Layout:
     """Starts ranks that have a run and clock their exchanges."""
-    where = stack.enter_context(layout(model, ParallelSpec.parse(name), setup.scratch, CLOCKED, **knobs))
+    where = stack.enter_context(layout(model, ParallelSpec.parse(name), setup.scratch, CLOCKED, **options))
     where.call("create_run", RunSpec("run", LORA))
     return where
 
@@ -239,8 +239,8 @@ def layout_memory(setup: Setup) -> Section:
 
 
 def _rank_memory(model: Path, shape: ModelShape, spec: ParallelSpec, setup: Setup) -> RankMemory:
-    knobs = {"micro_batch_tokens": PASS_LENGTH, "hang_seconds": HANG_SECONDS}
-    with layout(model, spec, setup.scratch, METERED, **knobs) as where:
+    options = {"micro_batch_tokens": PASS_LENGTH, "hang_seconds": HANG_SECONDS}
+    with layout(model, spec, setup.scratch, METERED, **options) as where:
         where.call("create_run", RunSpec("run", LORA))
         _, *passes = (_metered_pass(where) for _ in range(1 + setup.rounds))
         loading = max(where.answers("loading"), key=lambda each: each.growth)

@@ -88,8 +88,8 @@ def step_profile(options: argparse.Namespace, scratch: Path) -> None:
     """Compares the worker's own training step with the hand-written loop's, in CPU milliseconds, without a server."""
     model = tiny_model("qwen3", scratch / "model", **SHAPE)
     training = FullConfig() if options.training == "full" else LORA
-    knobs = {"threads": options.threads, "device": "cpu"}
-    with layout(model, SINGLE, scratch, CLOCKED, **knobs) as worker, child("local", "train") as local:
+    worker_options = {"threads": options.threads, "device": "cpu"}
+    with layout(model, SINGLE, scratch, CLOCKED, **worker_options) as worker, child("local", "train") as local:
         worker.call("create_run", RunSpec("run", training))
         rank = None if options.training == "full" else RANK
         local.ask({"model": str(model), "threads": options.threads, "rank": rank, "batches": batches()})
@@ -107,7 +107,7 @@ def step_profile(options: argparse.Namespace, scratch: Path) -> None:
                     flush=True,
                 )
             if options.table:
-                print(_operator_table(WorkerConfig(ServedModel(MODEL, str(model)), **knobs), training, rows))
+                print(_operator_table(WorkerConfig(ServedModel(MODEL, str(model)), **worker_options), training, rows))
 
 
 def _operator_table(config: WorkerConfig, training: TrainingConfig, rows: Rows) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from trainhouse.schemas.version import VERSION
-from trainhouse.server.config.server_config import KNOBS
+from trainhouse.server.config.server_config import OPTIONS
 
 from .tools import DEPLOY, passes, tool
 
@@ -156,7 +156,7 @@ def test_the_configuration_has_options_that_the_server_knows() -> None:
     for variant in ("default", "everything"):
         (config,) = of_kind(render(VARIANTS[variant]), "ConfigMap")
         options = tomllib.loads(config["data"]["trainhouse.toml"])
-        assert options["base_models"] == ["Qwen/Qwen3-0.6B"] and set(options) <= set(KNOBS) | {"base_models"}
+        assert options["base_models"] == ["Qwen/Qwen3-0.6B"] and set(options) <= set(OPTIONS) | {"base_models"}
     assert options["checkpoints"] == "s3://bucket/house"
 
 

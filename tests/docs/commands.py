@@ -10,7 +10,7 @@ from typing import Any
 
 from trainhouse.server.cli.commands import COMMANDS, app
 from trainhouse.server.config.load import load_config
-from trainhouse.server.config.server_config import KNOBS
+from trainhouse.server.config.server_config import OPTIONS
 from typer.main import get_command
 
 VARIABLE = re.compile(r"TRAINHOUSE_[A-Z_]+")
@@ -63,14 +63,14 @@ def parse_command(arguments: list[str], environment: Mapping[str, str]) -> None:
         name = str(found)
     if name == "serve":
         assert not context.args, f"serve has no {context.args[0]}"
-        given = {name: value for name, value in context.params.items() if value and name in KNOBS}
+        given = {name: value for name, value in context.params.items() if value and name in OPTIONS}
         some = {"base_models": "M"} if "..." in arguments else {}
         load_config(some | given, environment, None)
 
 
 def flags() -> set[str]:
     """Returns the flags of all commands."""
-    return {*(knob.flag for knob in KNOBS.values()), *_flags("trainhouse", get_command(app), None), "--help-all"}
+    return {*(option.flag for option in OPTIONS.values()), *_flags("trainhouse", get_command(app), None), "--help-all"}
 
 
 def _flags(name: str, command: Any, parent: Any) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trainhouse
 from trainhouse.server.cli.commands import COMMANDS
-from trainhouse.server.config.server_config import KNOBS
+from trainhouse.server.config.server_config import OPTIONS
 
 from .blocks import ROOT
 
@@ -81,7 +81,7 @@ def test_the_reference_has_every_option_command_endpoint_and_name(site: Path) ->
     def text(name: str) -> str:
         return re.sub(r"<[^>]+>", "", (site / "reference" / f"{name}.html").read_text())
 
-    assert not [knob.flag for knob in KNOBS.values() if knob.flag not in text("configuration")]
+    assert not [option.flag for option in OPTIONS.values() if option.flag not in text("configuration")]
     assert not [command for command in COMMANDS if f"trainhouse {command}" not in text("commands")]
     assert not [name for name in trainhouse.__all__ if name not in text("client")]
     assert "POST /api/v1/forward_backward" in text("endpoints") and "learning_rate" in text("endpoints")

@@ -28,6 +28,9 @@ Dtype = Literal["float32", "bfloat16"]
 
 LENGTHS = [7, 5, 5]
 
+SIZES = {"micro_batch_tokens": 4096, "prefill_chunk_tokens": 512}
+"""Options of a worker that has decided what they leave to it, on a CPU."""
+
 
 def new_adapter(layers: LoraLayers, lora: LoraConfig) -> Adapter:
     """Returns an initialized adapter without an id."""

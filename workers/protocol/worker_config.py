@@ -6,11 +6,14 @@ Imports no torch.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Literal
 
 from ...schemas.models import DraftConfig
+from .option import Devices, Duration, NotNegative, NotNegativeNumber, Positive, option
 from .parallel_spec import SINGLE, ParallelSpec
 
+Dtype = Literal["auto", "float32", "bfloat16"]
 ZeroStage = Literal["3", "2"]
 Quantization = Literal["none", "nf4", "released"]
 OptimizerStateDtype = Literal["float32", "8bit"]
@@ -27,6 +30,8 @@ LEAST_PASS_TOKENS = 8192
 """Tokens of a pass where nothing sets more."""
 
 DEFAULT_PREFILL_CHUNK_TOKENS, GPU_PREFILL_CHUNK_TOKENS = 512, 4096
+
+WITH_RAY = ("pool", "ray")
 
 
 def default_pass_tokens(micro_batch_tokens: int, spec: ParallelSpec, on_cpu: bool) -> int:
@@ -81,74 +86,91 @@ class ServedModel:
     origin: DownloadOrigin | None = None
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """Holds one rank's settings; the server's config fills them, `Worker(config)` reads them.
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How base models are held, and which models may be trained on them."""
 
-    dtype: "auto" is bfloat16 on CUDA and float32 on CPU. device: "auto" is CUDA if available.
-    base_quantization: how the frozen weights under adapters are held; "nf4" holds them in 4 bits, "released" those that
-        the release packed as it did. Both dequantize them for each product.
-    threads: intra-operation CPU threads; 0 means cores / ranks.
-    micro_batch_tokens: most tokens of one micro-batch (a single longer sequence runs alone); 0 means
-        DEFAULT_MICRO_BATCH_TOKENS, more on a fast GPU, or fewer if memory does not suffice (see
-        workers/planner/micro_batches.py).
-    prefill_chunk_tokens: most prompt tokens that are run between two decode steps; 0 means 512, or 4096 on CUDA.
-    head_chunk_tokens: rows of logits that exist at a time.
-    kv_cache_bytes: budget of the KV cache; None means, on CUDA, a third of what the loaded model leaves free, and 1 GiB
-        on the CPU.
-    adapter_slots: most adapters on the device at a time; the others are offloaded to host memory and, beyond
-        host_adapter_bytes, to disk. On CUDA limited to what fits in a third of what the loaded model leaves free, at
-        LoRA rank 32.
-    full_slots: most models with full weights on the device at a time; the others are offloaded like adapters.
-    max_full_models: most models with full weights that may exist, sampler copies included.
-    full_sampling: what the sampler of such a model uses: "snapshot" is a copy of its weights; "inflight" is its live
-        weights at the time a token is sampled.
-    optimizer_states: dtype of the AdamW moments of such models; those of adapters are float32.
-    page_directory: for adapters offloaded to disk; None means the system's temporary directory.
-    parallel, rank: the layout of the ranks that hold the model together, and the number of this rank.
-    draft_parallel: how these ranks share the work of draft models; None splits tokens as the model does, else
-        sequences.
-    is_local: true if all ranks are on this machine.
-    tp_activations: activations between linear layers in training: "sharded" splits their tokens over the tp ranks;
-        "whole" keeps all tokens on each.
-    zero_stage: how long fsdp ranks hold a layer's gathered weights: "3" gathers for its forward and again for its
-        backward; "2" keeps them from forward to backward.
-    activations: what a pass keeps of each layer for the backward: "keep" keeps everything needed; "recompute" keeps the
-        layer's input and runs it a second time; "offload" is the same with the input in host memory.
-    model_cache: where base models at URLs are downloaded to; None means a folder in the user's cache directory.
-    shared_directories: directories of the server that must be the same on the machines of all ranks.
-    hang_seconds: time that a call may take beyond its expected work (see CallTimeouts) before the rank counts as hung,
-        is killed and restarted.
-    """
+    model_cache: Path | None = option(
+        None, "directory for models downloaded from URLs (default: ~/.cache/trainhouse/models)", metavar="DIR"
+    )
+    dtype: Dtype = option("auto", "float32, bfloat16, auto (bfloat16 on CUDA)", metavar="TYPE", common=True)
+    base_quantization: Quantization = option(
+        "none", "frozen weights for LoRA: none, nf4 (4 bits), released (as in the files)", metavar="KIND"
+    )
+    """Quantized weights are dequantized for each product."""
+    max_lora_rank: Positive = option(256, "largest LoRA rank that a run may request", common=True)
+    max_context_length: Positive | None = option(None, "longest sequence, in tokens (default: the model's)")
+    max_full_models: NotNegative = option(32, "most models with full weights; 0: LoRA only")
+    """Copies that sample count, too."""
+    full_sampling: Literal["snapshot", "inflight"] = option(
+        "snapshot", "full models sample a copy of the weights; inflight: the live ones"
+    )
+    """The live weights are those at the time a token is sampled."""
+    optimizer_states: OptimizerStateDtype = option("float32", "precision of AdamW's moments for full models")
+    """Those of adapters are float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """The device of a rank, and what it computes there."""
+
+    device: Devices = option("auto", "auto, cpu, cuda:N; A,B: one per model", common=True)
+    """auto is CUDA if available."""
+    threads: NotNegative = option(0, "CPU threads per worker; 0: cores / workers", common=True)
+    draft_parallel: ParallelSpec | None = option(
+        None, "layout of drafts, on as many ranks, such as replicas=2,tp=2 (docs/drafts.md)"
+    )
+    """None splits the tokens of a draft's pass as the model does, a layout its sequences."""
+    tp_activations: Literal["sharded", "whole"] = option("sharded", "a pass's tokens on each tp rank between layers")
+    """In training: sharded splits them over the ranks, whole keeps all on each."""
+    zero_stage: ZeroStage = option("3", "2: fsdp keeps gathered weights from forward to backward")
+    """3 gathers a layer's weights for its forward and again for its backward."""
+    activations: Literal["keep", "recompute", "offload"] = option(
+        "keep", "how a pass holds activations for backward (docs/parallel.md)"
+    )
+    """recompute keeps each layer's input and runs the layer again; offload does so with the input in host memory."""
+    hang_seconds: Duration = option(60.0, "how far a worker may exceed a call's expected time before a restart")
+    """See CallTimeouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Tokens, models and caches that a worker holds at a time."""
+
+    micro_batch_tokens: NotNegative = option(0, "per micro-batch; 0: 4096, more on a fast GPU", common=True)
+    """A longer sequence runs alone. 0 gives fewer if memory does not suffice: workers/planner/micro_batches.py."""
+    head_chunk_tokens: Positive = option(512, "rows of logits that are in memory at a time")
+    prefill_chunk_tokens: NotNegative = option(
+        0, "most prompt tokens prefilled between two decode steps; 0: 512, on a GPU 4096"
+    )
+    adapter_slots: Positive = option(64, "adapters on the device at a time; the others are offloaded to host memory")
+    """On CUDA at most those that fit in a third of what the loaded model leaves free, at LoRA rank 32."""
+    full_slots: Positive = option(2, "full models (not LoRA) on the device at a time")
+    host_adapter_bytes: Positive = option(
+        4 << 30, "host memory for offloaded adapters and full models; the rest goes to disk"
+    )
+    kv_cache_bytes: Positive | None = option(None, "per sampler (1GiB; a third of a GPU's free memory)", common=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions(MemoryOptions, RankOptions, ModelOptions):
+    """The options of the server that each of its workers gets."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig(WorkerOptions):
+    """Configures one rank: the server's options, and what differs by model, rank and machine."""
 
     model: ServedModel
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    base_quantization: Quantization = "none"
-    threads: int = 0
-    max_lora_rank: int = 256
-    max_context_length: int | None = None
-    micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
-    prefill_chunk_tokens: int = DEFAULT_PREFILL_CHUNK_TOKENS
-    head_chunk_tokens: int = 512
-    kv_cache_bytes: int | None = None
-    adapter_slots: int = 64
-    full_slots: int = 2
-    max_full_models: int = 32
-    full_sampling: Literal["snapshot", "inflight"] = "snapshot"
-    optimizer_states: OptimizerStateDtype = "float32"
-    host_adapter_bytes: int = 4 << 30
     page_directory: str | None = None
+    """For adapters offloaded to disk; None means the system's temporary directory."""
     parallel: ParallelSpec = SINGLE
-    draft_parallel: ParallelSpec | None = None
+    """The layout of the ranks that hold the model together."""
     rank: int = 0
     is_local: bool = True
-    tp_activations: Literal["sharded", "whole"] = "sharded"
-    zero_stage: ZeroStage = "3"
-    activations: Literal["keep", "recompute", "offload"] = "keep"
-    model_cache: str | None = None
+    """True if all ranks are on this machine."""
     shared_directories: tuple[str, ...] = ()
-    hang_seconds: float = 60.0
+    """Directories of the server that must be the same on the machines of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +190,7 @@ class VllmConfig:
     urls: tuple[str, ...] = ()
     api_key: str | None = None
     python: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     memory_share: float = 0.9
     tensor_parallel: int = 1
     draft: DraftConfig | None = None
@@ -211,38 +233,53 @@ class RoleGroup:
         return f"{'+'.join(self.roles)}={self.parallel.axes}{f'@{devices}' if devices else ''}"
 
 
-@dataclass(frozen=True)
-class DispatchConfig:
-    """Configures one rank group for each base model, its sampler workers, and the groups of roles with ranks of their
-    own.
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """Where the workers run, and which roles have some of their own."""
 
-    pool: "local" starts processes on this machine, "ray" starts actors.
-    ray_address: None starts a small cluster here.
-    ray_gpus_per_rank: for ranks on CUDA; less than 1 if several base models share a GPU.
-    slice_milliseconds: about how long a sampling slice occupies the ranks.
-    pass_tokens: most tokens of one pass; sequences longer than half of it may exceed it. 0 means `default_pass_tokens`.
-    role_groups: roles with groups of their own; all other roles, and everything that is sampled, use the model's group.
-    shared_devices: how groups share a device: "together" uses it all at once; "turns" uses it one group at a time, with
-        the other groups offloaded.
-    idle_device_seconds: idle time after which a group is offloaded from its device until it has work; None means never.
-    tenant_weights: tenant id -> its relative share of the passes' tokens; 1 for tenants not named.
-    worker: class built on every rank, as "module:Class".
-    aliases: further names of base models -> the name in `models`.
-    kept: set if the workers, which are on Ray, outlive the server.
-    """
+    pool: Literal["local", "ray"] = option("local", "local worker processes, or Ray actors", common=True)
+    ray_address: str | None = option(
+        None, "address of a running Ray cluster (default: a small local one)", only_with=WITH_RAY
+    )
+    ray_cpus_per_rank: NotNegativeNumber = option(1.0, "CPUs that each worker reserves", only_with=WITH_RAY)
+    ray_gpus_per_rank: NotNegativeNumber = option(
+        1.0, "GPUs that each CUDA worker reserves", only_with=WITH_RAY, not_with=("device", "cpu")
+    )
+    """Less than 1 if several base models share a GPU."""
+    role_groups: tuple[RoleGroup, ...] = option(
+        (), "ROLES=LAYOUT[@DEVICE]: separate ranks for roles; repeatable (docs/roles.md)", flag="--role-group"
+    )
+    """All other roles, and everything that is sampled, use the model's group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """The shares of runs, samples and rank groups in the work and the devices."""
+
+    pass_tokens: NotNegative = option(0, "most tokens of one pass; 0: 8192, or a micro-batch on each GPU")
+    """A sequence longer than half of it may exceed it; 0 is `default_pass_tokens`."""
+    slice_milliseconds: Duration = option(50.0, "how long sampling keeps the workers while training waits")
+    shared_devices: Literal["together", "turns"] = option(
+        "together", "turns: groups use a shared device one at a time (docs/roles.md)"
+    )
+    """In turns, the other groups are offloaded."""
+    idle_device_seconds: Duration | None = option(
+        None, "idle time after which a group leaves its device (default: it stays)"
+    )
+
+
+@dataclass(frozen=True)
+class DispatchConfig(PoolOptions, SchedulerOptions):
+    """Configures one rank group for each base model, its sampler workers, and the groups of roles with ranks of their
+    own."""
 
     models: tuple[WorkerConfig, ...]
-    pool: Literal["local", "ray"] = "local"
-    ray_address: str | None = None
-    ray_cpus_per_rank: float = 1.0
-    ray_gpus_per_rank: float = 1.0
-    slice_milliseconds: float = 50.0
-    pass_tokens: int = 0
-    role_groups: tuple[RoleGroup, ...] = ()
-    shared_devices: Literal["together", "turns"] = "together"
-    idle_device_seconds: float | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    """Tenant id -> its relative share of the passes' tokens; 1 for tenants not named."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     worker: str = "trainhouse.workers.worker.worker:Worker"
+    """The class built on every rank, as "module:Class"."""
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of base models -> the name in `models`."""
     kept: KeptWorkers | None = None
+    """Set if the workers, which are on Ray, outlive the server."""

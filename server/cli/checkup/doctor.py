@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from ....workers.resources.machine import cuda_devices
-from ...config.load import store_config_of
-from ...config.server_config import KNOBS
+from ...config.load import load_section
+from ...config.server_config import OPTIONS
+from ...store import StoreConfig
 from ..errors import FAILED
-from ..knob_flags import Sources, reads_state
 from ..options import AsJson, Status, new_app
 from ..output import print_json, print_table, spinner
+from ..server_flags import Sources, reads_state
 from .finding import Finding
 from .machine import configuration, devices, disks, installed, limits, port
 from .self_test import CPU, GPU, self_test
@@ -55,16 +56,16 @@ def _looks(sources: Sources) -> Iterator[Finding]:
     yield from devices()
     yield configuration(sources)
     flags, *_ = sources
-    yield port(str(flags.get("host", KNOBS["host"].default)), int(str(flags.get("port", KNOBS["port"].default))))
+    yield port(str(flags.get("host", OPTIONS["host"].default)), int(str(flags.get("port", OPTIONS["port"].default))))
     yield limits()
     yield from disks(_state_dir(sources))
 
 
 def _state_dir(sources: Sources) -> Path:
     try:
-        return Path(store_config_of(*sources).state_dir)
+        return load_section(StoreConfig, *sources).state_dir
     except ValueError:  # a wrong value is found by `configuration`
-        return Path(str(KNOBS["state_dir"].default))
+        return StoreConfig().state_dir
 
 
 def _advice(finding: Finding) -> str:

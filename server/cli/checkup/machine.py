@@ -18,10 +18,11 @@ from pathlib import Path
 
 from ....schemas.version import VERSION
 from ....workers.protocol.cache_directory import cache_directory
-from ...config.knob_values import ConfigError
-from ...config.load import load_config, store_config_of
-from ...config.server_config import KNOBS
-from ..knob_flags import Sources
+from ...config.load import load_config, load_section
+from ...config.option_values import ConfigError
+from ...config.server_config import OPTIONS
+from ...store import StoreConfig
+from ..server_flags import Sources
 from .finding import Finding
 
 _NEEDED = ("torch", "transformers", "ray", "fastapi", "uvicorn", "sqlalchemy", "safetensors")
@@ -146,10 +147,10 @@ def _writing(place: Path) -> Finding:
 def configuration(sources: Sources) -> Finding:
     """Reports whether `serve` would accept the flags, the environment and the file."""
     flags, environment, file = sources
-    given = [name for name in KNOBS if f"TRAINHOUSE_{name.upper()}" in environment]
+    given = [name for name in OPTIONS if f"TRAINHOUSE_{name.upper()}" in environment]
     value = ", ".join([*([str(file)] if file else []), *(f"TRAINHOUSE_{name.upper()}" for name in given)]) or "defaults"
     try:
-        store_config_of(*sources)
+        load_section(StoreConfig, *sources)
         if file is not None or "base_models" in given:
             load_config(flags, environment, file)
     except ConfigError as error:

@@ -16,7 +16,7 @@ from ....client.service import ServiceClient, url_and_key
 from ....schemas.training import Wire
 from ....schemas.version import VERSION
 from ..errors import FAILED, NOT_FOUND, REFUSED, TRY_LATER, CommandFailed
-from ..options import Status, option, with_options
+from ..options import Status, flag, with_options
 from ..output import print_json
 
 RETRY_SECONDS = 1.0  # short, because a user is waiting and can retry
@@ -57,10 +57,10 @@ class Server:
 def through_server(function: Callable[..., Status]) -> Callable[..., Status]:
     """Gives a command the flags that name a server; the command's first argument is the Server."""
     flags = [
-        option("base_url", "--base-url", "URL of the server (TRAINHOUSE_BASE_URL, http://127.0.0.1:8000).", "URL"),
-        option("api_key", "--api-key", "API key; the environment variable TRAINHOUSE_API_KEY is safer.", "KEY"),
-        option("profile", "--profile", f"Table with base_url and api_key in {_shown()}.", "NAME"),
-        option("as_json", "--json", "Print one JSON object.", kind=bool),
+        flag("base_url", "--base-url", "URL of the server (TRAINHOUSE_BASE_URL, http://127.0.0.1:8000).", "URL"),
+        flag("api_key", "--api-key", "API key; the environment variable TRAINHOUSE_API_KEY is safer.", "KEY"),
+        flag("profile", "--profile", f"Table with base_url and api_key in {_shown()}.", "NAME"),
+        flag("as_json", "--json", "Print one JSON object.", kind=bool),
     ]
 
     @wraps(function)

@@ -2,7 +2,7 @@
 
 import typer
 
-from ...config.knob_values import ConfigError
+from ...config.option_values import ConfigError
 from ..options import new_app
 from ..output import print_table
 from .server import Server, through_server

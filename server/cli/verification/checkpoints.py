@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from ...config.knob_values import is_url
+from ...config.option_values import is_url
 from ...files.manifest import ManifestMismatch, check_directory, read_manifest
 from ...files.object_store import ObjectStoreError
 from ...store import CheckpointCopyRecord, checkpoint_path

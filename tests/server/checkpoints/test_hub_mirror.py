@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from trainhouse.server.config.knob_values import ConfigError
+from trainhouse.server.config.option_values import ConfigError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.manifest import write_manifest
 from trainhouse.server.files.object_store import ObjectStore, ObjectStoreError, check_url

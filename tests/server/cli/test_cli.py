@@ -26,7 +26,7 @@ from trainhouse.schemas.version import VERSION
 from trainhouse.server.cli.commands import main
 from trainhouse.server.cli.output import spinner
 from trainhouse.server.cli.serve import serve_help, serve_help_all
-from trainhouse.server.config.server_config import KNOBS, SECTIONS
+from trainhouse.server.config.server_config import OPTIONS, SECTIONS
 from trainhouse.server.serving.server_process import FORCED_STATUS
 from trainhouse.workers.protocol.log_lines import LineFormatter
 
@@ -74,10 +74,10 @@ def test_the_help_of_serve_fits_one_screen() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_the_full_help_names_every_knob() -> None:
+def test_the_full_help_names_every_option() -> None:
     text = serve_help_all()
-    for knob in KNOBS.values():
-        assert f"  {knob.flag} " in text
+    for option in OPTIONS.values():
+        assert f"  {option.flag} " in text
     headings = [line[1:-1] for line in text.splitlines() if line.startswith("[")]
     assert headings == list(SECTIONS)
     assert max(map(len, text.splitlines())) <= 120

@@ -1,4 +1,4 @@
-"""Knobs: where their values are read, which values are refused, and that every knob is used."""
+"""Options: where their values are read, which values are refused, and that every option is used."""
 
 import ast
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.server.config.knob_values import ConfigError, parse_bytes, parse_served_model, show_draft_shape
-from trainhouse.server.config.load import load_config, store_config_of
-from trainhouse.server.config.server_config import KNOBS, SECTIONS, ServerConfig
+from trainhouse.server.config.load import load_config, load_section
+from trainhouse.server.config.option_values import ConfigError, parse_bytes, parse_served_model
+from trainhouse.server.config.server_config import OPTIONS, SECTIONS, ServerConfig
 from trainhouse.server.files.storage_config import CheckpointStorageConfig
 from trainhouse.server.store import StoreConfig
 from trainhouse.workers.dispatch import DispatchConfig
@@ -281,7 +281,7 @@ def test_only_loopback_addresses_count_as_loopback(host: str, loopback: bool) ->
     assert config_of(host=host).is_loopback is loopback
 
 
-def test_workers_and_dispatch_receive_their_knobs() -> None:
+def test_workers_and_dispatch_receive_their_options() -> None:
     of_workers = {"threads": "3", "kv_cache_bytes": "5", "full_slots": "3", "max_full_models": "0"}
     config = load_config({"base_models": ["a", "b"], "pool": "ray", "ray_address": "auto", **of_workers}, {}, None)
     dispatch = config.dispatch_config()
@@ -320,7 +320,7 @@ def test_role_groups_are_read_from_all_sources_and_printed_as_written(tmp_path: 
     config_of(zero_stage="2", role_groups=["critic=fsdp=2"])
 
 
-def test_sampling_knobs_reach_the_dispatch(tmp_path: Path) -> None:
+def test_sampling_options_reach_the_dispatch(tmp_path: Path) -> None:
     devices = {"sampler_workers": "2", "sampler_device": "cuda:1,cuda:3"}
     workers = config_of(**devices, sampler_parallel="ep=2,tp=2", state_dir=str(tmp_path))
     assert workers.dispatch_config().sampling == SamplingConfig(
@@ -342,7 +342,6 @@ def test_sampling_knobs_reach_the_dispatch(tmp_path: Path) -> None:
         vllm = drafted.dispatch_config().sampling.vllm
         assert vllm is not None and vllm.draft is not None
         assert (vllm.draft.model_dump(), vllm.draft_tokens) == (shape.model_dump(), 6)
-        assert show_draft_shape(vllm.draft) == draft
 
 
 def test_checkpoint_places_and_several_mirrors_are_read(tmp_path: Path) -> None:
@@ -369,12 +368,12 @@ def test_tenant_weights_accept_any_python_number() -> None:
 
 
 def test_the_store_config_needs_no_base_model() -> None:
-    assert store_config_of({}, {}, None) == StoreConfig(Path(".trainhouse"))
-    assert store_config_of({}, {"TRAINHOUSE_STATE_DIR": "x"}, None) == StoreConfig(Path("x"))
+    assert load_section(StoreConfig, {}, {}, None) == StoreConfig(Path(".trainhouse"))
+    assert load_section(StoreConfig, {}, {"TRAINHOUSE_STATE_DIR": "x"}, None) == StoreConfig(Path("x"))
     given = {"database_url": "postgresql://h/d", "durability": "power"}
-    assert store_config_of(given, {}, None) == StoreConfig(Path(".trainhouse"), "postgresql://h/d", "power")
+    assert load_section(StoreConfig, given, {}, None) == StoreConfig(Path(".trainhouse"), "postgresql://h/d", "power")
     with pytest.raises(ConfigError, match="durability is 'disk'"):
-        store_config_of({"durability": "disk"}, {}, None)
+        load_section(StoreConfig, {"durability": "disk"}, {}, None)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +406,7 @@ def test_the_example_configuration_is_valid() -> None:
     assert load_config(MODEL, {}, file).ranks.pool == "local"
 
 
-# Every knob is read
+# Every option is read
 
 
 def attributes_of_configs(package: str) -> Iterator[str]:
@@ -424,31 +423,31 @@ def attributes_of_configs(package: str) -> Iterator[str]:
 
 
 OF_PLUGINS = {"server/openai": ("max_logprobs",), "server/replication": ("advertise_url", "lease_seconds")}
-"""Knobs that only the code of a plugin reads from the config, by its folder."""
+"""Options that only the code of a plugin reads from the config, by its folder."""
 
 
-def test_every_knob_is_read() -> None:
+def test_every_option_is_read() -> None:
     handed_on = {entry.name for target in (WorkerConfig, DispatchConfig) for entry in fields(target)}
     read_in_server, read_in_workers = set(attributes_of_configs("server")), set(attributes_of_configs("workers"))
     unread = {
         name
-        for name in KNOBS
+        for name in OPTIONS
         if name not in (read_in_workers if name in handed_on else read_in_server)
         and not name.startswith(("sampler", "vllm_"))
     }
     of_missing = {name for folder, names in OF_PLUGINS.items() if not (ROOT / folder).exists() for name in names}
     assert unread == of_missing
-    # Knobs of sampling have other names in SamplingConfig and VllmConfig.
+    # Options of sampling have other names in SamplingConfig and VllmConfig.
     assert {entry.name for target in (SamplingConfig, VllmConfig) for entry in fields(target)} <= read_in_workers
-    assert "no_such_knob" not in read_in_server | read_in_workers
+    assert "no_such_option" not in read_in_server | read_in_workers
 
 
-def test_every_knob_has_help_and_a_default_that_passes_its_check() -> None:
+def test_every_option_has_help_and_a_default_that_passes_its_check() -> None:
     defaults = config_of()
-    for name, knob in KNOBS.items():
-        assert knob.help
+    for name, option in OPTIONS.items():
+        assert option.help
         if name != "base_models":
-            assert defaults.value(name) == knob.default
+            assert defaults.value(name) == option.checked(option.default)
 
 
 def test_each_base_model_can_have_its_own_device() -> None:

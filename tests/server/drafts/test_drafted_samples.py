@@ -63,7 +63,7 @@ def model(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 def config_of(model: Path, state_dir: Path, **options: Any) -> ServerConfig:
     config = server_config(model, state_dir, **options)
-    return config.with_knobs(base_models=(*config.models.base_models, ServedModel(OTHER, str(model))))
+    return config.with_options(base_models=(*config.models.base_models, ServedModel(OTHER, str(model))))
 
 
 @pytest.fixture(scope="module")

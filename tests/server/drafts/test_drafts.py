@@ -21,7 +21,7 @@ from trainhouse.schemas.drafts import DRAFT_ID, BuildVocabMapRequest
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.verbs import MODEL_ID
 from trainhouse.server.cli.commands import main
-from trainhouse.server.config.knob_values import parse_role_group
+from trainhouse.server.config.option_values import parse_role_group
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.drafts.vocabulary import build_vocabulary
 from trainhouse.server.files.manifest import read_manifest, write_manifest
@@ -360,7 +360,7 @@ async def test_a_target_stored_in_a_snapshot_of_an_earlier_version_is_kept(
 @pytest.mark.slow
 async def test_a_full_target_is_stored_once_and_survives_crashes(config: ServerConfig, tmp_path: Path) -> None:
     """The checkpoint is deleted before the workers die."""
-    config = config.with_knobs(snapshot_steps=1)
+    config = config.with_options(snapshot_steps=1)
     async with started_dispatch(config) as dispatch:
         async with running_server(config, dispatch) as server:
             policy = await create(server, training="full", seed=3)
@@ -390,7 +390,7 @@ async def test_a_full_target_is_stored_once_and_survives_crashes(config: ServerC
         copy = tmp_path / "copy"
         assert await asyncio.to_thread(main, ["backup", str(copy), f"--state-dir={config.store.state_dir}"]) == 0
         assert await asyncio.to_thread(main, ["verify", f"--state-dir={copy}"]) == 0
-        async with running_server(config.with_knobs(state_dir=copy), dispatch) as server:
+        async with running_server(config.with_options(state_dir=copy), dispatch) as server:
             draft.server = server
             await kill_worker(server)
             assert (await draft_metrics(draft))["loss"] == pytest.approx(wanted[1], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Durability: files, their names and their directories are synced to disk when the knob requires it."""
+"""Durability: files, their names and their directories are synced to disk when the option requires it."""
 
 import os
 from pathlib import Path

@@ -49,7 +49,7 @@ async def sampler_of(server: Server, key: str = "tml-alice") -> str:
 
 
 @pytest.mark.parametrize("name", ALTERNATIVES)
-async def test_alternatives_are_bounded_by_a_knob(serve: Callable, name: str) -> None:
+async def test_alternatives_are_bounded_by_an_option(serve: Callable, name: str) -> None:
     server = await serve()
     body = sample_body(await sampler_of(server))
     assert (
@@ -75,7 +75,7 @@ async def test_alternatives_are_bounded_by_a_knob(serve: Callable, name: str) ->
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "logprobs": True}, "top_logprobs"),
     ],
 )
-async def test_alternatives_in_the_openai_api_are_bounded_by_the_same_knob(
+async def test_alternatives_in_the_openai_api_are_bounded_by_the_same_option(
     serve: Callable, path: str, fields: dict, name: str
 ) -> None:
     server = await serve(max_logprobs=3)

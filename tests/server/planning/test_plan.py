@@ -141,25 +141,25 @@ def test_the_suggested_remedies_make_it_fit(capsys: pytest.CaptureFixture[str]) 
 
 def test_auto_explains_its_choice(capsys: pytest.CaptureFixture[str]) -> None:
     model = f"--base-model=M={CONFIGS}/Qwen3-30B-A3B.json"
-    knobs = ("--parallel=auto", "--device-memory=80GB", "--adapter-slots=1", "--max-context-length=32768")
+    options = ("--parallel=auto", "--device-memory=80GB", "--adapter-slots=1", "--max-context-length=32768")
     link = "--device-link=nvlink"
-    text = printed(capsys, model, *knobs, link, "--num-devices=64")
+    text = printed(capsys, model, *options, link, "--num-devices=64")
     assert "layout: sp=2,tp=4, 8 ranks" in text
     assert re.search(r"fewer ranks do not fit: sp=\d,tp=\d would need \d+\.\d GB on each", text)
     assert "with 64 of the 64 devices: replicas=8,sp=2,tp=4" in text
-    training = printed(capsys, model, *knobs, link, "--train-only")
+    training = printed(capsys, model, *options, link, "--train-only")
     assert "layout: sp=4,tp=2, 8 ranks" in training
     *_, shown = training.partition("serve makes micro-batches")
     assert f"\nserve makes micro-batches{shown}```\n" in DOCUMENT
-    found = json.loads(printed(capsys, model, *knobs, link, "--train-only", "--json"))
+    found = json.loads(printed(capsys, model, *options, link, "--train-only", "--json"))
     assert found["products"] == {"flops_per_second": 400e12, "source": "assumed"}
     assert "no effect without --parallel auto" in refused(capsys, 2, model, link)
     assert "--device-name has no effect without --device-memory" in refused(capsys, 2, model, "--device-name=A100")
-    assert "H10 is not one of A100" in refused(capsys, 2, model, *knobs, "--device-name=H10")
+    assert "H10 is not one of A100" in refused(capsys, 2, model, *options, "--device-name=H10")
     assert "recomputed" not in text
-    less = printed(capsys, model, *knobs, "--num-devices=2")
+    less = printed(capsys, model, *options, "--num-devices=2")
     assert "layout: tp=2, 2 ranks\nlayers are recomputed in the backward pass: --activations recompute\n" in less
-    too_few = (*knobs, "--num-devices=1", "--device-memory=40GB")
+    too_few = (*options, "--num-devices=1", "--device-memory=40GB")
     pattern = r"fits on 1 devices: single with --activations offload needs least, \d+\.\d GB on each rank \(base "
     assert re.search(pattern, refused(capsys, 1, model, *too_few))
     assert "single with --activations keep needs" in refused(capsys, 1, model, *too_few, "--activations=keep")
@@ -226,17 +226,23 @@ def test_full_fine_tuning_counts_weights_gradients_and_optimizer(capsys: pytest.
 
 def test_auto_finds_a_layout_for_full_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
     model = f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"
-    knobs = ("--training=full", "--parallel=auto", "--device-memory=80GB", "--max-context-length=4096", "--train-only")
-    text = printed(capsys, model, *knobs, "--full-slots=1")
+    options = (
+        "--training=full",
+        "--parallel=auto",
+        "--device-memory=80GB",
+        "--max-context-length=4096",
+        "--train-only",
+    )
+    text = printed(capsys, model, *options, "--full-slots=1")
     assert "layout: fsdp=2,sp=2, 4 ranks" in text
     assert re.search(r"^1 model of 2\.01 billion weights, 22 bytes each +44\.2 GB", text, re.MULTILINE)
     assert re.search(
         r"^the output head gathered +3\.7 GB +with its gradient, while it computes logits", text, re.MULTILINE
     )
     assert re.search(r"fewer ranks do not fit: \S+ would need \d+\.\d GB on each", text)
-    sharded = printed(capsys, model, *knobs[:1], *knobs[2:], "--parallel=fsdp=8")
+    sharded = printed(capsys, model, *options[:1], *options[2:], "--parallel=fsdp=8")
     assert re.search(r"^its gradients +1\.7 GB +and another layer's, being reduced$", sharded, re.MULTILINE)
-    message = refused(capsys, 1, model, *knobs, "--num-devices=2", "--full-slots=1")
+    message = refused(capsys, 1, model, *options, "--num-devices=2", "--full-slots=1")
     assert "models' own weights" in message and "): use larger devices, or take more devices" in message
 
 
@@ -283,8 +289,14 @@ def test_the_plan_says_in_which_dtype_it_counts(capsys: pytest.CaptureFixture[st
 
 # The document
 
-KNOBS = ("--lora-rank=32", "--kv-cache-bytes=4GB", "--device-memory=80GB")
-FULL_KNOBS = ("--training=full", "--full-slots=1", "--train-only", "--device-memory=80GB", "--max-context-length=8192")
+OPTIONS = ("--lora-rank=32", "--kv-cache-bytes=4GB", "--device-memory=80GB")
+FULL_OPTIONS = (
+    "--training=full",
+    "--full-slots=1",
+    "--train-only",
+    "--device-memory=80GB",
+    "--max-context-length=8192",
+)
 
 
 def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
@@ -305,17 +317,17 @@ def full_rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
     """Yields the rows of the table for full fine-tuning."""
     for model, numbers in (("Llama-3.1-8B", (1, 2)), ("Qwen3-30B-A3B", (1, 2, 4)), ("Llama-3.1-70B", (4, 8))):
         for nodes in numbers:
-            yield f"| all of {model} | {nodes} | {chosen_cells(capsys, model, nodes, FULL_KNOBS)}"
+            yield f"| all of {model} | {nodes} | {chosen_cells(capsys, model, nodes, FULL_OPTIONS)}"
 
 
 def row(capsys: pytest.CaptureFixture[str], model: str, slots: int, kilotokens: int, nodes: int) -> str:
-    knobs = (*KNOBS, f"--adapter-slots={slots}", f"--max-context-length={kilotokens * 1024}")
-    return f"| {model} | {kilotokens}k | {slots} | {nodes} | {chosen_cells(capsys, model, nodes, knobs)}"
+    options = (*OPTIONS, f"--adapter-slots={slots}", f"--max-context-length={kilotokens * 1024}")
+    return f"| {model} | {kilotokens}k | {slots} | {nodes} | {chosen_cells(capsys, model, nodes, options)}"
 
 
-def chosen_cells(capsys: pytest.CaptureFixture[str], model: str, nodes: int, knobs: tuple[str, ...]) -> str:
+def chosen_cells(capsys: pytest.CaptureFixture[str], model: str, nodes: int, options: tuple[str, ...]) -> str:
     """Returns the cells for the layout that auto chooses, in GB."""
-    arguments = (*knobs, f"--num-devices={8 * nodes}")
+    arguments = (*options, f"--num-devices={8 * nodes}")
     auto = ("--parallel=auto", "--device-link=nvlink", "--json")
     status = main([f"--base-model=M={CONFIGS / model}.json", *auto, *arguments])
     captured = capsys.readouterr()
@@ -349,28 +361,28 @@ def test_the_document_plans_what_exceeds_a_node(capsys: pytest.CaptureFixture[st
     dense, sparse = tmp_path / "405B.json", tmp_path / "DeepSeek-V3.1.json"
     dense.write_text(json.dumps(config | sizes))
     sparse.write_text(json.dumps(LINEUP["DeepSeek-V3.1"]))
-    knobs = ("--train-only", "--device-memory=80GB", "--json")
+    options = ("--train-only", "--device-memory=80GB", "--json")
     for layout, nodes in (("tp=8", 1), ("fsdp=2,tp=8", 2), ("fsdp=4,tp=8", 4)):
         flags = (f"--parallel={layout}", "--activations=recompute", "--max-context-length=4096")
-        plan = json.loads(printed(capsys, f"--base-model=M={dense}", *flags, *knobs))
+        plan = json.loads(printed(capsys, f"--base-model=M={dense}", *flags, *options))
         memory = plan["memory"]
         parts = [memory["base"], memory["learned"]["total"], memory["activations"]["total"], memory["total"]]
         shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
         verdict = "fits" if plan["fits"] else "does not fit"
         assert f"\n| `{layout}` | {nodes} | {shown} | {verdict} |\n" in DOCUMENT
     longer = ("--parallel=fsdp=4,tp=8", "--activations=recompute", "--max-context-length=8192")
-    memory = json.loads(printed(capsys, f"--base-model=M={dense}", *longer, *knobs))["memory"]
+    memory = json.loads(printed(capsys, f"--base-model=M={dense}", *longer, *options))["memory"]
     assert f"8,192 tokens: {memory['activations']['total'] / 1e9:.1f} GB of 405B, recomputed" in DOCUMENT
     flags = ("--parallel=auto", "--device-link=nvlink", "--num-devices=32", "--max-context-length=8192")
-    plan = json.loads(printed(capsys, f"--base-model=M={sparse}", *flags, *knobs))
+    plan = json.loads(printed(capsys, f"--base-model=M={sparse}", *flags, *options))
     assert plan["load"]["activations"] == "recompute"
     shown = f"`{plan['parallel']}` with recomputed layers, {plan['memory']['total'] / 1e9:.1f} GB on each rank"
     assert shown in DOCUMENT
 
 
 def test_the_document_names_every_flag() -> None:
-    for knob in (*KNOBS, *FULL_KNOBS):
-        assert knob.replace("=", " ", 1) in DOCUMENT
+    for option in (*OPTIONS, *FULL_OPTIONS):
+        assert option.replace("=", " ", 1) in DOCUMENT
 
 
 def test_weights_as_released_are_planned_with_their_bytes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from .test_plan import CONFIGS, ROOT, main, printed, refused
 
 DOCUMENT = (ROOT / "docs" / "drafts.md").read_text()
 DRAFT = "eagle3,draft_vocab_size=32000"
-KNOBS = ("--device-memory=80GB", "--train-only")
+OPTIONS = ("--device-memory=80GB", "--train-only")
 DEVICES = {"Llama-3.1-8B": (1, 2), "Qwen3-30B-A3B": (1, 2), "Llama-3.1-70B": (2, 4, 8)}
 
 
@@ -21,7 +21,7 @@ def of_model(name: str) -> str:
 def test_the_planned_memory_of_a_draft_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     model, length = of_model("Llama-3.1-8B"), "--max-context-length=8192"
     layouts = ("--parallel=fsdp=8", "--draft-parallel=replicas=4,tp=2")
-    plan = json.loads(printed(capsys, model, f"--draft={DRAFT}", *layouts, length, *KNOBS, "--json"))
+    plan = json.loads(printed(capsys, model, f"--draft={DRAFT}", *layouts, length, *OPTIONS, "--json"))
     memory, draft = plan["memory"], plan["memory"]["draft"]
     assert (plan["parallel"], plan["draft_parallel"], plan["ranks"]) == ("fsdp=8", "replicas=4,tp=2", 8)
     assert draft["masters"] == 2 * draft["weights"] // 4 == draft["gradients"] == draft["moments"] // 2
@@ -31,7 +31,7 @@ def test_the_planned_memory_of_a_draft_adds_up(capsys: pytest.CaptureFixture[str
     of_passes = memory["target_pass"], memory["exchange"], memory["head"] + memory["draft_pass"]["total"]
     assert memory["total"] == memory["least"] + max(*of_passes, memory["sampling"]) + draft["scratch"]
     assert plan["fits"] and plan["longest_sequence"] > 8192
-    text = printed(capsys, model, f"--draft={DRAFT}", *layouts, length, *KNOBS)
+    text = printed(capsys, model, f"--draft={DRAFT}", *layouts, length, *OPTIONS)
     assert f"\nat most at a time             {memory['total'] / 1e9:.1f} GB" in text
     assert "layout: fsdp=8 for the target, replicas=4,tp=2 for the draft, 8 ranks" in text
     assert f"the longest sequence that fits: {plan['longest_sequence']} tokens" in text
@@ -132,7 +132,7 @@ def test_the_table_in_the_document_matches_the_plans(capsys: pytest.CaptureFixtu
     expected = list(rows(capsys))
     found = re.findall(r"^\| (?:Qwen3|Llama)\S* \|.*\|$", DOCUMENT, re.MULTILINE)
     assert found == expected, "\n" + "\n".join(expected)
-    assert " ".join(f"{knob} ".replace("=", " ", 1).strip() for knob in (f"--draft={DRAFT}", *KNOBS)) in " ".join(
+    assert " ".join(f"{option} ".replace("=", " ", 1).strip() for option in (f"--draft={DRAFT}", *OPTIONS)) in " ".join(
         DOCUMENT.replace("\\\n", " ").split()
     )
 
@@ -150,7 +150,7 @@ def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
 
 
 def cells(capsys: pytest.CaptureFixture[str], model: str, kilotokens: int, number: int) -> str:
-    flags = (f"--draft={DRAFT}", *KNOBS, f"--max-context-length={kilotokens * 1024}")
+    flags = (f"--draft={DRAFT}", *OPTIONS, f"--max-context-length={kilotokens * 1024}")
     auto = ("--parallel=auto", "--device-link=nvlink")
     status = main([of_model(model), *flags, *auto, f"--num-devices={number}", "--json"])
     captured = capsys.readouterr()

@@ -41,7 +41,7 @@ class Holding:
 @asynccontextmanager
 async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> AsyncIterator[Holding]:
     """Takes the lease and serves, as the process does."""
-    store = open_store(config.store_config())
+    store = open_store(config.store)
     lease = Lease(store, [MODEL], f"http://{name}", LEASE_SECONDS)
     await lease.prepare(config.store.state_dir)
     tenure = await lease.acquire()
@@ -180,7 +180,7 @@ async def test_a_server_that_cannot_take_over_releases_the_lease_and_retries(
     for directory in (state, no_model):  # without a model, its own takeover ends soon
         directory.mkdir()
     config = server_config(no_model, state, database_url=postgres_url)
-    stores = [open_store(config.store_config()) for _ in range(2)]
+    stores = [open_store(config.store) for _ in range(2)]
     mine, other = (Lease(store, [MODEL], f"http://{name}", 60.0) for store, name in zip(stores, "ab", strict=True))
     await mine.prepare(state)
     state.rename(elsewhere)

@@ -226,7 +226,7 @@ async def test_a_full_model_can_be_sampled_by_path_and_live(server: Server) -> N
 
 
 async def test_full_models_are_limited_and_only_live_ones_count(config: ServerConfig, dispatch: WorkerDispatch) -> None:
-    async with running_server(config.with_knobs(max_full_models=2), dispatch) as server:
+    async with running_server(config.with_options(max_full_models=2), dispatch) as server:
         lora_run = await create(server, lora_config={"rank": 4})
         failed = {"session_id": lora_run.session_id, "model_seq_id": 1, "base_model": MODEL, "seed": NO_ROOM}
         answer = await server.result((await server.post("create_model", failed))["request_id"])
@@ -257,7 +257,7 @@ async def test_weights_of_a_sampler_that_failed_are_deleted_from_disk(server: Se
 
 
 async def test_max_full_models_0_allows_only_lora(config: ServerConfig, dispatch: WorkerDispatch) -> None:
-    async with running_server(config.with_knobs(max_full_models=0), dispatch) as server:
+    async with running_server(config.with_options(max_full_models=0), dispatch) as server:
         body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
         assert "max_full_models 0" in (await server.post("create_model", body, status=400))["detail"]
         await create(server, training="lora")

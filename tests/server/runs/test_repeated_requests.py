@@ -34,7 +34,7 @@ DRAFT = {"model_role": "draft", "draft": EAGLE}
 
 def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
     config = server_config(tiny_models["qwen3"], state_dir)
-    return config.with_knobs(base_models=(*config.models.base_models, ServedModel(OTHER, str(tiny_models["qwen3"]))))
+    return config.with_options(base_models=(*config.models.base_models, ServedModel(OTHER, str(tiny_models["qwen3"]))))
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from trainhouse.server.cli.commands import main
-from trainhouse.server.config.knob_values import ConfigError
 from trainhouse.server.config.load import load_config
+from trainhouse.server.config.option_values import ConfigError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.state_lock import StartError
 from trainhouse.server.serving.server_process import kept_workers
@@ -15,8 +15,8 @@ from trainhouse.workers.protocol.worker_config import ServedModel
 ON_RAY = {"pool": "ray", "ray_address": "127.0.0.1:6379"}
 
 
-def config_of(state_dir: Path, **knobs: Any) -> ServerConfig:
-    return ServerConfig.of(base_models=(ServedModel("a", "b"),), state_dir=state_dir, **ON_RAY, **knobs)
+def config_of(state_dir: Path, **options: Any) -> ServerConfig:
+    return ServerConfig.of(base_models=(ServedModel("a", "b"),), state_dir=state_dir, **ON_RAY, **options)
 
 
 def test_servers_of_a_state_directory_have_the_same_workers(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trainhouse
-from trainhouse.server.config.knob_values import ConfigError
+from trainhouse.server.config.option_values import ConfigError
 from trainhouse.server.files.state_lock import StartError
 from trainhouse.server.serving.server_process import check_certificate
 

@@ -16,7 +16,7 @@ from tinker.cli.auth_api import SelfApiKeyResponse
 from tinker.lib._jwt_auth import jwt_claims
 from tinker.types.auth_token_response import AuthTokenResponse
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.config.knob_values import TenantWeight, parse_weights
+from trainhouse.server.config.option_values import TenantWeight, parse_weights
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, KeyCounts, SqliteStore, Store, TenantRecord
 from trainhouse.server.store.database.database import Database
@@ -313,9 +313,9 @@ async def test_listening_beyond_loopback_requires_keys(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"0\.0\.0\.0.*trainhouse keys create"):
         await require_keys(everywhere, store)
     with pytest.raises(ValueError, match="`trainhouse keys create NAME --state-dir '/a b'`"):
-        await require_keys(everywhere.with_knobs(state_dir=Path("/a b")), store)
+        await require_keys(everywhere.with_options(state_dir=Path("/a b")), store)
     with pytest.raises(ValueError, match="`trainhouse keys create NAME --database-url URL`") as refused:
-        await require_keys(everywhere.with_knobs(database_url="postgresql://me:geheim@h/d"), store)
+        await require_keys(everywhere.with_options(database_url="postgresql://me:geheim@h/d"), store)
     assert "geheim" not in str(refused.value)
     await create_key(store, "team")
     await require_keys(everywhere, store)

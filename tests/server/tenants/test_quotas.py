@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
-from trainhouse.server.config.knob_values import TenantWeight
+from trainhouse.server.config.option_values import TenantWeight
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.http.bodies import UNLIMITED, Body
 from trainhouse.server.operations.registry import operation_of

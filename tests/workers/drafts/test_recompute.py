@@ -16,9 +16,9 @@ from ..requests import repeatable
 from .test_worker import ALGORITHMS, create_draft, new_worker, request, run_pass, some_data
 
 
-def train_once(directory: Path, algorithm: Algorithm, **knobs: Any) -> tuple[Worker, Mapping[str, float]]:
+def train_once(directory: Path, algorithm: Algorithm, **options: Any) -> tuple[Worker, Mapping[str, float]]:
     """Makes one pass, and returns the worker and the metrics."""
-    worker = new_worker(directory, **knobs)
+    worker = new_worker(directory, **options)
     create_draft(worker, algorithm=algorithm)
     (output,) = run_pass(worker, request(some_data(1), loss_fn=algorithm))
     return worker, repeatable(output.metrics)

@@ -119,16 +119,16 @@ def target_tokens() -> Iterator[list[int]]:
 
 @pytest.mark.slow
 @with_each_algorithm
-@pytest.mark.parametrize("knobs", [{}, SMALL, {"dtype": "bfloat16"}], ids=["one", "micro-batches", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, SMALL, {"dtype": "bfloat16"}], ids=["one", "micro-batches", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "cohere_compass"])
 def test_stored_features_train_like_the_target_bit_for_bit(
-    algorithm: Algorithm, knobs: dict[str, Any], kind: str, tmp_path: Path
+    algorithm: Algorithm, options: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     windows: Any = (
         {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere_compass") else {}
     )
     tiny_model(kind, tmp_path / "model", num_hidden_layers=4, **windows)
-    worker = new_worker(tmp_path / "model", **knobs)
+    worker = new_worker(tmp_path / "model", **options)
     create_draft(worker, algorithm=algorithm)
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
     data = some_data(1)
@@ -155,13 +155,13 @@ def equal_up_to_rounding(
 
 @with_each_form
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("knobs", [{}, SMALL], ids=["one", "micro-batches"])
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["one", "micro-batches"])
 def test_stored_logits_train_like_the_target_read_in_the_same_form(
-    form: str, knobs: dict[str, Any], kind: str, tmp_path: Path
+    form: str, options: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     """gemma2 caps its logits."""
     tiny_model(kind, tmp_path / "model")
-    worker, features = new_worker(tmp_path / "model", **knobs), tmp_path / "features"
+    worker, features = new_worker(tmp_path / "model", **options), tmp_path / "features"
     create_draft_of(worker, form)
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
     data = some_data(1)
@@ -579,18 +579,20 @@ def _ones(datum: Datum) -> np.ndarray:
 
 @pytest.mark.slow
 @with_each_algorithm
-@pytest.mark.parametrize("knobs", [{}, SMALL, {"activations": "recompute"}], ids=["one", "micro-batches", "recompute"])
+@pytest.mark.parametrize(
+    "options", [{}, SMALL, {"activations": "recompute"}], ids=["one", "micro-batches", "recompute"]
+)
 @pytest.mark.parametrize("forward_only", [False, True], ids=["forward_backward", "forward"])
 @pytest.mark.parametrize("training", [LORA, FULL], ids=["lora", "full"])
 def test_one_forward_of_a_policy_also_captures_for_its_draft(
     algorithm: Algorithm,
-    knobs: dict[str, Any],
+    options: dict[str, Any],
     forward_only: bool,
     training: TrainingConfig,
     tiny_models: dict[str, Path],
     tmp_path: Path,
 ) -> None:
-    pair = Pair(new_worker(tiny_models["qwen3"], **knobs), algorithm, tmp_path, training)
+    pair = Pair(new_worker(tiny_models["qwen3"], **options), algorithm, tmp_path, training)
     worker, data = pair.worker, some_data(1, (9, 30, 4, 17))
     # Another run's data in the same micro-batches; nothing is captured for it.
     worker.create_run(RunSpec("other", LoraConfig(rank=4, seed=2)))

@@ -41,8 +41,8 @@ def worker(directory: Path) -> Worker:
     return new_worker(directory)
 
 
-def new_worker(directory: Path, **knobs: Any) -> Worker:
-    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs))
+def new_worker(directory: Path, **options: Any) -> Worker:
+    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **options))
 
 
 def create_draft(worker: Worker, run_id: str = "draft", algorithm: Algorithm = "eagle3", **fields: Any) -> None:

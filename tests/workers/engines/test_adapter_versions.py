@@ -36,9 +36,9 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def one_sampler(model: Path, parallel: str = "single", **knobs: Any) -> AsyncIterator[WorkerDispatch]:
+async def one_sampler(model: Path, parallel: str = "single", **options: Any) -> AsyncIterator[WorkerDispatch]:
     """Yields a dispatch with one sampler, on which the full run `run` is sampled as `moving`."""
-    config = replace(tiny(model), **knobs)
+    config = replace(tiny(model), **options)
     sampling = SamplingConfig(1, ParallelSpec.parse(parallel))
     async with running(DispatchConfig((config,), sampling=sampling, slice_milliseconds=5.0)) as dispatch:
         await dispatch.create_run("tiny", RunSpec("run", FullConfig(seed=0)), "tenant")

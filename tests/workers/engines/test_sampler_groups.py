@@ -282,7 +282,7 @@ async def test_death_of_one_rank_restarts_its_sampler(
 ) -> None:
     """All ranks of the sampler restart, with its adapters. Requests end as they would have without the death."""
     samplers = SamplingConfig(2, ParallelSpec(tp=2), directory=str(tmp_path))
-    config = DispatchConfig((tiny(tiny_models["qwen3"]),), pool, ray_cpus_per_rank=0.1, sampling=samplers)
+    config = DispatchConfig((tiny(tiny_models["qwen3"]),), pool=pool, ray_cpus_per_rank=0.1, sampling=samplers)
     async with running(config) as dispatch:
         await dispatch.copy_adapter(await trained_run(dispatch, "run"), "copied")
         expected = await dispatch.sample("tiny", job("undisturbed", "copied", 300))

@@ -15,7 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from trainhouse.server.cli import commands
-from trainhouse.server.config.knob_values import ConfigError
+from trainhouse.server.config.option_values import ConfigError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.state_lock import StartError
 from trainhouse.server.serving.base_models import download_models

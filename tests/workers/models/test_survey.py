@@ -405,8 +405,8 @@ def test_ranks_compare_single_passes_with_a_packed_one(tiny_models: Mapping[str,
         compare("here", worker._base.model, leaking)
 
 
-def base_of(directory: Path, dtype: Any = "float32", **knobs: Any) -> BaseModel:
-    return BaseModel(WorkerConfig(ServedModel("m", str(directory)), device="cpu", dtype=dtype, **knobs))
+def base_of(directory: Path, dtype: Any = "float32", **options: Any) -> BaseModel:
+    return BaseModel(WorkerConfig(ServedModel("m", str(directory)), device="cpu", dtype=dtype, **options))
 
 
 def save_renamed(source: Path, target: Path, names: Mapping[str, str]) -> None:

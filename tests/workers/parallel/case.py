@@ -54,7 +54,7 @@ class Case:
         return [["self_attn", features] for features in of_kinds.get(self.kind, ["mlp"] * 2)]
 
     @property
-    def knobs(self) -> dict[str, object]:
+    def options(self) -> dict[str, object]:
         draft_parallel_spec = ParallelSpec.parse(self.draft) if self.draft else None
         return {
             "tp_activations": self.tp_activations,

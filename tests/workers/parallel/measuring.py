@@ -66,10 +66,10 @@ def _datum(random: np.random.Generator, length: int, role: Role) -> Datum:
 
 @contextmanager
 def measured(
-    model: Path, spec: ParallelSpec, training: TrainingConfig = LORA, worker: str = MEASURING, **knobs: Any
+    model: Path, spec: ParallelSpec, training: TrainingConfig = LORA, worker: str = MEASURING, **options: Any
 ) -> Iterator[Measured]:
     """Creates a run and makes its first pass, so that one-time allocations are done."""
-    config = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, parallel=spec, **knobs)
+    config = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, parallel=spec, **options)
     configs = tuple(replace(config, rank=rank) for rank in range(spec.num_ranks))
     with asyncio.Runner() as runner:
         pool = LocalPool(PoolSpec(worker, configs))

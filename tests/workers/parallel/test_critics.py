@@ -77,7 +77,7 @@ def test_a_full_critic_learns_as_on_one_rank(case: Case, tiny_models: dict[str, 
 
 def check(case: Case, training: TrainingConfig, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model = case.model(tiny_models, tmp_path)
-    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.options) as many:
         theirs, ours = Trained(alone, training), Trained(many, training)
         assert close(ours.losses, theirs.losses) and not close(ours.losses, [1.001 * loss for loss in theirs.losses])
         assert distance(ours.values, theirs.values) <= 1e-4

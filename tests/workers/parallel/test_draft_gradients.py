@@ -113,8 +113,8 @@ def test_draft_gradients_equal_those_of_one_rank(
 ) -> None:
     how, tokens = case
     model = how.model(tiny_models, tmp_path)
-    knobs = how.knobs | {"micro_batch_tokens": tokens}
-    with layout(model, SINGLE, tmp_path) as alone, layout(model, how.parallel, tmp_path / "many", **knobs) as many:
+    options = how.options | {"micro_batch_tokens": tokens}
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, how.parallel, tmp_path / "many", **options) as many:
         wanted, found = (gradient(where, algorithm) for where in (alone, many))
         parts = [gradient(alone, algorithm, [seed]) for seed in BATCHES]
         error = difference(found.mean, wanted.mean)
@@ -130,7 +130,7 @@ def test_ignoring_the_tokens_of_the_next_rank_changes_gradients(tiny_models: dic
     model, case = tiny_models["qwen3"], Case("sp=2")
     with (
         layout(model, SINGLE, tmp_path) as alone,
-        layout(model, case.parallel, tmp_path / "many", SHORT_SIGHTED, **case.knobs) as many,
+        layout(model, case.parallel, tmp_path / "many", SHORT_SIGHTED, **case.options) as many,
     ):
         assert difference(gradient(many, "eagle3").mean, gradient(alone, "eagle3").mean) > 1e-2
 
@@ -139,9 +139,9 @@ def test_ignoring_the_tokens_of_the_next_rank_changes_gradients(tiny_models: dic
 @pytest.mark.parametrize("case", [Case("sp=2"), Case("fsdp=2", draft="tp=2")], ids=str)
 def test_recompute_gives_the_same_gradients(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """The recomputation includes exchanges."""
-    model, recompute = tiny_models["qwen3"], case.knobs | {"activations": "recompute"}
+    model, recompute = tiny_models["qwen3"], case.options | {"activations": "recompute"}
     with (
-        layout(model, case.parallel, tmp_path, **case.knobs) as keeps,
+        layout(model, case.parallel, tmp_path, **case.options) as keeps,
         layout(model, case.parallel, tmp_path / "again", **recompute) as recomputes,
     ):
         wanted, found = gradient(keeps, "eagle3").mean, gradient(recomputes, "eagle3").mean
@@ -158,7 +158,7 @@ def test_pruned_draft_learns_from_a_policy_as_on_one_rank(
     draft = DraftConfig(algorithm="eagle3", seed=1, draft_vocab_size=len(token_ids))
     with (
         layout(tiny_models["qwen3"], SINGLE, tmp_path) as alone,
-        layout(tiny_models["qwen3"], case.parallel, tmp_path / "many", **case.knobs) as many,
+        layout(tiny_models["qwen3"], case.parallel, tmp_path / "many", **case.options) as many,
     ):
         alone.call("create_run", RunSpec("policy", LoraConfig(rank=4, seed=2)))
         for seed in range(3):

@@ -74,7 +74,7 @@ def test_float32_masters_of_bfloat16_weights_are_sharded(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     num = case.parallel.num_ranks
-    with layout(tiny_models["qwen3"], case.parallel, tmp_path, dtype="bfloat16", **case.knobs) as many:
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, dtype="bfloat16", **case.options) as many:
         found = Bytes(many, "eagle3")
     for ours, whole, sharded in ((found.new, 2, 4), (found.with_gradients, 2, 8), (found.after_steps, 2, 12)):
         assert ours == num * [pytest.approx(whole + sharded / num, rel=0.02)]
@@ -84,7 +84,7 @@ def test_float32_masters_of_bfloat16_weights_are_sharded(
 def test_tp_ranks_hold_parts_of_the_weights(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """The target is gathered and has whole weights."""
     case = Case("fsdp=2", draft="tp=2")
-    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as many:
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.options) as many:
         found = Bytes(many, "dflash")
         with pytest.raises(
             OperationError, match="tp=2 of this server cannot divide a draft's gate_proj evenly: it has 33"

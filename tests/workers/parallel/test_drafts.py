@@ -87,7 +87,7 @@ def test_a_draft_learns_as_on_one_rank(
     case: Case, algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = case.model(tiny_models, tmp_path)
-    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.options) as many:
         theirs, ours = Trained(alone, algorithm), Trained(many, algorithm)
         assert close(ours.results, theirs.results)
         assert not close(ours.results, [1.001 * each for each in theirs.results])
@@ -134,10 +134,10 @@ SMALL_STEP = AdamParams(learning_rate=1e-4, eps=1e-2)
 def test_bfloat16_drafts_learn_in_sharded_float32_weights(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    model, knobs = tiny_models["qwen3"], {"dtype": "bfloat16"}
+    model, options = tiny_models["qwen3"], {"dtype": "bfloat16"}
     with (
-        layout(model, SINGLE, tmp_path, **knobs) as alone,
-        layout(model, case.parallel, tmp_path / "many", DIGESTING, **knobs, **case.knobs) as many,
+        layout(model, SINGLE, tmp_path, **options) as alone,
+        layout(model, case.parallel, tmp_path / "many", DIGESTING, **options, **case.options) as many,
     ):
         for where in (alone, many):
             where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))
@@ -213,7 +213,7 @@ def part_of(whole: np.ndarray, shape: tuple[int, ...], rank: int) -> np.ndarray:
 @pytest.mark.full
 def test_ranks_that_train_parts_of_a_draft_sample_with_all_of_it(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     case = Case("fsdp=2", draft="tp=2")
-    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.options) as where:
         where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))
         where.call("load_draft", "loaded draft", str(where.saved("draft")))
         jobs = [replace(greedy("a", None, 9), draft_id=name) for name in (None, "loaded draft")]

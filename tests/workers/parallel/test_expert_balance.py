@@ -38,8 +38,8 @@ def test_balance_is_that_of_transformers_routers(
     kind: str, spec: str, activations: str, tiny_models: Mapping[str, Path], tmp_path: Path
 ) -> None:
     """Two runs share micro-batches, and each has the numbers of its own tokens by its own adapter."""
-    knobs = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "activations": activations}
-    with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path, **knobs) as where:
+    options = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "activations": activations}
+    with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path, **options) as where:
         exported = trained(where)
         requests = [supervised("a", 7, *LENGTHS["a"]), reinforced("b", 8, *LENGTHS["b"])]
         both = [balance(each) for each in where.run_pass(*requests)]

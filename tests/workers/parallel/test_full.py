@@ -95,7 +95,7 @@ def tensors(directory: Path, stem: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_full_model_trains_as_on_one_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model = case.model(tiny_models, tmp_path)
-    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.options) as many:
         theirs, ours = Trained(alone), Trained(many)
         assert close(ours.losses, theirs.losses) and not close(ours.losses, [1.001 * loss for loss in theirs.losses])
         assert largest_error(ours.gradients, theirs.gradients) <= 1e-4

@@ -20,7 +20,7 @@ from trainhouse.workers.shapes.parts import Dense
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
-from ..planner.test_estimate import ALL_KINDS, KNOBS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
+from ..planner.test_estimate import ALL_KINDS, OPTIONS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
 from .measuring import ACCOUNTING, Measured, measured
 
 FULL = FullConfig(seed=0)
@@ -109,8 +109,8 @@ def test_memory_of_a_rank_is_as_planned(kind: str, layout: str, dtype: str, stat
     planned = estimate(shape_at(model), spec, replace(LOAD, dtype=dtype, optimizer_states=states))
     learned = planned.trainable
     window_bytes = learned.weights + learned.gradients // 2 + learned.copies
-    knobs = KNOBS | {"dtype": dtype, "optimizer_states": states}
-    with measured(model, spec, FULL, ACCOUNTING, **knobs) as where:
+    options = OPTIONS | {"dtype": dtype, "optimizer_states": states}
+    with measured(model, spec, FULL, ACCOUNTING, **options) as where:
         assert near(window_bytes, held(where))
         assert not near(window_bytes - learned.gradients // 2, held(where))
         take_step(where)
@@ -134,7 +134,7 @@ def test_activations_grow_with_tokens_as_planned(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "dtype", "knobs"),
+    ("kind", "dtype", "options"),
     [
         *((kind, "float32", {}) for kind in ("llama", "qwen3_moe", "phi3", "olmo2", "gemma3", "mixtral")),
         *((kind, "float32", {}) for kind in ("gemma4", "gemma4_moe")),
@@ -144,19 +144,19 @@ def test_activations_grow_with_tokens_as_planned(tmp_path: Path) -> None:
     ids=str,
 )
 def test_activations_of_all_families_grow_as_planned(
-    kind: str, dtype: str, knobs: dict[str, Any], tmp_path: Path
+    kind: str, dtype: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    check_growth(scaled_model(kind, tmp_path), dtype, knobs)
+    check_growth(scaled_model(kind, tmp_path), dtype, options)
 
 
-def check_growth(model: Path, dtype: str, knobs: dict[str, Any]) -> None:
-    shape, load = shape_at(model), replace(LOAD, dtype=dtype, **knobs)
-    with measured(model, SINGLE, FULL, dtype=dtype, **KNOBS, **knobs) as where:
+def check_growth(model: Path, dtype: str, options: dict[str, Any]) -> None:
+    shape, load = shape_at(model), replace(LOAD, dtype=dtype, **options)
+    with measured(model, SINGLE, FULL, dtype=dtype, **OPTIONS, **options) as where:
         where.pass_over(LENGTH, LENGTH)  # allocates the gradients that later operations reuse
         found, planned = growth(where, shape, load, 512, 1536)
-    print(f"| {', '.join((shape.model_type, dtype, *knobs.values()))} | {found:.0f} | {planned:.0f} |")
+    print(f"| {', '.join((shape.model_type, dtype, *options.values()))} | {found:.0f} | {planned:.0f} |")
     assert near(planned, found)
-    if "activations" not in knobs:  # of one layer at a time
+    if "activations" not in options:  # of one layer at a time
         assert not near(planned * (shape.num_layers - 1) / shape.num_layers, found)
 
 

@@ -70,8 +70,8 @@ def by_way(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     model = tiny_model(case.kind, tmp_path_factory.mktemp("model"), num_hidden_layers=NUM_LAYERS, **settings)
     found = {}
     for way in WAYS:
-        knobs = {"activations": way, "dtype": case.dtype}
-        with layout(model, ParallelSpec.parse(case.spec), tmp_path_factory.mktemp(way), COUNTING, **knobs) as where:
+        options = {"activations": way, "dtype": case.dtype}
+        with layout(model, ParallelSpec.parse(case.spec), tmp_path_factory.mktemp(way), COUNTING, **options) as where:
             numbers = train(where, num_steps=1)
             found[way] = Trained(numbers, forward_only(where), exchanges_of_a_layer(where))
     yield found

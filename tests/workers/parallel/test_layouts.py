@@ -158,7 +158,7 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 
 @pytest.fixture(scope="module")
 def many(case: Case, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Layout, Numbers]]:
-    with layout(model, case.parallel, tmp_path_factory.mktemp("many"), WATCHED, **case.knobs) as where:
+    with layout(model, case.parallel, tmp_path_factory.mktemp("many"), WATCHED, **case.options) as where:
         yield where, train(where)
 
 

@@ -22,7 +22,7 @@ from .training import Layout, largest_error, layout, supervised
 pytestmark = [pytest.mark.full, pytest.mark.timeout(7200)]
 
 LOAD = Workload(65536, "float32", head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1, samples=False)
-KNOBS = {"dtype": "float32", "head_chunk_tokens": 64, "hang_seconds": 6 * HANG_SECONDS}
+OPTIONS = {"dtype": "float32", "head_chunk_tokens": 64, "hang_seconds": 6 * HANG_SECONDS}
 
 # Numbers of query and key/value heads that divide by two ranks, and that do not.
 HEADS = {"heads": (4, 2), "ring": (3, 1)}
@@ -57,7 +57,7 @@ def test_long_sequences_use_the_planned_memory(
     model = long_model(tmp_path, split)
     shape = read_model(ServedModel("m", str(model)))
     assert isinstance(shape, ModelShape)
-    with measured(model, spec, activations=way, **KNOBS) as where:
+    with measured(model, spec, activations=way, **OPTIONS) as where:
         for length in lengths:
             peak = where.peak(length, length)
             planned = _planned(shape, spec, length, way)
@@ -82,7 +82,7 @@ def test_long_sequences_train_as_on_one_rank(length: int, num_layers: int, split
     model, found = long_model(tmp_path / "model", split, num_layers), {}
     two = (length, 1024)
     for name, spec in {"one": SINGLE, **SPECS}.items():
-        with layout(model, spec, tmp_path, **KNOBS) as where:
+        with layout(model, spec, tmp_path, **OPTIONS) as where:
             found[name] = _trained(where, two if "fsdp" in name else (length,))
             if name == "one":
                 found["one of two"] = _trained(where, two)

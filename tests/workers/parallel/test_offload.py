@@ -68,7 +68,7 @@ def both(case: Case, learn: Any, tiny_models: dict[str, Path], tmp_path: Path) -
     found = []
     for kind in (Layout, Moving):
         scratch = tmp_path / kind.__name__
-        with layout(case.model(tiny_models, scratch), case.parallel, scratch, kind=kind, **case.knobs) as where:
+        with layout(case.model(tiny_models, scratch), case.parallel, scratch, kind=kind, **case.options) as where:
             found.append(learn(where))
             if isinstance(where, Moving):
                 assert where.num_moves > 10 and where.stayed == 0

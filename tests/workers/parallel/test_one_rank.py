@@ -45,8 +45,8 @@ def undisturbed(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathF
 def test_state_lost_on_one_rank_fails_only_its_run(
     spec: str, undisturbed: list[float], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    knobs = {"adapter_slots": 2, "host_adapter_bytes": 0, "page_directory": str(tmp_path / "pages")}
-    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED, **knobs) as where:
+    options = {"adapter_slots": 2, "host_adapter_bytes": 0, "page_directory": str(tmp_path / "pages")}
+    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED, **options) as where:
         for run_id in ("a", "b", "c", "d"):  # moves the first two to disk
             where.call("create_run", RunSpec(run_id, LORA))
         losses, saved = next_losses(where, "d"), where.saved("c")

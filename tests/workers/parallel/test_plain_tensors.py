@@ -121,7 +121,7 @@ def test_no_dtensor_takes_part_in_the_work_of_other_models(
     name: str, case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = case.model(tiny_models, tmp_path)
-    with layout(model, case.parallel, tmp_path, GUARDED, **case.knobs) as where:
+    with layout(model, case.parallel, tmp_path, GUARDED, **case.options) as where:
         WORKS[name](where, tmp_path)
         assert not any(where.answers("num_dtensors"))
         for during in ("pass", "step", *(("decode",) if name in ("full_policy", "drafts") else ())):

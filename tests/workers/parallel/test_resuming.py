@@ -66,7 +66,7 @@ def matrix(
     model = cases[0].model(tiny_models, tmp_path_factory.mktemp("model"))
     with ExitStack() as stack:
         wheres = [
-            stack.enter_context(layout(model, case.parallel, tmp_path_factory.mktemp("files"), **case.knobs))
+            stack.enter_context(layout(model, case.parallel, tmp_path_factory.mktemp("files"), **case.options))
             for case in cases
         ]
         yield [trained(case, where) for case, where in zip(cases, wheres, strict=True)]

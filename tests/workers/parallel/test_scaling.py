@@ -143,8 +143,8 @@ def test_extreme_advantages_do_not_overflow_or_vanish(spec: str, dtype: str, num
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     model = tiny_model("qwen3", tmp_path / "model", **small)
     tolerance = 1e-5 if dtype == "float32" else BFLOAT16
-    knobs = {"dtype": dtype, "micro_batch_tokens": BATCH_TOKENS, "head_chunk_tokens": BATCH_TOKENS}
-    with layout(model, ParallelSpec.parse(spec), tmp_path / "runs", **knobs) as where:
+    options = {"dtype": dtype, "micro_batch_tokens": BATCH_TOKENS, "head_chunk_tokens": BATCH_TOKENS}
+    with layout(model, ParallelSpec.parse(spec), tmp_path / "runs", **options) as where:
         trainer = Trainer(where)
         times = num_tokens // BATCH_TOKENS
         wanted = trainer.gradient(with_advantage(1.0), scale="mean")

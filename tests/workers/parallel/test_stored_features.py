@@ -106,7 +106,7 @@ def test_features_of_any_rank_serve_all_ranks(
     model, online = case.model(tiny_models, tmp_path), draft_request(algorithm, 1, *LENGTHS)
     with (
         layout(model, SINGLE, tmp_path) as alone,
-        layout(model, case.parallel, tmp_path, COUNTING, **case.knobs) as many,
+        layout(model, case.parallel, tmp_path, COUNTING, **case.options) as many,
     ):
         for where in (alone, many):
             create_draft(where, algorithm)
@@ -157,7 +157,7 @@ def test_stored_logits_of_any_rank_serve_all_ranks(
     model, online = case.model(tiny_models, tmp_path), draft_request("eagle3", 1, *LENGTHS)
     with (
         layout(model, SINGLE, tmp_path) as alone,
-        layout(model, case.parallel, tmp_path, **case.knobs) as many,
+        layout(model, case.parallel, tmp_path, **case.options) as many,
     ):
         for where in (alone, many):
             create_draft(where, "eagle3", form)
@@ -183,7 +183,7 @@ def test_features_missing_on_one_rank_are_recomputed_by_its_team(
     """Files may be deleted between two ranks' lookups, and machines may see different directories."""
     model, online = case.model(tiny_models, tmp_path), draft_request("eagle3", 1, *LENGTHS)
     everything, last = range(len(LENGTHS)), case.parallel.num_ranks - 1
-    with layout(model, case.parallel, tmp_path, WATCHED, **case.knobs) as where:
+    with layout(model, case.parallel, tmp_path, WATCHED, **case.options) as where:
         create_draft(where, "eagle3")
         offline = referring(where, online, tmp_path / "features")
         wanted = learned(where, offline)
@@ -205,7 +205,7 @@ def test_capture_and_forward_share_a_pass(case: Case, tiny_models: dict[str, Pat
     (tmp_path / "features").mkdir()
     place = FeatureLocation(str(tmp_path / "features"), captures=True)
     capture = replace(request, seq_id=2, loss_fn="capture", loss_fn_config={}, features=place)
-    with layout(model, case.parallel, tmp_path, **case.knobs) as where:
+    with layout(model, case.parallel, tmp_path, **case.options) as where:
         create_draft(where, "eagle3")
         (alone,) = where.run_pass(request)
         found, captured = where.run_pass(request, capture)
@@ -275,7 +275,7 @@ def test_draft_learns_from_features_captured_by_its_policy(
     """The features equal the draft's own capture, for LoRA and full training under each layout."""
     directory, captured = tmp_path / "features", tmp_path / "captured"
     directory.mkdir()
-    with layout(case.model(tiny_models, tmp_path), case.parallel, tmp_path, **case.knobs) as where:
+    with layout(case.model(tiny_models, tmp_path), case.parallel, tmp_path, **case.options) as where:
         pair = Pair(where, training)
         (output,) = where.run_pass(pair.capturing(directory))
         assert isinstance(output, ForwardBackwardOutput), output
@@ -320,7 +320,7 @@ def test_policies_capture_their_logits_for_drafts(
 ) -> None:
     directory = tmp_path / "features"
     directory.mkdir()
-    with layout(case.model(tiny_models, tmp_path), case.parallel, tmp_path, **case.knobs) as where:
+    with layout(case.model(tiny_models, tmp_path), case.parallel, tmp_path, **case.options) as where:
         pair = Pair(where, training, form)
         (wanted,) = where.run_pass(pair.asked)
         where.call("clear_gradients", "policy")
@@ -336,7 +336,7 @@ def test_policies_capture_their_logits_for_drafts(
 @pytest.mark.parametrize("case", [Case("tp=2"), pytest.param(Case("sp=2,tp=2"), marks=pytest.mark.full)], ids=str)
 def test_only_one_rank_of_a_team_writes_features(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "captured").mkdir()
-    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.options) as where:
         pair = Pair(where, LORA)
         captures = FeatureLocation(str(tmp_path / "captured"), captures=True)
         capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=captures)
@@ -353,7 +353,7 @@ def test_only_one_rank_of_a_team_writes_features(case: Case, tiny_models: dict[s
 def test_failed_feature_writes_do_not_affect_the_policy(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.options) as where:
         pair = Pair(where, LORA)
         (wanted,) = where.run_pass(pair.asked)
         assert isinstance(wanted, ForwardBackwardOutput)

@@ -111,11 +111,11 @@ class Layout:
 
 @contextmanager
 def layout(
-    model: Path, spec: ParallelSpec, scratch: Path, worker: str = WORKER, kind: type[Layout] = Layout, **knobs: Any
+    model: Path, spec: ParallelSpec, scratch: Path, worker: str = WORKER, kind: type[Layout] = Layout, **options: Any
 ) -> Iterator[Layout]:
     """worker: the class of its ranks."""
-    knobs = {"threads": 1, "kv_cache_bytes": 1 << 22, "hang_seconds": HANG_SECONDS} | knobs
-    config = WorkerConfig(ServedModel("tiny", str(model)), parallel=spec, **knobs)
+    options = {"threads": 1, "kv_cache_bytes": 1 << 22, "hang_seconds": HANG_SECONDS} | options
+    config = WorkerConfig(ServedModel("tiny", str(model)), parallel=spec, **options)
     configs = tuple(replace(config, rank=rank) for rank in range(spec.num_ranks))
     with asyncio.Runner() as runner:
         ranks = Ranks(LocalPool(PoolSpec(worker, configs)), spec)

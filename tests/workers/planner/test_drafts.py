@@ -72,7 +72,7 @@ class Case:
         return f"{self.algorithm}-{self.spec}{draft}-{self.dtype}-{self.activations}{form}"
 
     @property
-    def knobs(self) -> dict[str, Any]:
+    def worker_options(self) -> dict[str, Any]:
         return {
             "parallel": ParallelSpec.parse(self.spec),
             "draft_parallel": ParallelSpec.parse(self.draft) if self.draft else None,
@@ -82,8 +82,8 @@ class Case:
         }
 
     def planned(self, shape: ModelShape, fields: Mapping[str, int]) -> DraftMemory:
-        spec, wanted = self.knobs["parallel"], self.knobs["draft_parallel"]
-        of_worker = {name: self.knobs[name] for name in ("dtype", "activations", "micro_batch_tokens")}
+        spec, wanted = self.worker_options["parallel"], self.worker_options["draft_parallel"]
+        of_worker = {name: self.worker_options[name] for name in ("dtype", "activations", "micro_batch_tokens")}
         load = Workload(longest=LENGTH, samples=False, lora_rank=1, **of_worker)
         draft = draft_load(
             shape, self.algorithm, fields, load, is_cpu=True, target_repr=self.target_repr or "hidden_state"
@@ -119,7 +119,7 @@ class Drafting:
     def run_pass(self, captured: Path | None = None) -> None:
         """Runs a micro-batch of one sequence on each rank that has data, from features captured in a directory if one
         is given."""
-        random, num_data = np.random.default_rng(0), self._case.knobs["parallel"].num_data_shares
+        random, num_data = np.random.default_rng(0), self._case.worker_options["parallel"].num_data_shares
         data = tuple(Datum(random.integers(3, 512, LENGTH).astype(np.int32)) for _ in range(num_data))
         request = ForwardBackwardRequest("draft", 1, data, self._case.algorithm, self._case.options)
         if captured is not None:
@@ -141,7 +141,7 @@ class Drafting:
 @contextmanager
 def drafting(model: Path, case: Case, kind: str = ACCOUNTING) -> Iterator[Drafting]:
     """kind: the class of its workers."""
-    worker = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, **case.knobs)
+    worker = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, **case.worker_options)
     configs = tuple(replace(worker, rank=rank) for rank in range(worker.parallel.num_ranks))
     with asyncio.Runner() as runner:
         pool = LocalPool(PoolSpec(kind, configs))

@@ -280,7 +280,7 @@ def growth(where: Measured, shape: ModelShape, load: Workload, fewer: int, more:
     return tuple((after - before) / (more - fewer) for before, after in (peaks, planned))  # pyright: ignore
 
 
-KNOBS: dict[str, Any] = {"micro_batch_tokens": 1 << 14, "head_chunk_tokens": 64}
+OPTIONS: dict[str, Any] = {"micro_batch_tokens": 1 << 14, "head_chunk_tokens": 64}
 LOAD = Workload(longest=LENGTH, head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1)
 
 
@@ -297,7 +297,7 @@ def in_bfloat16(kind: str) -> Any:
 def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_path: Path) -> None:
     model = scaled_model(kind, tmp_path)
     shape = shape_at(model)
-    with measured(model, SINGLE, dtype=dtype, **KNOBS) as where:
+    with measured(model, SINGLE, dtype=dtype, **OPTIONS) as where:
         found, planned = growth(where, shape, replace(LOAD, dtype=dtype), 512, 1536)
     assert 0.9 * found < planned < 1.1 * found
     # Control: the bounds detect states of the other dtype, and a forgotten layer.
@@ -314,7 +314,7 @@ def test_recomputed_activations_grow_with_the_tokens_as_planned(way: str, dtype:
     """The model has more layers, so that most is their inputs. Here the device's memory is host memory."""
     model = tiny_model("llama", tmp_path, **(SCALED | {"num_hidden_layers": 12, "num_attention_heads": 4}))
     shape, load = shape_at(model), replace(LOAD, dtype=dtype, activations=way)
-    with measured(model, SINGLE, dtype=dtype, activations=way, **KNOBS) as where:
+    with measured(model, SINGLE, dtype=dtype, activations=way, **OPTIONS) as where:
         found, planned = growth(where, shape, load, 512, 1536)
     assert 0.9 * found < planned < 1.15 * found
     # Control: the bounds detect that all is kept, and that the recomputed layer is forgotten.
@@ -354,12 +354,15 @@ LAYOUTS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "layout", "knobs"), LAYOUTS, ids=str)
-def test_ranks_use_the_planned_memory(kind: str, layout: str, knobs: dict[str, Any], tmp_path: Path) -> None:
-    replicated, knobs = knobs.get("shard", ()), {name: knob for name, knob in knobs.items() if name != "shard"}
+@pytest.mark.parametrize(("kind", "layout", "options"), LAYOUTS, ids=str)
+def test_ranks_use_the_planned_memory(kind: str, layout: str, options: dict[str, Any], tmp_path: Path) -> None:
+    replicated, options = (
+        options.get("shard", ()),
+        {name: option for name, option in options.items() if name != "shard"},
+    )
     model, spec = scaled_model(kind, tmp_path), replace(ParallelSpec.parse(layout), replicated=replicated)
-    shape, load = shape_at(model), replace(LOAD, dtype="float32", **knobs)
-    with measured(model, spec, dtype="float32", **KNOBS, **knobs) as where:
+    shape, load = shape_at(model), replace(LOAD, dtype="float32", **options)
+    with measured(model, spec, dtype="float32", **OPTIONS, **options) as where:
         table = by_name(parameters(shape, spec), shape)
         planned = {name: (each.own_shape[0] // each.fsdp, *each.own_shape[1:]) for name, each in table.items()}
         assert where.of_each("shapes") == [planned] * spec.num_ranks
@@ -379,7 +382,7 @@ def test_micro_batches_of_several_adapters_use_the_planned_memory(tmp_path: Path
     """One adapter is added to the weights before the products, several have products of their own."""
     model = scaled_model("qwen3", tmp_path)
     shape, load = shape_at(model), replace(LOAD, dtype="float32", activations="recompute")
-    with measured(model, SINGLE, dtype="float32", activations="recompute", **KNOBS) as where:
+    with measured(model, SINGLE, dtype="float32", activations="recompute", **OPTIONS) as where:
         alone, planned = growth(where, shape, load, 2048, 4096)
         where.of_each("create_run", RunSpec("other", LORA))
         where.runs = ("run", "other")
@@ -509,8 +512,8 @@ def test_window_costs_a_mask_where_kernels_need_one() -> None:
     assert activations(shape, SINGLE, short) == activations(with_mixers(shape, window=None), SINGLE, short)
 
 
-def test_load_has_the_workers_knobs() -> None:
-    knobs = {"zero_stage": "2", "activations": "offload", "tp_activations": "whole", "adapter_slots": 3}
-    load = Workload.of(WorkerConfig(ServedModel("m", "m"), **knobs), 100, "float32", samples=True)
-    assert {name: getattr(load, name) for name in knobs} == knobs
+def test_load_has_the_workers_options() -> None:
+    options = {"zero_stage": "2", "activations": "offload", "tp_activations": "whole", "adapter_slots": 3}
+    load = Workload.of(WorkerConfig(ServedModel("m", "m"), **options), 100, "float32", samples=True)
+    assert {name: getattr(load, name) for name in options} == options
     assert (load.dtype, load.longest) == ("float32", 100)

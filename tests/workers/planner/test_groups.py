@@ -17,7 +17,7 @@ from trainhouse.workers.protocol.calls import RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
 from ..parallel.measuring import LORA, Measured, measured
-from .test_estimate import KNOBS, LOAD, public, scaled_model, shape_at
+from .test_estimate import LOAD, OPTIONS, public, scaled_model, shape_at
 
 FEWER, MORE = 512, 1536
 
@@ -45,7 +45,7 @@ def planned_growth(estimated: Any, *arguments: Any, load: Workload) -> float:
 def test_passes_of_references_and_critics_grow_as_planned(kind: str, layout: str, tmp_path: Path) -> None:
     model, spec = scaled_model(kind, tmp_path), ParallelSpec.parse(layout)
     shape, load = shape_at(model), replace(LOAD, dtype="float32")
-    with measured(model, spec, dtype="float32", **KNOBS) as where:
+    with measured(model, spec, dtype="float32", **OPTIONS) as where:
         roles: tuple[Role, ...] = ("reference", "critic")
         for role in roles:
             where.of_each("create_run", RunSpec(role, LORA, role))

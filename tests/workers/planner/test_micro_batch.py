@@ -143,13 +143,13 @@ def test_plan_prints_what_a_worker_chooses(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A device has room that is not there: the base of the worker is not loaded."""
-    knobs, flags, gigabytes = CASES[case]
+    options, flags, gigabytes = CASES[case]
     (tmp_path / "config.json").write_text(json.dumps(QWEN3 | SIZES["0.6B"]))
-    shape, on_cpu = model("0.6B"), knobs.get("device") == "cpu"
-    config = WorkerConfig(ServedModel("M", str(tmp_path)), **({"micro_batch_tokens": 0} | knobs))
+    shape, on_cpu = model("0.6B"), options.get("device") == "cpu"
+    config = WorkerConfig(ServedModel("M", str(tmp_path)), **({"micro_batch_tokens": 0} | options))
     given = [f"--max-context-length=4096 --device-memory={gigabytes}GB --training={training} --json"]
-    others = {name: each for name, each in knobs.items() if name in ("micro_batch_tokens", "activations", "parallel")}
-    others |= {name: knobs[name] for name in ("base_quantization", "dtype") if name in knobs} | flags
+    others = {name: each for name, each in options.items() if name in ("micro_batch_tokens", "activations", "parallel")}
+    others |= {name: options[name] for name in ("base_quantization", "dtype") if name in options} | flags
     slots = others.pop(training, None)
     others = {name: each for name, each in others.items() if name not in TRAININGS}
     given += [f"--{name.replace('_', '-')}={each}" for name, each in others.items()]
@@ -163,7 +163,7 @@ def test_plan_prints_what_a_worker_chooses(
     monkeypatch.setattr(loading, "available_bytes", lambda _: free)
     base: Any = SimpleNamespace(
         device=torch.device("cpu" if on_cpu else "cuda"),
-        dtype=torch.float32 if "dtype" in knobs else torch.bfloat16,
+        dtype=torch.float32 if "dtype" in options else torch.bfloat16,
         spec=shape.own_layout(config.parallel),
     )
     config = replace(config, is_local=False)
@@ -173,7 +173,7 @@ def test_plan_prints_what_a_worker_chooses(
     assert found["default_pass_tokens"] == default_pass_tokens(tokens["lora"], config.parallel, on_cpu)
 
     again = ["plan", f"--base-model=M={tmp_path}", *" ".join(given).split()]
-    again += [f"--micro-batch-tokens={tokens[training]}"] if "micro_batch_tokens" not in knobs else []
+    again += [f"--micro-batch-tokens={tokens[training]}"] if "micro_batch_tokens" not in options else []
     commands.main(again)
     same = json.loads(capsys.readouterr().out)
     assert (same["memory"], same["fits"]) == (found["memory"], found["fits"])

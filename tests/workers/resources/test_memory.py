@@ -12,7 +12,7 @@ import torch
 from trainhouse.workers.planner.activations import activations
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
-from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.worker_config import DEFAULT_MICRO_BATCH_TOKENS, ServedModel, WorkerConfig
 from trainhouse.workers.resources import machine
 from trainhouse.workers.resources.memory import is_out_of_memory
 from trainhouse.workers.scheduler.supervision import footprint
@@ -186,7 +186,7 @@ def test_micro_batches_fill_a_third_of_the_free_memory(
     assert isinstance(shape, ModelShape)
     of_1024 = 3 * activations(shape, SINGLE, Workload(longest=1024, dtype="float32", micro_batch_tokens=1024)).total
 
-    def tokens(free: int, micro_batch_tokens: int = WorkerConfig.micro_batch_tokens) -> int:
+    def tokens(free: int, micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS) -> int:
         monkeypatch.setattr(machine, "available_bytes", lambda: free)
         config = WorkerConfig(served, device="cpu", threads=1, micro_batch_tokens=micro_batch_tokens)
         return Worker(config)._passes._token_budget

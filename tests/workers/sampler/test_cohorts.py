@@ -12,14 +12,14 @@ from trainhouse.workers.sampler.multi_model import MultiModelSampler
 from trainhouse.workers.sampler.shared_state import SharedState
 
 from ...drawn import assert_same_sample
-from ..adapted import Adapted
+from ..adapted import SIZES, Adapted
 from .test_sampler import BYTES_PER_TOKEN, CONTEXT, VOCAB, adapted, answer, job, new_sampler, prompt, tokens_of
 
 __all__ = ["adapted"]
 
 
 def make_sampler(adapted: Adapted, **config: Any) -> MultiModelSampler:
-    served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
+    served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **(SIZES | config))
     return MultiModelSampler(SharedState(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), served))
 
 

@@ -17,7 +17,7 @@ from trainhouse.workers.sampler.shared_state import SharedState
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model
-from ..adapted import Adapted
+from ..adapted import SIZES, Adapted
 from ..jobs import answers, job
 
 VOCAB, LENGTH = 8, 3
@@ -149,7 +149,7 @@ Drawn = Mapping[str, np.ndarray]
 def drawn(model: Model) -> Drawn:
     """Draws several jobs of each case, each with another seed; the cases are mixed in the batches."""
     adapted = Adapted(model.directory)
-    served = WorkerConfig(ServedModel("tiny", str(model.directory)), device="cpu")
+    served = WorkerConfig(ServedModel("tiny", str(model.directory)), device="cpu", **SIZES)
     sampler = SamplingEngine(SharedState(adapted.base, adapted.models, ModelLimits(VOCAB, 64), served))
     jobs = [
         job(

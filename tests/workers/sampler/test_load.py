@@ -17,7 +17,7 @@ from trainhouse.workers.sampler.engine import SamplingEngine
 from trainhouse.workers.sampler.shared_state import SharedState
 
 from ...drawn import assert_same_sample
-from ..adapted import Adapted
+from ..adapted import SIZES, Adapted
 from ..jobs import MAX_SLICES, answers, job, slices
 
 VOCAB, CONTEXT = 512, 1024
@@ -45,7 +45,7 @@ def adapted(tiny_models: dict[str, Path]) -> Adapted:
 
 def new_sampler(adapted: Adapted, kv_cache_bytes: int) -> SamplingEngine:
     served = ServedModel("tiny", str(adapted.directory))
-    config = WorkerConfig(served, device="cpu", kv_cache_bytes=kv_cache_bytes)
+    config = WorkerConfig(served, device="cpu", kv_cache_bytes=kv_cache_bytes, **SIZES)
     return SamplingEngine(SharedState(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config))
 
 

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ...drawn import Drawn, all_drawn, as_drawn
 from ...tiny import tiny_model
-from ..adapted import Adapted, copy_adapter
+from ..adapted import SIZES, Adapted, copy_adapter
 
 VOCAB, CONTEXT, EOS = 512, 1024, 2
 # One token's bytes in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
@@ -65,7 +65,7 @@ def bpe_adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 
 def new_sampler(adapted: Adapted, context: int = CONTEXT, **config: object) -> SamplingEngine:
-    served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
+    served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **(SIZES | config))
     return SamplingEngine(SharedState(adapted.base, adapted.models, ModelLimits(VOCAB, context), served))
 
 
@@ -159,7 +159,7 @@ def test_logprobs_equal_those_of_the_trainers_forward(
 
 def trained_logprobs(adapted: Adapted, tokens: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Returns the sampled tokens' log-probabilities by a forward of the run."""
-    config = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu")
+    config = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **SIZES)
     pass_runner = PassRunner(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
     whole = np.concatenate([tokens, new])
     targets = {"target_tokens": whole[1:].astype(np.int64), "weights": np.ones(len(whole) - 1, np.float32)}

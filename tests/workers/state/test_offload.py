@@ -35,8 +35,8 @@ DEVICES = [
 KINDS = ["llama", "qwen3", "qwen3_moe", "gemma3"]
 
 
-def new_worker(directory: Path, device: str = "cpu", **knobs: Any) -> Worker:
-    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **knobs))
+def new_worker(directory: Path, device: str = "cpu", **options: Any) -> Worker:
+    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **options))
 
 
 def with_runs(worker: Worker) -> Worker:

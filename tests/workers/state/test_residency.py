@@ -40,8 +40,8 @@ LORA = LoraConfig(rank=8, train_mlp=False, train_unembed=False)
 CPU = torch.device("cpu")
 
 
-def config(directory: Path, device: str = "cpu", **knobs: object) -> WorkerConfig:
-    return WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **knobs)  # pyright: ignore[reportArgumentType]
+def config(directory: Path, device: str = "cpu", **options: object) -> WorkerConfig:
+    return WorkerConfig(ServedModel("tiny", str(directory)), device=device, threads=1, **options)  # pyright: ignore[reportArgumentType]
 
 
 def new_registry(directory: Path, slots: int, host_adapters: int, device: str = "cpu") -> ModelRegistry:

@@ -79,8 +79,8 @@ def trained(worker: Worker, run_id: str, num_steps: int, first: int = 0) -> list
     return losses
 
 
-def a_worker(directory: Path, **knobs: Any) -> Worker:
-    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs))
+def a_worker(directory: Path, **options: Any) -> Worker:
+    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **options))
 
 
 class Reference:
@@ -605,8 +605,8 @@ def test_8bit_optimizer_states_train_nearly_like_float32(tmp_path: Path) -> None
 
 def test_8bit_optimizer_states_survive_saving_paging_and_snapshots(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
-    knobs = {"optimizer_states": "8bit", "full_slots": 1, "host_adapter_bytes": 1}
-    worker = a_worker(directory, **knobs)
+    options = {"optimizer_states": "8bit", "full_slots": 1, "host_adapter_bytes": 1}
+    worker = a_worker(directory, **options)
     for run_id in ("full", "other"):
         worker.create_run(RunSpec(run_id, FullConfig()))
         trained(worker, run_id, 2)

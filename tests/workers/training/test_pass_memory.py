@@ -18,9 +18,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 def test_peak_memory_is_linear_in_the_micro_batch_and_far_below_the_logits(model: Path, tmp_path: Path) -> None:
-    sizes, knobs = (2048, 4096, 8192), {"micro_batch_tokens": 4096, "head_chunk_tokens": 64}
+    sizes, options = (2048, 4096, 8192), {"micro_batch_tokens": 4096, "head_chunk_tokens": 64}
     # The least of three, because the allocator sometimes keeps more.
-    tries = [growths(model, tmp_path, VOCAB, sizes, **knobs) for _ in range(3)]
+    tries = [growths(model, tmp_path, VOCAB, sizes, **options) for _ in range(3)]
     two, four, eight = map(min, *tries)
     assert four < 4096 * LOGIT_BYTES / 2
     # Linear growth gives 1/2, up to what the allocator keeps; quadratic growth would give 1/4.

@@ -23,7 +23,7 @@ from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoModelForCausalLM
 
 from ...tiny import KINDS
-from ..adapted import create_adapter
+from ..adapted import SIZES, create_adapter
 
 LENGTHS = (5, 30, 5, 12, 1, 17)
 
@@ -31,8 +31,8 @@ LENGTHS = (5, 30, 5, 12, 1, 17)
 class Bench:
     """A tiny model with one run's adapter, whose B is not zero."""
 
-    def __init__(self, directory: Path, **knobs: int | str) -> None:
-        self.config = WorkerConfig(ServedModel("tiny", str(directory)), **knobs)
+    def __init__(self, directory: Path, **options: int | str) -> None:
+        self.config = WorkerConfig(ServedModel("tiny", str(directory)), **(SIZES | options))
         self.base = BaseModel(self.config)
         self.models = ModelRegistry(self.base, LoraLayers(self.base, max_rank=8))
         self.adapter = self.new_adapter("run")
@@ -42,14 +42,14 @@ class Bench:
         adapter.weights.normal_(std=0.02, generator=torch.Generator().manual_seed(7))
         return adapter
 
-    def pass_runner(self, **knobs: int) -> PassRunner:
-        return PassRunner(self.base, self.models, ModelLimits(512, 1024), replace(self.config, **knobs))
+    def pass_runner(self, **options: int) -> PassRunner:
+        return PassRunner(self.base, self.models, ModelLimits(512, 1024), replace(self.config, **options))
 
-    def gradient(self, *requests: ForwardBackwardRequest, **knobs: int) -> Tensor:
+    def gradient(self, *requests: ForwardBackwardRequest, **options: int) -> Tensor:
         """Returns the gradient that the requests accumulate."""
         self.adapter.gradients.clear_window()
         for request in requests:
-            expect_output(run(self.pass_runner(**knobs), request))
+            expect_output(run(self.pass_runner(**options), request))
         return self.adapter.gradients.accumulator.clone()
 
 

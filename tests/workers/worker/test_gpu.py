@@ -35,9 +35,9 @@ NewWorker = Callable[..., Worker]
 
 @pytest.fixture
 def new_worker(tiny_models: dict[str, Path]) -> Iterator[NewWorker]:
-    def new(kind: str = "qwen3", **knobs: Any) -> Worker:
+    def new(kind: str = "qwen3", **options: Any) -> Worker:
         defaults = {"device": DEVICE, "dtype": "bfloat16", "kv_cache_bytes": 64 << 20}
-        return Worker(WorkerConfig(ServedModel("tiny", str(tiny_models[kind])), **(defaults | knobs)))
+        return Worker(WorkerConfig(ServedModel("tiny", str(tiny_models[kind])), **(defaults | options)))
 
     yield new
     if DEVICE == "cuda":

@@ -39,8 +39,8 @@ def dispatch(
 
 
 @contextmanager
-def started(runner: asyncio.Runner, model: Path, **knobs: Any) -> Iterator[WorkerDispatch]:
-    config = WorkerConfig(ServedModel("tiny", str(model)), device="cpu", threads=1, **knobs)
+def started(runner: asyncio.Runner, model: Path, **options: Any) -> Iterator[WorkerDispatch]:
+    config = WorkerConfig(ServedModel("tiny", str(model)), device="cpu", threads=1, **options)
     dispatch = WorkerDispatch(DispatchConfig((config,)))
     runner.run(dispatch.start(lambda _: None))
     try:

@@ -36,8 +36,8 @@ LORA = LoraConfig(rank=4, seed=11)
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1)
 
 
-def config(directory: Path, **knobs: Any) -> WorkerConfig:
-    return WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs)
+def config(directory: Path, **options: Any) -> WorkerConfig:
+    return WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **options)
 
 
 @pytest.fixture(scope="module")

@@ -64,11 +64,11 @@ def dequantized(weight: FrozenWeight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
-def check_installed(knob: str, value: str, *need_nothing: str) -> None:
-    """Raises ValueError if this value of a knob needs a package that is not installed."""
+def check_installed(option: str, value: str, *need_nothing: str) -> None:
+    """Raises ValueError if this value of an option needs a package that is not installed."""
     if value not in need_nothing and find_spec("bitsandbytes") is None:
         raise ValueError(
-            f"{knob} {value} needs bitsandbytes, which is not installed: pip install 'trainhouse[quantization]'"
+            f"{option} {value} needs bitsandbytes, which is not installed: pip install 'trainhouse[quantization]'"
         )
 
 

@@ -14,7 +14,7 @@ from ...workers.shapes.styles import replicated_units
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 # Replaces a layout in --parallel: the smallest layout that fits is chosen.
 AUTO = "auto"
-BYTE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_BYTE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TenantWeight:
 
 
 class ConfigError(ValueError):
-    """A knob has an invalid value; the message names the knob, the value and the remedy."""
+    """An option has an invalid value; the message names the option, the value and the remedy."""
 
 
 def parse_served_model(text: str) -> ServedModel:
@@ -99,20 +99,7 @@ def parse_draft_shape(text: str, place: str) -> DraftConfig:
     fields: dict[str, object] = dict(draft_fields(text, place))
     if isinstance(layers := fields.get("capture_layers"), str):
         fields["capture_layers"] = layers.split("+")
-    return NewDraft.model_validate({name: _number_or_text(value) for name, value in fields.items()})
-
-
-def show_draft_shape(draft: DraftConfig) -> str:
-    """Formats a draft as `parse_draft_shape` reads it."""
-    given = draft.model_dump(exclude_none=True, exclude={"training", "algorithm"})
-    shown = (f"{name}={'+'.join(map(str, each)) if isinstance(each, tuple) else each}" for name, each in given.items())
-    return ",".join([draft.algorithm, *shown])
-
-
-def _number_or_text(value: object) -> object:
-    if isinstance(value, list):
-        return [_number_or_text(each) for each in value]
-    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+    return NewDraft.model_validate(fields)
 
 
 def is_url(text: str) -> bool:
@@ -122,11 +109,16 @@ def is_url(text: str) -> bool:
 def parse_bytes(text: str) -> int:
     """Parses 1048576, 1MiB or 1.5GiB. Raises ValueError."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2] not in BYTE_UNITS:
+    if not found or found[2] not in _BYTE_UNITS:
         raise ValueError(text)
     if not found[2]:
         return int(found[1])
-    return int(float(found[1]) * BYTE_UNITS[found[2]])
+    return int(float(found[1]) * _BYTE_UNITS[found[2]])
+
+
+def show_bytes(value: int) -> str:
+    unit = next(unit for unit in ("GiB", "MiB", "KiB", "") if value % _BYTE_UNITS[unit] == 0)
+    return f"{value // _BYTE_UNITS[unit]}{unit}"
 
 
 def parse_weights(text: str) -> tuple[TenantWeight, ...]:

@@ -47,7 +47,7 @@ class LogprobHead:
         """Computes logits, [n, hidden] -> float32 [n, vocab]. The caller bounds n."""
         logits = self.product(hidden, self.unembedding, self.bias)
         if pair is not None:
-            pair.add_projection_up(logits, pair.project_down(hidden))
+            pair.add_terms(logits, hidden)
         return soft_capped(logits.float(), self.cap)
 
     def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -69,7 +69,7 @@ class LogprobHead:
             logits = self.product(hidden, self.unembedding, self.bias)
         for segment, pair in _with_pair(segments):
             tokens = slice(segment.start, segment.stop)
-            pair.add_projection_up(logits[tokens], pair.project_down(hidden[tokens]))
+            pair.add_terms(logits[tokens], hidden[tokens])
         return logits
 
 
@@ -145,7 +145,7 @@ class _LogprobPass:
             self._head.bias.grad.add_(d_logits.sum(0, dtype=torch.float32))
         for segment, pair in _with_pair(segments):
             tokens = slice(segment.start, segment.stop)
-            pair.backward(d_logits[tokens], hidden[tokens], pair.project_down(hidden[tokens]), d_hidden[tokens])
+            pair.backward(d_logits[tokens], hidden[tokens], d_hidden[tokens])
         return d_hidden
 
     def _select(self, logprobs: Tensor, tokens: Tensor) -> Tensor:

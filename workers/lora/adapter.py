@@ -122,33 +122,24 @@ class LoraPair:
         """B: float32 [out, rank], a view of the adapter's weights."""
         return self._adapter.matrices(self._name)[1].t()
 
-    def project_down(self, x: Tensor) -> Tensor:
-        """Returns x A^T [tokens, rank] for x [tokens, in]. x has the base's dtype, as in the other products."""
-        a, _ = self._adapter.vectors.weight_views()[self._name]
-        return x @ a.t()
-
-    def add_projection_up(self, y: Tensor, reduced: Tensor) -> None:
-        """Adds scale * reduced B^T to y [tokens, out]."""
-        _, b_t = self._adapter.vectors.weight_views()[self._name]
-        y.addmm_(reduced, b_t, alpha=self.scale)
+    def add_terms(self, y: Tensor, x: Tensor) -> None:
+        """Adds the terms of x [tokens, in] to y [tokens, out]. x has the base's dtype, as in the other products."""
+        a, b_t = self._adapter.vectors.weight_views()[self._name]
+        y.addmm_(x @ a.t(), b_t, alpha=self.scale)
 
     def backward_of_x(self, grad: Tensor, grad_x: Tensor) -> None:
         """Adds to the gradient of x alone, for a pair that is not trained."""
         a, b_t = self._adapter.vectors.weight_views()[self._name]
         grad_x.addmm_((grad @ b_t.t()).mul_(self.scale), a)
 
-    def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
-        """Adds to the gradients of A and B, and to `grad_x` [tokens, in] unless it is None.
-
-        `grad` [tokens, out] is the gradient of y; x and reduced are those of `project_down` and `add_projection_up`.
-        """
+    def backward(self, grad: Tensor, x: Tensor, grad_x: Tensor) -> None:
+        """Adds to the gradients of A and B, and of x [tokens, in], given that of y, `grad` [tokens, out]."""
         a, b_t = self._adapter.vectors.weight_views()[self._name]
         grad_a, grad_b_t = self._adapter.gradients.of_lane().views[self._name]
-        grad_reduced = (grad @ b_t.t()).mul_(self.scale)
-        add_outer(grad_a, grad_reduced, x)
-        add_outer(grad_b_t, reduced, grad, self.scale)
-        if grad_x is not None:
-            grad_x.addmm_(grad_reduced, a)
+        grad_shrunk = (grad @ b_t.t()).mul_(self.scale)
+        add_outer(grad_a, grad_shrunk, x)
+        add_outer(grad_b_t, x @ a.t(), grad, self.scale)
+        grad_x.addmm_(grad_shrunk, a)
 
 
 def layout_of(targets: Sequence[Target], rank: int, extra_matrices: Sequence[Matrix] = ()) -> FlatLayout:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,8 +119,7 @@ class BatchPlan:
         return self._copies[key]
 
 
-@dataclass(frozen=True)
-class LayerFactors:
+class LayerFactors(NamedTuple):
     """A layer's part of a site's factors."""
 
     name: str
@@ -136,7 +136,7 @@ class GroupTerms:
 
     def __init__(self, site: LinearSite, group: RowGroup) -> None:
         self.group, self._site = group, site
-        self._a, self._layers = _factors(site, group, group.weights)
+        self._a, self._layers = _factors(site, group.weights)
         longest = max(self._a.shape[-1], site.num_columns)
         self.is_long = (
             len(group.adapters) == 1
@@ -239,7 +239,7 @@ def fold(site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
     They are copies, so they may be kept while the adapters are offloaded: [in, R] and [R, out], or [n, in, R] and
     [n, R, out] for n adapters, where R is the sum of the layers' ranks. b is zero but for one block per layer.
     """
-    stacked, layers = _factors(site, group, [adapter.vectors.weight_views() for adapter in group.adapters])
+    stacked, layers = _factors(site, [adapter.vectors.weight_views() for adapter in group.adapters])
     a = stacked.mT.clone(memory_format=torch.contiguous_format)
     b = a.new_zeros(*a.shape[:-2], a.shape[-1], site.num_columns)
     for layer in layers:
@@ -252,13 +252,13 @@ def fold(site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
 
 
 def _factors(
-    site: LinearSite, group: RowGroup, weights: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
+    site: LinearSite, weights: Sequence[Mapping[str, tuple[Tensor, Tensor]]]
 ) -> tuple[Tensor, list[LayerFactors]]:
-    """Stacks the weights of a group's adapters. Returns A of all layers, [R, in] or [n, R, in], and the layers."""
+    """Stacks the adapters' weights at a site. Returns A of all layers, [R, in] or [n, R, in], and the layers."""
     of_a, layers, first = [], [], 0
     for name, columns in zip(site.names, site.columns, strict=True):
-        a, b = (stack(matrices) for matrices in zip(*(views[name] for views in weights), strict=True))
-        of_a.append(a)
+        of_a.append(stack([views[name][0] for views in weights]))
+        b = stack([views[name][1] for views in weights])
         layers.append(LayerFactors(name, slice(first, first + b.shape[-2]), columns, b))
         first += b.shape[-2]
     return of_a[0] if len(of_a) == 1 else torch.cat(of_a, dim=-2), layers

@@ -17,6 +17,8 @@ from .training_kernels import CpuTrainingKernels, threads_for
 _WIDE_REGISTER = 16
 
 _POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+# Where the rows of a single group begin, and end.
+_Bounds = _SIZE * 2
 _ARGUMENTS = {
     "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2, _INT],
     "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 4, _INT],
@@ -124,11 +126,9 @@ class CpuKernels(CpuTrainingKernels):
             y = y.copy_(bias.expand_as(y)) if addend is None else y.add_(bias)
         transposed, adds = weight.stride(1) == 1, addend is not None or bias is not None
         matrix = weight, 0, weight.stride(0 if transposed else 1), transposed
-        bounds = (_SIZE * 2)(0, len(x))
+        rows = _Bounds(0, len(x)), len(x)
         threads = torch.get_num_threads() if y.numel() * inner > WORTH_ALL else 1
-        self.library.grouped_matmul(
-            y, y.stride(0), x, x.stride(0), *matrix, bounds, len(x), 1, inner, columns, adds, threads
-        )
+        self.library.grouped_matmul(y, y.stride(0), x, x.stride(0), *matrix, *rows, 1, inner, columns, adds, threads)
         return y
 
     def grouped_matmul(self, y: Tensor, x: Tensor, matrices: Tensor, bounds: Tensor, adds: bool) -> None:

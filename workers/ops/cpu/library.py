@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...protocol.cache_directory import cache_directory
 
@@ -23,6 +23,9 @@ _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "train
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
+
+# Their types are looked up here, since a call of isinstance for each argument takes as long as a short kernel.
+_TENSORS = frozenset((Tensor, nn.Parameter))
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class CompiledLibrary:
             self._recording.record = None
 
     def _call(self, function: Callable[..., int], *arguments: object) -> int:
-        given = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+        given = [each.data_ptr() if type(each) in _TENSORS else each for each in arguments]  # pyright: ignore
         if (record := self._recording.record) is not None:
             record(partial(function, *given))
         return function(*given)

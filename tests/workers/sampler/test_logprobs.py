@@ -149,13 +149,17 @@ class Traffic:
     def _tokens(self, length: int) -> np.ndarray:
         return self.random.integers(0, VOCAB, length).astype(np.int32)
 
+    def _limit(self, length: int) -> dict[str, object]:
+        wanted = self._pick(*range(1, 25), 200, 250, 300, None)
+        return {"max_tokens": min(wanted or CONTEXT, CONTEXT - length), "fills_context": wanted is None}
+
     def _options(self, length: int) -> dict[str, object]:
         scored = bool(self._pick(False, False, True))
         targets = self.random.integers(-1, VOCAB, (length - 1, 3)) if self._pick(False, False, True) else None
         last_n = int(self.random.integers(1, length)) if scored and length > 1 and self._pick(False, True) else None
         return {
             "num_samples": self._pick(1, 1, 1, 1, 3),
-            "max_tokens": self._pick(*range(1, 25), 200, 250, 300, None),
+            **self._limit(length),
             "seed": int(self.random.integers(1 << 40)),
             "temperature": self._pick(0.0, 0.5, 1.0, 1.0, 1.6),
             "top_k": self._pick(-1, -1, 1, 4, 20),

@@ -41,6 +41,7 @@ PRODUCT_USED_ELSEWHERE = {
     "server/cli/options.py": "__signature__",
     "server/cli/serve.py": "help_all",
     # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch, tokenizers and transformers.
+    "server/serving/connections.py": "timeout_keep_alive_task",
     "server/serving/server_process.py": "should_exit capture_signals",
     "server/store/sqlite.py": "isolation_level",
     "server/store/database/schema.py": "impl cache_ok load_dialect_impl process_bind_param process_result_value",

@@ -126,7 +126,7 @@ class DecodeRows:
         self.sequences = sorted(
             sequences, key=lambda each: (each.job.adapter_key, slots[each].capacity, slots[each].index)
         )
-        """In the order of the packed row."""
+        """The sequences in the order of the packed row."""
         self.lines = np.array([sequence.line for sequence in self.sequences], dtype=np.int64)
         """Theirs in the table, int64, [n]."""
         self.table, self.cache, self.device = table, cache, device

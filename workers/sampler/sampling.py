@@ -1,4 +1,4 @@
-"""How sequences sample their next token: their parameters, and the logits processors before a token is chosen."""
+"""The parameters by which sequences sample their next token, and the logits processors before it is chosen."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

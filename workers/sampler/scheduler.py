@@ -42,7 +42,7 @@ class SequenceScheduler:
         self._drafting: dict[SequenceState, None] = {}
         self._decode_rows: DecodeRows | None = None
         self.batch: Batch | None = None
-        """What runs now, or ran last."""
+        """The batch that runs now, or ran last."""
 
     @property
     def is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the samplers of a rank share: the model, its KV cache and weight versions, the tokenizer and the FLOP count."""
+"""The state that samplers of a rank share: model, KV cache, weight versions, tokenizer and FLOP count."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -103,7 +103,7 @@ class SampledFlops:
 
 
 class SharedState:
-    """What the samplers of a rank share. Caches of drafts use the cache's budget."""
+    """The state that all samplers of a rank share. Caches of drafts use the cache's budget."""
 
     def __init__(
         self,

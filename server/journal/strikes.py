@@ -1,4 +1,9 @@
-"""Makes strikes durable; which work gets one is decided in workers/scheduler/quarantine.py."""
+"""Strikes: crashes of workers for which one operation, sampling request or rebuild alone can be the cause.
+
+`Scheduler.worker_died` (workers/scheduler) decides that work was alone in the fatal call, and says so in WorkerLost;
+suspects run alone until they are past the point of the crash (quarantine.py there). Here strikes are counted and
+journaled, and the work is given up at MAX_STRIKES.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable

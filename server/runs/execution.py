@@ -207,7 +207,8 @@ class Execution:
             except WorkerLost as lost:
                 state.is_loaded = False
                 strikes = self._strikes(operation)
-                await strikes.add(lost)
+                async with self._rebuilder.recording_strikes:
+                    await strikes.add(lost)
                 operation.num_strikes = strikes.num
             except OperationError:
                 if is_handed_over and operation.is_step and window.tainted_by is not None:

@@ -32,6 +32,9 @@ class Rebuilder:
         self._state = state
         self._services = services
         self._snapshots = snapshots
+        self.recording_strikes = asyncio.Lock()
+        """Held while strikes of a crash are journaled. A rebuild waits for that, or their operations would be handed over
+        behind later ones."""
         self._task: asyncio.Task[None] | None = None
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         # Crashes during rebuilds from the newest snapshot, whose seq_id that is.
@@ -47,7 +50,7 @@ class Rebuilder:
         this seq_id have been handed over again.
         """
         if self._task is None:
-            self._task = asyncio.create_task(self._rebuild_or_give_up())
+            self._task = asyncio.create_task(self._rebuild_or_mark_unusable())
             # A task that is cancelled before its first step wakes no waiter by itself.
             self._task.add_done_callback(self._ended)
         waiting = asyncio.get_running_loop().create_future()
@@ -76,20 +79,22 @@ class Rebuilder:
         self._waiting = []
         self.on_end()
 
-    async def _rebuild_or_give_up(self) -> None:
+    async def _rebuild_or_mark_unusable(self) -> None:
         run_id = self._state.record.run_id
         try:
+            async with self.recording_strikes:
+                pass
             await self._rebuild()
         except OUTAGE_ERRORS as error:
             await self._state.wait_out(error)
         except (OperationError, RequestError, OSError, ValueError) as error:
             logger.error("%s cannot be rebuilt: %s", run_id, error)
-            self._give_up(str(error))
+            self._mark_unusable(str(error))
         except Exception:
             logger.exception("%s cannot be rebuilt", run_id)
-            self._give_up("see the server's log")
+            self._mark_unusable("see the server's log")
 
-    def _give_up(self, reason: str) -> None:
+    def _mark_unusable(self, reason: str) -> None:
         run_id = self._state.record.run_id
         self._state.unusable = f"run {run_id} was lost with its worker and cannot be rebuilt: {reason}"
 
@@ -115,7 +120,7 @@ class Rebuilder:
         snapshot = await self._snapshots.newest_whole()
         if snapshot is None and self._snapshots.covers_beginning:
             raise OperationError("its snapshots are damaged, and the operations before them are not kept", "server")
-        await context.dispatch.drop_run(record.run_id)  # what the workers may still have of it
+        await context.dispatch.drop_run(record.run_id, is_rebuilt=True)  # what the workers may still have of it
         created = self._state.created if snapshot is None else CreateRun()
         assert created is not None
         await created.replay(context, record)

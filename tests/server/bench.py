@@ -83,7 +83,7 @@ class RecordingOperations:
     def status(self, base_model: str, role: str) -> str:
         return f"busy: {base_model}"
 
-    async def drop_run(self, run_id: str) -> None:
+    async def drop_run(self, run_id: str, *, is_rebuilt: bool = False) -> None:
         self.performed.append("drop_run")
 
     async def create_in_workers(self, run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> None:

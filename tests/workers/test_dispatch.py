@@ -148,7 +148,7 @@ def test_worker_death_fails_its_runs_and_new_runs_work(dispatch: WorkerDispatch,
         [pid] = dispatch.pids("tiny")
         sampling = asyncio.create_task(dispatch.sample("tiny", sample_job("long", 900)))
         training = asyncio.create_task(train(dispatch, "victim", 1000))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.03)  # both would take far longer
         os.kill(pid, signal.SIGKILL)
         for pending in (sampling, training):
             with pytest.raises(WorkerLost, match=r"worker died.*what only the worker had is lost") as failed:

@@ -158,11 +158,17 @@ class RankGroup:
         except OperationError:
             return None
 
-    def forget_lost(self, key: str) -> bool:
-        """Forgets the run or adapter; True if it was lost with a worker and is not being rebuilt."""
+    def forget_lost(self, key: str, *, is_suspect: bool = False) -> bool:
+        """Forgets that the run or adapter was lost; True if so, and it is not being rebuilt: the ranks have none of it.
+
+        Args:
+            is_suspect: what it is suspected of stays.
+        """
+        if not is_suspect:
+            self.scheduler.suspect_runs.clear(key)
         in_call = any(isinstance(work, RunWork) and work.key == key for work in self._called_works())
         is_rebuilt = key in self.scheduler.queue or in_call
-        return self.scheduler.forget_lost(key) and not is_rebuilt
+        return self.scheduler.held.forget_lost(key) and not is_rebuilt
 
     async def _run_loop(self) -> None:
         while True:

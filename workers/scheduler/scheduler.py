@@ -222,7 +222,6 @@ class Scheduler:
                 self.held.forget_incomplete([work.key])
             if work.drops is not None:
                 self.held.remove(work.drops)
-                self.suspect_runs.clear(work.drops)
         work.settle(call.answer)
 
     def _finish_snapshots(self, call: BeginSnapshotCall | PollSnapshotsCall) -> None:
@@ -251,11 +250,6 @@ class Scheduler:
         for job_id, unfinished in running.items():
             unfinished.num_slices += 1
             self.suspect_jobs.record_progress(job_id, unfinished.num_slices)
-
-    def forget_lost(self, key: str) -> bool:
-        """Forgets the run or adapter; True if it was lost with a worker."""
-        self.suspect_runs.clear(key)
-        return self.held.forget_lost(key)
 
     def worker_died(self, group: str, death: WorkerDied, in_call: Sequence[AnyWork]) -> str:
         """Fails all work and forgets what the workers held; returns the consequences for the log.

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from ...drawn import Drawn, all_drawn
 from ...tiny import tiny_model
+from ..adapted import SIZES
 from ..drafts.speculation.test_speculation import assert_same_samples, make_draft
 from ..drafts.speculation.test_states import drafting, propose_right_tokens
 from ..jobs import answers, job
@@ -97,9 +98,9 @@ class Trained:
     def job(self, name: str, length: int, **options: Any) -> SampleJob:
         return job(name, self.prompt(length), SAMPLER, **options)
 
-    def new_sampler(self, **knobs: Any) -> SamplingEngine:
+    def new_sampler(self, **options: Any) -> SamplingEngine:
         worker = self.worker
-        config = replace(worker._config, **knobs)
+        config = replace(worker._config, **(SIZES | options))
         return SamplingEngine(SharedState(worker._base, worker._models, worker._limits, config))
 
 

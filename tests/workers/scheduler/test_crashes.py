@@ -215,8 +215,10 @@ async def retry_operation(
 
 
 async def recreate(dispatch: WorkerDispatch, run_id: str) -> None:
+    """Creates the run again as a rebuild does."""
     while True:
         try:
+            await dispatch.drop_run(run_id, is_rebuilt=True)
             return await create(dispatch, run_id)
         except WorkerLost:
             continue

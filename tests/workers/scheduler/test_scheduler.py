@@ -190,7 +190,7 @@ def test_a_death_fails_all_work_and_makes_what_was_in_the_call_suspect() -> None
     assert "a" not in group.scheduler.held and not group.scheduler.ready()
     with pytest.raises(WorkerLost, match="a was lost when the worker of tiny died"):
         group.scheduler.held.check_available("a")
-    assert group.scheduler.forget_lost("a") and not group.scheduler.forget_lost("a")
+    assert group.scheduler.held.forget_lost("a") and not group.scheduler.held.forget_lost("a")
 
 
 def test_a_suspect_runs_alone_until_it_is_past_the_point_of_the_death() -> None:

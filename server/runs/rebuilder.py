@@ -33,8 +33,7 @@ class Rebuilder:
         self._services = services
         self._snapshots = snapshots
         self.recording_strikes = asyncio.Lock()
-        """Held while strikes of a crash are journaled. A rebuild waits for that, or their operations would be handed over
-        behind later ones."""
+        """Held while a strike is journaled. A rebuild waits for that: else the operation would be handed over late."""
         self._task: asyncio.Task[None] | None = None
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         # Crashes during rebuilds from the newest snapshot, whose seq_id that is.

@@ -17,6 +17,7 @@ from trainhouse.server.http.bodies import UNLIMITED, Body
 from trainhouse.server.journal.futures import Result
 from trainhouse.server.journal.journal import Header
 from trainhouse.server.journal.restore_marker import RestoreMarker, mark_copy
+from trainhouse.server.journal.strikes import STRIKE
 from trainhouse.server.operations.loading import CreateRun, LoadWeights
 from trainhouse.server.operations.operation import Outcome, RefusedOperation
 from trainhouse.server.runs.recovery import EarlierOperation, JournaledRun
@@ -105,6 +106,30 @@ async def test_an_operation_that_crashes_workers_fails_at_the_third_crash(make_b
     assert "not taken" in (await bench.result(3))["error"]
     await bench.forward_backward(4)
     assert await bench.result(4) == {"seq_id": 4}
+
+
+async def test_operations_are_repeated_in_order_however_long_a_strike_takes_to_write(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    await bench.result(1)
+    CrashingOperations(bench, (2,), alone=True)
+    CrashingOperations(bench, (3,))
+    journal = bench.run._services.journal
+    append = journal.append
+
+    async def written_late(header: Header, received: bytes) -> object:
+        await asyncio.sleep(0.2)
+        return await append(header, received)
+
+    def appended(header: Header, received: bytes = b"") -> object:
+        return written_late(header, received) if header.kind == STRIKE else append(header, received)
+
+    monkeypatch.setattr(journal, "append", appended)
+    await asyncio.gather(bench.forward_backward(2), bench.forward_backward(3))
+    await bench.result(3)
+    assert performed_since_rebuild(bench) == ["create", 1, 2, 3]
 
 
 async def test_a_run_with_only_damaged_snapshots_fails(make_bench: MakeBench) -> None:

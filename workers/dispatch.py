@@ -149,7 +149,7 @@ class WorkerDispatch:
     async def forward_backward(
         self, request: ForwardBackwardRequest, on_begin: Callable[[CallSize], None] | None = None
     ) -> ForwardBackwardOutput:
-        """Runs a pass; `on_begin` is called with the size of each pass that has a part of it."""
+        """Computes losses and gradients; `on_begin` is called with the size of each pass that has a part of it."""
         location = self._location(request.model_id)
         return await location.group.submit(PassWork(request.model_id, location.tenant_id, request, on_begin=on_begin))
 
@@ -294,7 +294,7 @@ class WorkerDispatch:
         location = self._location(run_id)
         await location.group.submit(SnapshotWork(run_id, location.tenant_id, str(directory), contents))
 
-    def _base_model(self, name: str) -> "_BaseModel":
+    def _base_model(self, name: str) -> "_ModelGroups":
         if name not in self._served:
             raise OperationError(f"base model {name} is not served here; served are: {', '.join(self._served)}")
         return self._served[name]
@@ -310,7 +310,7 @@ class WorkerDispatch:
 
 
 @dataclass(frozen=True)
-class _BaseModel:
+class _ModelGroups:
     """The groups and the engine that execute the work on a base model."""
 
     group: RankGroup
@@ -333,7 +333,7 @@ class _BaseModel:
 class _RunLocation:
     group: RankGroup
     tenant_id: str
-    base_model: _BaseModel
+    base_model: _ModelGroups
     has_own_weights: bool
 
 
@@ -348,14 +348,14 @@ class _Builder:
         self._save_weights = save_weights
         self._device_scheduler = DeviceScheduler() if config.shared_devices == "turns" else None
 
-    def base_model(self, number: int, model: WorkerConfig) -> _BaseModel:
+    def base_model(self, number: int, model: WorkerConfig) -> _ModelGroups:
         """Builds what executes the base model's work; `number` is its position in the config."""
         group = self._group(model, model.model.name)
         role_groups: dict[str, RankGroup] = {}
         for roles in self._config.role_groups:
             of_roles = self._group(role_config(self._config, model, roles), role_group_name(model, roles))
             role_groups |= dict.fromkeys(roles.roles, of_roles)
-        return _BaseModel(group, role_groups, self._engine(number, model, group))
+        return _ModelGroups(group, role_groups, self._engine(number, model, group))
 
     def _group(self, model: WorkerConfig, name: str, suspect_jobs: Suspects | None = None) -> RankGroup:
         limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)

@@ -1,7 +1,8 @@
 """Futures: the results of accepted operations, which are created, resolved or failed, awaited, and kept for a TTL.
 
-A result is written to a file before any client receives it, so kill -9 cannot take it back. Its location is written to
-the store later, in batches; after that the result may be evicted from memory.
+A result is written to a file before any client receives it, so kill -9 cannot take it back; while the file cannot be
+written, it is answered from memory. Its location is written to the store later, in batches; after that the result may
+be evicted from memory.
 """
 
 import asyncio

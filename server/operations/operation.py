@@ -171,7 +171,7 @@ class Operation(ABC):
         """Returns the operation that this request asks for; `header`: its journal header if it was read back."""
         return cls(request)  # pyright: ignore[reportCallIssue]  (a subclass's field)
 
-    def queue(self, seq_id: int) -> None:
+    def assign_place(self, seq_id: int) -> None:
         """Gives the operation its place in a run's queue."""
         self.seq_id, self.log_entry, self.arrived_at = seq_id, ReplayEntry(seq_id, self.kind, None), time.monotonic()
 
@@ -276,8 +276,8 @@ class RefusedOperation(Operation):
     reason: str
     taints: bool
 
-    def queue(self, seq_id: int) -> None:
-        super().queue(seq_id)
+    def assign_place(self, seq_id: int) -> None:
+        super().assign_place(seq_id)
         entry = self.log_entry
         entry.outcome, entry.taints, entry.is_result_stored = Outcome.FAILED, self.taints, True
 

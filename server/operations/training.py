@@ -101,7 +101,7 @@ class Forward(ForwardBackward):
 class OptimStep(Operation):
     """Takes an optimizer step, and then does what is scheduled after it.
 
-    runs_alone: something may be due after it. skips_schedules: nothing is done after it, since workers died twice.
+    may_be_due: something may be due after it. skips_schedules: nothing is done after it, since workers died twice.
     """
 
     kind = "optim_step"
@@ -109,14 +109,14 @@ class OptimStep(Operation):
     is_step = True
     reports_begin = True
     request: OptimStepRequest
-    runs_alone: bool = False
+    may_be_due: bool = False
     skips_schedules: bool = False
     # The metrics of the step, and what the workers reported about the run when it was taken, which a rebuild replaces.
     _taken: tuple[dict[str, float], RunInfo | None] | None = None
 
     @property
     def is_chained(self) -> bool:
-        return not self.runs_alone
+        return not self.may_be_due
 
     def check(self, run: RunRecord) -> None:
         if run.role == "reference":

@@ -101,7 +101,7 @@ async def receive(
             reservation.grow(num_bytes, position)
         content, body.digest = await decode_body(body, digesting(decoder_of(verb, body.content_type)))
         operation = operation_of(content)
-        await confirm_key(request)
+        await confirm_key(request)  # decoding may have taken long
     except RequestError as error:
         await confirm_key(request)
         await count_as_refused(services, tenant, verb.name, body, error)

@@ -52,7 +52,7 @@ class Execution:
         queue = self._queue
         while (operation := queue.waiting.get(queue.next_seq_id)) and operation.log_entry.place is not None:
             if isinstance(operation, OptimStep):
-                operation.runs_alone = self._may_be_due()
+                operation.may_be_due = self._may_be_due()
             is_free = not self._rebuilder.is_rebuilding and queue.may_begin(operation)
             if self._state.unusable is None and not is_free:
                 break
@@ -219,7 +219,7 @@ class Execution:
                 await state.wait_out(error)
 
     async def _check(self, operation: Operation, window: OperationWindow) -> None:
-        """Raises OperationError if the operation cannot be performed."""
+        """Raises OperationError if the operation cannot be performed; then a step clears the workers' gradients."""
         state, context = self._state, self._services.context
         clears = operation.is_step and window.tainted_by is not None
         is_given_up = operation.num_strikes >= MAX_STRIKES

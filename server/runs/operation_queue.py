@@ -202,7 +202,7 @@ class Gaps:
         self.close()
         if (since := self._queue.gap_since) is not None:
             at = max(since + self._gap_seconds, self._gave_up_at + _RETRY_SECONDS)
-            self._timer = asyncio.get_running_loop().call_later(at - time.monotonic(), self._give_up)
+            self._timer = asyncio.get_running_loop().call_later(at - time.monotonic(), self._time_out)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -224,7 +224,7 @@ class Gaps:
             queue_state_reason=f"{reason}; it will count as refused in {seconds_left:.0f} s",
         )
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         """Refuses the missing operations up to the first that arrived; a run that is behind its client ends instead."""
         if self._queue.gap_since is None:
             return

@@ -24,7 +24,7 @@ _MAX_AT_ONCE = 16
 class Rebuilder:
     """Rebuilds a run when an operation needs it; operations in progress wait for it in the order of their seq_ids.
 
-    on_end: begins those that arrived meanwhile, behind them.
+    on_end: `Execution.begin_ready`, which begins those that arrived meanwhile, behind them.
     """
 
     def __init__(self, state: RunState, services: RunServices, snapshots: RunSnapshots) -> None:

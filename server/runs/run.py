@@ -98,7 +98,7 @@ class Run:
         is_next_after_restart = self._gaps.awaits_first_operation and seq_id == self.queue.first_missing
         if uses := operation.feature_uses:
             self._services.context.features.hold(self.record, seq_id, uses)
-        operation.queue(seq_id)
+        operation.assign_place(seq_id)
         operation.reservation = reservation
         reservation.keep(operation.size(body), operation.num_tokens)
         operation.log_entry.num_bytes = reservation.num_bytes
@@ -154,14 +154,14 @@ class Run:
     async def refuse(self, seq_id: int, refused: RefusedOperation) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Does nothing if it arrived before."""
         if self.queue.can_refuse(seq_id):
-            refused.queue(seq_id)
+            refused.assign_place(seq_id)
             self._journal(refused)
             await asyncio.shield(refused.journaled)
 
     def _refuse_missing(self, seq_ids: Sequence[int], reason: str) -> None:
         for seq_id in seq_ids:
             refused = RefusedOperation(MISSING, reason, taints=True)
-            refused.queue(seq_id)
+            refused.assign_place(seq_id)
             self._journal(refused)
 
     async def resume(self, journaled: JournaledRun, loadable: Sequence[str] = ()) -> None:

@@ -57,7 +57,7 @@ class RunState:
 
     turns: of its operations.
     created: how the run was created, None before that.
-    is_loaded: true if the workers have the run.
+    is_loaded: true if the workers have the run, as far as is known: that they died is noticed when they are next asked.
     window: of the operations that begin next.
     num_steps: optimizer steps taken, as the optimizer counts them; None if that is not known before the next one.
     unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.

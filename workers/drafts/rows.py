@@ -14,7 +14,7 @@ from .losses import DRAFT_LOSSES
 from .model.draft_kind import DraftKind
 from .speculation.draft_caches import DraftCaches
 from .speculation.draft_proposer import DraftProposer
-from .training.draft_pass import DraftPassRunner
+from .training.draft_pass import DraftStrategy
 from .training.feature_capture import CapturingPassRunner
 from .verbs import DraftVerbs
 
@@ -27,6 +27,6 @@ PROGRAMS = DRAFT_PROGRAMS
 LOSSES = DRAFT_LOSSES
 KINDS = {DraftConfig: DraftKind}
 FORMATS = {DraftKind.name: DraftFormat}
-STRATEGIES = {DraftKind.name: DraftPassRunner, "captures": CapturingPassRunner}
+STRATEGIES = {DraftKind.name: DraftStrategy, "captures": CapturingPassRunner}
 VERBS = {"drafts": DraftVerbs}
 PROPOSERS: Mapping[str, Callable[[BaseModel, ModelRegistry, CacheBudget], NewProposer]] = {"drafts": _proposers}

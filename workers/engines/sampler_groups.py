@@ -100,7 +100,7 @@ class SamplerGroups:
         while request.num_strikes < MAX_STRIKES:
             try:
                 return await streamed.run(partial(self._next_worker().sample, request))
-            except _WorkerDied:
+            except _RetryElsewhere:
                 continue
         raise OperationError(
             f"{MAX_STRIKES} sampler workers crashed during sampling request {job.job_id} with no other running: see"
@@ -117,7 +117,7 @@ class SamplerGroups:
         return min(self._workers, key=lambda worker: (worker.group.supervisor.is_restarting, worker.num_tokens))
 
 
-class _WorkerDied(Exception):
+class _RetryElsewhere(Exception):
     """The worker crashed while it had the request, because of it or not."""
 
 
@@ -160,7 +160,7 @@ class _SamplerWorker:
         await asyncio.gather(*(held.close() for held in self._adapters.values()))
 
     async def sample(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
-        """Raises _WorkerDied if the worker crashes, after counting the strike, and OperationError."""
+        """Raises _RetryElsewhere if the worker crashes, after counting the strike, and OperationError."""
         num_deaths = self.group.supervisor.num_deaths
         with self._counted(request.job):
             try:
@@ -170,7 +170,7 @@ class _SamplerWorker:
                 if self.group.supervisor.num_deaths == num_deaths:
                     raise
                 request.num_strikes += isinstance(error, WorkerLost) and error.alone
-                raise _WorkerDied from None
+                raise _RetryElsewhere from None
 
     async def update_adapter(self, adapter_id: str) -> None:
         if adapter_id in self._adapters:

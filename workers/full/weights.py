@@ -23,7 +23,7 @@ class FullWeights(Trainable):
     ones."""
 
     kind = "full_models"
-    replaces_base = runs_alone = True
+    replaces_base = is_exclusive = True
 
     def __init__(self, full: FullConfig, base: BaseModel, program: Program, moments: MomentFormat) -> None:
         """Raises OperationError if the base model cannot be fully trained."""

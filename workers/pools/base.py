@@ -47,7 +47,10 @@ class PerRank:
 
 
 class WorkerDied(Exception):
-    """A rank's process is gone, and with it everything that the group held in memory."""
+    """A rank's process is gone, and with it everything that the group held in memory.
+
+    Those who wait for work of the group get WorkerLost from `Scheduler.worker_died`.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -89,7 +89,7 @@ class Child:
                 if not send_pieces(self._outgoing[0], self._pipe):
                     return False
                 self._outgoing.popleft()
-        except OSError:  # the rank is gone: its exit is noticed elsewhere, which fails the awaited answers
+        except OSError:  # the rank is gone: Pool._child_ended notices its exit and fails the awaited answers
             self._outgoing.clear()
         asyncio.get_running_loop().remove_writer(self._pipe)
         return True

@@ -25,7 +25,7 @@ class WorkerHost:
         spec.log.install(rank)
 
     def answer(self, frame: memoryview) -> list[Buffer]:
-        """Answers a message: a method with its arguments, or START."""
+        """Answers a message: a method of the worker (workers/worker/worker.py) with its arguments, or START."""
         began_at, started = time.time(), time.perf_counter()
         try:
             message: Any = decode(frame)

@@ -78,7 +78,7 @@ class ModelRegistry:
     def is_exclusive(self, model_id: str) -> bool:
         """True if the model cannot share micro-batches with other models."""
         model = self._models.get(model_id)
-        return model is not None and model.runs_alone
+        return model is not None and model.is_exclusive
 
     @property
     def has_full(self) -> bool:

@@ -19,7 +19,7 @@ IDLE, RESTARTING = "idle", "restarting"
 ACTIVITIES = (*get_args(Activity), IDLE, RESTARTING)
 """Everything that a group's ranks can be doing."""
 
-PartAnswers = Sequence[ForwardBackwardOutput | Failure | None]
+MergedAnswers = Sequence[ForwardBackwardOutput | Failure | None]
 
 Result = TypeVar("Result")
 
@@ -70,8 +70,8 @@ class EndedCall:
     """The reason if all of it failed."""
 
 
-class PassCall(RankCall[PartAnswers]):
-    """A joint forward and backward of operations of many runs."""
+class PassCall(RankCall[MergedAnswers]):
+    """A joint forward and backward of operations of many runs: `Worker.run_pass` on each rank."""
 
     kind = "training"
     activity = RUN_PASS.activity
@@ -87,7 +87,7 @@ class PassCall(RankCall[PartAnswers]):
         # The others still wait in the queue, for their next passes.
         return sum(work.is_taken for work in self.works)
 
-    def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[PartAnswers]:
+    def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[MergedAnswers]:
         hang_seconds = timeouts.for_pass(self._cost, len({work.key for work in self.works}))
         return ranks.run_pass(tuple(work.part for work in self.works), hang_seconds)
 

@@ -2,7 +2,8 @@
 
 The rule is the same for operations of runs, sampling jobs and requests to a server. Everything in the call is suspect,
 until it gets past the point of the crash. Suspects run in ever smaller groups, and at last alone. A crash is a strike
-only against work that was alone in the call, and work with MAX_STRIKES is not retried.
+only against work that was alone in the call (counted by server/journal/strikes.py), and work with MAX_STRIKES is not
+retried.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ class _Accusation:
 class Suspects:
     """The suspects among runs, sampling jobs or requests, by key.
 
-    shrinks: after a crash, only one in `shrinks` of its suspects (at least one) may run together next time.
+    shrinks: after a crash, only one in `shrinks` of its suspects (at least one) may run together next time; if
+        infinite, each runs alone at once.
     remembered_seconds: a suspect that does not return for so long is forgotten.
 
     Positions say how far a key has progressed, and stay comparable over crashes. None means unknown.

@@ -33,7 +33,7 @@ class HeldModels:
         self._live: set[str] = set()
         self._lost: dict[str, str] = {}
         # Reasons why gradients are incomplete, by run: a call with its operation failed, which ranks may not know.
-        self._incomplete: dict[str, str] = {}
+        self._tainted: dict[str, str] = {}
 
     def __contains__(self, key: str) -> bool:
         """True if the ranks have it, as far as is known."""
@@ -54,23 +54,23 @@ class HeldModels:
     def lose_all(self, reason: str) -> None:
         self._lost |= {key: f"{key} was lost when {reason}: it must be rebuilt, or loaded again" for key in self._live}
         self._live.clear()
-        self._incomplete.clear()
+        self._tainted.clear()
 
     def forget_lost(self, key: str) -> bool:
         """Forgets it; True if it was lost with a worker."""
         return self._lost.pop(key, None) is not None
 
-    def mark_incomplete(self, run_ids: Iterable[str], reason: str) -> None:
+    def mark_tainted(self, run_ids: Iterable[str], reason: str) -> None:
         """Makes the next step of these runs be refused."""
-        self._incomplete |= dict.fromkeys(run_ids, reason)
+        self._tainted |= dict.fromkeys(run_ids, reason)
 
-    def forget_incomplete(self, run_ids: Iterable[str]) -> None:
+    def forget_tainted(self, run_ids: Iterable[str]) -> None:
         for run_id in run_ids:
-            self._incomplete.pop(run_id, None)
+            self._tainted.pop(run_id, None)
 
     def with_refusal(self, step: OptimizerStep) -> OptimizerStep:
         """Returns the step, with the reason to refuse it if its gradients are incomplete."""
-        reason = self._incomplete.get(step.run_id)
+        reason = self._tainted.get(step.run_id)
         return step if reason is None else replace(step, refusal_reason=reason)
 
 
@@ -192,7 +192,7 @@ class Scheduler:
         works, answers = call.works, call.answer
         if isinstance(answers, Failure):
             trained = [work.key for work in works if not work.request.forward_only]
-            self.held.mark_incomplete(trained, answers.message)
+            self.held.mark_tainted(trained, answers.message)
             answers = [answers] * len(works)
         for work, answer in zip(works, answers, strict=True):
             if answer is None:  # more parts follow
@@ -207,7 +207,7 @@ class Scheduler:
         if isinstance(answers, Failure):
             answers = [answers] * len(works)
         else:
-            self.held.forget_incomplete(work.key for work in works)
+            self.held.forget_tainted(work.key for work in works)
         for work, metrics in zip(works, answers, strict=True):
             work.settle(metrics)
             self.suspect_runs.record_progress(work.key, work.step.seq_id or None)
@@ -219,7 +219,7 @@ class Scheduler:
             if work.creates is not None:
                 self.held.add(work.creates)
             if work.method.clears_gradients:
-                self.held.forget_incomplete([work.key])
+                self.held.forget_tainted([work.key])
             if work.drops is not None:
                 self.held.remove(work.drops)
         work.settle(call.answer)

@@ -44,7 +44,7 @@ class Trainable(ABC):
     replaces_base = False
 
     # True if its passes share no micro-batches with those of other models.
-    runs_alone = False
+    is_exclusive = False
 
     # The bytes of a token's features that passes store for it.
     feature_bytes = 0

@@ -32,7 +32,7 @@ from ..shapes.model_shape import ModelShape
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
 from .rank_operation import FinishedParts, PartialResult, RankOperation
 from .rounds import rounds
-from .scoring_pass import RunMicroBatch, ScoringPassRunner
+from .scoring_pass import RunMicroBatch, ScoringStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class PassRunner:
         self._models, self._limits = models, limits
         self._lanes = Lanes(base.device)
         self._max_lanes = self._lanes.num_lanes if base.is_concurrent else 1
-        self.scoring = ScoringPassRunner(base, models.lora, mesh, config.head_chunk_tokens)
+        self.scoring = ScoringStrategy(base, models.lora, mesh, config.head_chunk_tokens)
         others = plugin_rows("workers.drafts.rows", "STRATEGIES").items()
         self.strategies: Mapping[str, PassStrategy] = {name: make(base, models, self.scoring) for name, make in others}
         self._token_budget = config.micro_batch_tokens
@@ -150,7 +150,7 @@ class PassRunner:
         try:
             self._read(operation, strategy)
         except Exception as error:
-            self._give_up(operation, batch_failure_of(error))
+            self._fail_part(operation, batch_failure_of(error))
         return operation
 
     def _read(self, operation: RankOperation, strategy: PassStrategy) -> None:
@@ -222,7 +222,7 @@ class PassRunner:
                 elif failure.out_of_memory and (smaller := smaller_budget(operation.batch, token_budget)):
                     attempts.append(([operation], smaller))
                 else:
-                    self._give_up(operation, failure, token_budget)
+                    self._fail_part(operation, failure, token_budget)
 
     def _run(
         self,
@@ -239,7 +239,7 @@ class PassRunner:
         if not operations:
             return
         models, trains = [each.model for each in operations], not operations[0].forward_only
-        max_lanes = 1 if models[0].runs_alone else self._max_lanes
+        max_lanes = 1 if models[0].is_exclusive else self._max_lanes
         lanes = pack([each.batch for each in operations], token_budget, self._base.device, max_lanes)
         for i, (operation, model) in enumerate(zip(operations, models, strict=True)):
             operation.restart()
@@ -263,7 +263,7 @@ class PassRunner:
                 operation.add_earlier_gradient()
             operation.computed = True
 
-    def _give_up(self, operation: RankOperation, failure: BatchFailure, token_budget: int | None = None) -> None:
+    def _fail_part(self, operation: RankOperation, failure: BatchFailure, token_budget: int | None = None) -> None:
         """Ends the part with the error; `token_budget` is the size of the micro-batches that were too large."""
         message = failure.message
         if failure.out_of_memory and token_budget is not None:

@@ -93,7 +93,7 @@ class FinishedParts:
 
 
 class RankOperation:
-    """Runs a part of an operation on this rank.
+    """A part of an operation on this rank: what it is computed from, and its results so far.
 
     part, batch: the part and its data; a part that is refused before it runs has no batch.
     model: the run's, whose tensors are usable while it is resident; missing if the run is not on this rank.

@@ -6,7 +6,7 @@ from ..protocol.calls import OperationPart
 
 
 def rounds(
-    parts: Sequence[OperationPart], max_runs: int, runs_alone: Callable[[str], bool] = lambda _: False
+    parts: Sequence[OperationPart], max_runs: int, is_exclusive: Callable[[str], bool] = lambda _: False
 ) -> Iterator[list[int]]:
     """Yields the rounds as indices of their parts; every part is in exactly one.
 
@@ -14,20 +14,20 @@ def rounds(
     gradients go to different rounds, in order, because they share the adapter's scratch. Those without share nothing.
 
     Args:
-        runs_alone: true for a run whose parts cannot be in a round with those of other runs.
+        is_exclusive: true for a run whose parts cannot be in a round with those of other runs.
     """
     waiting = list(range(len(parts)))
     if len(parts) == 1:
         yield waiting
         return
     while waiting:
-        chosen = _next_round(parts, waiting, max_runs, runs_alone)
+        chosen = _next_round(parts, waiting, max_runs, is_exclusive)
         yield chosen
         waiting = sorted(set(waiting).difference(chosen))
 
 
 def _next_round(
-    parts: Sequence[OperationPart], waiting: list[int], max_runs: int, runs_alone: Callable[[str], bool]
+    parts: Sequence[OperationPart], waiting: list[int], max_runs: int, is_exclusive: Callable[[str], bool]
 ) -> list[int]:
     """Returns the first waiting part and all that can run with it."""
     first = parts[waiting[0]].request
@@ -38,7 +38,7 @@ def _next_round(
         if run_id in runs:
             has_room = first.forward_only
         else:
-            has_room = not runs or (len(runs) < max_runs and not (runs_alone(run_id) or runs_alone(first.model_id)))
+            has_room = not runs or (len(runs) < max_runs and not (is_exclusive(run_id) or is_exclusive(first.model_id)))
         if has_room and parts[i].request.forward_only == first.forward_only:
             runs.add(run_id)
             chosen.append(i)

@@ -26,7 +26,7 @@ RunMicroBatch = Callable[[MicroBatch], None]
 HiddenStates = Callable[[MicroBatch, TokenShard | None, ExpertCounts | None], Tensor]
 
 
-class ScoringPassRunner:
+class ScoringStrategy:
     """The PassStrategy of models with heads."""
 
     def __init__(self, base: BaseModel, adapters: LoraLayers, mesh: Mesh, head_chunk_tokens: int) -> None:

@@ -1,1 +1,1 @@
-"""Runs one rank."""
+"""Runs one rank, in a process of its own."""

@@ -46,15 +46,15 @@ class StepRunner:
 
 
 def _chunks(
-    steps: Sequence[OptimizerStep], max_steps: int, is_alone: Callable[[str], bool]
+    steps: Sequence[OptimizerStep], max_steps: int, is_exclusive: Callable[[str], bool]
 ) -> Iterator[list[OptimizerStep]]:
     """Yields chunks in order, none longer than `max_steps` and none with a run twice.
 
-    Runs for which `is_alone` holds go alone.
+    Runs for which `is_exclusive` holds go alone.
     """
     chunk: dict[str, OptimizerStep] = {}
     for step in steps:
-        if len(chunk) == max_steps or step.run_id in chunk or (chunk and any(map(is_alone, (step.run_id, *chunk)))):
+        if len(chunk) == max_steps or step.run_id in chunk or (chunk and any(map(is_exclusive, (step.run_id, *chunk)))):
             yield list(chunk.values())
             chunk = {}
         chunk[step.run_id] = step

@@ -16,7 +16,7 @@ from trainhouse.schemas.training import FeatureLocation, ForwardBackwardRequest
 from trainhouse.workers.checkpoint import TrainedState, tensor_files
 from trainhouse.workers.drafts.model.draft_model import DraftModel
 from trainhouse.workers.drafts.sequences.captured_features import CapturedFeatures
-from trainhouse.workers.drafts.training.draft_pass import DraftPassRunner
+from trainhouse.workers.drafts.training.draft_pass import DraftStrategy
 from trainhouse.workers.lora import Adapter, lora_layers
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep
@@ -156,7 +156,7 @@ class WatchedWorker(CountingWorker):
     def miss_features(self, rows: Mapping[int, Sequence[int]]) -> None:
         """Makes ranks miss the stored features of these rows, by rank."""
         draft_runner = self._passes.strategies[DraftModel.kind]
-        assert isinstance(draft_runner, DraftPassRunner)
+        assert isinstance(draft_runner, DraftStrategy)
         vars(draft_runner).pop("find_stored", None)
         find, missed = draft_runner.find_stored, rows.get(self._mesh.rank, ())
 

@@ -39,7 +39,7 @@ class DraftModel(Trainable):
     """
 
     kind = "drafts"
-    runs_alone = True
+    is_exclusive = True
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
 from ...training.rank_operation import PartialResult, RankOperation
 from ...training.scoring import ScoredTokens
-from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
+from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
 from ..algorithms.algorithm import DraftPass
 from ..losses import CAPTURES
 from ..losses.draft_scores import DraftGradients, DraftScores
@@ -86,10 +86,10 @@ class DraftPlan:
     stored: Mapping[int, frozenset[int]]
 
 
-class DraftPassRunner:
+class DraftStrategy:
     """The PassStrategy of drafts."""
 
-    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringPassRunner) -> None:
+    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringStrategy) -> None:
         self._base, self._models, self._mesh, self._shard_of = base, models, scoring.mesh, scoring.shard_of
         self._head = head = LogprobHead(base, scoring.head_chunk_tokens)  # computes the target's logits
         self._checksums = Checksums()

@@ -31,7 +31,7 @@ from ...resources.machine import gigabytes
 from ...shapes.logit_budget import LogitBudget
 from ...state.trainable import Trainable
 from ...training.rank_operation import FinishedParts, RankOperation
-from ...training.scoring_pass import RunMicroBatch, ScoringPassRunner
+from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
 from ..algorithms.draft_programs import DRAFT_PROGRAMS
 from ..model.draft_kind import target_versions
 from ..model.version import version_of_parts
@@ -118,7 +118,7 @@ class CapturingPassRunner:
     these weights. If features cannot be stored, they are missing from the result; the operation still succeeds.
     """
 
-    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringPassRunner) -> None:
+    def __init__(self, base: BaseModel, models: ModelRegistry, scoring: ScoringStrategy) -> None:
         self._base, self._models, self._scoring = base, models, scoring
         self._head = LogprobHead(base, scoring.head_chunk_tokens)  # computes the policies' logits
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""What a body must obey: known fields, and sparse tensors of a bounded size.
+"""Rules that a body must obey: known fields, and sparse tensors of a bounded size.
 
 Invalid is the error of a body that does not, a RequestError(400) to the client that sent it.
 """

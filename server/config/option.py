@@ -32,10 +32,10 @@ Flags = Mapping[str, str | Sequence[str]]
 
 @dataclass(frozen=True)
 class Form:
-    """How the values of a type are written."""
+    """The way in which the values of a type are written."""
 
     words: str
-    """For an error."""
+    """Name of the type in an error."""
     parse: Callable[[str, str], object] = lambda text, place: text
     """Takes a text and where it was read. Raises ValueError; a ConfigError if its own message is better."""
     metavar: str = ""
@@ -99,7 +99,7 @@ class Option:
     expected: str
     """Words for the values that it accepts; empty for all of its type."""
     values: TypeAdapter[Any]
-    """Of the values that it accepts."""
+    """Checks the values that it accepts."""
     help: str
     flag: str
     metavar: str

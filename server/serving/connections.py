@@ -1,4 +1,4 @@
-"""Limits what arrives on a connection besides bodies, and how slowly all of it may arrive.
+"""Limits the heads and trailers of requests, and how slowly a request may arrive.
 
 The head and the body of a request must each arrive within ARRIVAL_SECONDS plus one second for every BYTES_PER_SECOND
 received, as in Apache's RequestReadTimeout; otherwise the request is answered 408 and the connection is closed. Only

@@ -26,7 +26,7 @@ _NOTE = b"x-deprecation-note"
 
 
 class Exchange:
-    """What the application receives of a request and sends in answer.
+    """One request and its answer, as the application receives and sends them.
 
     The key of an admitted request is confirmed when its body has arrived, before its answer, and before each piece of
     a stream: if it was revoked meanwhile, the answer is 401, and a stream ends.
@@ -39,7 +39,7 @@ class Exchange:
         self.headers: list[tuple[bytes, bytes]] = []
         """Added to those of the answer."""
         self.status: int | None = None
-        """That of the answer; None until it begins."""
+        """Status of the answer; None until it begins."""
         self.is_admitted = False
         self._receive, self._send = receive, send
         self._is_arriving = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
@@ -50,7 +50,7 @@ class Exchange:
         self._send = wrap(self._send)
 
     async def receive(self) -> Message:
-        """Receives what comes next.
+        """Receives the next message.
 
         Raises:
             RequestError: 401 if it is the end of the body of a revoked key.

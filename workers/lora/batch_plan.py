@@ -124,9 +124,9 @@ class LayerFactors(NamedTuple):
 
     name: str
     ranks: slice
-    """Its rows of A."""
+    """The rows of A that are its own."""
     columns: slice
-    """Its columns of the site's output."""
+    """The columns of the site's output that it adapts."""
     b: Tensor
     """B^T: [rank, out], or [n, rank, out] of n adapters."""
 

@@ -16,8 +16,7 @@ from ..shapes.layouts.parameters import BYTES_PER_NUMBER
 
 @dataclass(frozen=True)
 class Workload:
-    """What a rank does with the base model: those of its worker's options that determine memory, by their names, and
-    what is asked of it."""
+    """The work of a rank on the base model: the worker's options that determine memory, and the longest sequence."""
 
     longest: int
     """Tokens of the longest sequence, which runs alone if it exceeds a micro-batch."""
@@ -36,9 +35,9 @@ class Workload:
     base_quantization: str = WorkerOptions.base_quantization
     optimizer_states: str = WorkerOptions.optimizer_states
     samples: bool = True
-    """Whether the rank also samples."""
+    """True if the rank also samples."""
     training: Training = option("lora", "what is trained: adapters, or all weights")
-    """What the slots hold: adapters, or fully fine-tuned models."""
+    """The content of slots: adapters, or fully fine-tuned models."""
 
     @staticmethod
     def of(config: WorkerConfig, longest: int, dtype: str, samples: bool, on_cpu: bool = False) -> "Workload":

@@ -88,7 +88,7 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How base models are held, and which models may be trained on them."""
+    """The base models: how they are held, and which models may be trained on them."""
 
     model_cache: Path | None = option(
         None, "directory for models downloaded from URLs (default: ~/.cache/trainhouse/models)", metavar="DIR"
@@ -120,9 +120,9 @@ class RankOptions:
     draft_parallel: ParallelSpec | None = option(
         None, "layout of drafts, on as many ranks, such as replicas=2,tp=2 (docs/drafts.md)"
     )
-    """None splits the tokens of a draft's pass as the model does, a layout its sequences."""
+    """A layout splits the sequences of a draft's pass; without one, its tokens are split as the model splits them."""
     tp_activations: Literal["sharded", "whole"] = option("sharded", "a pass's tokens on each tp rank between layers")
-    """In training: sharded splits them over the ranks, whole keeps all on each."""
+    """Applies to training: sharded splits them over the ranks, whole keeps all on each."""
     zero_stage: ZeroStage = option("3", "2: fsdp keeps gathered weights from forward to backward")
     """3 gathers a layer's weights for its forward and again for its backward."""
     activations: Literal["keep", "recompute", "offload"] = option(
@@ -163,7 +163,7 @@ class WorkerConfig(WorkerOptions):
 
     model: ServedModel
     page_directory: str | None = None
-    """For adapters offloaded to disk; None means the system's temporary directory."""
+    """Directory of adapters offloaded to disk; None means the system's temporary directory."""
     parallel: ParallelSpec = SINGLE
     """The layout of the ranks that hold the model together."""
     rank: int = 0
@@ -235,7 +235,7 @@ class RoleGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOptions:
-    """Where the workers run, and which roles have some of their own."""
+    """The place where workers run, and the roles that have some of their own."""
 
     pool: Literal["local", "ray"] = option("local", "local worker processes, or Ray actors", common=True)
     ray_address: str | None = option(
@@ -262,7 +262,7 @@ class SchedulerOptions:
     shared_devices: Literal["together", "turns"] = option(
         "together", "turns: groups use a shared device one at a time (docs/roles.md)"
     )
-    """In turns, the other groups are offloaded."""
+    """The other groups are offloaded meanwhile."""
     idle_device_seconds: Duration | None = option(
         None, "idle time after which a group leaves its device (default: it stays)"
     )

@@ -77,7 +77,7 @@ class PartialResult:
 
 @dataclass(eq=False)
 class FinishedParts:
-    """What the finished parts of an operation have left on this rank, while more parts follow.
+    """The results of an operation's finished parts on this rank, while more parts follow.
 
     sums, num_data: of these parts on all ranks.
     outputs: this rank's, by index of the datum and by name.

@@ -280,12 +280,11 @@ class Run:
             return behind
         if self._state.outage is not None:
             return Pending(queue_state_reason=self._state.outage)
-        if self._rebuilder.is_rebuilding:
+        dispatch, base_model = self._services.context.dispatch, self.record.base_model
+        if self._rebuilder.is_rebuilding and dispatch.is_up(base_model):
             return Pending(queue_state_reason="the worker died: the state of this run is being rebuilt")
         num_before = self.queue.num_before(seq_id)
-        if not num_before:
-            return Pending(
-                queue_state_reason=self._services.context.dispatch.status(self.record.base_model, self.record.role)
-            )
+        if self._rebuilder.is_rebuilding or not num_before:
+            return Pending(queue_state_reason=dispatch.status(base_model, self.record.role))
         are = "operations of this run are" if num_before > 1 else "operation of this run is"
         return Pending(queue_state_reason=f"{num_before} {are} ahead")

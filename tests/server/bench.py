@@ -59,6 +59,7 @@ class RecordingOperations:
     undone: list[int] = field(default_factory=list)
     failing_undo: dict[int, Exception] = field(default_factory=dict)
     may_proceed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_running: bool = True
     infos: dict = field(default_factory=dict)
 
     async def perform(self, run: RunRecord, operation: Any, seq_id: int) -> Result:
@@ -82,6 +83,9 @@ class RecordingOperations:
 
     def status(self, base_model: str, role: str) -> str:
         return f"busy: {base_model}"
+
+    def is_up(self, base_model: str) -> bool:
+        return self.is_running
 
     async def drop_run(self, run_id: str, *, is_rebuilt: bool = False) -> None:
         self.performed.append("drop_run")

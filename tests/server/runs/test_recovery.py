@@ -132,6 +132,21 @@ async def test_operations_are_repeated_in_order_however_long_a_strike_takes_to_w
     assert performed_since_rebuild(bench) == ["create", 1, 2, 3]
 
 
+async def test_an_operation_says_whether_its_workers_restart_or_its_run_is_rebuilt(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    await bench.result(1)
+    CrashingOperations(bench, (2,))
+    bench.operations.may_proceed.clear()
+    await bench.forward_backward(2)
+    for is_running, reason in ((False, "busy"), (True, "being rebuilt")):
+        bench.operations.is_running = is_running
+        waiting = await bench.futures.wait(bench.run.record.request_id(2), "alice", 0.1)
+        assert isinstance(waiting, Pending) and reason in (waiting.queue_state_reason or "")
+    bench.operations.may_proceed.set()
+    assert await bench.result(2) == {"seq_id": 2}
+
+
 async def test_a_run_with_only_damaged_snapshots_fails(make_bench: MakeBench) -> None:
     bench = await make_bench(snapshot_steps=1)
     for seq_id in (1, 2):

@@ -100,7 +100,7 @@ class Execution:
         if isinstance(operation, RefusedOperation):
             window.refused(entry.seq_id, operation)
             return
-        if operation.is_step:
+        if operation.is_step or operation.clears_gradients:
             state.window = OperationWindow()
         task = self._tasks[entry.seq_id] = asyncio.create_task(self._execute(operation, window))
         # A task that is cancelled before its first step never reaches its `finally`.
@@ -161,6 +161,8 @@ class Execution:
         entry, state = operation.log_entry, self._state
         entry.outcome, message, category = self._explain(operation, error)
         is_tainted = operation.is_step and window.tainted_by is not None
+        if operation.clears_gradients and window.tainted_by is not None:  # it cleared none
+            state.window.tainted_by = window.tainted_by
         if operation.taints_if_failed:
             window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
         try:
@@ -240,7 +242,7 @@ class Execution:
         if isinstance(operation, OptimStep):
             state.num_steps = operation.step
         if operation.clears_gradients:  # it loaded weights, and perhaps an optimizer that counts other steps
-            state.window, state.num_steps = OperationWindow(), None
+            state.num_steps = None
         if operation.changes_record:
             state.record = await self._services.context.stored_record(state.record)
         if isinstance(operation, CreateRun):

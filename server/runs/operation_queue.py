@@ -226,7 +226,11 @@ class Gaps:
 
     def _time_out(self) -> None:
         """Refuses the missing operations up to the first that arrived; a run that is behind its client ends instead."""
-        if self._queue.gap_since is None:
+        since = self._queue.gap_since
+        if since is None:
+            return
+        if time.monotonic() < since + self._gap_seconds - 1e-3:  # this gap began after the one that set the timer
+            self.watch()
             return
         self._gave_up_at = time.monotonic()
         run_id, marker, missing = self._state.record.run_id, self._services.restore_marker, self._queue.missing

@@ -238,7 +238,8 @@ class Run:
         self._execution.cancel_later()
         self._refuse_missing(self.queue.all_missing, reason)
         await self._execution.finish()
-        self._gaps.close()
+        if not self.queue.waiting:  # else a refusal could not be journaled, and is tried again
+            self._gaps.close()
         await self._snapshots.close()
         self._services.restore_marker.mark_continued(self.record.run_id)
         try:

@@ -88,7 +88,12 @@ class SamplingExecution:
             if sampler.adapter_id is not None:
                 await self._weights.load(sampler)
             with_draft = replace(work, draft_id=draft_id)
-            return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
+            try:
+                return await self._dispatch.sample(sampler.record.base_model, with_draft, progress.forward)
+            except OperationError as error:
+                if error.category == "server" and sampler.adapter_id is not None:
+                    self._weights.forget(sampler)
+                raise
 
     @asynccontextmanager
     async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:

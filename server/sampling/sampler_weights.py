@@ -80,6 +80,10 @@ class SamplerWeights(WorkerWeights[Sampler]):
         adapter_id = self.id_of(item)
         return adapter_id in self._given and self._dispatch.has_weights(item.record.base_model, adapter_id)
 
+    def forget(self, item: Sampler) -> None:
+        """Has the weights loaded again by the next request: the workers may have them no longer, or in part."""
+        self._given.discard(self.id_of(item))
+
     async def load_now(self, item: Sampler) -> None:
         """Loads the weights; waits while the database is away. Raises OperationError, RequestError."""
         while not item.has_ended:

@@ -73,7 +73,7 @@ class HttpConnection(HttpToolsProtocol):
     def _limit_bytes(self) -> None:
         if self._is_in_head:
             self._refuse(431, f"the head of the request has more than {MAX_HEAD_BYTES} bytes: send fewer headers")
-        elif self.cycle.more_body:
+        elif self.cycle.more_body and not self.pipeline:
             self.transport.close()  # these are trailers
         else:
             self.flow.pause_reading()  # until the answer has ended
@@ -84,7 +84,8 @@ class HttpConnection(HttpToolsProtocol):
         is_arriving = self._num_bytes > 0 if self._is_in_head else self.cycle.more_body
         if not is_arriving or self.transport.is_closing():
             return
-        if self._is_in_head or not (self.cycle.body or self.cycle.waiting_for_100_continue):
+        # While an earlier request is answered, uvicorn reads nothing of this one.
+        if self._is_in_head or not (self.pipeline or self.cycle.body or self.cycle.waiting_for_100_continue):
             self._seconds += CHECK_SECONDS
         if self._seconds > ARRIVAL_SECONDS + self._num_bytes / BYTES_PER_SECOND:
             self._refuse(

@@ -19,7 +19,7 @@ from trainhouse import Datum, ServiceClient, TrainingClient
 from trainhouse.client.export_checkpoint import loaded_by
 from trainhouse.schemas.adapters.adapter_files import WEIGHTS
 from trainhouse.schemas.adapters.vllm_form import form_of
-from trainhouse.workers.engines.vllm.adapters import link_files
+from trainhouse.workers.engines.vllm.adapters import VllmVersion, link_files
 from transformers import AutoModelForCausalLM
 
 from ..live import LiveServer, live_server
@@ -113,7 +113,8 @@ def test_an_adapter_is_exported_as_vllm_samplers_get_it(tmp_path: Path) -> None:
         size = sum(file.stat().st_size for file in files)
         assert shown == sorted(shown) and shown[-1] == (size, size) and len(shown) >= len(files) > 1
         (sent := tmp_path / "sent").mkdir()
-        asyncio.run(link_files(tmp_path / "stored", form_of("GptOssForCausalLM"), sent))
+        version = VllmVersion("adapter", 1, "adapter-v1", sent)
+        asyncio.run(link_files(tmp_path / "stored", form_of("GptOssForCausalLM"), version))
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             assert (directory / name).read_bytes() == (sent / name).read_bytes()
         stored = (tmp_path / "stored" / "adapter_model.safetensors").read_bytes()

@@ -147,6 +147,28 @@ async def test_an_operation_says_whether_its_workers_restart_or_its_run_is_rebui
     assert await bench.result(2) == {"seq_id": 2}
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_load_clears_the_failures_before_it_and_none_behind_it(
+    make_bench: MakeBench, fails: bool, is_refused: bool
+) -> None:
+    """Refused operations end at once, also while a load before them is in progress."""
+    bench = await make_bench()
+    await bench.result(0)
+    await bench.run.refuse(1, RefusedOperation("forward_backward", "bad", taints=True))
+    if fails:
+        bench.operations.failing[2] = OperationError("no such checkpoint")
+    bench.operations.may_proceed.clear()
+    await bench.submit(2, LoadWeights("tinker://a/weights/b", optimizer=False))
+    await wait_until(bench, lambda: bench.operations.begun[-1:] == [2])
+    if is_refused:
+        await bench.run.refuse(3, RefusedOperation("forward_backward", "bad", taints=True))
+    bench.operations.may_proceed.set()
+    await bench.optim_step(3 + is_refused)
+    answer = await bench.result(3 + is_refused)
+    assert ("not taken" in str(answer)) == (fails or is_refused), answer
+
+
 async def test_a_run_with_only_damaged_snapshots_fails(make_bench: MakeBench) -> None:
     bench = await make_bench(snapshot_steps=1)
     for seq_id in (1, 2):

@@ -263,6 +263,16 @@ async def test_a_request_that_begins_before_the_previous_answer_is_answered(
             assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
+async def test_a_request_is_not_given_up_while_the_one_before_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 1.0)
+    async with connected() as (reader, writer):
+        second = post("/whole", b"second")
+        writer.write(post("/late", b"first") + second[: -len("second")])
+        assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.write(b"second")
+        assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
 async def test_the_unread_rest_of_an_answered_request_is_dropped_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -264,6 +264,18 @@ async def test_arrivals_do_not_delay_giving_up_a_gap_while_the_journal_fails(
     assert await bench.result(2) == {"seq_id": 2}
 
 
+async def test_operations_of_a_run_that_ended_while_the_journal_failed_are_answered(make_bench: MakeBench) -> None:
+    bench = await make_bench(gap_seconds=0.5)
+    await bench.result(0)
+    await bench.forward_backward(2)
+    aside = bench.journal_directory.with_name("aside")
+    bench.run._services.journal._segments._next_segment()
+    bench.journal_directory.rename(aside)
+    await bench.run.end("its session ended")
+    aside.rename(bench.journal_directory)
+    assert (await bench.result(2))["error"] == "its session ended"
+
+
 async def test_an_operation_that_was_not_accepted_starts_no_gap(
     make_bench: MakeBench, caplog: pytest.LogCaptureFixture
 ) -> None:

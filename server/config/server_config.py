@@ -1,4 +1,4 @@
-"""The options of a server process in sections, checked against each other, and the configs derived from them."""
+"""ServerConfig: all options of a server, checked together, and the configs of workers and stores made from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

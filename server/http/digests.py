@@ -76,8 +76,7 @@ def _digested(decode: Callable[..., Content], body: bytes, ignore_unknown: bool 
 
 
 def _pieces_of(request: BaseModel) -> Arrays:
-    """Yields what is requested, without the number of the request. Arrays begin with their sizes, so that no two
-    contents give the same bytes."""
+    """Yields the bytes to hash: the request without its seq_id, and each array after its size."""
     of_fields = _arrays_of(request)
     yield _JSON.encode(
         {"type": getattr(request, "type", None), **content_of(request, without=of_fields.keys())}

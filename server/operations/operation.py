@@ -96,7 +96,7 @@ class Turns:
         return self._arrived_at
 
     def begin(self, seq_id: int, call: CallSize | None) -> float:
-        """Returns when the operations before this one had ended; call: which the ranks are sent with a part of it."""
+        """Returns when the operations before this one had ended. call: the one that sends it, or a part of it."""
         if call is None or call is not self._call:
             self._call, self._free_at = call, time.monotonic() if self._running - {seq_id} else self._ended_at
         self._running.add(seq_id)

@@ -46,7 +46,7 @@ class Exchange:
         self._num_bytes = 0
 
     def send_through(self, wrap: Callable[[Send], Send]) -> None:
-        """Lets something else see and change all that is sent from now on."""
+        """Wraps the function that sends the answer, so that `wrap` can change the messages."""
         self._send = wrap(self._send)
 
     async def receive(self) -> Message:

@@ -78,7 +78,7 @@ class RankPlan:
 
 
 class PassRunner:
-    """Runs passes, and holds between them what the finished parts of operations have left."""
+    """Runs passes. Keeps the results of finished parts until the last part of an operation has run."""
 
     def __init__(
         self,

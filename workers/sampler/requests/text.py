@@ -33,7 +33,7 @@ class LazyTokenizer:
 
     @cached_property
     def matchers(self) -> "MatcherFactory":
-        """Raises OperationError if the model has no tokenizer, or one that does not support constraints."""
+        """Raises OperationError if the tokenizer is missing or does not support constraints."""
         from .structured_output import MatcherFactory
 
         backend = getattr(self.tokenizer, "backend_tokenizer", None)

@@ -146,9 +146,10 @@ def test_worker_death_fails_its_runs_and_new_runs_work(dispatch: WorkerDispatch,
         await dispatch.create_run("tiny", spec("victim"), "tenant")
         await dispatch.copy_adapter("victim", "victim-sampler")
         [pid] = dispatch.pids("tiny")
+        os.kill(pid, signal.SIGSTOP)  # so that it cannot answer before it dies
         sampling = asyncio.create_task(dispatch.sample("tiny", sample_job("long", 900)))
         training = asyncio.create_task(train(dispatch, "victim", 1000))
-        await asyncio.sleep(0.03)  # both would take far longer
+        await asyncio.sleep(0.03)
         os.kill(pid, signal.SIGKILL)
         for pending in (sampling, training):
             with pytest.raises(WorkerLost, match=r"worker died.*what only the worker had is lost") as failed:

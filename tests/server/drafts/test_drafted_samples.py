@@ -446,9 +446,11 @@ async def test_a_sample_interrupted_by_a_crash_continues_with_its_draft(
     sampler_id = await create_sampler(server, draft_path=await saved_draft(server))
     params = GREEDY | {"max_tokens": 300}
     expected = await draw(server, sample_request(sampler_id, sampling_params=params))
+    [worker] = dispatch.pids(MODEL)
+    os.kill(worker, signal.SIGSTOP)  # so that it cannot answer before it dies
     submitted = await server.post("asample", sample_request(sampler_id, sampling_params=params, num_samples=8))
     await asyncio.sleep(0.1)
-    os.kill(dispatch.pids(MODEL)[0], signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
     found = await server.result(submitted["request_id"])
     assert tokens_of(found) == tokens_of(expected) * 8 and found["guesses"]["passes"] > 0
     assert len(dispatch.loaded) == 2

@@ -30,7 +30,7 @@ from ..parallel.live_bytes import LiveBytes
 from ..training.test_full import a_worker, sampled, trained
 from .test_sampler_groups import assert_same, job, running, tiny, train, wait_until_all_are_up
 
-LONG = 600
+LONG = 900
 
 pytestmark = pytest.mark.anyio
 

@@ -4,8 +4,8 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -64,6 +64,16 @@ async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> None:
     for _ in range(num_steps):
         await dispatch.forward_backward(ForwardBackwardRequest(run_id, 0, (Datum(TOKENS, inputs),), "cross_entropy"))
         await dispatch.optim_step(OptimizerStep(run_id, AdamParams(learning_rate=1e-2)))
+
+
+@contextmanager
+def stopped(pids: Sequence[int]) -> Iterator[None]:
+    """Stops these workers during the block, so that what they sample does not end before it."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
 
 
 def assert_same(one: SampleResponse, other: SampleResponse) -> None:
@@ -130,7 +140,8 @@ async def test_running_request_continues_with_newer_weights(dispatch: WorkerDisp
     long = job("long", "inflight", 900, streams=True)
     sampling = asyncio.create_task(dispatch.sample("tiny", long, lambda _: begun.set()))
     await begun.wait()
-    await train(dispatch, run_id, 1)
+    with stopped(dispatch.pids("tiny")[1:]):
+        await train(dispatch, run_id, 1)
     await dispatch.copy_adapter(run_id, "inflight")
     moved = (await sampling).sequences[0]
     assert np.allclose(moved.logprobs[:1], whole.sequences[0].logprobs[:1], atol=1e-4)
@@ -174,9 +185,11 @@ async def test_stream_of_replaced_weights_fails_if_its_worker_dies(dispatch: Wor
     sampling = asyncio.create_task(dispatch.sample("tiny", long, streamed.extend))
     while sum(len(part.tokens) for part in streamed) < 20:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    await train(dispatch, run_id, 3)
+    samplers = dispatch.pids("tiny")[1:]
+    with stopped(samplers):
+        await train(dispatch, run_id, 3)
     await dispatch.copy_adapter(run_id, "moving-on")
-    for pid in dispatch.pids("tiny")[1:]:
+    for pid in samplers:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(OperationError, match="tokens that differ from those already streamed") as failed:
         await sampling
@@ -285,10 +298,10 @@ async def test_death_of_one_rank_restarts_its_sampler(
     config = DispatchConfig((tiny(tiny_models["qwen3"]),), pool=pool, ray_cpus_per_rank=0.1, sampling=samplers)
     async with running(config) as dispatch:
         await dispatch.copy_adapter(await trained_run(dispatch, "run"), "copied")
-        expected = await dispatch.sample("tiny", job("undisturbed", "copied", 300))
+        expected = await dispatch.sample("tiny", job("undisturbed", "copied", 900))
         streamed: list[list[SampledPart]] = [[], [], []]
         sampling = [
-            asyncio.create_task(dispatch.sample("tiny", job(f"long-{n}", "copied", 300, streams=True), each.extend))
+            asyncio.create_task(dispatch.sample("tiny", job(f"long-{n}", "copied", 900, streams=True), each.extend))
             for n, each in enumerate(streamed)
         ]
         while not all(streamed):  # noqa: ASYNC110
@@ -301,7 +314,7 @@ async def test_death_of_one_rank_restarts_its_sampler(
         await wait_until_all_are_up(dispatch)
         after = dispatch.pids("tiny")
         assert after[0] == training and after[3:] == before[2:] and not set(after[1:3]) & set(before)
-        again = await sample_together(dispatch, [job(f"again-{n}", "copied", 300) for n in range(2)])
+        again = await sample_together(dispatch, [job(f"again-{n}", "copied", 900) for n in range(2)])
         for response in again:
             assert_same(response, expected)
 

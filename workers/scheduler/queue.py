@@ -135,9 +135,17 @@ class GroupQueue:
     def take_method(self) -> MethodWork[Any]:
         return self.remove(self._methods.next())
 
+    def next_snapshot(self) -> SnapshotWork:
+        return self._snapshots.next()
+
     def take_snapshot(self) -> SnapshotWork:
         """Takes the next snapshot, by the same turns as methods; until then only its run is blocked by it."""
         return self.remove(self._snapshots.next())
+
+    @property
+    def has_suspects(self) -> bool:
+        """True if an operation or optimizer step of a suspect is ready."""
+        return self._suspect_operations.num_runs > 0 or any(step.key in self._suspects for step in self._steps.works())
 
     @property
     def steps_are_next(self) -> bool:

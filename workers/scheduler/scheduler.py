@@ -128,11 +128,11 @@ class Scheduler:
         if self.snapshots.has_suspect or (self.snapshots.works() and queue.has_suspects):
             # A suspect must be alone, so everything waits until the snapshots are written.
             return ["snapshots"] if self._clock() >= self.snapshots.due_at else []
-        if on_device and queue.num_ready["training"]:
+        if on_device and queue.has_training:
             kinds.append("training")
-        if queue.num_ready["methods"] and (on_device or queue.next_method().method.runs_offloaded):
+        if queue.methods.tenants and (on_device or queue.methods.next().method.runs_offloaded):
             kinds.append("methods")
-        may_begin = on_device and queue.num_ready["snapshots"] and self.snapshots.has_room(queue.next_snapshot())
+        may_begin = on_device and queue.snapshots.tenants and self.snapshots.has_room(queue.snapshots.next())
         if may_begin or self._clock() >= self.snapshots.due_at:
             kinds.append("snapshots")
         if on_device and self.cohorts.has_work:
@@ -148,17 +148,16 @@ class Scheduler:
         for idle in self._seconds.keys() - set(kinds):
             self._seconds[idle] = max(self._seconds[idle], self._seconds[kind])
         match kind:
-            case "training" if self.queue.steps_are_next:
-                works = self.queue.take_steps()
-                return StepsCall(works, [self.held.with_refusal(work.step) for work in works])
             case "training":
+                if steps := self.queue.take_steps():
+                    return StepsCall(steps, [self.held.with_refusal(work.step) for work in steps])
                 return PassCall(self.queue.take_pass())
             case "methods":
-                return MethodCall(self.queue.take_method())
+                return MethodCall(self.queue.remove(self.queue.methods.next()))
             case "snapshots" if self._clock() >= self.snapshots.due_at:
                 return PollSnapshotsCall()
             case "snapshots":
-                return BeginSnapshotCall(self.queue.take_snapshot(), self.snapshots.next_id())
+                return BeginSnapshotCall(self.queue.remove(self.queue.snapshots.next()), self.snapshots.next_id())
             case "sampling":
                 return self._next_slice()
 

@@ -60,16 +60,17 @@ class Child:
         """Waits for the child's first message; empty if it ended instead. Only for a child without `listen`."""
         return self._pipe.recv(_MAX_MESSAGE_BYTES)
 
-    def read_exit_message(self) -> str:
-        """Returns the reason that an ended child left, or an empty string."""
-        with contextlib.suppress(OSError):
-            return self._lifeline.recv(_MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT).decode()
-        return ""
-
     @property
     def reason(self) -> str:
         """Returns why the child ended: in its own words if it left some, else its exit status."""
-        return self.read_exit_message() or _exit_reason(self.process.exitcode)
+        with contextlib.suppress(OSError):
+            if words := self._lifeline.recv(_MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT).decode():
+                return words
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            return f"killed by {signal.Signals(-code).name}{hint}"
+        return f"it ended with exit code {code}"
 
     def listen(self) -> None:
         self._pipe.setblocking(False)
@@ -231,13 +232,6 @@ def _exit_on_hang_up(lifeline: socket.socket) -> None:
     select.select([lifeline], [], [])
     # Not sys.exit: the main thread may be deep in a verb, and tearing down torch at exit can abort.
     os._exit(0)
-
-
-def _exit_reason(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
-        return f"killed by {signal.Signals(-exit_code).name}{hint}"
-    return f"it ended with exit code {exit_code}"
 
 
 def set_passive_wait_policy() -> None:

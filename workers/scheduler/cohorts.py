@@ -139,9 +139,6 @@ class Cohorts:
         self._main_went_last = not self._apart or (self._main.wants_slice and not self._main_went_last)
         if self._main_went_last:
             return self._main
-        return self._next_apart()
-
-    def _next_apart(self) -> Cohort:
         cohort = next(iter(self._apart.values()))
         if cohort.num_turn_slices == cohort.turn_slices:
             cohort.turn_slices, cohort.num_turn_slices = 2 * cohort.turn_slices, 0

@@ -22,7 +22,7 @@ from .calls import IDLE, RESTARTING, EndedCall, RankCall
 from .quarantine import Suspects
 from .queue import PassLimits
 from .scheduler import Scheduler
-from .supervision.device_sharing import DeviceScheduler
+from .supervision.device_sharing import DeviceLease, DeviceScheduler
 from .supervision.supervisor import Supervisor
 from .work import AnyWork, MethodWork, OnProgress, RunWork, SamplingWork
 
@@ -56,7 +56,7 @@ class RankGroup:
         self.name = name or config.model.name
         self._spec = config.parallel
         self._wake = asyncio.Event()
-        device = (device_scheduler or DeviceScheduler()).lease(self.name, self._wake.set, idle_seconds)
+        device = DeviceLease(device_scheduler or DeviceScheduler(), self.name, self._wake.set, idle_seconds)
         takes_turns = device_scheduler is not None
         self.supervisor = Supervisor(self.name, config, new_pool, device, self._wake.set, takes_turns)
         self.scheduler = Scheduler(limits, slice_milliseconds, suspect_jobs)

@@ -32,11 +32,3 @@ class RankAgreement:
         if failure is not None:
             raise failure.error()
         return done[0]
-
-    def on_first(self, act: Callable[[], None]) -> None:
-        """Runs `act` on the first rank only; if it fails there, it fails on all."""
-        self.on_all(act if self._mesh.is_first else _nothing)
-
-
-def _nothing() -> None:
-    pass

@@ -254,14 +254,13 @@ class Worker:
         Args:
             base_name: see RunSpec.
         """
-        base_name = base_name or self._name
-        wanted: list[LoraConfig] = []
 
-        def write() -> None:
-            wanted.append(import_adapter(self._models.lora, lora, source, Path(directory), base_name))
+        def write() -> LoraConfig:
+            if not self._mesh.is_first:
+                return lora
+            return import_adapter(self._models.lora, lora, source, Path(directory), base_name or self._name)
 
-        self._agreement.on_first(write)
-        return wanted[0] if wanted else lora
+        return self._agreement.on_all(write)
 
     def sample_slice(self, work: SamplingSlice) -> SliceResult:
         try:

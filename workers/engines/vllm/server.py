@@ -288,7 +288,11 @@ class VllmProcess(VllmServer):
     def _max_rank(self) -> int:
         """The largest rank of a pair of matrices: one pair may adapt several parts of a linear layer."""
         shape = _shape(self._model)
-        return self._model.max_lora_rank * (1 if shape is None else _pairs_in_one(shape, self._form))
+        if shape is None:
+            return self._model.max_lora_rank
+        of_experts = 2 if shape.experts is not None and self._form.experts in ("joined", "mixed") else 1
+        num_pairs = (len(weight.adapters) for layer in shape.layers for weight in layer.weights())
+        return self._model.max_lora_rank * max(of_experts, *num_pairs)
 
     def _environment(self) -> Mapping[str, str]:
         environment = {
@@ -379,12 +383,6 @@ def _shape(model: WorkerConfig) -> ModelShape | None:
     except ValueError:
         return None
     return shape if isinstance(shape, ModelShape) else None
-
-
-def _pairs_in_one(shape: ModelShape, form: VllmForm) -> int:
-    """Returns how many pairs of an adapter's matrices become one pair at most."""
-    of_experts = 2 if shape.experts is not None and form.experts in ("joined", "mixed") else 1
-    return max(of_experts, *(len(weight.adapters) for layer in shape.layers for weight in layer.weights()))
 
 
 def _refusal_on_cpu(shape: ModelShape, dtype: str) -> str | None:

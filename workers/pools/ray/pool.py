@@ -64,15 +64,11 @@ class _Driver(Child):
 
     def _take(self, frame: memoryview, rank: int = 0) -> None:
         if self._answering is None:
-            self._answering = _rank_in(frame)
+            rank_of_next: Any = decode(frame)
+            self._answering = rank_of_next
             return
         super()._take(frame, self._answering)
         self._answering = None
-
-
-def _rank_in(frame: memoryview) -> int:
-    rank: Any = decode(frame)
-    return rank
 
 
 @dataclass(frozen=True)
@@ -151,16 +147,11 @@ def _connect(address: str) -> None:
 
     hint = ""
     try:
-        _check_reachable(address)
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if host:  # Ray would wait for minutes if no one listens
+            socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_CONNECT_SECONDS).close()
         hint = " (if it requires a token, set RAY_AUTH_MODE=token here and copy its token file: docs/cluster.md)"
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise PlacementError(f"the Ray cluster at {address} cannot be reached: {error}{hint}") from error
     ignore_signals()  # Ray has installed its own handler
-
-
-def _check_reachable(address: str) -> None:
-    """Raises OSError if no one listens; Ray would wait for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=RAY_CONNECT_SECONDS).close()

@@ -20,16 +20,6 @@ class DeviceScheduler:
         self._holding: list[DeviceLease] = []
         self._waiting: list[DeviceLease] = []
 
-    def lease(self, name: str, wake: Callable[[], None], idle_seconds: float | None = None) -> "DeviceLease":
-        """Returns a group's lease, which is not requested yet.
-
-        Args:
-            name: the group's name, for messages.
-            wake: called when the lease is granted, and when another group waits for its devices.
-            idle_seconds: idle time after which the devices should be released; None means never.
-        """
-        return DeviceLease(self, name, wake, idle_seconds)
-
     def request(self, lease: "DeviceLease") -> None:
         self._waiting.append(lease)
         self._grant_free()
@@ -63,6 +53,13 @@ class DeviceLease:
     def __init__(
         self, scheduler: DeviceScheduler, name: str, wake: Callable[[], None], idle_seconds: float | None = None
     ) -> None:
+        """Makes the lease; it is not requested yet.
+
+        Args:
+            name: the group's name, for messages.
+            wake: called when the lease is granted, and when another group waits for its devices.
+            idle_seconds: idle time after which the devices should be released; None means never.
+        """
         self.name, self.wake = name, wake
         self.devices: frozenset[str] = frozenset()
         """Those of its ranks, by names that all groups agree on. Empty until the ranks have reported them; the lease

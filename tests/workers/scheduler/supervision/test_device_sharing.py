@@ -17,7 +17,7 @@ def run(test: Coroutine[object, object, None]) -> None:
 def leases_on(*devices: str) -> list[DeviceLease]:
     """Returns a lease for each group; its devices are the letters of a string."""
     scheduler = DeviceScheduler()
-    leases = [scheduler.lease(f"group {number}", lambda: None) for number in range(len(devices))]
+    leases = [DeviceLease(scheduler, f"group {number}", lambda: None) for number in range(len(devices))]
     for lease, own in zip(leases, devices, strict=True):
         lease.devices = frozenset(own)
     return leases
@@ -93,7 +93,7 @@ def test_a_lease_lasts_a_multiple_of_the_time_that_moving_took(monkeypatch: pyte
 def test_an_idle_lease_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(device_sharing.time, "monotonic", lambda: now[0])
-    lease, other = (DeviceScheduler().lease("group", lambda: None, seconds) for seconds in (5.0, None))
+    lease, other = (DeviceLease(DeviceScheduler(), "group", lambda: None, seconds) for seconds in (5.0, None))
     assert lease.idle_at == math.inf
     lease.request(), other.request()
     now[0] += 3.0
@@ -109,7 +109,7 @@ def test_an_idle_lease_expires(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_holder_is_woken_when_another_group_waits() -> None:
     scheduler, woken = DeviceScheduler(), []
-    first, second = (scheduler.lease(name, lambda name=name: woken.append(name)) for name in ("first", "second"))
+    first, second = (DeviceLease(scheduler, name, lambda name=name: woken.append(name)) for name in ("first", "second"))
     first.devices = second.devices = frozenset("a")
     first.request()
     assert woken == ["first"]  # it may start

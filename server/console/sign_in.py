@@ -108,7 +108,6 @@ async def sign_out(request: Request, services: ServicesDependency) -> Response:
 
 
 def is_page(target: str) -> bool:
-    """True for a path of the console, to which one may be sent after signing in."""
     return target.startswith(f"{CONSOLE}/") and not target.startswith(SIGN_IN) and "\\" not in target
 
 

@@ -33,7 +33,6 @@ def error_page(visitor: object, status: int, detail: str) -> str:
 
 @cache
 def static_files() -> Mapping[str, tuple[bytes, str]]:
-    """Returns the content and the type of each static file."""
     files = [path for path in (_HERE / "static").iterdir() if path.suffix in _TYPES]
     return {path.name: (path.read_bytes(), _TYPES[path.suffix]) for path in files}
 

@@ -228,7 +228,6 @@ class FeatureFiles:
         return found
 
     def exist(self, addresses: Iterable[str]) -> bool:
-        """True if all these files exist."""
         return all((self._directory / f"{address}{_SUFFIX}").exists() for address in addresses)
 
     def write(self, texts: Mapping[str, str], dropped: Sequence[str]) -> None:

@@ -248,5 +248,4 @@ def store_of(features: Features) -> FeatureStore:
 
 
 def _has_taken_uses(reference: FeatureReference | None, run: RunRecord, seq_id: int) -> bool:
-    """True if a step after the operation with this seq_id has taken its uses."""
     return reference is not None and reference.taken.get(run.run_id, -1) > seq_id

@@ -142,7 +142,6 @@ class _Devices:
             self._take(group.devices, group.parallel.num_ranks, f"--role-group {group}")
 
     def _take(self, devices: Sequence[str], num_ranks: int, name: str) -> None:
-        """Marks `num_ranks` consecutive devices as taken, starting at each of `devices`."""
         for first in (first_device(device) for device in devices if device.startswith("cuda")):
             self._taken |= dict.fromkeys(range(first, first + num_ranks), name)
 

@@ -68,7 +68,6 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """True if a rank's memory fits its device; None if no device is given."""
         return None if self.device_bytes is None else self.memory.total <= usable_bytes(self.device_bytes)
 
     @property

@@ -68,7 +68,6 @@ def _check_all(
 
 
 def _runs_from_their_beginning(journal: Path) -> set[str]:
-    """Returns the ids of the runs whose first operation is in the journal."""
     entries = (entry for path in sorted(journal.glob("*.segment")) for entry in read_journal(path))
     return {entry.header.run_id for entry in entries if entry.header.kind.startswith("create_model")}
 

@@ -10,17 +10,21 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from ..files.directories import STAGING, directory_name, make_directory, move_into_place, remove_tree, staging_path
+from ..files.directories import (
+    STAGING,
+    directory_name,
+    make_directory,
+    move_into_place,
+    remove_tree,
+    staging_path,
+    sweep_runs,
+)
 from ..files.manifest import MANIFEST, ManifestMismatch, check_directory, write_manifest
 
 
 class EphemeralWeights:
     def __init__(self, root: Path, sync: bool = False) -> None:
-        """Opens the directory.
-
-        Args:
-            sync: fsync files and directories, so that weights survive a power failure.
-        """
+        """sync: weights survive a power failure."""
         self._root = root.absolute()
         self._sync = sync
         self._migrate_layout()
@@ -63,8 +67,7 @@ class EphemeralWeights:
 
     async def remove_all_but(self, wanted: Collection[str | None]) -> None:
         """Deletes everything but the wanted adapters, staging directories included. Called at server start."""
-        names = {directory_name(adapter_id) for adapter_id in wanted if adapter_id is not None}
-        await asyncio.to_thread(self._sweep, names)
+        await asyncio.to_thread(sweep_runs, self._root, set(filter(None, wanted)))
 
     def _adapter_directory(self, adapter_id: str) -> Path:
         return self._root / directory_name(adapter_id)
@@ -88,11 +91,6 @@ class EphemeralWeights:
         move_into_place(staging, place, root=self._root if self._sync else None)
         for number in earlier[:-1]:
             remove_tree(of_adapter / str(number), ignore_errors=True)
-
-    def _sweep(self, names: Collection[str]) -> None:
-        for directory in self._root.glob("*"):
-            if directory.name not in names:
-                remove_tree(directory, ignore_errors=True)
 
 
 def check_weights(directory: Path) -> None:

@@ -166,6 +166,7 @@ class RankGroup:
         """
         if not is_suspect:
             self.scheduler.suspect_runs.clear(key)
+            self.scheduler.suspect_snapshots.clear(key)
         in_call = any(isinstance(work, RunWork) and work.key == key for work in self._called_works())
         is_rebuilt = key in self.scheduler.queue or in_call
         return self.scheduler.held.forget_lost(key) and not is_rebuilt

@@ -8,9 +8,7 @@ class DatabaseUnreachable(SQLAlchemyError):
 
 
 class LeaseLost(SQLAlchemyError):
-    """Another server has the lease that this store's writes need. Nothing was written, and no later write will
-    succeed.
-    """
+    """Another server has the lease that this store's writes need. Nothing was written, and no later write will be."""
 
 
 OUTAGE_ERRORS = (OperationalError, DatabaseUnreachable)

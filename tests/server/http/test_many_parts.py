@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 from google.protobuf.message import Message
 from pydantic import BaseModel
-from trainhouse.schemas import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.checkpoints import SaveWeightsExternalRequest, SaveWeightsRequest
 from trainhouse.schemas.codec import JSON, PROTOBUF, decode_model
+from trainhouse.schemas.codec import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest, ReleaseFeaturesRequest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.models import CreateModelRequest, CreateSessionRequest

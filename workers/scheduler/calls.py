@@ -88,7 +88,7 @@ class PassCall(RankCall[MergedAnswers]):
         return sum(work.is_taken for work in self.works)
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[MergedAnswers]:
-        hang_seconds = timeouts.for_pass(self._cost, len({work.key for work in self.works}))
+        hang_seconds = timeouts.for_runs(len({work.key for work in self.works})) + timeouts.passes.limit(self._cost)
         return ranks.run_pass(tuple(work.part for work in self.works), hang_seconds)
 
     def record(self, timeouts: CallTimeouts, seconds: float) -> None:
@@ -109,7 +109,7 @@ class StepsCall(RankCall[Sequence[dict[str, float] | Failure]]):
 
     async def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Sequence[dict[str, float] | Failure]:
         try:
-            return await ranks.call(APPLY_STEPS.name, self._steps, hang_seconds=timeouts.for_steps(len(self._steps)))
+            return await ranks.call(APPLY_STEPS.name, self._steps, hang_seconds=timeouts.for_runs(len(self._steps)))
         except WorkerError as error:  # some of the steps may have been taken
             raise ranks.pool.kill(f"optimizer steps failed unexpectedly ({error})") from error
 

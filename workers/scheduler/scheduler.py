@@ -19,7 +19,7 @@ from .cohorts import Cohorts
 from .quarantine import SUSPECT_SHRINK_FACTOR, Suspects
 from .queue import GroupQueue, Kind, PassLimits
 from .snapshots import PendingSnapshots
-from .work import AnyWork, RunWork, SamplingWork
+from .work import AnyWork, RunWork, SamplingWork, SnapshotWork
 
 Result = TypeVar("Result")
 
@@ -98,6 +98,8 @@ class Scheduler:
         self.held = HeldModels()
         self.suspect_runs = Suspects()
         self.suspect_jobs = Suspects(SUSPECT_SHRINK_FACTOR) if suspect_jobs is None else suspect_jobs
+        self.suspect_snapshots = Suspects()
+        """Runs whose last snapshot was lost with a worker."""
         self._slice_milliseconds = slice_milliseconds
         self._clock = clock
         self._numbers = count()
@@ -110,7 +112,7 @@ class Scheduler:
     def _clear(self) -> None:
         self.queue = GroupQueue(self.limits, self.suspect_runs, self._numbers)
         self.cohorts = Cohorts(self.suspect_jobs)
-        self.snapshots = PendingSnapshots()
+        self.snapshots = PendingSnapshots(self.suspect_snapshots)
 
     def set_pass_tokens(self, number: int) -> None:
         """Sets the most tokens of a pass, before there is any work."""
@@ -124,11 +126,14 @@ class Scheduler:
             on_device: false if the group does not hold its devices, so that only what needs none can run.
         """
         queue, kinds = self.queue, list[Kind]()
-        if on_device and queue.num_ready["training"]:
+        if self.snapshots.has_suspect or (self.snapshots.works() and queue.has_suspects):
+            # A suspect must be alone, so everything waits until the snapshots are written.
+            return ["snapshots"] if self._clock() >= self.snapshots.due_at else []
+        if on_device and queue.has_training:
             kinds.append("training")
-        if queue.num_ready["methods"] and (on_device or queue.next_method().method.runs_offloaded):
+        if queue.methods.tenants and (on_device or queue.methods.next().method.runs_offloaded):
             kinds.append("methods")
-        may_begin = on_device and queue.num_ready["snapshots"] and self.snapshots.has_room
+        may_begin = on_device and queue.snapshots.tenants and self.snapshots.has_room(queue.snapshots.next())
         if may_begin or self._clock() >= self.snapshots.due_at:
             kinds.append("snapshots")
         if on_device and self.cohorts.has_work:
@@ -144,17 +149,16 @@ class Scheduler:
         for idle in self._seconds.keys() - set(kinds):
             self._seconds[idle] = max(self._seconds[idle], self._seconds[kind])
         match kind:
-            case "training" if self.queue.steps_are_next:
-                works = self.queue.take_steps()
-                return StepsCall(works, [self.held.with_refusal(work.step) for work in works])
             case "training":
+                if steps := self.queue.take_steps():
+                    return StepsCall(steps, [self.held.with_refusal(work.step) for work in steps])
                 return PassCall(self.queue.take_pass())
             case "methods":
-                return MethodCall(self.queue.take_method())
+                return MethodCall(self.queue.remove(self.queue.methods.next()))
             case "snapshots" if self._clock() >= self.snapshots.due_at:
                 return PollSnapshotsCall()
             case "snapshots":
-                return BeginSnapshotCall(self.queue.take_snapshot(), self.snapshots.next_id())
+                return BeginSnapshotCall(self.queue.remove(self.queue.snapshots.next()), self.snapshots.next_id())
             case "sampling":
                 return self._next_slice()
 
@@ -249,7 +253,7 @@ class Scheduler:
         for job_id, response in result.finished.items():
             if ended := self.cohorts.ended(job_id):
                 ended.settle(response)
-                self.suspect_jobs.clear(job_id)
+                self.suspect_jobs.pop(job_id, None)
         for job_id, unfinished in running.items():
             unfinished.num_slices += 1
             self.suspect_jobs.record_progress(job_id, unfinished.num_slices)
@@ -261,10 +265,11 @@ class Scheduler:
             group: its name.
             in_call: the work of the call in which the worker died, which becomes suspect.
         """
-        consequences = self._accuse(in_call)
+        running = [*in_call, *self.snapshots.works()]
+        consequences = self._accuse(running)
         self.held.lose_all(f"the worker of {group} died ({death})")
         message = f"base model {group}: {death}; what only the worker had is lost"
-        alone = in_call if len(in_call) == 1 else ()
+        alone = running if len(running) == 1 else ()
         self.fail_all(lambda work: WorkerLost(message, alone=work in alone), in_call)
         return consequences
 
@@ -278,10 +283,12 @@ class Scheduler:
             else:
                 work.settle(error_of(work))
 
-    def _accuse(self, in_call: Iterable[AnyWork]) -> str:
+    def _accuse(self, running: Iterable[AnyWork]) -> str:
+        snapshots = (work.key for work in running if isinstance(work, SnapshotWork))
+        self.suspect_snapshots.accuse(dict.fromkeys(snapshots))
         runs: dict[str, float] = {}
         jobs: dict[str, int] = {}
-        for work in in_call:
+        for work in running:
             if isinstance(work, SamplingWork):
                 jobs[work.job.job_id] = work.safe_position
             elif (position := work.suspect_position) is not None:

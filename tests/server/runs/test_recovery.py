@@ -403,6 +403,24 @@ async def test_a_load_is_snapshotted_at_once_while_another_snapshot_is_written(
     assert (bench.snapshots / "2" / "state").read_text() == "[0, 1, 'snapshot', 2, 'snapshot']"
 
 
+async def test_a_snapshot_whose_writing_kills_the_worker_each_time_is_given_up(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench(snapshot_steps=1)
+    deaths = [False, True, True, True]
+
+    async def snapshot(run_id: str, directory: Path) -> None:
+        raise WorkerLost("the worker died", alone=deaths.pop(0))
+
+    bench.operations.snapshot_run = snapshot  # pyright: ignore[reportAttributeAccessIssue]
+    for seq_id in range(1, 12):
+        await bench.optim_step(seq_id)
+        assert await bench.result(seq_id) == {"seq_id": seq_id}
+        await wait_until(bench, lambda: not bench.run._snapshots._tasks)
+    assert not deaths
+    assert "takes no more snapshots" in caplog.text
+
+
 async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(make_bench: MakeBench) -> None:
     """The rebuild began with an earlier state, so it still needs the operations that they cover."""
     bench = await make_bench()

@@ -7,7 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...schemas.adapters.adapter_files import DESCRIPTION, write_for_peft
+from ...schemas.adapters.adapter_files import write_for_peft
+from ...schemas.adapters.peft import DESCRIPTION
 from ...schemas.errors import OperationError, RequestError
 from ..files.directories import files_in
 from ..store import CheckpointRecord

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ...schemas.adapters.adapter_header import check_header, header_of
-from ...schemas.adapters.peft_config import PeftConfig
+from ...schemas.adapters.peft import PeftConfig
 from ...schemas.codec import parse_json
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import LoraConfig

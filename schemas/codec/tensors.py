@@ -253,9 +253,8 @@ def numeric_array(values: Sequence[object], integer: bool) -> np.ndarray:
         wrong = next((each for each in _flattened(values) if not _is_int64(each)), values[0])
         raise Invalid(f"expected 64-bit integers, not {show_value(wrong)}")
     if array.dtype.kind not in "biuf":
-        wrong = next(
-            (each for each in _flattened(values) if not (isinstance(each, bool | float) or _is_int64(each))), values[0]
-        )
+        others = (each for each in _flattened(values) if not isinstance(each, bool | float) and not _is_int64(each))
+        wrong = next(others, values[0])
         kind = "numbers of 64 bits" if isinstance(wrong, int) else "numbers"
         raise Invalid(f"expected {kind}, not {show_value(wrong)}")
     return array.astype(np.int64) if integer else to_float32(array)

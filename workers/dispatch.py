@@ -19,9 +19,8 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig, Utilization
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from .engines.engine import Engine
+from .engines.engine import Engine, TrainingWorkersEngine
 from .engines.sampler_groups import SamplerGroups
-from .engines.training_workers import TrainingWorkersEngine
 from .protocol.calls import AdapterFile, ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
 from .protocol.methods import (
     CLEAR_GRADIENTS,

@@ -54,7 +54,6 @@ class CheckpointFiles:
         self._verified = VerifiedFiles(object_store, self._cache, copies)
 
     def directory(self, run_name: str, kind: str, name: str) -> str:
-        """Returns a new, unused directory or URL for a checkpoint."""
         return f"{self._root}/{run_name}/{kind}/{name}.{secrets.token_hex(4)}"
 
     @asynccontextmanager

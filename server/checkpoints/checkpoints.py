@@ -141,7 +141,6 @@ class Checkpoints:
         return await self.resolve_for(path, {tenant.id, await self.reader_id(access_token)})
 
     async def reader_id(self, access_token: str | None) -> str | None:
-        """Returns the id of the tenant whose key this is, or None."""
         shown = await self._auth.tenant_of(access_token) if access_token else None
         return None if shown is None else shown.id
 

@@ -23,7 +23,6 @@ async def sign_files(checkpoints: Checkpoints, checkpoint: CheckpointRecord) -> 
 
 
 def sign_archive(checkpoints: Checkpoints, checkpoint: CheckpointRecord) -> SignedFile:
-    """Returns the signature with which the archive of all files can be downloaded."""
     return checkpoints.signer.signed(checkpoint, None, int(checkpoints.now()) + URL_LIFETIME_SECONDS)
 
 

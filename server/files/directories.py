@@ -51,7 +51,6 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Returns a file's content. Raises OSError, see `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
@@ -99,5 +98,4 @@ def directory_name(run_id: str) -> str:
 
 
 def files_in(directory: Path) -> list[str]:
-    """Returns all files, relative to the directory, in order."""
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())

@@ -75,7 +75,6 @@ def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) ->
 
 
 def check_size(name: str, size_bytes: int | None, listed: Mapping[str, Any]) -> None:
-    """Raises ValueError if the manifest lists another size."""
     if size_bytes != listed["size_bytes"]:
         raise ValueError(f"{name} does not match its manifest ({size_bytes} bytes, not {listed['size_bytes']})")
 

@@ -80,7 +80,6 @@ def scan_segment(path: Path) -> Iterator[LogRecord | Damage]:
 
 
 def pack_record(tag: bytes, header: bytes, body: bytes) -> tuple[bytes, ...]:
-    """Returns the pieces of a record, without a copy of its body."""
     return tag + _FRAME.pack(len(header), len(body), zlib.crc32(body, zlib.crc32(header))), header, body
 
 

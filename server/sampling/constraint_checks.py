@@ -123,7 +123,6 @@ class _TrialProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
 
     async def verdict(self, constraint: Constraint) -> Verdict:
-        """Raises OperationError."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._verdict, constraint)
 
     def close(self) -> None:

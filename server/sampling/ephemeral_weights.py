@@ -48,7 +48,6 @@ class EphemeralWeights:
                 return directory
 
     def has(self, adapter_id: str | None) -> bool:
-        """True if the weights of this adapter are on disk."""
         return adapter_id is not None and bool(_numbers(self._adapter_directory(adapter_id)))
 
     @asynccontextmanager
@@ -100,5 +99,4 @@ def check_weights(directory: Path) -> None:
 
 
 def _numbers(of_adapter: Path) -> list[int]:
-    """Returns the adapter's numbers, ascending."""
     return sorted(int(path.name) for path in of_adapter.glob("[0-9]*"))

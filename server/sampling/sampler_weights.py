@@ -43,7 +43,6 @@ class SamplerWeights(WorkerWeights[Sampler]):
         self._given: set[str] = set()
 
     def hold_of(self, sampler: Sampler) -> None:
-        """Keeps the sampler's weights, if it has any, until `release_of`."""
         if sampler.adapter_id is not None:
             self.hold(sampler, sampler)
 

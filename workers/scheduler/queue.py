@@ -199,7 +199,10 @@ class GroupQueue:
             builder.works[operation.number] = operation
             builder.run_ids.add(operation.key)
             operation.chunk_start = operation.num_taken
-        tokens = operation.take(credit, room) if operation.tokens > self._limits.quarter else operation.take_all()
+        if operation.tokens > self._limits.quarter:
+            tokens = operation.take(credit, room)
+        else:
+            tokens, operation.tokens, operation.num_taken = operation.tokens, 0, len(operation.lengths)
         builder.room -= tokens
         self.num_tokens -= tokens
         if not operation.is_taken:

@@ -250,7 +250,7 @@ class Scheduler:
         for job_id, response in result.finished.items():
             if ended := self.cohorts.ended(job_id):
                 ended.settle(response)
-                self.suspect_jobs.clear(job_id)
+                self.suspect_jobs.pop(job_id, None)
         for job_id, unfinished in running.items():
             unfinished.num_slices += 1
             self.suspect_jobs.record_progress(job_id, unfinished.num_slices)

@@ -53,7 +53,7 @@ class PendingSnapshots:
         for snapshot_id, answer in answers.items():
             if (work := self._writing.pop(snapshot_id, None)) is not None:
                 work.settle(answer)
-                self._suspects.clear(work.key)  # the worker outlived it
+                self._suspects.pop(work.key, None)  # the worker outlived it
         self._poll_later(now)
 
     def fail_all(self, failure: Failure, now: float) -> None:

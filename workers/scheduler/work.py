@@ -127,10 +127,6 @@ class PassWork(RunWork[ForwardBackwardOutput]):
         self.tokens -= tokens
         return tokens
 
-    def take_all(self) -> int:
-        tokens, self.tokens, self.num_taken = self.tokens, 0, len(self.lengths)
-        return tokens
-
 
 @dataclass(eq=False)
 class StepWork(RunWork[dict[str, float]]):

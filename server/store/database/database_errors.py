@@ -19,7 +19,6 @@ OUTAGE_RETRY_SECONDS = 2.0
 
 
 def outage_message(error: SQLAlchemyError) -> str:
-    """Returns the reason that clients get while the database is away."""
     return f"the server's database cannot be used ({driver_message(error)})"
 
 

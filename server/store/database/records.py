@@ -107,7 +107,6 @@ class RunRecord:
 
 
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
-    """Returns the path by which clients name a checkpoint."""
     return f"tinker://{run_id}/{kind}/{name}"
 
 

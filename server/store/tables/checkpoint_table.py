@@ -39,7 +39,6 @@ class CheckpointTable(RecordTable[CheckpointRecord]):
         await self.database.write(statements)
 
     async def find_copied(self, session: SessionRecord) -> CheckpointRecord | None:
-        """Returns the copy made for the same tenant under the same idempotency key."""
         copies = select(checkpoints).join(runs, runs.c.run_id == checkpoints.c.run_id).join(sessions)
         return await self._one(copies.where(same_request(session)))
 
@@ -75,7 +74,6 @@ class CheckpointTable(RecordTable[CheckpointRecord]):
         return await self._all(select(checkpoints).where(checkpoints.c.expires_at <= now))
 
     async def list_directories(self) -> frozenset[str]:
-        """Returns the directories of all checkpoints of all tenants."""
         query = select(checkpoints.c.directory)
         return await self.database.read(lambda connection: frozenset(connection.execute(query).scalars()))
 

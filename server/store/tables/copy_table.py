@@ -24,7 +24,6 @@ class CopyTable(RecordTable[CheckpointCopyRecord]):
         await self.database.write(statements)
 
     async def list_in(self, directories: Collection[str]) -> tuple[CheckpointCopyRecord, ...]:
-        """Returns the copies of the checkpoints in these directories, by directory and mirror."""
         of_these = select(checkpoint_copies).where(checkpoint_copies.c.directory.in_(directories))
         return await self._all(of_these.order_by(*checkpoint_copies.primary_key))
 

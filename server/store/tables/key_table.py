@@ -31,7 +31,6 @@ class KeyTable(RecordTable[ApiKeyRecord]):
         return dataclasses.replace(new, key_id=await self.database.write(statements))
 
     async def find(self, key_hash: str) -> ApiKeyRecord | None:
-        """Finds a key, revoked or not."""
         return await self._one(select(api_keys).where(api_keys.c.key_hash == key_hash))
 
     async def list_all(self) -> tuple[ApiKeyRecord, ...]:

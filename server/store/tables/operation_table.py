@@ -68,7 +68,6 @@ class OperationTable(RecordTable[OperationRecord]):
         return await self._scalar(query)
 
     async def newest_step(self, run_id: str) -> OperationRecord | None:
-        """Returns the last optimizer step of the run."""
         steps = select(operations).where(operations.c.run_id == run_id, operations.c.step.is_not(None))
         return await self._one(steps.order_by(_seq_id.desc()).limit(1))
 

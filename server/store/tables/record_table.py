@@ -23,7 +23,6 @@ class RecordTable(Generic[Record]):
         await self.database.write(lambda connection: connection.execute(new))
 
     async def _update(self, which: ColumnElement[bool], **values: object) -> int:
-        """Returns the number of rows that were updated."""
         changed = update(self.table).where(which).values(**values)
         return await self.database.write(lambda connection: connection.execute(changed).rowcount)
 

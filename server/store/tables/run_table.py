@@ -28,7 +28,6 @@ class RunTable(RecordTable[RunRecord]):
         await self._update(runs.c.run_id == run_id, schedules=schedules.model_dump())
 
     async def list_ids(self) -> frozenset[str]:
-        """Returns the run ids of all tenants, ended ones included."""
         query = select(runs.c.run_id)
         return await self.database.read(lambda connection: frozenset(connection.execute(query).scalars()))
 
@@ -37,7 +36,6 @@ class RunTable(RecordTable[RunRecord]):
         return await self.database.read(lambda connection: tuple(connection.execute(query).scalars()))
 
     async def list_of_session(self, session_id: str) -> tuple[RunRecord, ...]:
-        """Returns the session's runs in the order of creation."""
         of_session = select(runs).where(runs.c.session_id == session_id)
         return await self._all(of_session.order_by(runs.c.created_at))
 
@@ -65,19 +63,17 @@ class RunTable(RecordTable[RunRecord]):
         query = select(runs).where(visible)
         if project_id is not None:  # other tenants' projects are private
             query = query.join(sessions).where(sessions.c.project_id == project_id, runs.c.tenant_id == tenant_id)
-        if search:
-            of_run = sessions.alias()
-            name = select(of_run.c.display_name).where(of_run.c.session_id == runs.c.session_id).scalar_subquery()
-            texts = (runs.c.run_id, runs.c.base_model, runs.c.user_metadata, name)
-            matches = or_(*(contains(text, search) for text in texts))
-            query = query.where(matches, runs.c.tenant_id == tenant_id)
         query = query.order_by(runs.c.last_request_at.desc(), runs.c.run_id)
-        if search:
-            return await self._search(query, runs.c.run_id, PageInfo(offset, limit), tenant_id)
-        return await self._page(query, offset, limit)
+        if not search:
+            return await self._page(query, offset, limit)
+        of_run = sessions.alias()
+        name = select(of_run.c.display_name).where(of_run.c.session_id == runs.c.session_id).scalar_subquery()
+        texts = (runs.c.run_id, runs.c.base_model, runs.c.user_metadata, name)
+        query = query.where(or_(*(contains(text, search) for text in texts)), runs.c.tenant_id == tenant_id)
+        return await self._search(query, runs.c.run_id, PageInfo(offset, limit), tenant_id)
 
     async def touch(self, requests: Mapping[str, float]) -> None:
-        """Stores the times of the last requests, by run_id. Call it now and then for many runs, not per request."""
+        """Stores the times of the last requests, by run_id; now and then for many runs, not per request."""
 
         def statements(connection: Connection) -> None:
             for run_id, requested_at in requests.items():

@@ -17,7 +17,6 @@ class SamplerTable(RecordTable[SamplerRecord]):
         return await self._one(select(samplers).where(samplers.c.sampler_id == sampler_id))
 
     async def list_of_session(self, session_id: str) -> tuple[SamplerRecord, ...]:
-        """Returns the session's samplers in the order of creation."""
         of_session = select(samplers).where(samplers.c.session_id == session_id)
         return await self._all(of_session.order_by(samplers.c.created_at))
 

@@ -27,7 +27,6 @@ class SessionTable(RecordTable[SessionRecord]):
         return await self.database.write(statements)
 
     async def find(self, session: SessionRecord) -> SessionRecord | None:
-        """Returns the session of the same tenant and idempotency key."""
         return await self._one(select(sessions).where(same_request(session)))
 
     async def get(self, session_id: str) -> SessionRecord | None:
@@ -68,17 +67,16 @@ class SessionTable(RecordTable[SessionRecord]):
             search: a text in their id, name, project, tags or metadata, in any case; "" for all.
             is_open: only open ones, only ended ones, or None for both.
         """
-        query = select(sessions).where(sessions.c.tenant_id == tenant_id)
-        if search:
-            columns = sessions.c
-            texts = (columns.session_id, columns.display_name, columns.project_id, columns.user_metadata, columns.tags)
-            query = query.where(or_(*(contains(text, search) for text in texts)))
+        columns = sessions.c
+        query = select(sessions).where(columns.tenant_id == tenant_id)
+        query = query.order_by(columns.created_at.desc(), columns.session_id)
         if is_open is not None:
-            query = query.where(sessions.c.finished_at.is_(None) == is_open)
-        query = query.order_by(sessions.c.created_at.desc(), sessions.c.session_id)
-        if search:
-            return await self._search(query, sessions.c.session_id, PageInfo(offset, limit), tenant_id)
-        return await self._page(query, offset, limit)
+            query = query.where(columns.finished_at.is_(None) == is_open)
+        if not search:
+            return await self._page(query, offset, limit)
+        texts = (columns.session_id, columns.display_name, columns.project_id, columns.user_metadata, columns.tags)
+        matches = or_(*(contains(text, search) for text in texts))
+        return await self._search(query.where(matches), columns.session_id, PageInfo(offset, limit), tenant_id)
 
     async def touch(self, heartbeats: Mapping[str, float]) -> None:
         """Stores the times of the last heartbeats, by session_id."""
@@ -154,6 +152,5 @@ def same_request(session: SessionRecord) -> ColumnElement[bool]:
 
 
 def _has_checkpoint() -> ColumnElement[bool]:
-    """True for a session of which some run still has a checkpoint."""
     of_session = select(checkpoints.c.name).join(runs, runs.c.run_id == checkpoints.c.run_id)
     return of_session.where(runs.c.session_id == sessions.c.session_id).correlate(sessions).exists()

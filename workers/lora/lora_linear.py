@@ -13,7 +13,7 @@ from ..models.activation_checkpointing import ForwardContext
 from ..models.model import BaseModel
 from ..ops.frozen.quantized import FrozenWeight, JoinedWeight, dequantized
 from ..ops.linear import Product, add_product, to_product_layout
-from .batch_plan import BatchPlan, GroupTerms, LinearSite, SeveralTerms
+from .batch_plan import BatchPlan, LinearSite, SiteTerms
 from .lora_experts import ExpertPlan
 
 
@@ -111,34 +111,59 @@ class _AdaptedProduct(torch.autograd.Function):
         anchor: Tensor | None,
         weight: FrozenWeight,
         bias: Tensor | None,
-        terms: GroupTerms | SeveralTerms | None,
+        terms: SiteTerms | None,
         product: Product,
     ) -> Tensor:
-        ctx.terms, ctx.product, ctx.weight, ctx.bias = terms, product, weight, bias
+        ctx.terms, ctx.product, ctx.weight, ctx.bias, ctx.shrunk = terms, product, weight, bias, []
         ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
         if terms is None:
             return product(x, dequantized(weight), bias)
-        shrunk: Any = terms.shrink(x)
-        ctx.shrunk = shrunk
-        if isinstance(weight, Tensor) and isinstance(terms, GroupTerms) and terms.is_long:
+        adds_to_weight = terms.is_long and isinstance(weight, Tensor)
+        y = None if adds_to_weight else terms.new(x, terms.num_columns)
+        if y is not None and terms.num_frozen:
+            y[:, -terms.num_frozen :] = 0
+        for rows, matmul, a, layers, _ in terms.groups:
+            own_x = x if rows is None else x[rows]
+            shrunk = matmul.times(own_x, a.mT).mul_(matmul.scale)
+            ctx.shrunk.append(shrunk)
+            if y is not None:
+                own_y = y if rows is None else y[rows]
+                if len(layers) == 1:
+                    matmul.times(shrunk, layers[0].b, out=own_y)
+                else:
+                    for layer in layers:
+                        matmul.times(shrunk[:, layer.ranks], layer.b, out=own_y[:, layer.columns])
+        if y is None:
             return product(x, terms.added_to(weight), bias)
-        addend = terms.expand(shrunk)
-        return product(x, dequantized(weight), bias, addend)
+        return product(x, dequantized(weight), bias, y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, terms, weight = grads[0].contiguous(), ctx.terms, ctx.weight
-        (x,) = ctx.saved_tensors
+        grad, terms, weight, (x,) = grads[0].contiguous(), ctx.terms, ctx.weight, ctx.saved_tensors
         if weight.requires_grad:
             add_product(weight.grad, grad, x)
         if ctx.bias is not None and ctx.bias.requires_grad:
             ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
-        wants_x, addend = ctx.needs_input_grad[0], None
+        wants_x, grad_x = ctx.needs_input_grad[0], None
         if terms is not None:
-            is_added = isinstance(weight, Tensor) and isinstance(terms, GroupTerms) and terms.is_long
-            addend = terms.backward(grad, x, ctx.shrunk, wants_x and not is_added)
-            weight = terms.added_to(weight) if is_added and wants_x else weight
-        grad_x = ctx.product(grad, dequantized(weight).t(), None, addend) if wants_x else None
+            if wants_x and terms.is_long and isinstance(weight, Tensor):
+                weight = terms.added_to(weight)
+            elif wants_x:
+                grad_x = terms.new(grad, x.shape[1])
+            for (rows, matmul, a, layers, gradients), shrunk in zip(terms.groups, ctx.shrunk, strict=True):
+                own_x, own_grad = (x, grad) if rows is None else (x[rows], grad[rows])
+                grad_shrunk = torch.empty_like(shrunk)
+                parts = [(own_grad, shrunk, grad_shrunk)]
+                if len(layers) > 1:
+                    parts = [(own_grad[:, c], shrunk[:, r], grad_shrunk[:, r]) for _, r, c, _ in layers]
+                for layer, (of_a, of_b), (grad_y, z, grad_z) in zip(layers, gradients, parts, strict=True):
+                    matmul.times(grad_y, layer.b.mT, out=grad_z).mul_(matmul.scale)
+                    matmul.add_outer(of_a, grad_z, own_x)
+                    matmul.add_outer(of_b, z, grad_y)
+                if grad_x is not None:
+                    matmul.times(grad_shrunk, a, out=grad_x if rows is None else grad_x[rows])
+        if wants_x:
+            grad_x = ctx.product(grad, dequantized(weight).t(), None, grad_x)
         return grad_x, None, None, None, None, None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .adapter import Adapter
 from .lora_experts import ExpertPlan
 from .segment import RowGroup, Segment, row_groups
-from .segmented_matmul import SegmentedMatmul, SingleAdapter, stack
+from .segmented_matmul import stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +92,9 @@ class BatchPlan:
     def terms(self, site: LinearSite, num_rows: int) -> "SiteTerms | None":
         """Returns the terms of so many rows at a site, or None if no adapter adapts it. The first call builds them."""
         if site not in self._terms:
-            groups = [_group_terms(site, group) for group in self._groups if site.names[0] in group.adapters[0].pairs]
-            self._terms[site] = _site_terms(site, groups, num_rows) if groups else None
+            groups = [group for group in self._groups if site.names[0] in group.adapters[0].pairs]
+            terms = [GroupTerms(group, *_factors(site, group.weights)) for group in groups]
+            self._terms[site] = _site_terms(site, terms, num_rows) if terms else None
         found = self._terms[site]
         assert found is None or num_rows == self._num_rows, self._misfit(site, num_rows)
         return found
@@ -133,14 +134,10 @@ class LayerFactors(NamedTuple):
 class GroupTerms(NamedTuple):
     """The terms of a group's rows at a site: x is shrunk by A, and expanded by the B of each layer."""
 
-    rows: slice | None
-    """The group's rows, None = all."""
-    matmul: SegmentedMatmul
+    group: RowGroup
     a: Tensor
     """A of all layers below each other: [R, in], or [n, R, in] of n adapters."""
     layers: Sequence[LayerFactors]
-    gradients: Sequence[tuple[Sequence[Tensor], ...]]
-    """By layer, the sums of the gradients of A and of B^T of each adapter."""
 
 
 class SiteTerms(NamedTuple):
@@ -168,28 +165,20 @@ class SiteTerms(NamedTuple):
 
     def added_to(self, weight: Tensor) -> Tensor:
         """Returns a copy of the weight [out, in] with the terms' matrices added; see `is_long`."""
-        total, (group,) = weight.clone(memory_format=torch.contiguous_format), self.groups
-        assert isinstance(group.matmul, SingleAdapter)
-        for layer in group.layers:
-            total[layer.columns].addmm_(layer.b.t(), group.a[layer.ranks], alpha=group.matmul.scale)
+        total, (terms,) = weight.clone(memory_format=torch.contiguous_format), self.groups
+        for layer in terms.layers:
+            total[layer.columns].addmm_(layer.b.t(), terms.a[layer.ranks], alpha=terms.group.adapters[0].scale)
         return total
 
 
-def _group_terms(site: LinearSite, group: RowGroup) -> GroupTerms:
-    a, layers = _factors(site, group.weights)
-    gradients = [tuple(zip(*(views[layer.name] for views in group.gradients), strict=True)) for layer in layers]
-    return GroupTerms(None if group.is_whole else group.rows, group.matmul, a, layers, gradients)
-
-
 def _site_terms(site: LinearSite, groups: Sequence[GroupTerms], num_rows: int) -> SiteTerms:
-    if groups[0].rows is None:
-        a, gaps = groups[0].a, []
+    a, gaps, is_long = groups[0].a, [], False
+    if groups[0].group.is_whole:
         longest = max(a.shape[-1], site.num_columns)
         is_long = num_rows >= longest and a.dim() == 2 and a.is_cpu and a.dtype == torch.float32
     else:
-        bounds = [0, *(bound for rows, *_ in groups if rows for bound in (rows.start, rows.stop)), num_rows]
+        bounds = [0, *(bound for each in groups for bound in (each.group.rows.start, each.group.rows.stop)), num_rows]
         gaps = [slice(start, stop) for start, stop in list(pairwise(bounds))[::2] if start < stop]
-        is_long = False
     return SiteTerms(groups, gaps, site.num_columns, site.num_frozen, is_long)
 
 

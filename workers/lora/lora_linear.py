@@ -122,12 +122,12 @@ class _AdaptedProduct(torch.autograd.Function):
         y = None if adds_to_weight else terms.new(x, terms.num_columns)
         if y is not None and terms.num_frozen:
             y[:, -terms.num_frozen :] = 0
-        for rows, matmul, a, layers, _ in terms.groups:
-            own_x = x if rows is None else x[rows]
+        for group, a, layers in terms.groups:
+            matmul, own_x = group.matmul, x if group.is_whole else x[group.rows]
             shrunk = matmul.times(own_x, a.mT).mul_(matmul.scale)
             ctx.shrunk.append(shrunk)
             if y is not None:
-                own_y = y if rows is None else y[rows]
+                own_y = y if group.is_whole else y[group.rows]
                 if len(layers) == 1:
                     matmul.times(shrunk, layers[0].b, out=own_y)
                 else:
@@ -150,18 +150,20 @@ class _AdaptedProduct(torch.autograd.Function):
                 weight = terms.added_to(weight)
             elif wants_x:
                 grad_x = terms.new(grad, x.shape[1])
-            for (rows, matmul, a, layers, gradients), shrunk in zip(terms.groups, ctx.shrunk, strict=True):
-                own_x, own_grad = (x, grad) if rows is None else (x[rows], grad[rows])
+            for (group, a, layers), shrunk in zip(terms.groups, ctx.shrunk, strict=True):
+                matmul, rows = group.matmul, group.rows
+                own_x, own_grad = (x, grad) if group.is_whole else (x[rows], grad[rows])
                 grad_shrunk = torch.empty_like(shrunk)
                 parts = [(own_grad, shrunk, grad_shrunk)]
                 if len(layers) > 1:
                     parts = [(own_grad[:, c], shrunk[:, r], grad_shrunk[:, r]) for _, r, c, _ in layers]
-                for layer, (of_a, of_b), (grad_y, z, grad_z) in zip(layers, gradients, parts, strict=True):
+                for layer, (grad_y, z, grad_z) in zip(layers, parts, strict=True):
                     matmul.times(grad_y, layer.b.mT, out=grad_z).mul_(matmul.scale)
-                    matmul.add_outer(of_a, grad_z, own_x)
-                    matmul.add_outer(of_b, z, grad_y)
+                    grad_a, grad_b = zip(*(views[layer.name] for views in group.gradients), strict=True)
+                    matmul.add_outer(grad_a, grad_z, own_x)
+                    matmul.add_outer(grad_b, z, grad_y)
                 if grad_x is not None:
-                    matmul.times(grad_shrunk, a, out=grad_x if rows is None else grad_x[rows])
+                    matmul.times(grad_shrunk, a, out=grad_x if group.is_whole else grad_x[rows])
         if wants_x:
             grad_x = ctx.product(grad, dequantized(weight).t(), None, grad_x)
         return grad_x, None, None, None, None, None

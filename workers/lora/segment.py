@@ -59,7 +59,7 @@ class RowGroup:
 
     @cached_property
     def gradients(self) -> list[Mapping[str, tuple[Tensor, Tensor]]]:
-        """The sums of their gradients in this thread's lane."""
+        """The sums of the gradients of A and B^T by layer in this thread's lane, of each adapter."""
         return [adapter.gradients.of_lane().views for adapter in self.adapters]
 
 

@@ -103,7 +103,10 @@ class BatchPlan:
         """Adds the terms of x [rows, in] to y [rows, out], in fewer calls than `terms`, but without backward."""
         if (folded := self._folded.get(site)) is None:
             adapted = [group for group in self._groups if site.names[0] in group.adapters[0].pairs]
-            folded = self._folded[site] = [(group, self._copy_of(site, group)) for group in adapted]
+            for group in adapted:
+                if (site, group.adapters) not in self._copies:
+                    self._copies[site, group.adapters] = fold(site, group)
+            folded = self._folded[site] = [(group, self._copies[site, group.adapters]) for group in adapted]
         assert not folded or len(x) == self._num_rows, self._misfit(site, len(x))
         for group, factors in folded:
             own_y, own_x = (y, x) if group.is_whole else (y[group.rows], x[group.rows])
@@ -111,12 +114,6 @@ class BatchPlan:
 
     def _misfit(self, site: LinearSite, num_rows: int) -> str:
         return f"{site.names[0]}: {num_rows} tokens, but the segments end at {self._num_rows}"
-
-    def _copy_of(self, site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
-        key = site, group.adapters
-        if key not in self._copies:
-            self._copies[key] = fold(site, group)
-        return self._copies[key]
 
 
 class LayerFactors(NamedTuple):
@@ -162,6 +159,16 @@ class SiteTerms(NamedTuple):
         for gap in self.gaps:
             empty[gap] = 0
         return empty
+
+    def expand(self, x: Tensor, shrunk: Sequence[Tensor]) -> Tensor:
+        """Returns the terms [rows, out] from the products of x with A by group."""
+        y = self.new(x, self.num_columns)
+        if self.num_frozen:
+            y[:, -self.num_frozen :] = 0
+        for (group, _, layers), own in zip(self.groups, shrunk, strict=True):
+            for layer in layers:
+                group.matmul.times(own[:, layer.ranks], layer.b, out=y[group.rows, layer.columns])
+        return y
 
     def added_to(self, weight: Tensor) -> Tensor:
         """Returns a copy of the weight [out, in] with the terms' matrices added; see `is_long`."""

@@ -118,24 +118,15 @@ class _AdaptedProduct(torch.autograd.Function):
         ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
         if terms is None:
             return product(x, dequantized(weight), bias)
-        adds_to_weight = terms.is_long and isinstance(weight, Tensor)
-        y = None if adds_to_weight else terms.new(x, terms.num_columns)
-        if y is not None and terms.num_frozen:
-            y[:, -terms.num_frozen :] = 0
-        for group, a, layers in terms.groups:
-            matmul, own_x = group.matmul, x if group.is_whole else x[group.rows]
-            shrunk = matmul.times(own_x, a.mT).mul_(matmul.scale)
-            ctx.shrunk.append(shrunk)
-            if y is not None:
-                own_y = y if group.is_whole else y[group.rows]
-                if len(layers) == 1:
-                    matmul.times(shrunk, layers[0].b, out=own_y)
-                else:
-                    for layer in layers:
-                        matmul.times(shrunk[:, layer.ranks], layer.b, out=own_y[:, layer.columns])
-        if y is None:
+        for group, a, _ in terms.groups:
+            own_x = x if group.is_whole else x[group.rows]
+            ctx.shrunk.append(group.matmul.times(own_x, a.mT).mul_(group.matmul.scale))
+        if terms.is_long and isinstance(weight, Tensor):
             return product(x, terms.added_to(weight), bias)
-        return product(x, dequantized(weight), bias, y)
+        group, _, layers = terms.groups[0]
+        if group.is_whole and len(layers) == 1:
+            return product(x, dequantized(weight), bias, group.matmul.times(ctx.shrunk[0], layers[0].b))
+        return product(x, dequantized(weight), bias, terms.expand(x, ctx.shrunk))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,24 +137,30 @@ class _AdaptedProduct(torch.autograd.Function):
             ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
         wants_x, grad_x = ctx.needs_input_grad[0], None
         if terms is not None:
-            if wants_x and terms.is_long and isinstance(weight, Tensor):
-                weight = terms.added_to(weight)
-            elif wants_x:
+            adds_to_weight = terms.is_long and isinstance(weight, Tensor)
+            if wants_x and not terms.groups[0].group.is_whole:
                 grad_x = terms.new(grad, x.shape[1])
             for (group, a, layers), shrunk in zip(terms.groups, ctx.shrunk, strict=True):
                 matmul, rows = group.matmul, group.rows
                 own_x, own_grad = (x, grad) if group.is_whole else (x[rows], grad[rows])
-                grad_shrunk = torch.empty_like(shrunk)
-                parts = [(own_grad, shrunk, grad_shrunk)]
-                if len(layers) > 1:
+                if len(layers) == 1:
+                    grad_shrunk = matmul.times(own_grad, layers[0].b.mT).mul_(matmul.scale)
+                    parts = [(own_grad, shrunk, grad_shrunk)]
+                else:
+                    grad_shrunk = torch.empty_like(shrunk)
                     parts = [(own_grad[:, c], shrunk[:, r], grad_shrunk[:, r]) for _, r, c, _ in layers]
+                    for layer, (grad_y, _, grad_z) in zip(layers, parts, strict=True):
+                        matmul.times(grad_y, layer.b.mT, out=grad_z).mul_(matmul.scale)
                 for layer, (grad_y, z, grad_z) in zip(layers, parts, strict=True):
-                    matmul.times(grad_y, layer.b.mT, out=grad_z).mul_(matmul.scale)
                     grad_a, grad_b = zip(*(views[layer.name] for views in group.gradients), strict=True)
                     matmul.add_outer(grad_a, grad_z, own_x)
                     matmul.add_outer(grad_b, z, grad_y)
                 if grad_x is not None:
-                    matmul.times(grad_shrunk, a, out=grad_x if group.is_whole else grad_x[rows])
+                    matmul.times(grad_shrunk, a, out=grad_x[rows])
+                elif wants_x and not adds_to_weight:
+                    grad_x = matmul.times(grad_shrunk, a)
+            if wants_x and adds_to_weight:
+                weight = terms.added_to(weight)
         if wants_x:
             grad_x = ctx.product(grad, dequantized(weight).t(), None, grad_x)
         return grad_x, None, None, None, None, None

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .attention import AttendingPacking, AttentionKind, Packing, attend
-from .recurrence import Recurrence, recur
+from .recurrences.recurrence import Recurrence, recur
 from .token_index import IndexKind, IndexQueries, choose
 
 

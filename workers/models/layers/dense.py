@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...ops.fused import GATES
+from ...ops.fused import GATES, UNGATED
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.parts import Dense
-from .activations import UNGATED
 from .merge import Merge, MergedProjection
 
 

@@ -14,8 +14,7 @@ _ROWS, _COLUMNS = Placement("mlp", 0), Placement("mlp", 1)
 class Dense(Part):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without gates.
 
-    name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES, or without gates of
-    workers/models/layers/activations.py's UNGATED.
+    name: where it is below the layer. activation: a key of GATES in workers/ops/fused.py, or without gates of UNGATED.
     is_fused: whether one projection computes gate and up.
     names: of the projections to gate and up, and of the one after them; () for the usual ones.
     gate_scale: by which gates are multiplied before the activation.
@@ -77,13 +76,9 @@ class Dense(Part):
         yield Divisible("mlp", self.features, "feed-forward features")
 
     def kept_bytes(self, share: Share) -> float:
-        """Counts gate, up, the gate's activation, and the product of the two; without gates up and its activation.
-
-        Kernels for float32 compute silu of the gate a second time.
-        """
-        gated = 3 if self.activation == "silu" and share.number_bytes == FLOAT32 else 4
+        """Counts gate, up and the output of the gate; without gates up and its activation."""
         inputs = share.inputs(self.hidden, len(self.linears))
-        return inputs + share.number_bytes * (gated if self.has_gate else 2) * self._own_features(share)
+        return inputs + share.number_bytes * (3 if self.has_gate else 2) * self._own_features(share)
 
     def working_bytes(self, share: Share) -> float:
         """Counts the gathered gradient, and that by the features. The norm's inputs are already freed."""

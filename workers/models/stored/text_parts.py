@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, modeling_utils
 
-from ..shapes.other_models import TEXT_MODELS, TRANSPOSED_EXPERTS, WITH_HEAD, text_settings, text_type_of
-from .stored.stored_tensor import Index, StoredTensor, spans
+from ...shapes.other_models import TEXT_MODELS, TRANSPOSED_EXPERTS, WITH_HEAD, text_settings, text_type_of
+from .stored_tensor import Index, StoredTensor, spans
 
 
 @dataclass(frozen=True)

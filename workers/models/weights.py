@@ -86,7 +86,6 @@ class ModelWeights:
 
     @property
     def is_sharded(self) -> bool:
-        """True if layers are gathered for use."""
         return bool(self._sharded)
 
     @property

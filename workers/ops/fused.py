@@ -48,7 +48,7 @@ class RmsNorm:
     def add(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns x + update, or x if there is none, and its norm; all [tokens, size]."""
         if not torch.is_grad_enabled():
-            return layer_kernels(x).add_rms_norm(x, update, self)
+            return layer_kernels(x).add_rms_norm(x, update, self)[:2]
         sum_and_norm: Any = _AddRmsNorm.apply(x, update, self)
         return (x, sum_and_norm[1]) if update is None else sum_and_norm
 
@@ -125,7 +125,7 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     """Rotates the heads of x [tokens, heads, size], after normalizing each head if there is a norm."""
     if torch.is_grad_enabled():
         return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
-    return layer_kernels(x).rotate_heads(x, rotation, norm)
+    return layer_kernels(x).rotate_heads(x, rotation, norm)[0]
 
 
 def query_scales(positions: Tensor, rate: float, length: int, first: int) -> Tensor:
@@ -161,7 +161,7 @@ class Gate:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return _Gated.apply(gate, up, self)  # pyright: ignore[reportReturnType]
-        return layer_kernels(gate).gated(gate, up, self)
+        return layer_kernels(gate).gated(gate, up, self)[0]
 
     def overwrite(self, grad: Tensor, gate: Tensor, up: Tensor) -> None:
         """Replaces gate and up, views of one tensor, by their gradients, given that of the output."""
@@ -209,14 +209,14 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor | None, Tensor]:
         ctx.norm, ctx.kernels = norm, layer_kernels(x)
         ctx.set_materialize_grads(False)
-        total, normalized = ctx.kernels.add_rms_norm(x, update, norm)
-        ctx.save_for_backward(x if update is None else total)
+        total, normalized, inverse = ctx.kernels.add_rms_norm(x, update, norm)
+        ctx.save_for_backward(x if update is None else total, inverse)
         return None if update is None else total, normalized
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (total,), (addend, grad) = ctx.saved_tensors, grads
-        gradient = ctx.kernels.rms_norm_gradient(grad, total, ctx.norm, addend)
+        (total, inverse), (addend, grad) = ctx.saved_tensors, grads
+        gradient = ctx.kernels.rms_norm_gradient(grad, total, ctx.norm, addend, inverse)
         return gradient, gradient if ctx.needs_input_grad[1] else None, None
 
 
@@ -224,26 +224,29 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
         ctx.rotation, ctx.norm, ctx.kernels = rotation, norm, layer_kernels(x)
-        ctx.save_for_backward(x if norm is not None else None)
-        return ctx.kernels.rotate_heads(x, rotation, norm)
+        out, inverse = ctx.kernels.rotate_heads(x, rotation, norm)
+        ctx.save_for_backward(x if norm is not None else None, inverse)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        return ctx.kernels.rotate_heads_gradient(grads[0], x, ctx.rotation, ctx.norm), None, None
+        x, inverse = ctx.saved_tensors
+        return ctx.kernels.rotate_heads_gradient(grads[0], x, ctx.rotation, ctx.norm, inverse), None, None
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
         ctx.kind, ctx.kernels = kind, layer_kernels(gate)
-        ctx.save_for_backward(gate, up)
-        return ctx.kernels.gated(gate, up, kind)
+        out, active = ctx.kernels.gated(gate, up, kind, has_gradient=True)
+        ctx.save_for_backward(gate, up, active)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         """Overwrites the saved tensors, which nothing else reads, since backward runs once."""
-        return *ctx.kernels.gated_gradient(grads[0], *ctx.saved_tensors, ctx.kind), None
+        gate, up, active = ctx.saved_tensors
+        return *ctx.kernels.gated_gradient(grads[0], gate, up, ctx.kind, active), None
 
 
 class _Relu2(torch.autograd.Function):

@@ -148,7 +148,6 @@ class SlotTensors:
         return tuple(tensors[layer] for tensors in (self._keys, self._values) if layer in tensors)
 
     def state_copies(self, slot: int) -> Mapping[StateKind, Tensor]:
-        """Returns copies of the slot's states, each [*shape]."""
         return {kind: states[slot].clone() for kind, states in self._states.items()}
 
     def num_bytes(self) -> int:

@@ -43,7 +43,6 @@ class SharingRow:
         return next(iter(self.kept(self._sources[layer])), None)
 
     def kept(self, layer: int | None) -> tuple[Tensor, ...]:
-        """Returns what is kept of a layer."""
         return () if layer is None else self._kept.get(layer, ())
 
     def keep(self, layer: int, kept: Sequence[Tensor]) -> None:

@@ -38,16 +38,18 @@ _BLOCK = 1024
 class TritonKernels(TorchKernels):
     """Launches the kernels on tensors of a GPU. The numbers of a row must be contiguous; else a copy is made."""
 
-    def add_rms_norm(self, x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor, None]:
         x, out, size = x.contiguous(), x.new_empty(x.shape), x.shape[1]
         total, added = (x, x) if update is None else (x.new_empty(x.shape), update.contiguous())
         tensors = out, total, x, added, norm.weight
         launch(_add_rms_norm, x.shape[:1], *tensors, norm.eps_number, size, update is not None, **_of_row(size))
-        return total, out
+        return total, out, None
 
-    def rms_norm_gradient(self, grad: Tensor, x: Tensor, norm: RmsNorm, addend: Tensor | None) -> Tensor:
+    def rms_norm_gradient(
+        self, grad: Tensor, x: Tensor, norm: RmsNorm, addend: Tensor | None, inverse: Tensor | None = None
+    ) -> Tensor:
         if norm.parameter.grad is not None:
-            return super().rms_norm_gradient(grad, x, norm, addend)
+            return super().rms_norm_gradient(grad, x, norm, addend, inverse)
         grad, x = grad.contiguous(), x.contiguous()
         added = grad if addend is None else addend.contiguous()
         out = grad.new_empty(grad.shape)
@@ -55,7 +57,7 @@ class TritonKernels(TorchKernels):
         launch(_rms_norm_gradient, x.shape[:1], *tensors, norm.eps_number, size, addend is not None, **_of_row(size))
         return out
 
-    def rotate_heads(self, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
+    def rotate_heads(self, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> tuple[Tensor, Tensor | None]:
         if rotation.cos.shape[-1] != x.shape[-1]:
             return super().rotate_heads(x, rotation, norm)
         x = with_rows(x)
@@ -63,12 +65,14 @@ class TritonKernels(TorchKernels):
         weight, eps, stride = _of_norm(norm, x)
         tensors = out, x, rotation.cos, rotation.sin, weight
         launch(_rotate_heads, grid, *tensors, eps, x.stride(0), stride, norm is not None, *x.shape[1:], **sizes)
-        return out
+        return out, None
 
-    def rotate_heads_gradient(self, grad: Tensor, x: Tensor | None, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
+    def rotate_heads_gradient(
+        self, grad: Tensor, x: Tensor | None, rotation: Rotation, norm: RmsNorm | None, inverse: Tensor | None = None
+    ) -> Tensor:
         has_gradient = norm is not None and norm.parameter.grad is not None
         if has_gradient or rotation.cos.shape[-1] != grad.shape[-1]:
-            return super().rotate_heads_gradient(grad, x, rotation, norm)
+            return super().rotate_heads_gradient(grad, x, rotation, norm, inverse)
         grad, x = with_rows(grad), grad if x is None else with_rows(x)
         out, (grid, sizes) = grad.new_empty(grad.shape), _of_heads(grad)
         weight, eps, stride = _of_norm(norm, x)
@@ -76,13 +80,15 @@ class TritonKernels(TorchKernels):
         launch(_rotate_heads_gradient, grid, *tensors, eps, *strides, norm is not None, *x.shape[1:], **sizes)
         return out
 
-    def gated(self, gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+    def gated(self, gate: Tensor, up: Tensor, kind: Gate, has_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
         gate, up = with_rows(gate), with_rows(up)
         out, sizes = gate.new_empty(gate.shape), (gate.stride(0), up.stride(0), gate.shape[1])
         launch(_gate, _of_blocks(gate), out, gate, up, *sizes, kind.alpha, kind.limit, kind.name, _BLOCK)
-        return out
+        return out, None
 
-    def gated_gradient(self, grad: Tensor, gate: Tensor, up: Tensor, kind: Gate) -> tuple[Tensor, Tensor]:
+    def gated_gradient(
+        self, grad: Tensor, gate: Tensor, up: Tensor, kind: Gate, active: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
         sizes = grad.stride(0), gate.stride(0), up.stride(0), gate.shape[1]
         launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *sizes, kind.alpha, kind.limit, kind.name, _BLOCK)

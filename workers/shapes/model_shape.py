@@ -395,7 +395,6 @@ def _extends(kind: str, model_type: str, *, is_of_all_layers: bool) -> bool:
 
 
 def type_of(config: Mapping[str, object]) -> str:
-    """Returns the model_type that a config.json names."""
     return str(config.get("model_type", "unknown"))
 
 

@@ -55,7 +55,8 @@ class GuardedWorker(Worker):
         add = RmsNorm.add
 
         def watched(norm: RmsNorm, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-            self._operations("pass" if torch.is_grad_enabled() else "decode").normed_tokens.add(len(hidden))
+            if hidden.shape[-1] == self._base.unembedding.shape[1]:  # no norm of latent vectors or heads
+                self._operations("pass" if torch.is_grad_enabled() else "decode").normed_tokens.add(len(hidden))
             return add(norm, hidden, update)
 
         RmsNorm.add = watched

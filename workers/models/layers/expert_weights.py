@@ -70,7 +70,6 @@ class ExpertWeights:
 
     @property
     def num_own(self) -> int:
-        """Experts of this rank."""
         return self._parameter(self.names[0]).shape[0]
 
     @property
@@ -103,7 +102,6 @@ class ExpertWeights:
         return self._product(groups, hidden, self.names[1])
 
     def output_backward(self, groups: GroupedRows, grad: Tensor) -> Tensor:
-        """Returns the gradient of `output`'s input."""
         return groups.matmul(grad, self._matrices(self.names[1]).mT)
 
     def features_backward(self, groups: GroupedRows, grad: Tensor) -> Tensor:

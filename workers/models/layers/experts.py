@@ -108,7 +108,6 @@ class GroupedExperts:
 
     @property
     def num_experts(self) -> int:
-        """Experts on all ranks together."""
         return self._experts.num_experts
 
     @property
@@ -429,7 +428,6 @@ def _weighted(by_token: Tensor, weights: Tensor) -> Tensor:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Joins [rows, n] of each along the columns."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=1)
 
 

@@ -30,7 +30,6 @@ class TokenInputs:
         self._norm = rms_norm_of(trunk.per_layer_projection_norm)
 
     def refresh(self) -> None:
-        """Updates the norm, after its parameter was replaced."""
         self._norm.refresh()
 
     def of_layers(

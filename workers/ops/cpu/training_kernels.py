@@ -47,17 +47,21 @@ class CpuTrainingKernels(Kernels):
         library.declare(_ARGUMENTS, _FALLIBLE)
         self.library = library
 
-    def rms_norm_gradient(self, grad: Tensor, x: Tensor, norm: RmsNorm, addend: Tensor | None) -> Tensor:
+    def rms_norm_gradient(
+        self, grad: Tensor, x: Tensor, norm: RmsNorm, addend: Tensor | None, inverse: Tensor | None = None
+    ) -> Tensor:
         if norm.parameter.grad is not None:
-            return super().rms_norm_gradient(grad, x, norm, addend)
+            return super().rms_norm_gradient(grad, x, norm, addend, inverse)
         grad, x, out = grad.contiguous(), x.contiguous(), x.new_empty(x.shape)
         addend = None if addend is None else addend.contiguous()
         self.library.rms_norm_gradient(out, grad, addend, x, norm.weight, norm.eps_number, *x.shape, threads_for(x))
         return out
 
-    def rotate_heads_gradient(self, grad: Tensor, x: Tensor | None, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
+    def rotate_heads_gradient(
+        self, grad: Tensor, x: Tensor | None, rotation: Rotation, norm: RmsNorm | None, inverse: Tensor | None = None
+    ) -> Tensor:
         if norm is not None and norm.parameter.grad is not None:
-            return super().rotate_heads_gradient(grad, x, rotation, norm)
+            return super().rotate_heads_gradient(grad, x, rotation, norm, inverse)
         (tokens, heads, size), cos = grad.shape, rotation.cos
         grad, out = with_rows(grad), grad.new_empty(grad.shape)
         x = grad if x is None else with_rows(x)
@@ -66,9 +70,11 @@ class CpuTrainingKernels(Kernels):
         self.library.rotate_heads_gradient(out, *inputs, tokens, heads, size, cos.shape[-1], threads_for(grad))
         return out
 
-    def gated_gradient(self, grad: Tensor, gate: Tensor, up: Tensor, kind: Gate) -> tuple[Tensor, Tensor]:
+    def gated_gradient(
+        self, grad: Tensor, gate: Tensor, up: Tensor, kind: Gate, active: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if kind.name != "silu":
-            return super().gated_gradient(grad, gate, up, kind)
+            return super().gated_gradient(grad, gate, up, kind, active)
         grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()

@@ -73,7 +73,6 @@ class ReleasedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The codes, the scales and their factors."""
         return self._packed.tensors
 
     def dequantize(self) -> Tensor:

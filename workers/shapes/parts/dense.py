@@ -76,9 +76,13 @@ class Dense(Part):
         yield Divisible("mlp", self.features, "feed-forward features")
 
     def kept_bytes(self, share: Share) -> float:
-        """Counts gate, up and the output of the gate; without gates up and its activation."""
+        """Counts gate, up, the gate's activation, and the product of the two; without gates up and its activation.
+
+        Kernels for float32 compute silu of the gate a second time.
+        """
+        gated = 3 if self.activation == "silu" and share.number_bytes == FLOAT32 else 4
         inputs = share.inputs(self.hidden, len(self.linears))
-        return inputs + share.number_bytes * (3 if self.has_gate else 2) * self._own_features(share)
+        return inputs + share.number_bytes * (gated if self.has_gate else 2) * self._own_features(share)
 
     def working_bytes(self, share: Share) -> float:
         """Counts the gathered gradient, and that by the features. The norm's inputs are already freed."""

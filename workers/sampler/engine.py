@@ -110,7 +110,7 @@ class SamplingEngine:
             self._load_models(held)
             held.enter_context(self._base.threads.restored())
             began = time.monotonic()
-            held.enter_context(self._base.gathered())
+            held.enter_context(self._base.weights.gathered())
             deadline += time.monotonic() - began  # else gathering could leave little time for steps
             while not self._scheduler.is_idle:
                 has_run = self.step()

@@ -83,7 +83,7 @@ class ModelRunner:
                 hidden = self._base.hidden_states(steps.tokens, steps.positions, steps.packing())
             return self._logits(hidden, steps.adapter_spans)
 
-        found = steps.run(logits, (steps.plan, self._base.num_moves))
+        found = steps.run(logits, (steps.plan, self._base.weights.num_moves))
         sampled = self._sample(steps.metadata, found, steps.noise())
         steps.advance(sampled.chosen.tokens)
         return sampled

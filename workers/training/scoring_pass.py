@@ -82,7 +82,7 @@ class ScoringStrategy:
         """Returns this rank's shard of a micro-batch's tokens; None if it runs and scores all of them."""
         if self._has_all_tokens:
             return None
-        ring = self._base.sequence_split.ring
+        ring = self._base.loaded.sequence_split.ring
         return TokenShard(len(micro_batch.tokens), self.mesh, self._base.shards_activations, ring)
 
     @torch.no_grad()

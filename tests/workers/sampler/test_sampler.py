@@ -682,7 +682,7 @@ def test_gathering_layers_does_not_count_against_a_slices_time(
 
         return running
 
-    monkeypatch.setattr(adapted.base, "gathered", gathered)
+    monkeypatch.setattr(adapted.base.weights, "gathered", gathered)
     monkeypatch.setattr(adapted.base, "hidden_states", taking_a_second(adapted.base.hidden_states))
     if (tape := new_step_tape()) is not None:
         monkeypatch.setattr(type(tape), "repeat", taking_a_second(type(tape).repeat))

@@ -131,7 +131,7 @@ class DraftModel(Trainable):
         generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)
         whole = self.layout.unsharded
         drawn = weights if whole is self.layout else torch.zeros(whole.size)
-        with self._base.whole_unembedding():
+        with self._base.weights.whole_unembedding():
             self._algorithm.initialize(_by_name(whole, drawn), self._base, self.vocabulary, generator)
         if drawn is not weights:
             self.layout.copy_parts(weights, whole.named_views(drawn))

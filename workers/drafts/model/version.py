@@ -44,7 +44,7 @@ def base_version(base: BaseModel) -> str:
     """Returns the version of the bare base model, a hash of its config, its precision and samples of its weight
     files."""
     config = {name: value for name, value in base.config.to_dict().items() if name != "_name_or_path"}
-    digest = hashlib.sha256(f"{json.dumps(config, sort_keys=True, default=str)} {base.precision}".encode())
+    digest = hashlib.sha256(f"{json.dumps(config, sort_keys=True, default=str)} {base.loaded.precision}".encode())
     directory = model_directory(base.source)
     for path in sorted(directory.iterdir()) if directory else ():
         if path.suffix in _WEIGHTS:

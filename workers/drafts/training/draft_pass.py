@@ -289,7 +289,7 @@ class DraftStrategy:
             return features.mapped(lambda whole: whole[own])
         if covers_all and (share := self._shard_of(micro_batch)) is not None:
             features = features.mapped(share.of_scored)
-        computed = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
+        computed = tokens_by_rank(groups, lengths, self._base.loaded.sequence_split.ring)
         return features.exchanged(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
 
     def _mask_embedding(self, draft: DraftModel) -> Tensor | None:

@@ -42,7 +42,7 @@ class LazyTokenizer:
         backend = copy(backend)
         backend.no_padding()
         backend.no_truncation()
-        return MatcherFactory(backend.to_str(), self._base.vocab_size, self._base.eos_token_ids)
+        return MatcherFactory(backend.to_str(), self._base.vocab_size, self._base.loaded.eos_token_ids)
 
 
 def _load_tokenizer(source: str) -> PreTrainedTokenizerFast:

@@ -55,7 +55,6 @@ class TargetChunks:
 
 
 def stored_of(operation: RankOperation) -> Mapping[int, CapturedFeatures]:
-    """Returns the captured features of the part's examples, by their indices."""
     return operation.prepared or {}
 
 
@@ -72,18 +71,18 @@ def store_features(
     segment: MicroBatchSegment,
     target_features: TargetFeatures | None,
     chunks: TargetChunks,
-) -> OSError | None:
+) -> str | None:
     """Stores the features of the segment's examples that have none yet.
 
     Args:
         target_features: those of the micro-batch; None if another rank stores them.
         chunks: of the segment's target.
     Returns:
-        The error of the last example that could not be stored.
+        Why the last example that could not be stored could not; None if all are.
     """
     if target_features is None:
         return None
-    failure: OSError | None = None
+    failure: str | None = None
     for example, tokens in examples_of(segment):
         features = stored_of(operation).get(example)
         try:
@@ -95,12 +94,11 @@ def store_features(
             outputs = operation.finished.outputs.setdefault(operation.batch.datum_indices[example], {})
             outputs[FEATURES] = np.frombuffer(address, np.uint8)
         except OSError as error:
-            failure = error
+            failure = _write_failure(directory, error)
     return failure
 
 
-def write_failure_message(directory: Path, error: OSError) -> str:
-    """Returns the error message for features that could not be stored."""
+def _write_failure(directory: Path, error: OSError) -> str:
     try:
         free = f"{gigabytes(disk_usage(directory).free)} are free there"
     except OSError:
@@ -249,9 +247,8 @@ class _PolicyCapture:
         failure = store_features(directory, kind, operation, segment, features, chunks)
         if failure is not None and operation.finished not in self.warned:
             self.warned.add(operation.finished)
-            message = write_failure_message(directory, failure)
             logger.warning(
-                "run %s continues without the features it should have captured: %s", operation.run_id, message
+                "run %s continues without the features it should have captured: %s", operation.run_id, failure
             )
 
 

@@ -6,7 +6,6 @@ Both give the same numbers, bit for bit, if the target ran over the same sequenc
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,8 +61,7 @@ class TargetFeatures:
 
     @staticmethod
     def join(parts: Sequence[tuple[Tensor, "TargetFeatures"]]) -> "TargetFeatures":
-        """Joins parts, given with the int64 rows of the whole that each covers. Rows of a part beyond these are
-        padding."""
+        """Joins parts, each with the int64 rows of the whole that it covers; its rows beyond these are padding."""
         order = torch.cat([rows for rows, _ in parts]).argsort()
         embedded, captured = (
             torch.cat([getattr(part, name)[: len(rows)] for rows, part in parts])[order]
@@ -74,15 +72,8 @@ class TargetFeatures:
         return TargetFeatures(embedded, captured, joined)
 
 
-class FeatureSource(Protocol):
-    def features(self, micro_batch: MicroBatch) -> TargetFeatures:
-        """Returns the features of a draft's micro-batch. All ranks call this together, each with its own
-        micro-batch."""
-        ...
-
-
 class HookedTarget:
-    """Runs the draft's target, without gradients."""
+    """Runs the draft's target, without gradients. All ranks call this together, each with its own micro-batch."""
 
     def __init__(
         self,

@@ -211,7 +211,6 @@ class PrefixCache:
 
 
 def _root(weight_version: int) -> bytes:
-    """Returns the hash before the first block."""
     return weight_version.to_bytes(8, "little")
 
 

@@ -10,17 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..schemas.adapters.adapter_files import (
-    CONFIG,
-    DESCRIPTION,
-    WEIGHTS,
-    Reader,
-    max_rank,
-    refusal_by_peft,
-    vllm_form_of,
-    write_for,
-)
+from ..schemas.adapters.adapter_files import Reader, refusal_by_peft, vllm_form_of, write_for
 from ..schemas.adapters.model_files import model_directory
+from ..schemas.adapters.peft import CONFIG, DESCRIPTION, WEIGHTS
 from ..schemas.adapters.tensor_file import TensorFile
 from ..schemas.adapters.vllm_form import FORMS, room_for
 from ..schemas.bounds import load_json
@@ -181,8 +173,10 @@ def _auto_class(is_multimodal: bool) -> str:
 
 
 def _with_vllm(base: str, place: Path) -> str:
+    config = load_json((place / CONFIG).read_text())
+    max_rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     adapter: dict[str, object] = {"name": place.name, "path": str(place)}
-    options = ["--enable-lora", "--max-lora-rank", str(room_for(max_rank(place)))]
+    options = ["--enable-lora", "--max-lora-rank", str(room_for(max_rank))]
     if vllm_form_of(place).experts == "mixed":
         options.append("--enable-mixed-moe-lora-format")
         adapter["is_3d_lora_weight"] = True

@@ -19,9 +19,8 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig, Utilization
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from .engines.engine import Engine
+from .engines.engine import Engine, TrainingWorkersEngine
 from .engines.sampler_groups import SamplerGroups
-from .engines.training_workers import TrainingWorkersEngine
 from .protocol.calls import AdapterFile, ModelInfo, OptimizerStep, RunInfo, RunSpec, SampleJob, SavedContents
 from .protocol.methods import (
     CLEAR_GRADIENTS,
@@ -147,11 +146,19 @@ class WorkerDispatch:
         self._locations.pop(run_id, None)
 
     async def forward_backward(
-        self, request: ForwardBackwardRequest, on_begin: Callable[[CallSize], None] | None = None
+        self,
+        request: ForwardBackwardRequest,
+        on_begin: Callable[[CallSize], None] | None = None,
+        position: float | None = None,
     ) -> ForwardBackwardOutput:
-        """Computes losses and gradients; `on_begin` is called with the size of each pass that has a part of it."""
+        """Computes losses and gradients; `on_begin` is called with the size of each pass that has a part of it.
+
+        Args:
+            position: in the run, see Suspects; the seq_id unless several requests share it.
+        """
         location = self._location(request.model_id)
-        return await location.group.submit(PassWork(request.model_id, location.tenant_id, request, on_begin=on_begin))
+        work = PassWork(request.model_id, location.tenant_id, request, on_begin=on_begin, position=position)
+        return await location.group.submit(work)
 
     async def optim_step(
         self, step: OptimizerStep, on_begin: Callable[[CallSize], None] | None = None

@@ -6,10 +6,9 @@ from dataclasses import asdict
 
 import numpy as np
 
-from .. import trainhouse_wire_pb2 as wire
 from ..sampling import EMPTY_LOGPROB, GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
-from .formats import parse_protobuf
-from .rules import Rules
+from . import trainhouse_wire_pb2 as wire
+from .formats import Rules, parse_protobuf
 from .tensors import (
     CsrLayout,
     array_from_bytes,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import trainhouse_wire_pb2 as wire
 from ..training import TENSOR_FIELDS
-from .rules import MAX_DENSE_BYTES, Invalid, Rules, at_place, refused_with_400, show_value
+from . import trainhouse_wire_pb2 as wire
+from .formats import MAX_DENSE_BYTES, Invalid, Rules, at_place, refused_with_400, show_value
 from .values import JsonObject, json_integer, json_list, json_object, rows_of, without_rows
 
 TARGETS = "target_tokens"

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .rules import Invalid, show_value
+from .formats import Invalid, show_value
 
 JsonObject: TypeAlias = dict[str, object]
 """A JSON object as the `json` module reads and writes it."""

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ...schemas.adapters.adapter_header import check_header, header_of
-from ...schemas.adapters.peft_config import PeftConfig
+from ...schemas.adapters.peft import PeftConfig
 from ...schemas.codec import parse_json
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import LoraConfig
@@ -27,10 +27,7 @@ _UPLOADED = "uploaded.safetensors"
 
 @dataclass(frozen=True)
 class AdapterUpload:
-    """A PEFT adapter as uploaded.
-
-    weights: content of adapter_model.safetensors. digest: of the whole body.
-    """
+    """A PEFT adapter as uploaded: the content of its two files, and the digest of the whole body."""
 
     config: PeftConfig
     weights: memoryview
@@ -39,24 +36,17 @@ class AdapterUpload:
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """A request to import an adapter.
-
-    base_model: None for the one that the adapter's configuration names.
-    name: of the new checkpoint.
-    """
+    """A request to import an adapter as a new checkpoint of this name."""
 
     upload: AdapterUpload
     base_model: str | None
+    """None for the one that the adapter's configuration names."""
     name: str
     ttl_seconds: int | None
 
 
 def read_upload(body: bytes, config_bytes: int) -> AdapterUpload:
-    """Splits a body of adapter_config.json followed by adapter_model.safetensors.
-
-    Raises:
-        RequestError: the configuration cannot be read or is not supported, or the weights are missing.
-    """
+    """Splits a body of adapter_config.json followed by adapter_model.safetensors. Raises RequestError."""
     try:
         config = parse_json(body[:config_bytes])
     except ValueError as error:

@@ -44,7 +44,6 @@ async def path_of_lost_row(
 
     Args:
         directory: a path or a URL.
-        manifest: of the checkpoint.
         is_ours_alone: no other server uses the place.
     """
     try:
@@ -98,11 +97,11 @@ async def _restore_run_row(store: Store, run_id: str, manifest: Mapping[str, Any
     if await store.sessions.get(session_id) is None:
         ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
         await store.sessions.insert(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
-    training, role, target_path = training_of(manifest["training"]), manifest["role"], manifest["target_path"]
+    training = training_of(manifest["training"])
     run = RunRecord(
         *(run_id, session_id, tenant.tenant_id, manifest["base_model"], training, created_at, created_at),
-        role=role,
-        target_path=target_path,
+        role=manifest["role"],
+        target_path=manifest["target_path"],
     )
     await store.runs.insert(run)
     return run

@@ -41,18 +41,14 @@ def served(flags: Sequence[str], state_dir: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "trainhouse.server", "serve", *flags, "--ready-file", str(ready)]
     with log.open("wb") as output, running(command, output.fileno()) as process:
         server = Server("", process, log)
-        server.url = wait_until_ready(server, ready)
+        deadline = time.monotonic() + LOAD_SECONDS
+        while not (ready.is_file() and (url := re.search(r"http://\S+", ready.read_text()))):
+            server.check()
+            if time.monotonic() > deadline:
+                raise CommandFailed(f"the server is not ready after {LOAD_SECONDS} s: see {log}")
+            time.sleep(0.1)
+        server.url = url[0]
         yield server
-
-
-def wait_until_ready(server: Server, ready: Path) -> str:
-    deadline = time.monotonic() + LOAD_SECONDS
-    while time.monotonic() < deadline:
-        if ready.is_file() and (url := re.search(r"http://\S+", ready.read_text())):
-            return url[0]
-        server.check()
-        time.sleep(0.1)
-    raise CommandFailed(f"the server is not ready after {LOAD_SECONDS} s: see {server.log}")
 
 
 @contextmanager
@@ -63,20 +59,16 @@ def running(command: list[str], output: int | None = None) -> Iterator[subproces
     try:
         yield process
     finally:
-        end(process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    # An impatient second Ctrl-C must not leave it running.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        process.terminate()
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
+        # An impatient second Ctrl-C must not leave it running.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process.terminate()
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def tail(log: Path, num_lines: int = 20) -> str:

@@ -79,7 +79,6 @@ def spinner(words: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _share(done: int, total: int) -> str:
-    """Returns what of the whole is done, rounded down; nothing after all of it, when other work follows."""
     return f": {100 * done // total} % of {size(total)}" if done < total else ""
 
 

@@ -120,7 +120,6 @@ def _rewrite(scope: Scope) -> None:
 
 
 def _api_path(path: str) -> str | None:
-    """Returns the API's path that a path of the console stands for."""
     inner = path.removeprefix(CONSOLE)
     return inner if inner.startswith(("/api/v1/", "/v1/")) else None
 

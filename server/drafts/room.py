@@ -23,20 +23,13 @@ _NOT_CREATED_SECONDS = 1.0
 
 
 async def reserve_features(
-    services: Services,
-    tenant: Tenant,
-    content: RunRequest,
-    body: Body,
-    operation: Operation,
-    reservation: Reservation,
+    services: Services, tenant: Tenant, content: RunRequest, body: Body, operation: Operation, reservation: Reservation
 ) -> None:
-    """Reserves room for the features that the operation captures.
+    """Reserves room for the features that the operation captures. Raises RequestError: no room (the client retries), or
+    the operation is wrong, which uses up its seq_id.
 
     A policy's pass runs without capturing if there is no room: it must not fail because of its draft, and waiting could
     deadlock, if the room is released only by operations behind this one.
-
-    Raises:
-        RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
     """
     assert isinstance(operation, FeatureCapture)
     try:
@@ -65,11 +58,8 @@ async def _claim_features(
 
 
 async def _feature_bytes(services: Services, draft: Run) -> int:
-    """Returns the bytes of captured features per token; 0 if the model is no draft or could not be created.
-
-    Raises:
-        RequestError: 429 if the draft is not created within feature_wait_seconds.
-    """
+    """Returns the bytes of captured features per token; 0 if the model is no draft or could not be created. Raises
+    RequestError 429 if the draft is not created within feature_wait_seconds."""
     try:
         return (await draft.info()).feature_bytes
     except RequestError:

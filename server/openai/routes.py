@@ -26,7 +26,7 @@ from ...schemas.openai import (
 )
 from ...schemas.verbs import BASE_MODEL
 from ..config.base_model_lookup import require_served
-from ..http.bodies import json_body
+from ..http.bodies import Decoder, json_body
 from ..http.event_stream import EventStream
 from ..routes.examples import ModelPath
 from ..routes.services import Services, ServicesDependency
@@ -133,7 +133,7 @@ async def _complete(
 ) -> Response:
     with ExitStack() as stack:
         reservation = stack.enter_context(Reservation(services.quotas, tenant.id))
-        completion = await receive_unordered(request, reservation, decoder(kind.request))
+        completion = await receive_unordered(request, reservation, Decoder(decoder(kind.request)))
         kind.check(completion)
         check_alternatives(completion, services.config.limits.max_logprobs)
         try:

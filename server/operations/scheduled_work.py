@@ -41,6 +41,7 @@ class ScheduledWork:
     reservation: Reservation | None
     metrics: dict[str, float]
     warnings: list[str] = field(default_factory=list)
+    _num_pieces: int = 0
 
     async def run_all(self) -> None:
         """Does the work. Raises WorkerLost and OUTAGE_ERRORS, after which it is repeated; other errors are warnings,
@@ -59,7 +60,10 @@ class ScheduledWork:
         try:
             outputs, weight = [], 0.0
             async for piece in self._pieces(evaluation):
-                outputs.append(without_rows(await self.context.dispatch.forward_backward(piece)))
+                self._num_pieces += 1
+                position = position_of(self.seq_id, self._num_pieces)
+                output = await self.context.dispatch.forward_backward(piece, position=position)
+                outputs.append(without_rows(output))
                 weight += piece.total_weight
             found = evaluation_metrics(name, outputs, weight)
         except (WorkerLost, *OUTAGE_ERRORS):
@@ -154,6 +158,14 @@ def _metadata(checkpoint: CheckpointRecord) -> Mapping[str, str]:
 
 def _prefix(name: str) -> str:
     return f"evaluation/{name}/"
+
+
+def position_of(seq_id: int, piece: int) -> float:
+    """Returns the position of an evaluated piece, counted from 1, between its operation and the next one of the run.
+
+    Without it, the step or an earlier piece would clear the run of a crash in this one (see Suspects).
+    """
+    return seq_id + piece / (piece + 1)
 
 
 def evaluation_metrics(name: str, outputs: Sequence[ForwardBackwardOutput], weight: float) -> dict[str, float]:

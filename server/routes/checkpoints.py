@@ -258,8 +258,8 @@ async def import_weights(
     The body is adapter_config.json followed by adapter_model.safetensors.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
-        upload = await receive_unordered(request, reservation, decode)
+        decoder = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
+        upload = await receive_unordered(request, reservation, decoder)
         imported = ImportRequest(upload, base_model, name, ttl_seconds)
         session = _closed_session_record(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services.dispatch, services.checkpoints, tenant, imported, session)

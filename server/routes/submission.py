@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fastapi import Request, Response
@@ -27,8 +27,7 @@ from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.verbs import Verb
 from ...workers.protocol.plugins import plugin_rows
-from ..http.bodies import LARGE_BYTES, Body, Decoded, decode_body, receive_body, size_of
-from ..http.digests import digesting
+from ..http.bodies import LARGE_BYTES, Body, Decoded, Decoder, decode_body, receive_body, size_of
 from ..journal.futures import Result
 from ..journal.request_decoding import RunRequest, decoder_of
 from ..operations.operation import Operation, RefusedOperation
@@ -55,7 +54,7 @@ SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 async def receive_unordered(
-    request: Request, reservation: Reservation, decode: Callable[[bytes], Decoded], is_numbered: bool = False
+    request: Request, reservation: Reservation, decoder: Decoder[Decoded], is_numbered: bool = False
 ) -> Decoded:
     """Receives a request that has no order but holds a reservation until it is answered.
 
@@ -65,14 +64,10 @@ async def receive_unordered(
         RequestError: the request is refused or throttled.
     """
     body: Body = request.state.body
-    if not reservation.try_claim(body.most_bytes):
-        reservation.claim(body.most_bytes, UNORDERED)
+    reservation.claim(body.most_bytes, UNORDERED)
     await receive_body(request)
     reservation.grow(await size_of(body), UNORDERED)
-    if is_numbered:
-        content, body.digest = await decode_body(body, digesting(decode))
-    else:
-        content = await decode_body(body, decode)
+    content = await decode_body(body, decoder, is_numbered)
     await confirm_key(request)
     return content
 
@@ -99,7 +94,7 @@ async def receive(
         if (num_bytes := await size_of(body)) > reservation.num_bytes:
             position = await _queue_position(services, tenant, body.received, body.content_type)
             reservation.grow(num_bytes, position)
-        content, body.digest = await decode_body(body, digesting(decoder_of(verb, body.content_type)))
+        content = await decode_body(body, decoder_of(verb, body.content_type), is_numbered=True)
         operation = operation_of(content)
         await confirm_key(request)  # decoding may have taken long
     except RequestError as error:

@@ -121,6 +121,7 @@ class Execution:
         elif state.unusable is not None:
             self._services.futures.fail(operation.future, state.unusable, "user")
         operation.release()
+        self._rebuilder.progressed.set()
         self.begin_ready()
 
     async def _execute(self, operation: Operation, window: OperationWindow) -> None:
@@ -209,8 +210,7 @@ class Execution:
             except WorkerLost as lost:
                 state.is_loaded = False
                 strikes = self._strikes(operation)
-                async with self._rebuilder.recording_strikes:
-                    await strikes.add(lost)
+                await strikes.add(lost)
                 operation.num_strikes = strikes.num
             except OperationError:
                 if is_handed_over and operation.is_step and window.tainted_by is not None:

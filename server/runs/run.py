@@ -51,7 +51,7 @@ class Run:
         self._state = state = RunState(record, ReplayLog(services.journal.release))
         self.queue = queue = OperationQueue(record.run_id)
         self._snapshots = snapshots = RunSnapshots(state, services)
-        self._rebuilder = rebuilder = Rebuilder(state, services, snapshots)
+        self._rebuilder = rebuilder = Rebuilder(state, queue, services, snapshots)
         self._gaps = Gaps(state, queue, services, self._refuse_missing)
         self._execution = Execution(state, queue, self._gaps, services, rebuilder, snapshots)
         rebuilder.on_end = self._execution.begin_ready

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...schemas.errors import OperationError
 from ...workers.protocol.calls import WorkerLost
+from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..journal.snapshot_store import EARLIER_TARGET, RunSnapshot
 from ..operations.operation import Outcome, ReplayEntry
 from .run_state import OperationWindow, RunServices, RunState
@@ -51,6 +52,8 @@ class RunSnapshots:
         self._tasks: set[asyncio.Task[None]] = set()
         # True if the next operation must be followed by a snapshot.
         self._is_overdue = False
+        # Crashes of workers that did nothing but write one.
+        self._num_strikes = 0
 
     async def find(self, journaled: Collection[int]) -> int:
         """Finds the snapshots of an earlier process, and returns the first seq_id that is still needed.
@@ -155,7 +158,9 @@ class RunSnapshots:
         await self._services.context.pinned_checkpoints.unpin_all(self._run_id)
 
     def take(self, boundary: Boundary) -> None:
-        """Starts taking a snapshot at a boundary, which must be the current one."""
+        """Starts taking a snapshot at a boundary, which must be the current one; none after MAX_STRIKES."""
+        if self._num_strikes >= MAX_STRIKES:
+            return
         try:
             staging = self._services.snapshot_store.stage(self._run_id)
         except OSError as error:
@@ -170,6 +175,7 @@ class RunSnapshots:
         try:
             # Handed over before anything else is awaited, so that it follows the operation directly.
             await self._services.context.dispatch.snapshot_run(self._run_id, staging)
+            self._num_strikes = 0
             if boundary.task is not None:
                 await asyncio.wait({boundary.task})
             # Otherwise a crash could leave a snapshot with operations that are not known to be done.
@@ -180,7 +186,15 @@ class RunSnapshots:
             # Only this task may have noticed. An idle run is rebuilt when it, or a snapshot of it, is needed next.
             self._state.is_loaded = False
             self._is_overdue = True
-            logger.info("%s: its snapshot waits until the run is rebuilt (%s)", self._run_id, lost)
+            self._num_strikes += lost.alone
+            if self._num_strikes < MAX_STRIKES:
+                logger.info("%s: its snapshot waits until the run is rebuilt (%s)", self._run_id, lost)
+            else:
+                logger.error(
+                    "%s takes no more snapshots until the server restarts: the worker died %d times while only writing"
+                    " one",
+                    self._run_id, MAX_STRIKES,
+                )  # fmt: skip
         except (OperationError, OSError) as error:
             logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._run_id, boundary.seq_id, error)
         finally:

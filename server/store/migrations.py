@@ -113,7 +113,6 @@ def create_or_migrate(connection: Connection, place: str, flag: str) -> None:
 
 
 def for_dialect(statement: str, name: str) -> str:
-    """Translates a migration into the SQL of the database of this name."""
     return statement.replace("VARCHAR_C", 'VARCHAR COLLATE "C"' if name == "postgresql" else "VARCHAR")
 
 

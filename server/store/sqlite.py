@@ -27,9 +27,7 @@ _UNUSABLE_REMEDY = (
 
 
 class SqliteStore(Store):
-    """Keeps the store in one file. Other processes may open it at the same time (`trainhouse keys` while a server
-    runs).
-    """
+    """Keeps the store in one file, which other processes may open, too (`trainhouse keys` while a server runs)."""
 
     def __init__(self, path: Path, sync: bool = False) -> None:
         """Opens the file, creating it if needed.
@@ -62,12 +60,8 @@ class SqliteStore(Store):
 
     async def check_integrity(self) -> None:
         """Reads the whole file. Raises ValueError if it is damaged."""
-
-        def statements(connection: Connection) -> str:
-            return connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
-
         try:
-            found = await self.read(statements)
+            found = await self.read(lambda connection: connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one())
         except DatabaseError as error:
             found = str(error.orig)
         if found != "ok":

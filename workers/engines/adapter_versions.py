@@ -109,7 +109,9 @@ class GroupAdapter:
             async with self._lock:
                 if self._loaded_versions() and self._adapter_id in self._copies:
                     newest = await self._load_newest()
-                    await self._drop_all_but(newest)
+                    for version in self._loaded_versions():
+                        if version is not newest and not version.num_users:
+                            await self._drop(version)
         except OperationError as error:
             logger.warning(
                 "%s could not load the newest version of adapter %s: %s", self._group.name, self._adapter_id, error
@@ -191,23 +193,16 @@ class GroupAdapter:
 
     def _ended(self, version: GroupAdapterVersion) -> None:
         self._wake()
-        if version in self._loaded_versions() and self._is_behind(version):
+        is_newest = self._adapter_id not in self._copies or self._copies.get(self._adapter_id) is version.copy
+        if version in self._loaded_versions() and not is_newest:
             moving = asyncio.create_task(self.update())
             self._moving.add(moving)
             moving.add_done_callback(self._moving.discard)
-
-    def _is_behind(self, version: GroupAdapterVersion) -> bool:
-        return self._adapter_id in self._copies and self._copies.get(self._adapter_id) is not version.copy
 
     def _wake(self) -> None:
         ended, self._next_end = self._next_end, None
         if ended is not None:
             ended.set_result(None)
-
-    async def _drop_all_but(self, newest: GroupAdapterVersion | None) -> None:
-        for version in self._loaded_versions():
-            if version is not newest and not version.num_users:
-                await self._drop(version)
 
     async def _drop(self, version: GroupAdapterVersion) -> None:
         worker_id = version.worker_id

@@ -115,7 +115,11 @@ class StreamDeduplicator:
         self._compare(part.tokens[: len(earlier)], earlier)
         if len(earlier) == len(part.tokens):
             return None
-        return _without_first(part, len(earlier)) if len(earlier) else part
+        if not len(earlier):
+            return part
+        rest, top = slice(len(earlier), None), part.topk_logprobs
+        top = top and TopkLogprobs(top.token_ids[rest], top.logprobs[rest])
+        return replace(part, tokens=part.tokens[rest], logprobs=part.logprobs[rest], topk_logprobs=top)
 
     def _compare(self, tokens: np.ndarray, earlier: np.ndarray) -> None:
         if not np.array_equal(tokens, earlier) and not self._differs.done():
@@ -128,13 +132,3 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
-
-
-def _without_first(part: SampledPart, start: int) -> SampledPart:
-    top = part.topk_logprobs
-    return replace(
-        part,
-        tokens=part.tokens[start:],
-        logprobs=part.logprobs[start:],
-        topk_logprobs=top and TopkLogprobs(top.token_ids[start:], top.logprobs[start:]),
-    )

@@ -5,7 +5,7 @@ newer versions as soon as they exist, and reloads what it still needs after its 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +19,12 @@ from ..scheduler.quarantine import MAX_STRIKES
 from ..scheduler.rank_group import RankGroup
 from ..scheduler.work import MethodWork, OnProgress
 from .adapter_versions import AdapterCopy, GroupAdapter
+from .engine import Engine
 from .in_flight import InFlightRequests, StreamDeduplicator
 from .weights import WeightStore, WeightTransferStats, drop_weights, load_weights
 
 
-class SamplerGroups:
+class SamplerGroups(Engine):
     """Sends each request to the group with the fewest tokens in flight, and retries it if the worker crashes."""
 
     def __init__(self, training: RankGroup, groups: Sequence[RankGroup], directory: Path | None) -> None:
@@ -32,24 +33,11 @@ class SamplerGroups:
         self._copies = WeightStore(AdapterCopy, directory)
         self._workers = [_SamplerWorker(group, self._copies) for group in groups]
         self._in_flight = InFlightRequests()
-
-    @property
-    def groups(self) -> Sequence[RankGroup]:
-        return [worker.group for worker in self._workers]
-
-    async def start(self, on_progress: Callable[[str], None]) -> None:
-        for group in self.groups:
-            await group.start(on_progress)
+        self.groups = groups
 
     async def close(self) -> None:
         await asyncio.gather(*(worker.close() for worker in self._workers))
         await self._copies.close()
-
-    def status(self) -> str | None:
-        return next((status for worker in self._workers if (status := worker.group.status())), None)
-
-    def pids(self) -> list[int]:
-        return [pid for worker in self._workers for pid in worker.group.supervisor.pids]
 
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
         weights = await self._training.submit(MethodWork(run_id, tenant_id, EXPORT_ADAPTER, (run_id,)))
@@ -73,7 +61,7 @@ class SamplerGroups:
         await asyncio.gather(*(load_weights(group, LOAD_DRAFT, draft_id, directory) for group in lacking))
 
     async def drop_draft(self, draft_id: str) -> None:
-        await asyncio.gather(*(drop_weights(worker.group, draft_id) for worker in self._workers))
+        await asyncio.gather(*(drop_weights(group, draft_id) for group in self.groups))
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         return await self._in_flight.run(job.job_id, self._sample(job, StreamDeduplicator(on_progress)))
@@ -99,7 +87,8 @@ class SamplerGroups:
         request = _Request(job, streamed)
         while request.num_strikes < MAX_STRIKES:
             try:
-                return await streamed.run(partial(self._next_worker().sample, request))
+                worker = min(self._workers, key=lambda one: (one.group.supervisor.is_restarting, one.num_tokens))
+                return await streamed.run(partial(worker.sample, request))
             except _RetryElsewhere:
                 continue
         raise OperationError(
@@ -109,12 +98,8 @@ class SamplerGroups:
         )
 
     def _without_draft(self, draft_id: str) -> list[RankGroup]:
-        groups = [worker.group for worker in self._workers]
-        up = [group for group in groups if not group.supervisor.is_restarting] or groups
+        up = [group for group in self.groups if not group.supervisor.is_restarting] or self.groups
         return [group for group in up if draft_id not in group.scheduler.held]
-
-    def _next_worker(self) -> "_SamplerWorker":
-        return min(self._workers, key=lambda worker: (worker.group.supervisor.is_restarting, worker.num_tokens))
 
 
 class _RetryElsewhere(Exception):
@@ -187,20 +172,16 @@ class _SamplerWorker:
 
         Raises OperationError.
         """
-        job = request.job
-        if job.adapter_id is None:
+        job, adapter_id = request.job, request.job.adapter_id
+        if adapter_id is None:
             yield job
             return
-        async with self._held_adapter(job.adapter_id).in_use() as version:
-            request.check_weights(version.copy)
-            yield replace(job, adapter_id=version.worker_id)
-
-    def _held_adapter(self, adapter_id: str) -> GroupAdapter:
-        """Raises OperationError if the adapter does not exist, so that no entry is kept for an adapter that is gone."""
-        self._copies.get(adapter_id)
+        self._copies.get(adapter_id)  # raises, so that no entry is kept for an adapter that is gone
         if adapter_id not in self._adapters:
             self._adapters[adapter_id] = GroupAdapter(adapter_id, self.group, self._copies, self.pushes)
-        return self._adapters[adapter_id]
+        async with self._adapters[adapter_id].in_use() as version:
+            request.check_weights(version.copy)
+            yield replace(job, adapter_id=version.worker_id)
 
     @contextmanager
     def _counted(self, job: SampleJob) -> Iterator[None]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from ...schemas.errors import OperationError
-from ..protocol.methods import DROP_ADAPTER, Method
+from ..protocol.calls import RunSpec
+from ..protocol.methods import CREATE_RUN, DROP_ADAPTER, DROP_RUN, SAVE_RUN, Method
 from ..scheduler.rank_group import RankGroup
 from ..scheduler.work import MethodWork
 from .in_flight import cancel_and_wait
@@ -196,6 +197,14 @@ class WeightTransferStats:
 async def load_weights(group: RankGroup, method: Method[None], weights_id: str, directory: Path) -> None:
     """Loads an adapter or draft into the group's workers, whose crash loses it. Raises OperationError."""
     await group.submit(MethodWork(weights_id, "", method, (weights_id, str(directory)), creates=weights_id))
+
+
+async def save_untrained(group: RankGroup, spec: RunSpec, directory: Path) -> None:
+    """Writes a run as it is created into an existing empty directory. Raises OperationError."""
+    run_id = spec.run_id
+    await group.submit(MethodWork(run_id, "", CREATE_RUN, (spec,), creates=run_id))
+    await group.submit(MethodWork(run_id, "", SAVE_RUN, (run_id, str(directory), False)))
+    await group.submit(MethodWork(run_id, "", DROP_RUN, (run_id,), drops=run_id))
 
 
 async def drop_weights(group: RankGroup, weights_id: str) -> None:

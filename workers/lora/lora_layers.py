@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...schemas.adapters.adapter_files import stacked_names
+from ...schemas.adapters.peft import stacked_names
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..models.layers import GroupedExperts

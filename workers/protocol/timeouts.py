@@ -74,10 +74,8 @@ class CallTimeouts:
         """
         return _LOADING * self._base if is_restart else math.inf
 
-    def for_pass(self, cost: float, num_runs: int) -> float:
-        return self.for_steps(num_runs) + self.passes.limit(cost)
-
-    def for_steps(self, num_runs: int) -> float:
+    def for_runs(self, num_runs: int) -> float:
+        """Returns the limit for optimizer steps of so many runs; a pass also has that of its cost (see `passes`)."""
         return self._moving_seconds + self._base * (1 + num_runs * _RUN)
 
     def for_slice(self, budget_milliseconds: float) -> float:

@@ -88,7 +88,7 @@ class PassCall(RankCall[MergedAnswers]):
         return sum(work.is_taken for work in self.works)
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[MergedAnswers]:
-        hang_seconds = timeouts.for_pass(self._cost, len({work.key for work in self.works}))
+        hang_seconds = timeouts.for_runs(len({work.key for work in self.works})) + timeouts.passes.limit(self._cost)
         return ranks.run_pass(tuple(work.part for work in self.works), hang_seconds)
 
     def record(self, timeouts: CallTimeouts, seconds: float) -> None:
@@ -108,7 +108,7 @@ class StepsCall(RankCall[Sequence[dict[str, float] | Failure]]):
         self._steps = tuple(steps)
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Sequence[dict[str, float] | Failure]]:
-        return ranks.call(APPLY_STEPS.name, self._steps, hang_seconds=timeouts.for_steps(len(self._steps)))
+        return ranks.call(APPLY_STEPS.name, self._steps, hang_seconds=timeouts.for_runs(len(self._steps)))
 
 
 class MethodCall(RankCall[Result]):

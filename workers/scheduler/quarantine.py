@@ -35,8 +35,8 @@ class _Accusation:
     at: float
 
 
-class Suspects:
-    """The suspects among runs, sampling jobs or requests, by key.
+class Suspects(dict[str, _Accusation]):
+    """The suspects among runs, sampling jobs or requests, by key; `pop` forgets one that has ended.
 
     shrinks: after a crash, only one in `shrinks` of its suspects (at least one) may run together next time; if
         infinite, each runs alone at once.
@@ -46,47 +46,37 @@ class Suspects:
     """
 
     def __init__(self, shrinks: float = math.inf, remembered_seconds: float = _REMEMBERED_SECONDS) -> None:
+        super().__init__()
         self._shrinks = shrinks
         self._remembered_seconds = remembered_seconds
-        self._accused: dict[str, _Accusation] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._accused)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._accused
 
     def accuse(self, positions: Mapping[str, float | None]) -> None:
         """Makes every key a suspect that must get past its position."""
         now = time.monotonic()
-        self._accused = {key: each for key, each in self._accused.items() if now - each.at < self._remembered_seconds}
+        for key, earlier in list(self.items()):
+            if now - earlier.at >= self._remembered_seconds:
+                del self[key]
         max_together = max(1, int(len(positions) // self._shrinks))
-        self._accused |= {key: _Accusation(at, max_together, now) for key, at in positions.items()}
+        self.update({key: _Accusation(position, max_together, now) for key, position in positions.items()})
 
     def max_together(self, keys: Iterable[str]) -> float:
         """Returns how many suspects may run together if these keys are among them."""
-        return min((self._accused[key].max_together for key in keys if key in self._accused), default=math.inf)
+        return min((self[key].max_together for key in keys if key in self), default=math.inf)
 
     def position(self, key: str) -> float | None:
         """Returns the position that the key must get past; None if that is unknown, or it is no suspect."""
-        accusation = self._accused.get(key)
-        return accusation and accusation.position
+        return self[key].position if key in self else None
 
     def record_progress(self, key: str, position: float | None) -> None:
         """Clears the key if this position is past the one at which it was accused."""
-        accusation = self._accused.get(key)
-        if accusation is not None and _is_past(accusation, position):
-            del self._accused[key]
-
-    def clear(self, key: str) -> None:
-        """Forgets the key, which has ended."""
-        self._accused.pop(key, None)
-
-
-def _is_past(accusation: _Accusation, position: float | None) -> bool:
-    if position is None or accusation.position is None:
-        return time.monotonic() - accusation.at > _UNKNOWN_SECONDS
-    return position >= accusation.position
+        if (accusation := self.get(key)) is None:
+            return
+        if position is None or accusation.position is None:
+            is_past = time.monotonic() - accusation.at > _UNKNOWN_SECONDS
+        else:
+            is_past = position >= accusation.position
+        if is_past:
+            del self[key]
 
 
 class Quarantine:
@@ -156,7 +146,7 @@ class Quarantine:
 
     def clear(self, key: str) -> None:
         """Clears a request that has ended, or is past the point of the crash."""
-        self._suspects.clear(key)
+        self._suspects.pop(key, None)
         if self._alone == key:
             self._alone = None
         self._admit()

@@ -42,24 +42,18 @@ class PassLimits:
         weight = self.tenant_weights.get(tenant_id, 1.0) / heaviest
         return weight * self.max_tokens / min(_TURNS_PER_PASS, self.max_runs)
 
-    def may_be_split(self, work: PassWork) -> bool:
-        """True if the rest of the operation may be split over passes; a smaller rest waits until it fits as a whole."""
-        return work.tokens > self.quarter
-
-    def allows_short(self, short: PassWork, taken: int) -> bool:
-        """True if a tenant whose short operations already took `taken` tokens of the pass may add this one."""
-        return taken + short.tokens <= self.short
-
     @cached_property
     def half(self) -> float:
         return self.max_tokens / 2
 
     @cached_property
     def quarter(self) -> float:
+        """Returns the size up to which the rest of an operation is not split, but waits until it fits as a whole."""
         return self.max_tokens / _TURNS_PER_PASS
 
     @cached_property
     def short(self) -> float:
+        """Returns the size up to which an operation is short, as those of one tenant in a pass are together."""
         return self.max_tokens / _SHORT_PER_PASS
 
 
@@ -79,18 +73,16 @@ class GroupQueue:
         """
         self.num_works = self.num_tokens = 0
         """Counts of the waiting work, without what is taken."""
-        self.num_ready: dict[Kind, int] = {"training": 0, "methods": 0, "snapshots": 0}
-        """Runs whose first work waits for a call of this kind."""
+        # The first work of each run is ready, and waits in one of these, by its type.
+        self.methods, self.snapshots = TurnQueue[MethodWork[Any]](), TurnQueue[SnapshotWork]()
+        self._operations, self._suspect_operations = FairQueue(limits), TurnQueue[PassWork]()
+        self._steps = TurnQueue[StepWork]()
+        self._by_type = {StepWork: self._steps, MethodWork: self.methods, SnapshotWork: self.snapshots}
+        self._waits_in: dict[str, FairQueue | TurnQueue[Any]] = {}
         self._limits = limits
         self._suspects = suspects
         self._numbers = numbers or count()
         self._runs: dict[str, deque[RunWork[Any]]] = {}
-        # The first work of each run waits in one of these, by its type.
-        self._operations, self._suspect_operations = FairQueue(limits), TurnQueue[PassWork]("training")
-        self._steps = TurnQueue[StepWork]("training")
-        self._methods, self._snapshots = TurnQueue[MethodWork[Any]]("methods"), TurnQueue[SnapshotWork]("snapshots")
-        self._by_type = {StepWork: self._steps, MethodWork: self._methods, SnapshotWork: self._snapshots}
-        self._waits_in: dict[str, FairQueue | TurnQueue[Any]] = {}
         self._steps_went_last = False
         self._suspect_stepped_last = self._suspect_passed_last = False
 
@@ -118,7 +110,7 @@ class GroupQueue:
         """Removes and returns the work, or the rest of it. The next work of its run may be ready then."""
         run = self._runs[work.key]
         if run[0] is work:
-            self._unready(work)
+            self._waits_in.pop(work.key).remove(work)
         run.remove(work)
         self.num_works -= 1
         self.num_tokens -= work.tokens
@@ -128,28 +120,24 @@ class GroupQueue:
             self._make_ready(run[0])
         return work
 
-    def next_method(self) -> MethodWork[Any]:
-        """Returns the next method, which stays in the queue: tenants take turns, and a tenant's runs take turns."""
-        return self._methods.next()
-
-    def take_method(self) -> MethodWork[Any]:
-        return self.remove(self._methods.next())
-
-    def take_snapshot(self) -> SnapshotWork:
-        """Takes the next snapshot, by the same turns as methods; until then only its run is blocked by it."""
-        return self.remove(self._snapshots.next())
+    @property
+    def has_training(self) -> bool:
+        """True if an operation or optimizer step is ready."""
+        return bool(self._operations.num_runs or self._steps.tenants or self._suspect_operations.tenants)
 
     @property
-    def steps_are_next(self) -> bool:
-        """True if optimizer steps run next. They go first, because they unblock passes, but alternate with passes that
-        wait.
-        """
-        return self._steps.num_runs > 0 and not (
-            self._steps_went_last and self.num_ready["training"] > self._steps.num_runs
-        )
+    def has_suspects(self) -> bool:
+        """True if an operation or optimizer step of a suspect is ready."""
+        return bool(self._suspect_operations.tenants) or any(step.key in self._suspects for step in self._steps.works())
 
     def take_steps(self) -> list[StepWork]:
-        """Takes the optimizer steps of all runs that are ready, or the step of one suspect; the two alternate."""
+        """Takes the optimizer steps of all runs that are ready, or the step of one suspect; the two alternate.
+
+        Steps go first, because they unblock passes, but alternate with passes that wait: none are taken in their turn.
+        """
+        pass_waits = self._operations.num_runs or self._suspect_operations.tenants
+        if not self._steps.tenants or (self._steps_went_last and pass_waits):
+            return []
         self._steps_went_last = True
         ready = self._steps.works()
         suspects = [step for step in ready if step.key in self._suspects]
@@ -161,20 +149,15 @@ class GroupQueue:
         """Takes a part of one suspect's operation, or a pass formed from all other runs; the two alternate."""
         self._steps_went_last = False
         others_wait = self._operations.num_runs > 0 and self._suspect_passed_last
-        self._suspect_passed_last = self._suspect_operations.num_runs > 0 and not others_wait
-        builder = _PassBuilder(self._limits, self._limits.max_tokens)
+        self._suspect_passed_last = bool(self._suspect_operations.tenants) and not others_wait
+        queue, limits = self._operations, self._limits
+        builder = _PassBuilder(limits, limits.max_tokens)
         if self._suspect_passed_last:
             operation = self._suspect_operations.next()
-            self._move(operation, builder, self._limits.quantum(operation.tenant_id), self._limits.half)
-        else:
-            self._fill(builder)
-        return list(builder.works.values())
-
-    def _fill(self, builder: "_PassBuilder") -> None:
-        """Fills a pass: first the run whose turn it is, so that it always progresses; then short operations, which wait
-        for one pass at most; then other runs by turns until the pass is full.
-        """
-        queue, limits = self._operations, self._limits
+            self._move(operation, builder, limits.quantum(operation.tenant_id), limits.half)
+            return [operation]
+        # First the run whose turn it is, so that it always progresses; then short operations, which wait for one pass
+        # at most; then other runs by turns until the pass is full.
         turn = queue.next()
         assert turn is not None, "taken only while operations are ready"
         first, operation = turn
@@ -187,8 +170,9 @@ class GroupQueue:
                 if tenant is first and not builder.has_slot(operation.key):
                     # A run with few tokens would otherwise keep the first place for very many passes.
                     queue.end_turn()
-                return
+                break
             tenant.credit -= self._move(operation, builder, tenant.credit, builder.room)
+        return list(builder.works.values())
 
     def _move_short_operations(self, builder: "_PassBuilder") -> None:
         """Moves short operations into the pass; they may use half a pass even if the first sequence left less room."""
@@ -196,7 +180,7 @@ class GroupQueue:
         for tenant in self._operations.tenants_with_short_work():
             taken = 0
             while (short := next(iter(tenant.short.values()), None)) and builder.admits(short, room - taken):
-                if taken and not self._limits.allows_short(short, taken):
+                if taken and taken + short.tokens > self._limits.short:
                     break
                 tokens = self._move(short, builder, tenant.credit, room)
                 tenant.credit -= tokens
@@ -215,11 +199,14 @@ class GroupQueue:
             builder.works[operation.number] = operation
             builder.run_ids.add(operation.key)
             operation.chunk_start = operation.num_taken
-        tokens = operation.take(credit, room) if self._limits.may_be_split(operation) else operation.take_all()
+        if operation.tokens > self._limits.quarter:
+            tokens = operation.take(credit, room)
+        else:
+            tokens, operation.tokens, operation.num_taken = operation.tokens, 0, len(operation.lengths)
         builder.room -= tokens
         self.num_tokens -= tokens
         if not operation.is_taken:
-            self._unready(operation)
+            self._waits_in.pop(operation.key).remove(operation)
             self._make_ready(operation)
             return tokens
         self.remove(operation)
@@ -233,12 +220,6 @@ class GroupQueue:
         operations = self._suspect_operations if work.key in self._suspects else self._operations
         waits_in = self._waits_in[work.key] = self._by_type.get(type(work), operations)
         waits_in.enqueue(work)
-        self.num_ready[waits_in.kind] += 1
-
-    def _unready(self, work: RunWork[Any]) -> None:
-        waits_in: Any = self._waits_in.pop(work.key)
-        waits_in.remove(work)
-        self.num_ready[waits_in.kind] -= 1
 
 
 @dataclass
@@ -255,7 +236,7 @@ class _PassBuilder:
     """Tenants whose operation ends in this pass, with only an optimizer step before their next one."""
 
     def admits(self, work: PassWork, room: float) -> bool:
-        tokens = work.lengths[work.num_taken] if self.limits.may_be_split(work) else work.tokens
+        tokens = work.lengths[work.num_taken] if work.tokens > self.limits.quarter else work.tokens
         return tokens <= room and self.has_slot(work.key)
 
     def has_slot(self, run_id: str) -> bool:
@@ -289,8 +270,6 @@ class FairQueue:
     as long as it owes tokens.
     """
 
-    kind: Kind = "training"
-
     def __init__(self, limits: PassLimits) -> None:
         self.num_runs = 0
         self.short: OrderedDict[str, TenantShare] = OrderedDict()
@@ -311,7 +290,7 @@ class FairQueue:
             tenant.short[operation.key] = operation
             self.short[operation.tenant_id] = tenant
 
-    def remove(self, operation: PassWork) -> None:
+    def remove(self, operation: RunWork[Any]) -> None:
         tenant = self._tenants[operation.tenant_id]
         del tenant.operations[operation.key]
         self.num_runs -= 1
@@ -359,25 +338,23 @@ class FairQueue:
 class TurnQueue(Generic[Queued]):
     """Work of runs ordered by turns of tenants, and inside a tenant by turns of its runs."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind: Kind = kind
-        self.num_runs = 0
-        self._tenants: OrderedDict[str, OrderedDict[str, Queued]] = OrderedDict()
+    def __init__(self) -> None:
+        self.tenants: OrderedDict[str, OrderedDict[str, Queued]] = OrderedDict()
+        """The work by tenant and run, the next one first."""
 
     def works(self) -> list[Queued]:
-        return [work for works in self._tenants.values() for work in works.values()]
+        return [work for works in self.tenants.values() for work in works.values()]
 
     def enqueue(self, work: Queued) -> None:
-        self._tenants.setdefault(work.tenant_id, OrderedDict())[work.key] = work
-        self.num_runs += 1
+        self.tenants.setdefault(work.tenant_id, OrderedDict())[work.key] = work
 
     def next(self) -> Queued:
-        return next(iter(next(iter(self._tenants.values())).values()))
+        """Returns the next one, which stays."""
+        return next(iter(next(iter(self.tenants.values())).values()))
 
     def remove(self, work: Queued) -> None:
-        works = self._tenants[work.tenant_id]
+        works = self.tenants[work.tenant_id]
         del works[work.key]
-        self.num_runs -= 1
-        self._tenants.move_to_end(work.tenant_id)
+        self.tenants.move_to_end(work.tenant_id)
         if not works:
-            del self._tenants[work.tenant_id]
+            del self.tenants[work.tenant_id]

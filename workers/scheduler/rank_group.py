@@ -146,7 +146,7 @@ class RankGroup:
         """
         if (sampling := self.scheduler.cohorts.cancel(job_id)) is not None:
             self._wake.set()
-            self.scheduler.suspect_jobs.clear(job_id)
+            self.scheduler.suspect_jobs.pop(job_id, None)
             sampling.settle(Failure(f"sampling request {job_id} was cancelled", "user"))
 
     async def ask(self, method: Method[Result]) -> Result | None:
@@ -165,7 +165,8 @@ class RankGroup:
             is_suspect: what it is suspected of stays.
         """
         if not is_suspect:
-            self.scheduler.suspect_runs.clear(key)
+            self.scheduler.suspect_runs.pop(key, None)
+            self.scheduler.suspect_snapshots.pop(key, None)
         in_call = any(isinstance(work, RunWork) and work.key == key for work in self._called_works())
         is_rebuilt = key in self.scheduler.queue or in_call
         return self.scheduler.held.forget_lost(key) and not is_rebuilt
@@ -173,31 +174,29 @@ class RankGroup:
     async def _run_loop(self) -> None:
         while True:
             try:
-                while True:
-                    await self._make_call()
+                call = self._call = await self._next_call()
+                await self._make(call)
+                self._call = None
             except WorkerDied as death:
                 works, self._call = self._called_works(), None
                 consequences = self.scheduler.worker_died(self.name, death, works)
                 logger.error("base model %s: %s%s", self.name, death, consequences)
                 await self.supervisor.restart()
 
-    async def _make_call(self) -> None:
-        """Makes the next call. Raises WorkerDied."""
-        supervisor = self.supervisor
-        call = self._call = await self._next_call()
+    async def _make(self, call: RankCall[Any]) -> None:
+        supervisor, ranks = self.supervisor, self.supervisor.ranks
         began_at, started = time.time(), time.monotonic()
         for work in call.works:
             if isinstance(work, RunWork) and work.on_begin is not None:
                 work.on_begin(call.size)
-        answer = await supervisor.answer(call.send(supervisor.ranks, supervisor.timeouts))
+        answer = await supervisor.answer(call.send(ranks, supervisor.timeouts))
         seconds = time.monotonic() - started
         call.record(supervisor.timeouts, seconds)
         if self.on_call is not None:
-            ranks, error = supervisor.ranks, answer.message if isinstance(answer, Failure) else None
+            error = answer.message if isinstance(answer, Failure) else None
             rank_times = ranks.pool.rank_times
             self.on_call(EndedCall(self.name, call, began_at, seconds, rank_times, ranks.idle_tokens, error))
         self.scheduler.finish(call, answer, seconds)
-        self._call = None
         if call.uses_device:
             supervisor.device.used_at = time.monotonic()
 

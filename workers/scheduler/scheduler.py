@@ -18,7 +18,7 @@ from .cohorts import Cohorts
 from .quarantine import SUSPECT_SHRINK_FACTOR, Suspects
 from .queue import GroupQueue, Kind, PassLimits
 from .snapshots import PendingSnapshots
-from .work import AnyWork, RunWork, SamplingWork
+from .work import AnyWork, RunWork, SamplingWork, SnapshotWork
 
 Result = TypeVar("Result")
 
@@ -97,6 +97,8 @@ class Scheduler:
         self.held = HeldModels()
         self.suspect_runs = Suspects()
         self.suspect_jobs = Suspects(SUSPECT_SHRINK_FACTOR) if suspect_jobs is None else suspect_jobs
+        self.suspect_snapshots = Suspects()
+        """Runs whose last snapshot was lost with a worker."""
         self._slice_milliseconds = slice_milliseconds
         self._clock = clock
         self._numbers = count()
@@ -109,7 +111,7 @@ class Scheduler:
     def _clear(self) -> None:
         self.queue = GroupQueue(self.limits, self.suspect_runs, self._numbers)
         self.cohorts = Cohorts(self.suspect_jobs)
-        self.snapshots = PendingSnapshots()
+        self.snapshots = PendingSnapshots(self.suspect_snapshots)
 
     def set_pass_tokens(self, number: int) -> None:
         """Sets the most tokens of a pass, before there is any work."""
@@ -123,11 +125,14 @@ class Scheduler:
             on_device: false if the group does not hold its devices, so that only what needs none can run.
         """
         queue, kinds = self.queue, list[Kind]()
-        if on_device and queue.num_ready["training"]:
+        if self.snapshots.has_suspect or (self.snapshots.works() and queue.has_suspects):
+            # A suspect must be alone, so everything waits until the snapshots are written.
+            return ["snapshots"] if self._clock() >= self.snapshots.due_at else []
+        if on_device and queue.has_training:
             kinds.append("training")
-        if queue.num_ready["methods"] and (on_device or queue.next_method().method.runs_offloaded):
+        if queue.methods.tenants and (on_device or queue.methods.next().method.runs_offloaded):
             kinds.append("methods")
-        may_begin = on_device and queue.num_ready["snapshots"] and self.snapshots.has_room
+        may_begin = on_device and queue.snapshots.tenants and self.snapshots.has_room(queue.snapshots.next())
         if may_begin or self._clock() >= self.snapshots.due_at:
             kinds.append("snapshots")
         if on_device and self.cohorts.has_work:
@@ -143,17 +148,16 @@ class Scheduler:
         for idle in self._seconds.keys() - set(kinds):
             self._seconds[idle] = max(self._seconds[idle], self._seconds[kind])
         match kind:
-            case "training" if self.queue.steps_are_next:
-                works = self.queue.take_steps()
-                return StepsCall(works, [self.held.with_refusal(work.step) for work in works])
             case "training":
+                if steps := self.queue.take_steps():
+                    return StepsCall(steps, [self.held.with_refusal(work.step) for work in steps])
                 return PassCall(self.queue.take_pass())
             case "methods":
-                return MethodCall(self.queue.take_method())
+                return MethodCall(self.queue.remove(self.queue.methods.next()))
             case "snapshots" if self._clock() >= self.snapshots.due_at:
                 return PollSnapshotsCall()
             case "snapshots":
-                return BeginSnapshotCall(self.queue.take_snapshot(), self.snapshots.next_id())
+                return BeginSnapshotCall(self.queue.remove(self.queue.snapshots.next()), self.snapshots.next_id())
             case "sampling":
                 return self._next_slice()
 
@@ -200,7 +204,7 @@ class Scheduler:
             if not work.is_taken:
                 self.queue.remove(work)
             work.settle(answer)
-            self.suspect_runs.record_progress(work.key, work.request.seq_id or None)
+            self.suspect_runs.record_progress(work.key, work.suspect_position or None)
 
     def _finish_steps(self, call: StepsCall) -> None:
         works, answers = call.works, call.answer
@@ -210,7 +214,7 @@ class Scheduler:
             self.held.forget_tainted(work.key for work in works)
         for work, metrics in zip(works, answers, strict=True):
             work.settle(metrics)
-            self.suspect_runs.record_progress(work.key, work.step.seq_id or None)
+            self.suspect_runs.record_progress(work.key, work.suspect_position or None)
 
     def _finish_method(self, call: MethodCall[Any]) -> None:
         work = call.work
@@ -246,7 +250,7 @@ class Scheduler:
         for job_id, response in result.finished.items():
             if ended := self.cohorts.ended(job_id):
                 ended.settle(response)
-                self.suspect_jobs.clear(job_id)
+                self.suspect_jobs.pop(job_id, None)
         for job_id, unfinished in running.items():
             unfinished.num_slices += 1
             self.suspect_jobs.record_progress(job_id, unfinished.num_slices)
@@ -258,10 +262,11 @@ class Scheduler:
             group: its name.
             in_call: the work of the call in which the worker died, which becomes suspect.
         """
-        consequences = self._accuse(in_call)
+        running = [*in_call, *self.snapshots.works()]
+        consequences = self._accuse(running)
         self.held.lose_all(f"the worker of {group} died ({death})")
         message = f"base model {group}: {death}; what only the worker had is lost"
-        alone = in_call if len(in_call) == 1 else ()
+        alone = running if len(running) == 1 else ()
         self.fail_all(lambda work: WorkerLost(message, alone=work in alone), in_call)
         return consequences
 
@@ -275,15 +280,17 @@ class Scheduler:
             else:
                 work.settle(error_of(work))
 
-    def _accuse(self, in_call: Iterable[AnyWork]) -> str:
-        runs: dict[str, int] = {}
+    def _accuse(self, running: Iterable[AnyWork]) -> str:
+        snapshots = (work.key for work in running if isinstance(work, SnapshotWork))
+        self.suspect_snapshots.accuse(dict.fromkeys(snapshots))
+        runs: dict[str, float] = {}
         jobs: dict[str, int] = {}
-        for work in in_call:
+        for work in running:
             if isinstance(work, SamplingWork):
                 jobs[work.job.job_id] = work.safe_position
-            elif (seq_id := work.suspect_position) is not None:
-                runs[work.key] = max(seq_id, runs.get(work.key, 0))
-        self.suspect_runs.accuse({key: seq_id or None for key, seq_id in runs.items()})
+            elif (position := work.suspect_position) is not None:
+                runs[work.key] = max(position, runs.get(work.key, 0))
+        self.suspect_runs.accuse({key: position or None for key, position in runs.items()})
         self.suspect_jobs.accuse(jobs)
         return _consequences("runs", runs, self.suspect_runs) + _consequences("requests", jobs, self.suspect_jobs)
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from ..protocol.calls import Failure
+from .quarantine import Suspects
 from .supervision.backoff import backoff
 from .work import SnapshotWork
 
@@ -15,17 +16,26 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 0.01, 0.5
 class PendingSnapshots:
     """The snapshots that the ranks write while they do other work."""
 
-    def __init__(self) -> None:
+    def __init__(self, suspects: Suspects) -> None:
+        """Starts with none.
+
+        Args:
+            suspects: runs whose last snapshot was lost with a worker; the next one is written while nothing else runs.
+        """
         self.due_at = math.inf
         """The monotonic time at which the ranks are polled for finished ones; infinite while none is being written."""
+        self._suspects = suspects
         self._writing: dict[int, SnapshotWork] = {}
         self._ids = count()
         self._num_polls = 0
 
     @property
-    def has_room(self) -> bool:
-        """True if another snapshot may begin; each holds a copy of its run in the worker's memory."""
-        return len(self._writing) < _MAX_SNAPSHOTS
+    def has_suspect(self) -> bool:
+        return any(work.key in self._suspects for work in self._writing.values())
+
+    def has_room(self, work: SnapshotWork) -> bool:
+        """True if this snapshot may begin; each holds a copy of its run in the worker's memory."""
+        return len(self._writing) < (1 if work.key in self._suspects else _MAX_SNAPSHOTS)
 
     def works(self) -> list[SnapshotWork]:
         return list(self._writing.values())
@@ -43,6 +53,7 @@ class PendingSnapshots:
         for snapshot_id, answer in answers.items():
             if (work := self._writing.pop(snapshot_id, None)) is not None:
                 work.settle(answer)
+                self._suspects.pop(work.key, None)  # the worker outlived it
         self._poll_later(now)
 
     def fail_all(self, failure: Failure, now: float) -> None:

@@ -198,7 +198,7 @@ class RankOperation:
             "a datum was missing from all micro-batches"
         )
         finished.sums.add(result)
-        finished.num_data += self.part.share.num_data
+        finished.num_data += self.part.data_share.num_data
         if not self.part.last:
             if not self.forward_only:
                 finished.gradient = gradients.scratch.to("cpu", copy=True)
@@ -208,7 +208,7 @@ class RankOperation:
             losses = {f"loss/{self.batch.loss_name}": finished.sums.loss}
             gradients.commit(finished.sums.num_tokens, finished.sums.denominator, losses)
         outputs, metrics = finished.outputs, finished.sums.client_metrics()
-        if self.part.shared:
+        if self.part.rank_share:
             return RankOutput(outputs, metrics)
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
 

@@ -42,7 +42,7 @@ class ScoringStrategy:
         part = operation.part
         if part.request.features is not None:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        operation.batch = validate_request(part.request, limits, part.share, operation.model.program.losses)
+        operation.batch = validate_request(part.request, limits, part.data_share, operation.model.program.losses)
 
     def plan(self, operations: Sequence[RankOperation]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""

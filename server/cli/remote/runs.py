@@ -31,8 +31,7 @@ def list_runs(
     offset: Offset = 0,
 ) -> None:
     """List your training runs, the last used first."""
-    with server.client() as service:
-        found = service.create_rest_client().list_training_runs(limit, offset, search).result()
+    found = server.ask(lambda rest: rest.list_training_runs(limit, offset, search))
     rows = [
         (run.training_run_id, run.display_name or "", run.base_model, run.model_role, run.lora_rank,
          run.last_request_time, "corrupted" if run.corrupted else "")
@@ -92,24 +91,18 @@ def _csv_lines(found: RunMetrics) -> list[str]:
     return lines
 
 
-def _table_of(series: MetricSeries) -> tuple[tuple[str, ...], list[list[object]]]:
+def _table_of(series: MetricSeries) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
     shown = [name for name in ("loss:mean", "learning_rate", "unclipped_grad_l2:mean", "tokens", "tokens_per_second",
                                "step_seconds", "queued_seconds") if name in series.metrics]  # fmt: skip
-    columns = [series.metrics[name] for name in shown]
-    rows = [[step, *map(_number, row)] for step, *row in zip(series.steps, *columns, strict=True)]
-    return ("STEP", *shown), rows
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.6g}"
+    columns = [[None if value is None else f"{value:.6g}" for value in series.metrics[name]] for name in shown]
+    return ("STEP", *shown), list(zip(series.steps, *columns, strict=True))
 
 
 @app.command()
 @through_server
 def operations(server: Server, run: Run, limit: Limit = 20) -> None:
     """List the last operations of a run: how long each waited for others and ran, and why it failed."""
-    with server.client() as service:
-        found = service.create_rest_client().list_operations(run, limit=limit).result()
+    found = server.ask(lambda rest: rest.list_operations(run, limit=limit))
     rows = [
         (each.seq_id, each.kind, each.step, each.ended_at, f"{each.queued_seconds:.3f}", f"{each.busy_seconds:.3f}",
          each.num_tokens, each.error or "")

@@ -1,5 +1,6 @@
 """The state that verify checks: its rows and files, and what several checks ask of them."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class VerifiedState:
 
     async def read_names(self) -> None:
         """Reads the moves and the runs, which change while a server runs."""
-        self.moves = await self.files.follow_moved_root(await self.store.checkpoints.list_directories())
+        self.moves = await asyncio.to_thread(self.files.moves, await self.store.checkpoints.list_directories())
         self.run_directories = {directory_name(run_id) for run_id in await self.store.runs.list_ids()}
 
     async def rows(self, table: Table) -> Sequence[Row]:

@@ -48,10 +48,7 @@ class ApiKeyRecord:
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Counts the API keys of all tenants.
-
-    created: includes revoked keys.
-    """
+    """Counts the API keys of all tenants; `created` includes revoked ones."""
 
     created: int
     revoked: int
@@ -63,15 +60,13 @@ class KeyCounts:
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session of a tenant.
-
-    last_heartbeat_at: for display only; Sessions keeps the expiry clock in memory.
-    """
+    """A session of a tenant."""
 
     session_id: str
     tenant_id: str
     created_at: float
     last_heartbeat_at: float
+    """For display only; Sessions keeps the expiry clock in memory."""
     finished_at: float | None = None
     end: SessionEnd | None = None
     end_detail: str | None = None
@@ -108,12 +103,10 @@ class RunRecord:
     schedules: RunSchedules = NO_SCHEDULES
 
     def request_id(self, seq_id: int) -> str:
-        """Returns the id of the run's operation with this seq_id."""
         return f"{self.run_id}:{seq_id}"
 
 
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
-    """Returns the path by which clients name a checkpoint."""
     return f"tinker://{run_id}/{kind}/{name}"
 
 
@@ -215,7 +208,7 @@ class SamplerRecord:
 
     @property
     def adapter_id(self) -> str | None:
-        """Returns the workers' id of the weights to sample from, or None for the bare base model."""
+        """The workers' id of the weights to sample from; None for the bare base model."""
         match self.kind:
             case "base":
                 return None
@@ -228,14 +221,12 @@ class SamplerRecord:
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """Locates the durable result of a request.
-
-    place: file and offset, in the writer's own format.
-    """
+    """Locates the durable result of a request."""
 
     request_id: str
     tenant_id: str
     place: str
+    """File and offset, in the writer's own format."""
     size_bytes: int
     encoding: str
     created_at: float
@@ -278,7 +269,7 @@ class LoggedMetricsRecord:
 
 
 def string_metadata(metadata: Mapping[str, JsonValue] | None) -> dict[str, str] | None:
-    """Converts JSON values to strings: requests may carry any values, but responses must have strings."""
+    """Converts JSON values to strings: requests may carry any values, responses must have strings."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

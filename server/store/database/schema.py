@@ -238,5 +238,4 @@ leases = Table(
 
 
 def unexpired(now: float) -> ColumnElement[bool]:
-    """True for checkpoints that have not expired at this time."""
     return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > now)

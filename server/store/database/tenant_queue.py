@@ -20,7 +20,6 @@ class TenantQueue:
         self._num_waiting: dict[str, int] = {}
 
     def is_free(self, tenant_id: str) -> bool:
-        """True if no request of the tenant has its turn or waits for it."""
         return tenant_id not in self._num_waiting
 
     @asynccontextmanager

@@ -132,6 +132,30 @@ async def test_operations_are_repeated_in_order_however_long_a_strike_takes_to_w
     assert performed_since_rebuild(bench) == ["create", 1, 2, 3]
 
 
+async def test_an_operation_that_the_workers_answered_before_they_died_is_repeated_by_the_rebuild(
+    make_bench: MakeBench,
+) -> None:
+    """Its result is still being encoded, or published, when a later operation finds that the run is lost."""
+    bench = await make_bench()
+    await bench.result(0)
+    CrashingOperations(bench, (2,))
+    perform, may_end = bench.operations.perform, asyncio.Event()
+
+    async def ending_late(run: RunRecord, operation: object, seq_id: int) -> Result:
+        result = await perform(run, operation, seq_id)
+        if seq_id == 1:
+            await may_end.wait()
+        return result
+
+    bench.operations.perform = ending_late  # pyright: ignore[reportAttributeAccessIssue]
+    await asyncio.gather(bench.forward_backward(1), bench.forward_backward(2))
+    await asyncio.sleep(0.1)
+    assert "create" not in bench.operations.performed
+    may_end.set()
+    await bench.result(2)
+    assert performed_since_rebuild(bench) == ["create", 1, 2]
+
+
 async def test_an_operation_says_whether_its_workers_restart_or_its_run_is_rebuilt(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.forward_backward(1)
@@ -377,6 +401,24 @@ async def test_a_load_is_snapshotted_at_once_while_another_snapshot_is_written(
     is_written.set()
     await wait_until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
     assert (bench.snapshots / "2" / "state").read_text() == "[0, 1, 'snapshot', 2, 'snapshot']"
+
+
+async def test_a_snapshot_whose_writing_kills_the_worker_each_time_is_given_up(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench(snapshot_steps=1)
+    deaths = [False, True, True, True]
+
+    async def snapshot(run_id: str, directory: Path) -> None:
+        raise WorkerLost("the worker died", alone=deaths.pop(0))
+
+    bench.operations.snapshot_run = snapshot  # pyright: ignore[reportAttributeAccessIssue]
+    for seq_id in range(1, 12):
+        await bench.optim_step(seq_id)
+        assert await bench.result(seq_id) == {"seq_id": seq_id}
+        await wait_until(bench, lambda: not bench.run._snapshots._tasks)
+    assert not deaths
+    assert "takes no more snapshots" in caplog.text
 
 
 async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(make_bench: MakeBench) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager, suppress
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.pools import local
+from trainhouse.workers.pools.children import Child
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob, WorkerLost
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
@@ -183,6 +186,28 @@ def test_a_run_dropped_while_it_is_recreated_leaves_nothing_behind() -> None:
             assert "a" not in dispatch._own["tiny"].group.scheduler.held
 
     run(check())
+
+
+def test_workers_that_cannot_start_for_lack_of_threads_or_memory_start_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check() -> None:
+        async with recording_dispatch() as dispatch:
+            errors, start_child = [RuntimeError("can't start new thread"), MemoryError()], local.start_child
+
+            async def start(*arguments: Any) -> Child:
+                if errors:
+                    raise errors.pop(0)
+                return await start_child(*arguments)
+
+            monkeypatch.setattr(local, "start_child", start)
+            kill(dispatch)
+            await wait_until_dead(dispatch)
+            await create(dispatch, "a")
+
+    run(check())
+    assert "base model tiny does not restart: can't start new thread" in caplog.text
+    assert "base model tiny does not restart: MemoryError" in caplog.text
 
 
 def test_a_shutdown_is_not_a_crash() -> None:

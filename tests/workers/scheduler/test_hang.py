@@ -184,15 +184,19 @@ def test_only_unexpectedly_slow_passes_are_hangs() -> None:
 
 def test_timeouts_grow_with_the_work_and_with_observed_durations() -> None:
     timeouts = CallTimeouts(WorkerConfig(ServedModel("tiny", "tiny"), hang_seconds=60))
-    before = timeouts.for_pass(10_000, 1)
+
+    def of_pass(cost: float) -> float:
+        return timeouts.for_runs(1) + timeouts.passes.limit(cost)
+
+    before = of_pass(10_000)
     assert before > 60 + 10_000 * 0.1
     timeouts.passes.record(10_000, 2.0)
-    known = timeouts.for_pass(10_000, 1)
+    known = of_pass(10_000)
     assert 60 + 2 * 2.0 < known < 70 + 10 * 2.0 < before
-    assert timeouts.for_pass(100_000, 1) > 60 + 4 * 20.0
-    assert timeouts.for_pass(10, 1) >= 60 + 2.0
+    assert of_pass(100_000) > 60 + 4 * 20.0
+    assert of_pass(10) >= 60 + 2.0
     assert timeouts.for_slice(50) > 60 and timeouts.for_method(SAVE_RUN) > timeouts.for_method(MEMORY) == 60
-    assert timeouts.for_steps(64) > 5 * timeouts.for_steps(1) > 5 * 60
+    assert timeouts.for_runs(64) > 5 * timeouts.for_runs(1) > 5 * 60
     assert timeouts.for_start(is_restart=False) == math.inf > timeouts.for_start(is_restart=True) > 3600
 
 

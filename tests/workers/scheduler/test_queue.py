@@ -98,11 +98,11 @@ class CheckedConsumer:
         self.done: dict[str, list[RunWork[Any]]] = defaultdict(list)
 
     def take(self) -> bool:
-        if self.queue.num_ready["methods"]:
-            self._finish([self.queue.take_method()])
-        elif self.queue.steps_are_next:
-            self._finish(self.queue.take_steps())
-        elif self.queue.num_ready["training"]:
+        if self.queue.methods.tenants:
+            self._finish([self.queue.remove(self.queue.methods.next())])
+        elif steps := self.queue.take_steps():
+            self._finish(steps)
+        elif self.queue.has_training:
             self._run(take_pass(self.queue))
         else:
             return False
@@ -166,7 +166,7 @@ def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], r
 def test_operations_wait_for_the_step_before_them() -> None:
     queue = queue_of(operation("a", 10), operation("a", 10), step("a"), operation("a", 10), operation("b", 10))
     assert runs_of(take_pass(queue)) == ["a", "b", "a"]
-    assert queue.steps_are_next and runs_of_works(queue.take_steps()) == ["a"]
+    assert runs_of_works(queue.take_steps()) == ["a"]
     assert runs_of(take_pass(queue)) == ["a"]
 
 
@@ -177,9 +177,9 @@ def runs_of_works(works: Sequence[RunWork[Any]]) -> list[str]:
 def test_ready_steps_run_together_before_the_next_pass_without_starving_passes() -> None:
     steps = [step(run_id) for run_id in ("a", "a", "b", "c")]
     queue = queue_of(*steps, operation("d", 10))
-    assert queue.steps_are_next and runs_of_works(queue.take_steps()) == ["a", "b", "c"]
-    assert not queue.steps_are_next and runs_of(take_pass(queue)) == ["d"]
-    assert queue.steps_are_next and runs_of_works(queue.take_steps()) == ["a"]
+    assert runs_of_works(queue.take_steps()) == ["a", "b", "c"]
+    assert not queue.take_steps() and runs_of(take_pass(queue)) == ["d"]
+    assert runs_of_works(queue.take_steps()) == ["a"]
 
 
 def test_suspects_do_not_hold_up_others() -> None:
@@ -204,8 +204,8 @@ def test_suspects_steps_do_not_hold_up_those_of_others() -> None:
 def test_tenants_take_turns_with_their_calls() -> None:
     queue = queue_of(*(call(run_id) for run_id in ("a0", "a0", "a1", "a2", "b0", "b1")))
     taken = []
-    while queue.num_ready["methods"]:
-        taken.append(queue.take_method().key)
+    while queue.methods.tenants:
+        taken.append(queue.remove(queue.methods.next()).key)
     assert taken == ["a0", "b0", "a1", "b1", "a2", "a0"]
 
 
@@ -309,8 +309,7 @@ def train(queue: GroupQueue, num_passes: int, **lengths: Sequence[int]) -> list[
             for _ in range(6 - waiting[run_id], 0, -2):
                 queue.enqueue(operation(run_id, *lengths[run_id]))
                 queue.enqueue(step(run_id))
-        if queue.steps_are_next:
-            queue.take_steps()
+        if queue.take_steps():
             continue
         served.append(Counter())
         for chunk in take_pass(queue):

@@ -215,6 +215,54 @@ def test_work_that_was_alone_in_the_call_is_said_to_be() -> None:
     assert lost.value.alone
 
 
+def were_alone(*works: Any) -> list[bool]:
+    errors = [work.answer.exception() for work in works]
+    assert all(isinstance(error, WorkerLost) for error in errors)
+    return [error.alone for error in errors]
+
+
+def test_an_operation_beside_a_snapshot_is_not_alone_and_both_are_retried_apart() -> None:
+    group = Group()
+
+    def begin_snapshot(run_id: str) -> SnapshotWork:
+        snapshot = group.add(SnapshotWork(run_id, "alice", "/snapshots/0"))
+        assert group.do(None, seconds=0.0).works == [snapshot]
+        return snapshot
+
+    def die(in_call: Any = ()) -> None:
+        group.scheduler.worker_died("tiny", WorkerDied("killed"), in_call)
+
+    snapshot, work = begin_snapshot("a"), group.add(operation("b", 10))
+    die(group.next_call().works)
+    assert were_alone(snapshot, work) == [False, False]
+
+    snapshot = begin_snapshot("a")
+    group.add(operation("c", 10))
+    assert not group.scheduler.ready(), "nothing runs while the snapshot is written, which may have been the cause"
+    die()
+    assert were_alone(snapshot) == [True]
+
+    begin_snapshot("d")
+    work = group.add(operation("b", 10))
+    assert not group.scheduler.ready(), "the suspect waits until no snapshot is written"
+    group.now += 1.0
+    group.do({0: None}, seconds=0.0)
+    die(group.next_call().works)
+    assert were_alone(work) == [True]
+
+    begin_snapshot("d")
+    snapshot = group.add(SnapshotWork("a", "alice", "/snapshots/0"))
+    assert not group.scheduler.ready(), "a lost snapshot begins while no other one is written"
+    group.now += 1.0
+    group.do({0: None}, seconds=0.0)
+    group.do(None, seconds=0.0)
+    group.now += 1.0
+    group.do({1: Failure("disk full", "server")}, seconds=0.0)
+    begin_snapshot("a")
+    group.add(operation("c", 10))
+    assert group.scheduler.ready() == ["training"], "the ranks outlived it, so it is no longer suspect"
+
+
 def test_groups_may_share_their_suspect_jobs() -> None:
     """A job that killed one sampler runs apart on another one too."""
     suspects = Suspects(4)

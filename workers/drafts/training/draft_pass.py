@@ -109,7 +109,7 @@ class DraftStrategy:
         """Validates the part's data and finds the captured features of its examples."""
         draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
         losses = _CAPTURES if location is not None and location.captures else draft.program.losses
-        operation.batch = validate_request(part.request, limits, part.share, losses)
+        operation.batch = validate_request(part.request, limits, part.data_share, losses)
         if losses is not _CAPTURES and draft.missing_state is not None:
             raise OperationError(draft.missing_state)
         if location is not None:

@@ -127,7 +127,7 @@ class CapturingPassRunner:
         if location is None or location.draft is None:
             self._scoring.read(operation, limits)
             return
-        operation.batch = validate_request(part.request, limits, part.share, program.losses)
+        operation.batch = validate_request(part.request, limits, part.data_share, program.losses)
         if not program.samples:
             raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)

@@ -11,17 +11,16 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from ....schemas.adapters.adapter_files import write_for_vllm
 from ....schemas.adapters.vllm_form import VllmForm
 from ....schemas.errors import OperationError
-from ...protocol.methods import LOAD_ADAPTER
 from ...protocol.timeouts import VLLM_UNLOAD_SECONDS
 from ...scheduler.rank_group import RankGroup
-from ..weights import LoadedCopy, WeightStore, WeightVersion, drop_weights, load_weights
+from ..weights import LoadedCopy, WeightStore, WeightVersion, drop_weights
 from .api import VllmApi
 
 Weights = TypeVar("Weights")
@@ -86,7 +85,8 @@ class Turns(Generic[Weights]):
     async def _enter(self, choose: Callable[[], Weights]) -> None:
         weights, has_waited = choose(), False
         try:
-            while not self._is_turn_of(weights, has_waited):
+            # A request that arrives while others wait must wait too, or they would wait forever.
+            while (self._num_waiting and not has_waited) or (self._num_running and self._weights != weights):
                 self._num_waiting += not has_waited
                 has_waited = True
                 self._all_ended = self._all_ended or asyncio.get_running_loop().create_future()
@@ -99,12 +99,6 @@ class Turns(Generic[Weights]):
         self._num_waiting -= has_waited
         self._num_running += 1
         self._weights = weights
-
-    def _is_turn_of(self, weights: Weights, has_waited: bool) -> bool:
-        """A request that arrives while others wait must wait too, or they would wait forever."""
-        if self._num_waiting and not has_waited:
-            return False
-        return not self._num_running or self._weights == weights
 
     def _wake(self) -> None:
         if not self._num_running and self._all_ended is not None:
@@ -121,10 +115,6 @@ class VllmAdapters(WeightStore[VllmVersion]):
         self._training = training
         self._turns: Turns[VllmVersion | None] = Turns()
 
-    def num_full_besides(self, adapter_id: str) -> int:
-        """Returns how many other adapters are full models."""
-        return sum(each.is_full for each in self if each.owner != adapter_id)
-
     @asynccontextmanager
     async def in_use(self, adapter_id: str | None) -> AsyncIterator[VllmVersion | None]:
         """Yields the newest version, which is kept until the end of the block; None for the base model.
@@ -139,22 +129,6 @@ class VllmAdapters(WeightStore[VllmVersion]):
             version = self.get(adapter_id)
             with self.using(version):
                 yield version
-
-    async def load_into_vllm(self, version: VllmVersion, start: int) -> None:
-        """Loads the version of an adapter into vLLM, unless it has it. Raises what VllmApi raises.
-
-        Args:
-            start: VllmServer.num_starts of the vLLM that must have it.
-        """
-        await version.in_vllm.load(start, partial(self._api.load_adapter, version.name, version.directory))
-
-    async def load_into_training(self, version: VllmVersion) -> None:
-        """Loads the version into the training group, in turn with passes and saves. vLLM does not wait for this.
-
-        Raises OperationError.
-        """
-        load = partial(load_weights, self._training, LOAD_ADAPTER, version.name, version.directory)
-        await version.in_training.load(self._training.supervisor.num_deaths, load)
 
     async def close(self) -> None:
         """Unloads the versions from vLLM: a server at a URL outlives us."""

@@ -225,12 +225,10 @@ class SampleCollector:
             drawn = request.samples[part.sample]
             # All samples of a greedy job are equal, and one was drawn.
             for sample in range(self._job.num_samples) if is_greedy(self._job) else (drawn,):
-                self._add(replace(part, sample=sample))
-
-    def _add(self, part: SampledPart) -> None:
-        self._parts[part.sample].append(part)
-        if self._on_progress is not None and len(part.tokens):
-            self._on_progress((part,))
+                own = replace(part, sample=sample)
+                self._parts[sample].append(own)
+                if self._on_progress is not None and len(own.tokens):
+                    self._on_progress((own,))
 
     def response(self) -> SampleResponse:
         """Returns all samples, which must have ended."""
@@ -247,7 +245,11 @@ def _sequence(parts: list[SampledPart]) -> SampledSequence:
         stop_reason=parts[-1].stop_reason,
         tokens=np.concatenate([part.tokens for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
-        topk_logprobs=_concatenate(tops) if tops else None,
+        topk_logprobs=TopkLogprobs(
+            np.concatenate([top.token_ids for top in tops]), np.concatenate([top.logprobs for top in tops])
+        )
+        if tops
+        else None,
     )
 
 
@@ -260,20 +262,12 @@ def _sum(guesses: Sequence[GuessCounts]) -> GuessCounts | None:
     return GuessCounts(passes, drafted, accepted, tuple(map(sum, by_accepted)))
 
 
-def _concatenate(tops: list[TopkLogprobs]) -> TopkLogprobs:
-    return TopkLogprobs(np.concatenate([top.token_ids for top in tops]), np.concatenate([top.logprobs for top in tops]))
-
-
 async def _read(text: str | bytes, job: SampleJob) -> VllmCompletion:
     """Parses a response or event. Raises VllmFailed if the event is an error."""
     if len(text) < _LARGE_BYTES:
         return _parse(json.loads(text), job)
-    return await asyncio.to_thread(lambda: _parse(json.loads(text, parse_float=_number), job))
-
-
-def _number(text: str) -> float:
-    """Parses one number. A Python function lets other threads run; without it json holds the GIL to the end."""
-    return float(text)
+    # Parsing numbers by a Python function lets other threads run; without it json holds the GIL to the end.
+    return await asyncio.to_thread(lambda: _parse(json.loads(text, parse_float=lambda number: float(number)), job))
 
 
 def _parse(answer: dict[str, Any], job: SampleJob) -> VllmCompletion:

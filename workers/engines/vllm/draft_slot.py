@@ -6,17 +6,15 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from ....schemas.adapters.adapter_files import DESCRIPTION
+from ....schemas.adapters.peft import DESCRIPTION
 from ....schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
 from ....schemas.bounds import load_json
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig, training_of
 from ...protocol.calls import RunSpec
-from ...protocol.methods import CREATE_RUN, DROP_RUN, SAVE_RUN
 from ...protocol.worker_config import VllmConfig
 from ...scheduler.rank_group import RankGroup
-from ...scheduler.work import MethodWork
-from ..weights import WeightStore, not_stored_error
+from ..weights import WeightStore, not_stored_error, save_untrained
 from .adapters import READS_ON_SECONDS, VllmVersion, link_files
 from .placed_weights import PlacedWeights
 
@@ -59,9 +57,7 @@ class DraftSlot(WeightStore[VllmVersion]):
             directory = await self.path() / _FIRST
             directory.mkdir()
             spec = RunSpec(_FIRST, config.model_copy(update={"seed": 0}), "draft")
-            await self._training.submit(MethodWork(_FIRST, "", CREATE_RUN, (spec,), creates=_FIRST))
-            await self._training.submit(MethodWork(_FIRST, "", SAVE_RUN, (_FIRST, str(directory), False)))
-            await self._training.submit(MethodWork(_FIRST, "", DROP_RUN, (_FIRST,), drops=_FIRST))
+            await save_untrained(self._training, spec, directory)
             await asyncio.to_thread(_negate_head, directory)
         except (OSError, OperationError) as error:
             raise ValueError(f"the draft for vLLM (--vllm-draft) cannot be created: {error}") from None

@@ -15,15 +15,17 @@ from ....schemas.errors import OperationError
 from ....schemas.models import LoraConfig
 from ....schemas.sampling import SampleResponse, SamplingParams
 from ...protocol.calls import RunSpec, SampleJob
-from ...protocol.methods import CREATE_RUN, DROP_RUN, SAVE_RUN
+from ...protocol.methods import LOAD_ADAPTER
 from ...protocol.worker_config import SamplingConfig, VllmConfig, WorkerConfig
 from ...scheduler.quarantine import MAX_STRIKES, Quarantine
 from ...scheduler.rank_group import RankGroup
 from ...scheduler.supervision.backoff import backoff
 from ...scheduler.supervision.pool_factory import sampler_configs
-from ...scheduler.work import MethodWork, OnProgress
+from ...scheduler.work import OnProgress
 from ...shapes.model_shape import read_architecture
+from ..engine import Engine
 from ..in_flight import InFlightRequests, StreamDeduplicator, cancel_and_wait
+from ..weights import load_weights, save_untrained
 from .adapters import VllmAdapters, VllmVersion, full_weight_files, link_files, weights_under
 from .api import SampleCollector, UnknownModel, VllmApi, VllmUnreachable
 from .draft_slot import DraftSlot
@@ -59,7 +61,7 @@ class _RetriedJob:
     gone_since: float | None = None
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """Samples with vLLM. A seed repeats its samples, but they differ from the native engine's, which uses other noise.
 
     A request keeps the weights that it began with. While vLLM is down, requests wait: for our own server until it has
@@ -92,10 +94,6 @@ class VllmEngine:
         self._model: VllmModel | None = None
         # The base model as an adapter, where vLLM needs one.
         self._bare: VllmVersion | None = None
-
-    @property
-    def groups(self) -> Sequence[RankGroup]:
-        return ()
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Raises ValueError with the reason if vLLM does not start, or takes no adapters of this model."""
@@ -170,7 +168,8 @@ class VllmEngine:
         async with self._adapters.in_use(job.adapter_id) as version, self._draft_slot.in_use(job.draft_id) as draft:
             job = job if draft is not None else replace(job, draft_id=None)
             sampling = self._sample(_RetriedJob(job, version, draft, StreamDeduplicator(on_progress)))
-            if not _wants_scores(job):
+            alternatives = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
+            if not (job.prompt_logprobs or job.topk_prompt_logprobs > 0 or alternatives):
                 return await sampling
             sampled, scored = await _gather_or_cancel([sampling, self._score(job, version)])
             hits = sampled.prompt_cache_hit_tokens
@@ -182,16 +181,23 @@ class VllmEngine:
         vLLM 0.32 would add the output head's part of an adapter to the wrong rows of a prompt, and crashes on a CPU
         when it scores prompts together with other requests.
         """
-        adapter_id = None
-        if version is not None:
-            await self._adapters.load_into_training(version)
-            adapter_id = version.name
-        params = SamplingParams(max_tokens=1, seed=job.seed, temperature=job.params.temperature)
-        plain = replace(
-            job, num_samples=1, draft_id=None, topk_sample_logprobs=0, streams=False, stop_token_ids=(), stop_strings=()
+        training = self._training
+        if version is not None:  # loaded in turn with passes and saves; vLLM does not wait for this
+            load = partial(load_weights, training, LOAD_ADAPTER, version.name, version.directory)
+            await version.in_training.load(training.supervisor.num_deaths, load)
+        scoring = replace(
+            job,
+            job_id=f"{job.job_id}:scores",
+            adapter_id=version and version.name,
+            params=SamplingParams(max_tokens=1, seed=job.seed, temperature=job.params.temperature),
+            num_samples=1,
+            draft_id=None,
+            topk_sample_logprobs=0,
+            streams=False,
+            stop_token_ids=(),
+            stop_strings=(),
         )
-        scoring = replace(plain, job_id=f"{job.job_id}:scores", adapter_id=adapter_id, params=params)
-        return await self._training.sample(scoring)
+        return await training.sample(scoring)
 
     async def _sample(self, retried: _RetriedJob) -> SampleResponse:
         job_id = retried.job.job_id
@@ -225,15 +231,11 @@ class VllmEngine:
                 retried.num_strikes += 1
                 raise VllmUnreachable(str(error), reached=True) from None
             except VllmUnreachable as gone:
-                if gone.reached and await self._failed_alone(job_id, start):
+                # Only this job can have caused the failure if the server is alive, or crashed while it ran alone.
+                is_alive = gone.reached and self._server.num_starts == start and await self._api.is_healthy()
+                if gone.reached and (is_alive or self._quarantine.record_crash(job_id)):
                     retried.num_strikes += 1
                 raise
-
-    async def _failed_alone(self, job_id: str, start: int) -> bool:
-        """True if only this job can have caused the failure: the server is alive, or crashed while it ran alone."""
-        if self._server.num_starts == start and await self._api.is_healthy():
-            return True
-        return self._quarantine.record_crash(job_id)
 
     async def _pause(self, retried: _RetriedJob, gone: VllmUnreachable) -> None:
         """Waits before the next attempt. Raises OperationError if the server has been gone for too long."""
@@ -255,7 +257,8 @@ class VllmEngine:
         if retried.draft is not None:
             await self._draft_slot.weights.load(retried.draft, start)
         if adapter is not None:
-            await self._adapters.load_into_vllm(adapter, start)
+            load = partial(self._api.load_adapter, adapter.name, adapter.directory)
+            await adapter.in_vllm.load(start, load)
         samples = SampleCollector(job, on_progress)
         await _gather_or_cancel([self._draw(request, samples) for request in requests])
         return samples.response()
@@ -282,7 +285,7 @@ class VllmEngine:
                 " train LoRA, or start the server with --vllm-python, which starts a vLLM of its own, or with"
                 " --sampler native"
             )
-        others = self._adapters.num_full_besides(adapter_id)
+        others = sum(version.is_full for version in self._adapters if version.owner != adapter_id)
         if others >= self._max_full_models:
             raise OperationError(
                 f"there are {others} samplers of full models, and max_full_models allows no more: save with kind"
@@ -296,13 +299,9 @@ class VllmEngine:
         On a CPU vLLM 0.32 applies the adapter in its last slot, if any, to requests that have no adapter.
         """
         spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
-
-        async def save(version: VllmVersion) -> None:
-            await self._training.submit(MethodWork(_BARE, "", CREATE_RUN, (spec,), creates=_BARE))
-            await self._training.submit(MethodWork(_BARE, "", SAVE_RUN, (_BARE, str(version.directory), False)))
-            await self._training.submit(MethodWork(_BARE, "", DROP_RUN, (_BARE,), drops=_BARE))
-
-        self._bare = await self._adapters.put(_BARE, save)
+        self._bare = await self._adapters.put(
+            _BARE, lambda version: save_untrained(self._training, spec, version.directory)
+        )
 
 
 async def _gather_or_cancel(works: Sequence[Coroutine[None, None, Done]]) -> list[Done]:
@@ -312,11 +311,6 @@ async def _gather_or_cancel(works: Sequence[Coroutine[None, None, Done]]) -> lis
         return await asyncio.gather(*tasks)
     finally:
         await cancel_and_wait(tasks)
-
-
-def _wants_scores(job: SampleJob) -> bool:
-    alternatives = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
-    return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or alternatives
 
 
 def new_engine(

@@ -6,7 +6,6 @@ A job is refused if vLLM does not support it, would answer it wrongly, or would 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain
 
 from ....schemas.errors import OperationError
 from ...protocol.calls import SampleJob
@@ -123,11 +122,11 @@ def check_supported(job: SampleJob, has_drafts: bool) -> None:
     Args:
         has_drafts: whether vLLM has started with a draft.
     """
-    if reason := next(chain(_obstacles(job), _obstacles_with_draft(job) if has_drafts else ()), None):
+    if reason := next(_obstacles(job, has_drafts), None):
         raise OperationError(f"{reason}, or start the server with --sampler native")
 
 
-def _obstacles(job: SampleJob) -> Iterator[str]:
+def _obstacles(job: SampleJob, has_drafts: bool) -> Iterator[str]:
     """Yields what the native sampler could do, and how to do without it."""
     params, num_stops = job.params, len(set(job.stop_token_ids))
     for name, field in type(params).model_fields.items():
@@ -139,12 +138,8 @@ def _obstacles(job: SampleJob) -> Iterator[str]:
         yield f"logit_bias has {num_biases} tokens, vLLM takes {_MAX_BIASES}: leave some out"
     if params.min_tokens and num_stops > _MAX_STOPS:
         yield f"{num_stops} stop tokens with min_tokens exceed vLLM's limit of {_MAX_STOPS}: leave out min_tokens"
-
-
-def _obstacles_with_draft(job: SampleJob) -> Iterator[str]:
-    """Yields what a vLLM with a draft refuses of every request."""
     for name in ("min_p", "logit_bias"):
-        if getattr(job.params, name):
+        if has_drafts and getattr(params, name):
             yield f"{name} is not supported by a vLLM with drafts (--vllm-draft): leave it out"
 
 

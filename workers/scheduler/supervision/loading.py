@@ -46,9 +46,9 @@ async def load(
 
 def failure_reason(error: Exception, config: WorkerConfig) -> str:
     """Explains the failure for the operator who can do something about it."""
-    words = str(error)
-    if not isinstance(error, WorkerDied | WorkerError | ValueError):
-        words = f"the process that starts workers ended while it started one ({words or type(error).__name__})"
+    words = str(error) or type(error).__name__
+    if isinstance(error, EOFError | OSError):
+        words = f"the process that starts workers ended while it started one ({words})"
     elif "SIGKILL" not in words:
         return words
     planned, available = planned_bytes(config), available_bytes()

@@ -137,8 +137,8 @@ class Supervisor:
                 logger.error("base model %s cannot be placed: %s", self._name, error)
             self.placement_error = error
             return False
-        except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
-            # OSError: the system has no memory, process or file for us at the moment.
+        except (WorkerDied, WorkerError, ValueError, OSError, EOFError, RuntimeError, MemoryError) as error:
+            # The last four: the system has no process, file, thread or memory for us at the moment.
             logger.error("base model %s does not restart: %s", self._name, failure_reason(error, self._config))
             self.placement_error = None
             return False

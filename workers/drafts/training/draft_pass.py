@@ -36,13 +36,12 @@ from ..sequences.features import DraftInputs
 from ..sequences.target_form import TargetDistribution
 from .acceptance import Survivals, SurvivalTable, acceptance_lengths
 from .feature_capture import (
-    TargetChunks,
     capture_directory,
     examples_of,
     store_features,
     stored_of,
 )
-from .feature_source import HookedTarget, StoredFeatureSource, TargetFeatures
+from .feature_source import HookedTarget, TargetFeatures, stored_features
 from .pass_flops import DraftSequence, draft_pass_flops
 from .sharding import (
     DraftBatch,
@@ -236,17 +235,17 @@ class DraftStrategy:
         stored, hooked = _stored(micro_batch, operations), self._hooked(draft)
         if not needed.stored:
             return hooked.features(micro_batch)
-        reader = StoredFeatureSource(self._base, draft, [features for features in stored if features is not None])
+        read = partial(stored_features, self._base, draft, [features for features in stored if features is not None])
         if not needed.target:
-            return reader.features(micro_batch)
+            return read(micro_batch)
         parts: list[tuple[Tensor, TargetFeatures]] = []
         tokens_of = [tokens for segment in micro_batch.segments for _, tokens in examples_of(segment)]
         examples = [(tokens.start, tokens.stop) for tokens in tokens_of]
-        for source, is_stored in ((hooked, False), (reader, True)):
+        for features_of, is_stored in ((hooked.features, False), (read, True)):
             own = [bounds for bounds, each in zip(examples, stored, strict=True) if (each is not None) is is_stored]
             tokens = [torch.arange(*bounds, device=self._base.device) for bounds in own]
             of_source = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *tokens])
-            parts.append((of_source, source.features(select_examples(micro_batch, own))))
+            parts.append((of_source, features_of(select_examples(micro_batch, own))))
         return TargetFeatures.join(parts)
 
     def _draft(self, run_id: str) -> DraftModel:
@@ -262,13 +261,14 @@ class DraftStrategy:
     ) -> None:
         """Stores the features of operations that capture. They must cover all tokens."""
         kind, share = draft.feature_kind, self._shard_of(micro_batch)
-        own = features if share is None or share.is_first else None
-        chunks_of = TargetChunks(self._logits(draft), self._budget.chunk_rows(1, draft.shape.target_vocabulary))
+        chunk_tokens = self._budget.chunk_rows(1, draft.shape.target_vocabulary)
+        chunks_of = partial(features.stored, kind=kind, logits=self._logits(draft), chunk_tokens=chunk_tokens)
+        stores = share is None or share.is_first  # else another rank does
         with self._head.gathered() if kind.stores_logits else nullcontext():
             for segment in micro_batch.segments:
                 operation = operations[segment.operation]
-                if (directory := capture_directory(operation)) is not None:
-                    failure = store_features(directory, kind, operation, segment, own, chunks_of)
+                if (directory := capture_directory(operation)) is not None and stores:
+                    failure = store_features(directory, kind, operation, segment, chunks_of)
                     if failure is not None:
                         operation.fail(Failure(failure, "server"))
 

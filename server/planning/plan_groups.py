@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from ...workers.models.devices import device_of
-from ...workers.planner.group_memory import Phase, RankBytes
+from ...workers.planner.group_memory import Phase, RankBytes, largest_term, term_words
 from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, PlannedGroup
-from ...workers.planner.largest_term import largest_term, term_words
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.protocol.worker_config import (

@@ -20,9 +20,14 @@ from trainhouse.workers.protocol.calls import Failure, OperationPart, SampleJob,
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import shared_state
 from trainhouse.workers.sampler.engine import SamplingEngine
-from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
-from trainhouse.workers.sampler.logits.token_choice import SamplingSettings, SamplingTensors, choose
 from trainhouse.workers.sampler.requests.text import StopStrings
+from trainhouse.workers.sampler.requests.token_choice import (
+    SamplingSettings,
+    SamplingTensors,
+    choose,
+    noise_key,
+    uniforms,
+)
 from trainhouse.workers.sampler.shared_state import SharedState
 from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoTokenizer, PreTrainedTokenizerFast

@@ -17,7 +17,7 @@ from ...batch.validated import ModelLimits, ValidatedBatch, validate_request
 from ...heads import LogprobHead
 from ...heads.head import chunks
 from ...lora import LoraPair, Segment
-from ...losses.loss import LossOutput
+from ...losses.loss import Config, Loss, LossOutput
 from ...models.model import BaseModel
 from ...ops.linear import soft_cap_derivatives
 from ...protocol.calls import Failure
@@ -29,22 +29,19 @@ from ...training.rank_part import PartialResult, RankPart
 from ...training.scoring import ScoredTokens
 from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
 from ..algorithms.algorithm import DraftPass
-from ..losses import CAPTURES
 from ..losses.draft_scores import DraftGradients, DraftScores
 from ..model.draft_model import DraftModel
 from ..sequences.captured_features import CapturedFeatures, Checksums, address_of
 from ..sequences.features import DraftInputs
-from ..sequences.target_distribution import TargetDistribution
+from ..sequences.target_form import TargetDistribution
 from .acceptance import Survivals, SurvivalTable, acceptance_lengths
 from .feature_capture import (
-    TargetChunks,
     capture_directory,
     examples_of,
     store_features,
     stored_of,
-    write_failure_message,
 )
-from .feature_source import FeatureSource, HookedTarget, StoredFeatureSource, TargetFeatures
+from .feature_source import HookedTarget, TargetFeatures, stored_features
 from .pass_flops import DraftSequence, draft_pass_flops
 from .sharding import (
     DraftBatch,
@@ -56,6 +53,18 @@ from .sharding import (
     tokens_by_rank,
 )
 from .target_outputs import TargetLogits
+
+
+def _no_loss(scores: object, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    raise AssertionError("a capture pass computes no loss")
+
+
+# A capture pass stores the target's features for later passes, and predicts nothing.
+_CAPTURES = {
+    "capture": Loss(
+        _no_loss, required=(), optional={"weights": lambda inputs, config: 1.0}, counted_by="weights", scores="features"
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,6 @@ class NeededSources:
 
     @staticmethod
     def for_examples(stored: Sequence[CapturedFeatures | None]) -> "NeededSources":
-        """Returns the sources needed for these examples, of which each has captured features or None."""
         return NeededSources(any(each is None for each in stored), any(each is not None for each in stored))
 
     @staticmethod
@@ -99,9 +107,9 @@ class DraftStrategy:
     def read(self, operation: RankPart, limits: ModelLimits) -> None:
         """Validates the part's data and finds the captured features of its examples."""
         draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
-        losses = CAPTURES if location is not None and location.captures else draft.program.losses
+        losses = _CAPTURES if location is not None and location.captures else draft.program.losses
         operation.batch = validate_request(part.request, limits, part.data_share, losses)
-        if losses is not CAPTURES and draft.missing_state is not None:
+        if losses is not _CAPTURES and draft.missing_state is not None:
             raise OperationError(draft.missing_state)
         if location is not None:
             operation.prepared = self.find_stored(part.request, location, operation.batch.datum_indices)
@@ -227,18 +235,17 @@ class DraftStrategy:
         stored, hooked = _stored(micro_batch, operations), self._hooked(draft)
         if not needed.stored:
             return hooked.features(micro_batch)
-        reader = StoredFeatureSource(self._base, draft, [features for features in stored if features is not None])
+        read = partial(stored_features, self._base, draft, [features for features in stored if features is not None])
         if not needed.target:
-            return reader.features(micro_batch)
+            return read(micro_batch)
         parts: list[tuple[Tensor, TargetFeatures]] = []
         tokens_of = [tokens for segment in micro_batch.segments for _, tokens in examples_of(segment)]
         examples = [(tokens.start, tokens.stop) for tokens in tokens_of]
-        sources: list[tuple[FeatureSource, bool]] = [(hooked, False), (reader, True)]
-        for source, is_stored in sources:
+        for features_of, is_stored in ((hooked.features, False), (read, True)):
             own = [bounds for bounds, each in zip(examples, stored, strict=True) if (each is not None) is is_stored]
             tokens = [torch.arange(*bounds, device=self._base.device) for bounds in own]
             of_source = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *tokens])
-            parts.append((of_source, source.features(select_examples(micro_batch, own))))
+            parts.append((of_source, features_of(select_examples(micro_batch, own))))
         return TargetFeatures.join(parts)
 
     def _draft(self, run_id: str) -> DraftModel:
@@ -254,15 +261,16 @@ class DraftStrategy:
     ) -> None:
         """Stores the features of operations that capture. They must cover all tokens."""
         kind, share = draft.feature_kind, self._shard_of(micro_batch)
-        own = features if share is None or share.is_first else None
-        chunks_of = TargetChunks(self._logits(draft), self._budget.chunk_rows(1, draft.shape.target_vocabulary))
+        chunk_tokens = self._budget.chunk_rows(1, draft.shape.target_vocabulary)
+        chunks_of = partial(features.stored, kind=kind, logits=self._logits(draft), chunk_tokens=chunk_tokens)
+        stores = share is None or share.is_first  # else another rank does
         with self._head.gathered() if kind.stores_logits else nullcontext():
             for segment in micro_batch.segments:
                 operation = operations[segment.operation]
-                if (directory := capture_directory(operation)) is not None:
-                    error = store_features(directory, kind, operation, segment, own, chunks_of)
-                    if error is not None:
-                        operation.fail(Failure(write_failure_message(directory, error), "server"))
+                if (directory := capture_directory(operation)) is not None and stores:
+                    failure = store_features(directory, kind, operation, segment, chunks_of)
+                    if failure is not None:
+                        operation.fail(Failure(failure, "server"))
 
     def _logits(self, draft: DraftModel) -> TargetLogits:
         return lambda hidden: self._head.uncapped_logits(hidden, [Segment(0, len(hidden), draft)])
@@ -351,7 +359,6 @@ def _drop_partly_stored(operations: Sequence[RankPart], of_ranks: Sequence[Mappi
 
 
 def _stored(micro_batch: MicroBatch, operations: Sequence[RankPart]) -> list[CapturedFeatures | None]:
-    """Returns the stored features of each example, in order."""
     segments = micro_batch.segments
     return [stored_of(operations[each.operation]).get(example) for each in segments for example in each.examples]
 

@@ -212,7 +212,6 @@ class KVCache:
             slot.tensors.copy_slot(slot.index, target.tensors, target.index)
 
     def free(self, sequence: SequenceState) -> None:
-        """Frees the sequence's slot, if it has one."""
         if slot := self._slots.pop(sequence, None):
             self._leave(slot)
 
@@ -225,7 +224,6 @@ class KVCache:
         )
 
     def load_prefix(self, sequence: SequenceState, ranges: Sequence[StoredRange]) -> None:
-        """Fills the sequence's slot with a cached prefix."""
         slot = self._slots[sequence]
         restore(ranges, slot.tensors, slot.index)
 

@@ -23,7 +23,6 @@ class LazyTokenizer:
     """Loads the tokenizer, and what is built from it, on first use."""
 
     def __init__(self, source: str, base: BaseModel) -> None:
-        """Loads nothing yet. `source` is the model's directory or hub id."""
         self._source, self._base = source, base
 
     @cached_property

@@ -113,9 +113,18 @@ def _write(merging: "_Merging", base: Path, merged: Path) -> None:
     for file in merging.files:
         write_tensors(merged / file.path.name, merging.tensors_of(file), file.metadata)
     if len(merging.files) > 1:
-        _write_index(merged, [file.path.name for file in merging.files])
+        files = [TensorFile(merged / file.path.name) for file in merging.files]
+        index = {
+            "metadata": {"total_size": sum(file.copied(name).num_bytes for file in files for name in file)},
+            "weight_map": {name: file.path.name for file in files for name in file},
+        }
+        (merged / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if merging.new_head is not None:
-        _untie(merged / "config.json")
+        config: dict[str, Any] = load_json((merged / "config.json").read_text())
+        config["tie_word_embeddings"] = False
+        if isinstance(text := config.get("text_config"), dict):
+            text["tie_word_embeddings"] = False
+        (merged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,20 +313,3 @@ def _from_float32(values: np.ndarray, dtype: str) -> np.ndarray:
         return values.astype(np.float16 if dtype == "F16" else np.float32)
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def _write_index(directory: Path, names: list[str]) -> None:
-    files = [TensorFile(directory / name) for name in names]
-    index = {
-        "metadata": {"total_size": sum(file.copied(name).num_bytes for file in files for name in file)},
-        "weight_map": {name: file.path.name for file in files for name in file},
-    }
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _untie(path: Path) -> None:
-    config: dict[str, Any] = load_json(path.read_text())
-    config["tie_word_embeddings"] = False
-    if isinstance(text := config.get("text_config"), dict):
-        text["tie_word_embeddings"] = False
-    path.write_text(json.dumps(config, indent=2) + "\n")

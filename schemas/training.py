@@ -141,7 +141,8 @@ class ForwardBackwardRequest:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles many data as columns."""
         packed = _PackedData.of(self.data) if len(self.data) >= _MANY else None
-        return _pickled(self, data=packed or self.data)
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"data": packed or self.data}
+        return ForwardBackwardRequest, tuple(values.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,8 @@ class ForwardBackwardOutput:
         outputs = self.loss_fn_outputs
         columns = columns_of(outputs) if len(outputs) >= _MANY else None
         packed = outputs if columns is None else _PackedRecords(columns, len(outputs))
-        return _pickled(self, loss_fn_outputs=packed)
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"loss_fn_outputs": packed}
+        return ForwardBackwardOutput, tuple(values.values())
 
 
 # Pickling costs an object or two per array in each direction. A column is pickled as one array, and the small arrays
@@ -270,12 +272,6 @@ def _unpacked_data(tokens: Column, inputs: Columns, extras: tuple[_Extras, ...] 
     rows = tokens.arrays()
     rest = zip(*extras, strict=True) if extras is not None else ()
     return tuple(map(Datum, rows, records_of(inputs, len(rows)), *rest))
-
-
-def _pickled(value: ForwardBackwardRequest | ForwardBackwardOutput, **packed: object) -> tuple[object, ...]:
-    """Returns what `__reduce__` does for a dataclass, with these fields in the place of its own."""
-    fields_of_value = ((field.name, getattr(value, field.name)) for field in fields(value))
-    return type(value), tuple(packed.get(name, own) for name, own in fields_of_value)
 
 
 IGNORE_UNKNOWN = {"unknown": "ignored"}

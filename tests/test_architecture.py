@@ -80,8 +80,7 @@ CORE = (
     *("state/moments", "state/optim", "state/residency", "worker/snapshot_writer", "worker/worker", "training/scoring"),
     *(
         "training/pass_runner",
-        "training/rounds",
-        "training/rank_operation",
+        "training/rank_part",
         "training/scoring_pass",
         "training/batch_failure",
     ),

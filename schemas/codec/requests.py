@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
@@ -317,8 +316,13 @@ def _tokens_from_json(value: object, rules: Rules) -> np.ndarray:
     else:
         model_input = json_object(value, "model_input")
         rules.check_names(model_input, "model_input", ("chunks",))
-        chunks = json_list(model_input.get("chunks"), "model_input.chunks")
-        tokens = list(chain.from_iterable(_chunk_tokens_from_json(chunk, rules) for chunk in chunks))
+        tokens: list[object] = []
+        for value_of_chunk in json_list(model_input.get("chunks"), "model_input.chunks"):
+            chunk = json_object(value_of_chunk, "a chunk")
+            if (kind := chunk.get("type", "encoded_text")) != "encoded_text":
+                raise Invalid(_refusal_of_chunk(kind))
+            rules.check_names(chunk, "a chunk", ("type", "tokens"))
+            tokens += json_list(chunk.get("tokens"), "tokens")
     if not tokens:
         raise Invalid("model_input has no tokens")
     with at_place("tokens"):
@@ -328,15 +332,6 @@ def _tokens_from_json(value: object, rules: Rules) -> np.ndarray:
         if not -(2**31) <= array.min() <= array.max() < 2**31:
             raise Invalid("a token id does not fit 32 bits")
         return array.astype(np.int32)
-
-
-def _chunk_tokens_from_json(value: object, rules: Rules) -> list[object]:
-    chunk = json_object(value, "a chunk")
-    kind = chunk.get("type", "encoded_text")
-    if kind != "encoded_text":
-        raise Invalid(_refusal_of_chunk(kind))
-    rules.check_names(chunk, "a chunk", ("type", "tokens"))
-    return json_list(chunk.get("tokens"), "tokens")
 
 
 def _input_from_json(name: str, value: object, rules: Rules) -> np.ndarray:

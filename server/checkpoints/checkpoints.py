@@ -84,15 +84,9 @@ class Checkpoints:
         has_optimizer: bool = False,
         request_id: str | None = None,
     ) -> AsyncIterator[Path]:
-        """Yields an empty directory to write into. Leaving the block publishes it; an exception discards it.
-
-        Args:
-            run: must be in the store.
-            request_id: of the save, for `was_saved`.
-        Raises:
-            OperationError: (user) the name is not allowed, or in use without `overwrite`; (server) it could not be
-                saved.
-        """
+        """Yields an empty directory to write into; leaving the block publishes it, an exception discards it. Raises
+        OperationError: (user) the name is not allowed, or in use without `overwrite`; (server) it could not be saved.
+        `request_id` names the save, for `was_saved`."""
         checkpoint = self.new_checkpoint(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
         if not overwrite:
             await self._require_free(checkpoint)

@@ -20,15 +20,10 @@ from .checkpoints import Checkpoints, as_request_errors
 async def copy_checkpoint(
     checkpoints: Checkpoints, source: CheckpointRecord, to: SessionRecord, ttl_seconds: int | None
 ) -> CheckpointRecord:
-    """Copies the checkpoint into a new run that cannot be trained, sharing files if the file system supports it.
-
-    A repeated idempotency key of the same tenant returns the same copy.
-
-    Args:
-        to: session of the new run; already ended, and not yet in the store.
-    Raises:
-        RequestError: 503 if a file cannot be read or written, 400 if the key was used for another request.
-    """
+    """Copies the checkpoint into a new run that cannot be trained, in the session `to`, which has ended and is not yet
+    in the store. Files are shared if the file system can; a repeated idempotency key of the same tenant returns the
+    same copy. Raises RequestError: 503 if a file cannot be read or written, 400 if the key was used for another
+    request."""
     asked = _hash("copy_weights", source.tinker_path, ttl_seconds, to.project_id)
     if known := await _find_copied(checkpoints, to, asked):
         return known

@@ -27,20 +27,15 @@ def sign_archive(checkpoints: Checkpoints, checkpoint: CheckpointRecord) -> Sign
 
 
 def signed_archive(checkpoints: Checkpoints, path: str, signed: SignedFile) -> AbstractAsyncContextManager[Archive]:
-    """Yields the archive that `sign_archive` signed, in PEFT's form. Its files stay until the block ends.
-
-    Raises RequestError like `signed_file`, and 429 if too many archives of the owner are being downloaded.
-    """
+    """Yields the archive that `sign_archive` signed, in PEFT's form, and keeps its files until the block ends. Raises
+    RequestError like `signed_file`, and 429 if too many archives of the owner are being downloaded."""
     return _signed(checkpoints, path, signed, checkpoints.archives.reading)
 
 
 @asynccontextmanager
 async def signed_file(checkpoints: Checkpoints, path: str, signed: SignedFile) -> AsyncIterator[Path]:
-    """Yields the local path of a file that `sign_files` signed; it is kept meanwhile.
-
-    Raises:
-        RequestError: 403 if the signature is wrong or expired, 503 if the file cannot be read.
-    """
+    """Yields the local path of a file that `sign_files` signed, kept meanwhile. Raises RequestError: 403 if the
+    signature is wrong or expired, 503 if the file cannot be read."""
     assert signed.name is not None, "an archive is no file"
     files = checkpoints.files
     async with _signed(checkpoints, path, signed, lambda one: files.reading(one.directory, rehash=False)) as here:

@@ -64,11 +64,8 @@ def read_upload(body: bytes, config_bytes: int) -> AdapterUpload:
 async def import_checkpoint(
     dispatch: WorkerDispatch, checkpoints: Checkpoints, tenant: Tenant, request: ImportRequest, session: SessionRecord
 ) -> CheckpointRecord:
-    """Creates the checkpoint, in a new run of `session`. Neither the run nor the session may be in the store yet.
-
-    Raises:
-        RequestError: 400 if the adapter or the base model is refused, 503 if it could not be saved.
-    """
+    """Creates the checkpoint in a new run of `session`, neither of which is in the store yet. Raises RequestError: 400
+    if the adapter or the base model is refused, 503 if it could not be saved."""
     config, base_model = request.upload.config, _base_model(dispatch, request)
     header = header_of(request.upload.weights)
     await decode_in_process(check_header, header, None, len(header))

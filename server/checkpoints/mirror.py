@@ -59,7 +59,10 @@ class CheckpointMirrors:
 
     async def start(self, files: CheckpointFiles, directories: Collection[str]) -> None:
         """Starts the background tasks. All checkpoints, whose directories these are, get the copies that they lack."""
-        await self._delete_unconfigured()
+        there, _ = await self._unfinished()
+        for copy in there:
+            if copy.mirror not in self._urls:  # it was never made
+                await self._store.copies.delete(copy)
         if self._urls:
             await self._add_missing(sorted(directories))
         works = [lambda url=url: self._copy_due(files, url) for url in self._urls]
@@ -113,13 +116,6 @@ class CheckpointMirrors:
                     place = f"{url}/{key_of(directory)}"
                     waiting = CheckpointCopyRecord(directory, url, place, "waiting", None, 0, self._clock())
                     await self._store.copies.put(waiting)
-
-    async def _delete_unconfigured(self) -> None:
-        """Deletes the rows of copies that were never made and whose mirror is no longer configured."""
-        there, _ = await self._unfinished()
-        for copy in there:
-            if copy.mirror not in self._urls:
-                await self._store.copies.delete(copy)
 
     async def _mark_waiting(self, directory: str) -> bool:
         """Marks all copies of the checkpoint as waiting. True if it has any."""

@@ -39,15 +39,12 @@ class CheckpointPublication:
         insert: Callable[[CheckpointRecord], Awaitable[None]],
         request_id: str | None = None,
     ) -> None:
-        """Publishes the checkpoint, to the end even if the caller is cancelled.
+        """Publishes the checkpoint, to the end even if the caller is cancelled. Raises OperationError: (user) the name
+        is in use, or the tenant would have too many; (server) the files cannot be stored.
 
         Args:
             move_files: gets the manifest's entries, moves the files into place, and returns their bytes.
             insert: inserts the row.
-            request_id: of the save.
-        Raises:
-            OperationError: (user) the name is in use, or the tenant would have too many; (server) the files
-                cannot be stored.
         """
         entries = await manifest_entries(self._store, checkpoint, request_id)
         await _shielded(self._publish(checkpoint, partial(move_files, entries), insert))

@@ -155,10 +155,8 @@ class Backup:
             return [directory for (directory,) in database.execute("SELECT directory FROM checkpoints")]
 
     def _take_database(self) -> Collection[str]:
-        """Copies the database, repeatedly, until the copy has every checkpoint directory that it names.
-
-        A checkpoint that is saved and deleted between two steps might be missing.
-        """
+        """Copies the database until the copy has every checkpoint directory that it names: one that is saved and
+        deleted between two steps might be missing."""
         named = self._copy_database()
         for _ in range(_MAX_ROUNDS):
             self._take_named(named)

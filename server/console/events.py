@@ -18,7 +18,6 @@ from ..routes.history import own_run
 from ..routes.services import Services, ServicesDependency
 from ..runs.history import SeriesQuery
 from ..tenants.auth import TenantDependency
-from ..tenants.exchange import confirm_key
 from .paths import CONSOLE
 from .runs import MAX_COMPARED, RunIds
 
@@ -118,7 +117,7 @@ async def _may_continue(request: Request, services: Services) -> bool:
     if services.quotas.is_closed:
         return False
     try:
-        await confirm_key(request)
+        await services.auth.confirm(request)
     except RequestError:
         return False
     return True

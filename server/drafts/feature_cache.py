@@ -116,12 +116,8 @@ class FeatureCache:
                 await self.delete_unknown_files()
 
     async def refer(self, sizes: Mapping[str, int], references: Mapping[str, FeatureReference]) -> bool:
-        """Adds a reference to each captured file, unless it exists; call it inside `capturing`. False if files have
-        disappeared from the disk. Raises OSError.
-
-        Args:
-            sizes, references: by address.
-        """
+        """Adds references to the captured files of these sizes, unless they exist, both by address; call it inside
+        `capturing`. False if files have disappeared from the disk. Raises OSError."""
         async with self._writing:
             if not await asyncio.to_thread(self._files.exist, sizes):
                 return False

@@ -33,7 +33,14 @@ async def reserve_features(
     """
     assert isinstance(operation, FeatureCapture)
     try:
-        await _claim_features(services, tenant, content, operation, reservation)
+        run, draft = [await services.runs.get(tenant, one) for one in (content.model_id or "", operation.draft_id)]
+        if content.seq_id and run.queue.arrived_before(content.seq_id):  # a retry has it; 0 requests the next free one
+            return
+        features = store_of(services.context.features)
+        features.check_ttl(operation.ttl_seconds)
+        of_token = await _feature_bytes(services, draft)
+        num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
+        reservation.add_features(num_bytes, await features.space.reserve(tenant.id, num_bytes))
     except RequestError as error:
         if isinstance(error, FeatureLimitExceeded) and operation.can_skip:
             logger.warning("run %s captures nothing for %s: %s", content.model_id, operation.draft_id, error.message)
@@ -41,20 +48,6 @@ async def reserve_features(
             return
         await count_as_refused(services, tenant, operation.kind, body, error)
         raise
-
-
-async def _claim_features(
-    services: Services, tenant: Tenant, content: RunRequest, operation: FeatureCapture, reservation: Reservation
-) -> None:
-    """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
-    run, draft = [await services.runs.get(tenant, one) for one in (content.model_id or "", operation.draft_id)]
-    if content.seq_id and run.queue.arrived_before(content.seq_id):  # 0 requests the next free one
-        return
-    features = store_of(services.context.features)
-    features.check_ttl(operation.ttl_seconds)
-    of_token = await _feature_bytes(services, draft)
-    num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
-    reservation.add_features(num_bytes, await features.space.reserve(tenant.id, num_bytes))
 
 
 async def _feature_bytes(services: Services, draft: Run) -> int:

@@ -7,7 +7,7 @@ is stored, the step and the work are repeated together; a repeated save finds th
 import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...schemas.batches import merge_outputs
 from ...schemas.errors import OperationError, RequestError
@@ -30,8 +30,8 @@ _OF_PASSES = ("model_flops:sum", "mfu:mean")
 class ScheduledWork:
     """The work that is due after the optimizer step `step` of a run, whose operation has this seq_id.
 
-    metrics: of the step, to which those of the work are added. warnings: what failed. reservation: of the operation,
-    which pays for evaluated tokens; None if no client waits for it.
+    metrics: of the step, to which those of the work are added. warnings: to which what failed is added. reservation: of
+    the operation, which pays for evaluated tokens; None if no client waits for it.
     """
 
     context: OperationContext
@@ -40,7 +40,7 @@ class ScheduledWork:
     seq_id: int
     reservation: Reservation | None
     metrics: dict[str, float]
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
     _num_pieces: int = 0
 
     async def run_all(self) -> None:

@@ -44,12 +44,8 @@ def with_auto_layouts(config: "ServerConfig", settings: DispatchConfig, say: Cal
 def with_layouts(
     config: DispatchConfig, device_bytes: int | None, link: str, say: Callable[[str], None]
 ) -> DispatchConfig:
-    """Returns the config with a layout and devices for each base model. Raises ValueError.
-
-    Args:
-        device_bytes: None takes those of the smallest CUDA device of this machine.
-        link: a value of --device-link.
-    """
+    """Returns the config with a layout and devices for each base model. Without `device_bytes`, those of this machine's
+    smallest CUDA device count; `link` is a value of --device-link. Raises ValueError."""
     samples = not config.sampling.workers and config.sampling.vllm is None
     memory = device_bytes or _cuda_bytes()
     devices = _Devices(config)
@@ -71,12 +67,8 @@ def with_layouts(
 def with_sampler_layout(
     config: DispatchConfig, device_bytes: int | None, num_devices: int | None, say: Callable[[str], None]
 ) -> DispatchConfig:
-    """Returns the config with a layout for the sampler workers of its base model. Raises ValueError.
-
-    Args:
-        device_bytes: see `with_layouts`.
-        num_devices: CUDA devices that there are; None = unknown.
-    """
+    """Returns the config with a layout for the sampler workers of its base model; `num_devices` is None if unknown.
+    Raises ValueError."""
     if len(config.models) != 1:
         raise ValueError(
             f"--sampler-parallel auto chooses for one base model, and there are {len(config.models)}: name a layout"

@@ -90,6 +90,6 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     counts the proposed and the accepted ones.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        wanted = await receive_unordered(request, reservation, _DECODER, is_numbered=True)
+        wanted = await receive_unordered(request, services, reservation, _DECODER, is_numbered=True)
         submitted = await services.sampling.submit(tenant, wanted, request.state.body, reservation)
     return await submit_response(request, services, tenant, submitted)

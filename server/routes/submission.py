@@ -33,7 +33,6 @@ from ..journal.request_decoding import RunRequest, decoder_of
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.exchange import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
 from ..tenants.reservation import Reservation
 from .gate import Endpoint
@@ -54,7 +53,11 @@ SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 async def receive_unordered(
-    request: Request, reservation: Reservation, decoder: Decoder[Decoded], is_numbered: bool = False
+    request: Request,
+    services: Services,
+    reservation: Reservation,
+    decoder: Decoder[Decoded],
+    is_numbered: bool = False,
 ) -> Decoded:
     """Receives a request that has no order but holds a reservation until it is answered.
 
@@ -68,7 +71,7 @@ async def receive_unordered(
     await receive_body(request)
     reservation.grow(await size_of(body), UNORDERED)
     content = await decode_body(body, decoder, is_numbered)
-    await confirm_key(request)
+    await services.auth.confirm(request)
     return content
 
 
@@ -96,9 +99,9 @@ async def receive(
             reservation.grow(num_bytes, position)
         content = await decode_body(body, decoder_of(verb, body.content_type), is_numbered=True)
         operation = operation_of(content)
-        await confirm_key(request)  # decoding may have taken long
+        await services.auth.confirm(request)  # decoding may have taken long
     except RequestError as error:
-        await confirm_key(request)
+        await services.auth.confirm(request)
         await count_as_refused(services, tenant, verb.name, body, error)
         raise
     return content, operation
@@ -113,7 +116,7 @@ def submitting(verb: Verb) -> Endpoint:
             if operation.stores_features:
                 reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
                 await reserve(services, tenant, content, request.state.body, operation, reservation)
-                await confirm_key(request)
+                await services.auth.confirm(request)
             run = await services.runs.get(tenant, content.model_id or "")
             submitted = await run.submit(content.seq_id or 0, operation, request.state.body, reservation)
         return await submit_response(request, services, tenant, submitted)
@@ -186,7 +189,8 @@ async def result_response(
             sending.release()
             return Response(body, media_type=media_type) if as_it_is else _as_json(result)
         if as_it_is:
-            return _LargeResponse(_slices(body), media_type, sending, {"Content-Length": str(len(body))})
+            pieces = (body[start : start + _SLICE_BYTES] for start in range(0, len(body), _SLICE_BYTES))
+            return _LargeResponse(pieces, media_type, sending, {"Content-Length": str(len(body))})
         async with services.futures.large_result_lock:
             pieces = await asyncio.to_thread(_json_pieces, result)
         return _LargeResponse(pieces, media_type, sending)
@@ -217,14 +221,6 @@ class _LargeResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._sending.release()
-
-
-def _slices(body: bytes) -> Iterator[bytes]:
-    return (body[start : start + _SLICE_BYTES] for start in range(0, len(body), _SLICE_BYTES))
-
-
-def pending_response(pending: Pending) -> Response:
-    return JSONResponse(pending.model_dump(exclude_none=True), 408)
 
 
 def _as_json(result: Result) -> Response:

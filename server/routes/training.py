@@ -92,7 +92,8 @@ def _body_of(verb: Verb) -> dict[str, object]:
 
 async def _create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     with Reservation(services.quotas, tenant.id) as reservation:
-        model = await receive_unordered(request, reservation, Decoder(partial(decode_model, CreateModelRequest)))
+        decoder = Decoder(partial(decode_model, CreateModelRequest))
+        model = await receive_unordered(request, services, reservation, decoder)
         created = await services.runs.create(tenant, model, request.state.body, reservation)
     return await submit_response(request, services, tenant, SubmitResponse(request_id=created.request_id))
 

@@ -134,7 +134,11 @@ class _TrialProcess:
             if self._pipe is not None:  # it may have ended since, being idle
                 return self._answer(self._pipe, constraint)
         try:
-            return self._answer(self._started(), constraint)
+            self._end()
+            self._pipe, self._process = start_process(constraint_process.__name__)
+            self._pipe.settimeout(_TRIAL_SECONDS)
+            send_pieces(encode(self._parts), self._pipe)
+            return self._answer(self._pipe, constraint)
         except (EOFError, OSError) as error:
             self._end()
             reason = str(error) or type(error).__name__
@@ -151,13 +155,6 @@ class _TrialProcess:
             raise answer
         assert isinstance(answer, Verdict)
         return answer
-
-    def _started(self) -> socket.socket:
-        self._end()
-        self._pipe, self._process = start_process(constraint_process.__name__)
-        self._pipe.settimeout(_TRIAL_SECONDS)
-        send_pieces(encode(self._parts), self._pipe)
-        return self._pipe
 
     def _end(self) -> None:
         if self._pipe is not None and self._process is not None:

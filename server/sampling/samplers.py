@@ -89,13 +89,8 @@ class Samplers:
         return sampler_id
 
     async def create_ephemeral(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
-        """Creates a sampler with the run's current weights and returns its id.
-
-        Args:
-            seq_id: of the save in the run; makes the id if the request names no sampling_session_seq_id.
-        Raises:
-            OperationError: the weights could not be saved or copied.
-        """
+        """Creates a sampler with the run's current weights and returns its id, made from the save's `seq_id` if the
+        request names no sampling_session_seq_id. Raises OperationError."""
         sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         if request.sampling_session_seq_id is None or sampler_id in self._samplers:
             sampler_id = f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{seq_id}"
@@ -266,18 +261,16 @@ def _check_same(known: SamplerRecord, request: CreateSamplingSessionRequest) -> 
     if not known.is_ephemeral and requested == (known.base_model, _full(known.model_path), _full(known.draft_path)):
         return
     # 400 and not 409, because clients retry after a 409.
-    raise RequestError(
-        f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} was a sampler"
-        f" {_what_of(known)}, this is another sampler: is another process sampling in this session? Nothing was"
-        " created: create a session in each process, or give a new sampler the next number"
-    )
-
-
-def _what_of(known: SamplerRecord) -> str:
-    if known.is_ephemeral:
-        return f"with the weights that run {known.run_id} had"
     what = f"of {known.model_path or known.base_model}"
-    return f"{what} with draft_path {known.draft_path}" if known.draft_path else what
+    if known.is_ephemeral:
+        what = f"with the weights that run {known.run_id} had"
+    elif known.draft_path:
+        what += f" with draft_path {known.draft_path}"
+    raise RequestError(
+        f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} was a sampler {what},"
+        " this is another sampler: is another process sampling in this session? Nothing was created: create a session"
+        " in each process, or give a new sampler the next number"
+    )
 
 
 def _full(path: str | None) -> str | None:

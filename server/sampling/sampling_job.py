@@ -49,14 +49,8 @@ class SamplingJob:
         stops: Stops | None = None,
         seed: int | None = None,
     ) -> None:
-        """Validates the request.
-
-        Args:
-            stops: replace the stops of the request.
-            seed: drawn earlier for a request without a seed; None draws one.
-        Raises:
-            RequestError: the request does not fit the model.
-        """
+        """Validates the request. `stops` replace its own; `seed` was drawn earlier if it has none. Raises RequestError
+        if it does not fit the model."""
         self.request = request
         self.request_id = request_id
         self.sampler = sampler

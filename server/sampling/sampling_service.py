@@ -165,14 +165,9 @@ class SamplingService:
         return SamplingJob(request, request_id, sampler, self._dispatch.models[sampler.record.base_model], stops)
 
     async def sample_now(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        """Samples and returns the response. Cancelling the call cancels the job; nothing of it is kept. The caller
-        charges the tenant for the tokens.
-
-        Args:
-            on_progress: called with each increment; the response contains all of them again.
-        Raises:
-            OperationError, RequestError: the job failed, or the server is stopping.
-        """
+        """Samples and returns the response, with all increments that `on_progress` was called with. Cancelling the call
+        cancels the job; nothing of it is kept. The caller charges the tenant for the tokens. Raises OperationError,
+        RequestError: the job failed, or the server is stopping."""
         end = asyncio.timeout(0 if self._is_stopping else None)
         self._sample_now_timeouts.add(end)
         try:

@@ -54,14 +54,9 @@ class PostgresStore(Store):
     """Keeps the store in PostgreSQL 13 or newer. Several servers may open the same database."""
 
     def __init__(self, url: str) -> None:
-        """Connects, and creates the tables if needed.
-
-        Args:
-            url: postgresql+psycopg://USER:PASSWORD@HOST/DATABASE.
-        Raises:
-            DatabaseUnreachable: it cannot be reached now. A wrong password or host cannot be distinguished from that.
-            ValueError: it cannot be used, or a newer trainhouse wrote it.
-        """
+        """Connects to postgresql+psycopg://USER:PASSWORD@HOST/DATABASE, and creates the tables if needed. Raises
+        DatabaseUnreachable, also for a wrong password or host; ValueError if it cannot be used, or a newer trainhouse
+        wrote it."""
         parsed = _parsed(url)
         self._shown_url = parsed.set(query={}).render_as_string(hide_password=True)
         engine = _engine(parsed)

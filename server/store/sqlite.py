@@ -30,13 +30,8 @@ class SqliteStore(Store):
     """Keeps the store in one file, which other processes may open, too (`trainhouse keys` while a server runs)."""
 
     def __init__(self, path: Path, sync: bool = False) -> None:
-        """Opens the file, creating it if needed.
-
-        Args:
-            sync: whether each commit waits for the disk.
-        Raises:
-            ValueError: a newer trainhouse wrote the file, or it is damaged or cannot be used.
-        """
+        """Opens or creates the file; with `sync` each commit waits for the disk. Raises ValueError: a newer trainhouse
+        wrote the file, or it is damaged or cannot be used."""
         path.parent.mkdir(parents=True, exist_ok=True)
         engine = _engine(path, sync)
         # Take the write lock first: a transaction that upgrades to it midway can fail at once instead of waiting.

@@ -92,7 +92,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     if not tensors:
         raise OperationError("adapter_model.safetensors has no tensors: send the file as peft saved it")
     found: dict[str, np.ndarray] = {}
-    for name, tensor in tensors.items():
+    for name in list(tensors):
+        tensor = tensors.pop(name)  # its memory is free once it is float32
         if not tensor.is_floating_point():
             raise OperationError(f"{name} has dtype {tensor.dtype}: matrices of an adapter must be floating point")
         found[name] = tensor.float().numpy()
@@ -271,7 +272,13 @@ def _swaps_in_out(pairs: Sequence[_PairOfExperts], experts: RoutedExperts | None
     if len(fitting) == 1 or not pairs:
         return bool(pairs) and fitting[0]
     if not fitting:
-        raise _unfitting(next((p for p in pairs if p.adapted(False) is None and p.adapted(True) is None), pairs[0]))
+        wrong = next((p for p in pairs if p.adapted(False) is None and p.adapted(True) is None), pairs[0])
+        a, b = wrong.pair
+        raise OperationError(
+            f"{wrong.name} has shape {list(a.shape)} and its lora_B {list(b.shape)}, which do not fit rank {wrong.rank}"
+            f" and the {wrong.linears[0][0].num_experts} experts of this base model: check the adapter's base model and"
+            " rank"
+        )
     if (by_version := _swaps_in_out_by(version, experts)) is None:
         raise OperationError(
             f"the shapes of {pairs[0].name} and its lora_B fit the layout of PEFT before 0.19.1 and the one since, and"
@@ -297,15 +304,6 @@ def _swaps_in_out_by(version: str | None, experts: RoutedExperts | None) -> bool
     is_marked = experts is not None and experts.is_transposed and experts.marks_transposed
     takes_second = release >= (0, 19, 0) and is_marked == (release == (0, 19, 0))
     return takes_second == is_transposed
-
-
-def _unfitting(pair: _PairOfExperts) -> OperationError:
-    a, b = pair.pair
-    num = pair.linears[0][0].num_experts
-    return OperationError(
-        f"{pair.name} has shape {list(a.shape)} and its lora_B {list(b.shape)}, which do not fit rank"
-        f" {pair.rank} and the {num} experts of this base model: check the adapter's base model and rank"
-    )
 
 
 def _parts(name: str, pair: Pair, sizes: Sequence[int], rank: int) -> list[Pair]:

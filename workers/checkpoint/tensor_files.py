@@ -70,7 +70,11 @@ class SavedTensors(Mapping[str, Tensor]):
                 for found in file.keys():  # noqa: SIM118 (the file cannot be iterated)
                     shape = file.get_slice(found).get_shape()
                     places = {} if found in wanted else several.get(found, {})
-                    parts = {name: place for name, place in places.items() if not _is_beyond(place, shape)}
+                    parts = {
+                        name: place
+                        for name, place in places.items()
+                        if not (isinstance(place, int) and place >= shape[0])
+                    }
                     for name, place in parts.items() or [(newer.get(found) or found, None)]:
                         if name in self._files:
                             raise OperationError(
@@ -99,12 +103,7 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def read(self) -> dict[str, Tensor]:
-        """Reads all tensors."""
         return {name: self[name] for name in self}
-
-
-def _is_beyond(place: Place, shape: list[int]) -> bool:
-    return isinstance(place, int) and place >= shape[0]
 
 
 def _shape_at(place: Place | None, shape: list[int]) -> list[int]:

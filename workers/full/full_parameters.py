@@ -36,9 +36,11 @@ def buffers_of(base: BaseModel) -> dict[str, Tensor]:
 def _parameter(base: BaseModel, name: str, own: Tensor) -> ModelParameter:
     cuts, is_repeated = tuple(_cuts(base, name, own)), _is_repeated(base, name)
     path, _, kind = name.rpartition(".")
-    if path in base.experts and not _are_stacked(base):
-        linears = base.experts[path].linears[_PACKED[kind]]
-        return ExpertParameter(name, _checkpoint_name(base, path), tuple(own.shape), cuts, is_repeated, linears)
+    if path in base.experts:
+        assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
+        if not base.shape.experts.are_stacked:
+            linears = base.experts[path].linears[_PACKED[kind]]
+            return ExpertParameter(name, _checkpoint_name(base, path), tuple(own.shape), cuts, is_repeated, linears)
     return ModelParameter(name, _checkpoint_name(base, name), tuple(own.shape), cuts, is_repeated)
 
 
@@ -57,11 +59,6 @@ def _checkpoint_name(base: BaseModel, name: str) -> str:
     if part.saved_router is not None and below.startswith(f"{part.router}."):
         below = part.saved_router + below.removeprefix(part.router)
     return f"{layer}{part.saved_block}.{below}"
-
-
-def _are_stacked(base: BaseModel) -> bool:
-    assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
-    return base.shape.experts.are_stacked
 
 
 def _cuts(base: BaseModel, name: str, own: Tensor) -> Iterator[DimensionSplit]:

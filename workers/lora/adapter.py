@@ -16,7 +16,7 @@ from ..shapes.model_shape import ModelShape
 from ..state.flat_params import FlatLayout, Matrix
 from ..state.program import Program
 from ..state.trainable import SEED_MASK, Trainable
-from .segmented_matmul import add_outer
+from .segmented_matmul import SingleAdapter
 from .target import Target
 
 
@@ -137,8 +137,8 @@ class LoraPair:
         a, b_t = self._adapter.vectors.weight_views()[self._name]
         grad_a, grad_b_t = self._adapter.gradients.of_lane().views[self._name]
         grad_shrunk = (grad @ b_t.t()).mul_(self.scale)
-        add_outer(grad_a, grad_shrunk, x)
-        add_outer(grad_b_t, x @ a.t(), grad, self.scale)
+        SingleAdapter.add_outer([grad_a], grad_shrunk, x)
+        SingleAdapter.add_outer([grad_b_t], x @ a.t(), grad, self.scale)
         grad_x.addmm_(grad_shrunk, a)
 
 

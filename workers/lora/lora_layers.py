@@ -245,7 +245,8 @@ def _expert_targets(name: str, experts: GroupedExperts, splits: Sequence[Mapping
     """Yields the targets of a sparse layer. `splits` are those of its two parameters, by dimension."""
     num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
     of_first, of_down = splits
-    packed, inner = (_of_features(each) for each in (of_first, of_down))
+    # The splits of the dimension of features of the experts' stacked matrices.
+    packed, inner = (next((each[dim] for dim in each if dim > 0), None) for each in (of_first, of_down))
     by_expert = of_down.get(0)
     outer = replace(packed, sections=(features,)) if packed else None
     *of_features, of_hidden = experts.linears
@@ -254,11 +255,6 @@ def _expert_targets(name: str, experts: GroupedExperts, splits: Sequence[Mapping
     for kind, saved_as in zip(kinds, of_features, strict=True):
         yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert, saved_as, stacked_as[kind])
     yield Target(f"{name}.{DOWN}", features, hidden, inner, None, num, by_expert, of_hidden, stacked_as[DOWN])
-
-
-def _of_features(splits: Mapping[int, Split]) -> Split | None:
-    """Returns the split of the dimension of features, of the stacked matrices of experts."""
-    return next((split for dim, split in splits.items() if dim > 0), None)
 
 
 def _unembed_target(base: BaseModel) -> Target:

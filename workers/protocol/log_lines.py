@@ -86,13 +86,9 @@ class LineFormatter(logging.Formatter):
         return "\n".join((line, *(f"  {escaped(part)}" for part in traceback.splitlines())))
 
     def _traceback(self, record: logging.LogRecord) -> str | None:
-        remote = getattr(record, _TRACEBACK, None)
-        text = remote if record.exc_info is None or record.exc_info[0] is None else self._formatted(record)
-        return None if text is None else _last(text, _MAX_TRACEBACK)
-
-    def _formatted(self, record: logging.LogRecord) -> str:
-        assert record.exc_info is not None and record.exc_info[0] is not None
-        return self.formatException(record.exc_info)
+        info = record.exc_info
+        text = getattr(record, _TRACEBACK, None) if info is None or info[0] is None else self.formatException(info)
+        return text if text is None or len(text) <= _MAX_TRACEBACK else f"... {text[-_MAX_TRACEBACK:]}"
 
     def _json(
         self, record: logging.LogRecord, message: str, fields: Mapping[str, object], traceback: str | None
@@ -134,7 +130,3 @@ def _text(value: object) -> str:
 
 def _bounded(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
-
-
-def _last(text: str, most: int) -> str:
-    return text if len(text) <= most else f"... {text[-most:]}"

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ...schemas.errors import OperationError
 from ..pools.base import WorkerDied
 from ..protocol.calls import Failure, OptimizerStep, SliceResult, WorkerLost
+from ..protocol.methods import CLEAR_GRADIENTS
 from .calls import BeginSnapshotCall, MethodCall, PassCall, PollSnapshotsCall, RankCall, SliceCall, StepsCall
 from .cohorts import Cohorts
 from .quarantine import SUSPECT_SHRINK_FACTOR, Suspects
@@ -226,6 +227,8 @@ class Scheduler:
                 self.held.forget_tainted([work.key])
             if work.drops is not None:
                 self.held.remove(work.drops)
+        elif work.method is CLEAR_GRADIENTS:  # incomplete ones: steps that wait already must not use them
+            self.held.mark_tainted([work.key], call.answer.message)
         work.settle(call.answer)
 
     def _finish_snapshots(self, call: BeginSnapshotCall | PollSnapshotsCall) -> None:

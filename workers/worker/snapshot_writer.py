@@ -21,7 +21,7 @@ class SnapshotWriter:
 
     def __init__(self, device: torch.device, base_name: str) -> None:
         self._device = device
-        self._base_name = base_name
+        self.base_name = base_name
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "snapshot", initializer=_use_one_thread)
         self._writing: dict[int, Future[None]] = {}
         self._forgotten: list[Future[None]] = []
@@ -64,7 +64,7 @@ class SnapshotWriter:
                 torch.cuda.current_stream(self._device).wait_event(copied)
                 state = state.mapped(Tensor.cpu)
         try:
-            save(state, directory, base_name=self._base_name)
+            save(state, directory, base_name=self.base_name)
         except Exception:
             if directory.exists():
                 raise

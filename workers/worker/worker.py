@@ -40,8 +40,7 @@ from .agreement import RankAgreement
 from .loading import check_loaded, load_rank, prepared
 from .rank_memory import RankMemory
 from .rank_models import RankModels
-from .run_loader import RunLoader
-from .run_saver import RunSaver
+from .run_files import RunFiles
 from .snapshot_writer import SnapshotWriter
 from .step_runner import StepRunner
 from .transferred_weights import exported_weights, import_weights, overwrite_weights
@@ -96,7 +95,7 @@ class Worker:
         self._memory.forget_cache()
         for model_id in self._models:
             self.drop_run(model_id)
-        self._snapshots.wait()
+        self._files.wait()
 
     def check_shared(self, probe: SharedFileProbe) -> str | None:
         """Returns why this rank does not share the probe's directory; None if it does."""
@@ -115,13 +114,12 @@ class Worker:
         agreement = self._agreement = RankAgreement(mesh)
         self._memory = RankMemory(base, models.residency, self._sampler, agreement.on_all, config.page_directory)
         self._rank_models = RankModels(models, self._memory, agreement)
-        writer = SnapshotWriter(base.device, self._name)
         rows = plugin_rows("workers.drafts.rows", "VERBS").values()
         plugins = [make(models, self._rank_models, self._passes, mesh) for make in rows]
         self._verbs = {verb: getattr(plugin, verb) for plugin in plugins for verb in plugin.verbs}
         after_load = [plugin.after_load for plugin in plugins]
-        self._loader = RunLoader(models, self._rank_models, self._passes, mesh, agreement, after_load)
-        self._snapshots = RunSaver(self._rank_models, writer, mesh, agreement, self._name)
+        writer = SnapshotWriter(base.device, self._name)
+        self._files = RunFiles(models, self._rank_models, self._passes, mesh, agreement, writer, after_load)
 
     def info(self) -> ModelInfo:
         return ModelInfo(
@@ -182,18 +180,18 @@ class Worker:
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Writes the run as of its last optimizer step into an existing empty directory; pending gradients stay."""
-        self._snapshots.save(run_id, Path(directory), optimizer)
+        self._files.save(run_id, Path(directory), optimizer)
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: SavedContents = "all") -> None:
         """Begins to write the run as it is now into an existing empty directory; see `ended_snapshots`.
 
         Contents other than "all" are as of the last optimizer step. Pending gradients stay.
         """
-        self._snapshots.begin(snapshot_id, run_id, Path(directory), contents)
+        self._files.begin(snapshot_id, run_id, Path(directory), contents)
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Returns the snapshots that have ended on all ranks since the last call: None if the files are written."""
-        return self._snapshots.take_ended()
+        return self._files.take_ended()
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Replaces the run's state by the checkpoint's; pending gradients are those of a snapshot, or none.
@@ -202,7 +200,7 @@ class Worker:
             OperationError: the checkpoint does not fit; the run is unchanged. A run that is not trained takes on a
                 saved model of any shape.
         """
-        self._loader.load(run_id, Path(directory), optimizer)
+        self._files.load(run_id, Path(directory), optimizer)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """Copies the run's current weights for a sampler, overwriting the same id. See WorkerConfig.full_sampling."""

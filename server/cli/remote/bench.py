@@ -41,20 +41,18 @@ class Load:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The measured speeds; medians over the steps.
-
-    training_share, sampling_share: of the peak of the server's devices, a product of large matrices that it measured
-    when it loaded the model; None if the model runs by transformers' modules, or the key may not see the workers.
-    small_step_seconds: from the client's call to its answer, with one sequence of eight tokens.
-    """
+    """The measured speeds; medians over the steps. Shares are those of `peak_flops`."""
 
     step_seconds: float
     training_tokens_per_second: float
     training_share: float | None
     small_step_seconds: float
+    """From the client's call to its answer, with one sequence of eight tokens."""
     sampling_tokens_per_second: float
     sampling_share: float | None
     peak_flops: float | None
+    """A product of large matrices, measured when the server loaded the model; None if the model runs by transformers'
+    modules, or the key may not see the workers."""
 
 
 @app.command()

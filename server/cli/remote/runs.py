@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ....schemas.history import MetricSeries, RunMetrics
+from ....schemas.history import RunMetrics
 from ...text.spreadsheet import cell_text
 from ..options import new_app
 from ..output import print_table, size
@@ -75,7 +75,11 @@ def metrics(
         found = RunReader(service.create_rest_client(), run).read()
     if csv is not None:
         csv.write_text("\n".join(_csv_lines(found)) + "\n")
-    server.print(found, lambda: print_table(*_table_of(found.training)))
+    series = found.training
+    shown = [name for name in ("loss:mean", "learning_rate", "unclipped_grad_l2:mean", "tokens", "tokens_per_second",
+                               "step_seconds", "queued_seconds") if name in series.metrics]  # fmt: skip
+    columns = [[None if value is None else f"{value:.6g}" for value in series.metrics[name]] for name in shown]
+    server.print(found, lambda: print_table(("STEP", *shown), zip(series.steps, *columns, strict=True)))
 
 
 def _csv_lines(found: RunMetrics) -> list[str]:
@@ -89,13 +93,6 @@ def _csv_lines(found: RunMetrics) -> list[str]:
                 if value is not None
             ]
     return lines
-
-
-def _table_of(series: MetricSeries) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    shown = [name for name in ("loss:mean", "learning_rate", "unclipped_grad_l2:mean", "tokens", "tokens_per_second",
-                               "step_seconds", "queued_seconds") if name in series.metrics]  # fmt: skip
-    columns = [[None if value is None else f"{value:.6g}" for value in series.metrics[name]] for name in shown]
-    return ("STEP", *shown), list(zip(series.steps, *columns, strict=True))
 
 
 @app.command()

@@ -24,11 +24,7 @@ class TenantQueue:
 
     @asynccontextmanager
     async def turn(self, tenant_id: str) -> AsyncIterator[None]:
-        """Waits until no other request of the tenant has its turn.
-
-        Raises:
-            RequestError: 429 if the tenant has MAX_WAITING requests already.
-        """
+        """Waits until no other request of the tenant has its turn. Raises RequestError 429 if MAX_WAITING wait."""
         num = self._num_waiting.get(tenant_id, 0)
         if num >= MAX_WAITING:
             raise RequestError(

@@ -31,15 +31,16 @@ class LeaseTable(RecordTable[LeaseRecord]):
             clock = self.database.clock(connection, now)
             if any(lease.holder != holder and lease.expires_at > clock for lease in known.values()):
                 return None
-            taken = tuple(
-                LeaseRecord(name, holder, url, _next_epoch(known.get(name), holder), clock + seconds)
-                for name in base_models
-            )
-            for lease in taken:
-                same = leases.c.base_model == lease.base_model
-                is_known = lease.base_model in known
-                connection.execute((update(leases).where(same) if is_known else insert(leases)).values(**vars(lease)))
-            return taken
+            taken = []
+            for name in base_models:
+                if (lease := known.get(name)) is None:
+                    epoch, change = 1, insert(leases)
+                else:
+                    epoch = lease.epoch if lease.holder == holder else lease.epoch + 1
+                    change = update(leases).where(leases.c.base_model == name)
+                taken.append(LeaseRecord(name, holder, url, epoch, clock + seconds))
+                connection.execute(change.values(**vars(taken[-1])))
+            return tuple(taken)
 
         return await self.database.write(statements)
 
@@ -69,9 +70,3 @@ class LeaseTable(RecordTable[LeaseRecord]):
     async def list_all(self) -> tuple[LeaseRecord, ...]:
         """Returns all leases that were ever taken, by base model; expired and released ones included."""
         return await self._all(select(leases).order_by(leases.c.base_model))
-
-
-def _next_epoch(lease: LeaseRecord | None, holder: str) -> int:
-    if lease is None:
-        return 1
-    return lease.epoch if lease.holder == holder else lease.epoch + 1

@@ -20,11 +20,8 @@ class LoggedMetricsTable(RecordTable[LoggedMetricsRecord]):
     async def merge(
         self, run_id: str, logged_at: float, by_step: Mapping[int, Mapping[str, float]], max_growth: int
     ) -> int | None:
-        """Adds metrics to those of the steps; a metric that a step has is replaced.
-
-        Returns the bytes by which the run's metrics have grown; None, with nothing stored, if these are more than
-        `max_growth`.
-        """
+        """Adds metrics to those of the steps, replacing equal ones. Returns the bytes by which the run's metrics have
+        grown; None, with nothing stored, if these are more than `max_growth`."""
         named = (logged_metrics.c.run_id == run_id) & logged_metrics.c.step.in_(by_step)
 
         def statements(connection: Connection) -> int | None:

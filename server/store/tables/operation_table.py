@@ -28,11 +28,8 @@ class OperationTable(RecordTable[OperationRecord]):
     async def list_newest(
         self, run_id: str, before: int | None, limit: int, failed: bool = False
     ) -> tuple[OperationRecord, ...]:
-        """Returns operations of the run, those with the highest seq_id first.
-
-        Args:
-            before: only with a lower seq_id. failed: only failed ones.
-        """
+        """Returns operations of the run with a seq_id below `before`, if `failed` only failed ones, the highest seq_id
+        first."""
         query = select(operations).where(operations.c.run_id == run_id)
         if before is not None:
             query = query.where(_seq_id < before)

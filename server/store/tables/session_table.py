@@ -39,11 +39,8 @@ class SessionTable(RecordTable[SessionRecord]):
     async def list_of_tenant(
         self, tenant_id: str, offset: int, limit: int, public_at: float | None = None
     ) -> tuple[SessionRecord, ...]:
-        """Returns the tenant's sessions, newest first.
-
-        Args:
-            public_at: include other tenants' sessions of runs that have a public checkpoint unexpired at this time.
-        """
+        """Returns the tenant's sessions, newest first; with `public_at` also other tenants' sessions of runs that have
+        a public checkpoint unexpired at this time."""
         visible: ColumnElement[bool] = sessions.c.tenant_id == tenant_id
         if public_at is not None:
             public = select(runs.c.session_id).join(checkpoints, checkpoints.c.run_id == runs.c.run_id)
@@ -61,12 +58,8 @@ class SessionTable(RecordTable[SessionRecord]):
     async def page_of_tenant(
         self, tenant_id: str, offset: int, limit: int, search: str, is_open: bool | None
     ) -> tuple[tuple[SessionRecord, ...], PageInfo]:
-        """Returns the tenant's sessions, newest first.
-
-        Args:
-            search: a text in their id, name, project, tags or metadata, in any case; "" for all.
-            is_open: only open ones, only ended ones, or None for both.
-        """
+        """Returns the tenant's sessions, newest first: with a text in their id, name, project, tags or metadata, in any
+        case ("" for all), and only open or only ended ones unless `is_open` is None."""
         columns = sessions.c
         query = select(sessions).where(columns.tenant_id == tenant_id)
         query = query.order_by(columns.created_at.desc(), columns.session_id)

@@ -821,3 +821,34 @@ async def test_a_submit_repeated_after_a_restart_gets_the_same_response(make_ben
     repeated = await bench.submit(2, SaveWeightsRequest(model_id=RUN_ID, path="a", seq_id=2), SAVE)
     assert repeated.request_id == f"{RUN_ID}:2"
     assert await bench.result(2) == {"seq_id": 2}
+
+
+@pytest.mark.parametrize("is_chained", [False, True])
+async def test_gradients_that_could_not_be_cleared_taint_the_next_step_too(
+    make_bench: MakeBench, is_chained: bool
+) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    await bench.run.refuse(2, RefusedOperation("forward_backward", "bad", taints=True))
+    clear, left = bench.operations.clear_gradients, [1]
+
+    async def failing(run: RunRecord, seq_id: int) -> None:
+        if left:
+            left.pop()
+            raise OperationError("there is no memory for the run", "server")
+        await clear(run, seq_id)
+
+    bench.operations.clear_gradients = failing  # pyright: ignore[reportAttributeAccessIssue]
+    await bench.optim_step(3)
+    if not is_chained:
+        assert "no memory" in (await bench.result(3))["error"]
+    await bench.forward_backward(4)
+    await bench.optim_step(5)
+    assert "not taken" in (await bench.result(5))["error"]
+    await bench.forward_backward(6)
+    await bench.optim_step(7)
+    assert await bench.result(7) == {"seq_id": 7}
+    CrashingOperations(bench, (8,))
+    await bench.forward_backward(8)
+    assert await bench.result(8) == {"seq_id": 8}
+    assert performed_since_rebuild(bench) == ["create", 1, 4, "clear", 6, 7, 8]

@@ -25,7 +25,7 @@ from ...registry.model_registry import ModelRegistry
 from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...training.rank_operation import PartialResult, RankOperation
+from ...training.rank_part import PartialResult, RankPart
 from ...training.scoring import ScoredTokens
 from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
 from ..algorithms.algorithm import DraftPass
@@ -96,7 +96,7 @@ class DraftStrategy:
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
-    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
+    def read(self, operation: RankPart, limits: ModelLimits) -> None:
         """Validates the part's data and finds the captured features of its examples."""
         draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
         losses = CAPTURES if location is not None and location.captures else draft.program.losses
@@ -134,7 +134,7 @@ class DraftStrategy:
                     stored[example] = features
         return stored
 
-    def plan(self, operations: Sequence[RankOperation]) -> DraftPlan:
+    def plan(self, operations: Sequence[RankPart]) -> DraftPlan:
         """Returns the sources of features that this rank's share of the data needs, and what it has found."""
         found = [stored_of(each).get(example) for each in operations for example in range(len(each.batch.examples))]
         stored = {each.part.operation_id: frozenset(stored_of(each)) for each in operations if stored_of(each)}
@@ -142,7 +142,7 @@ class DraftStrategy:
 
     def start(
         self,
-        operations: Sequence[RankOperation],
+        operations: Sequence[RankPart],
         num_lanes: int,
         plans: Sequence[DraftPlan] = (),
     ) -> RunMicroBatch:
@@ -157,7 +157,7 @@ class DraftStrategy:
 
     def _run(
         self,
-        operations: Sequence[RankOperation],
+        operations: Sequence[RankPart],
         trains: bool,
         needed: NeededSources | None,
         micro_batch: MicroBatch,
@@ -210,7 +210,7 @@ class DraftStrategy:
             for _ in range(draft.groups.num_micro_batches - len(batches)):
                 draft.end_backward()  # other ranks may have more
 
-    def _num_flops(self, target: ModelFlops, operation: RankOperation) -> float:
+    def _num_flops(self, target: ModelFlops, operation: RankPart) -> float:
         """Returns the operations that this rank's share of an operation's data needs."""
         batch = operation.batch
         sequences = [
@@ -221,7 +221,7 @@ class DraftStrategy:
         return draft_pass_flops(draft, target, sequences, batch.config, trains=not operation.forward_only)
 
     def _features_of_all_tokens(
-        self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, operations: Sequence[RankOperation]
+        self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, operations: Sequence[RankPart]
     ) -> TargetFeatures:
         """Returns the features of all tokens. The target runs only over examples without stored features."""
         stored, hooked = _stored(micro_batch, operations), self._hooked(draft)
@@ -250,7 +250,7 @@ class DraftStrategy:
         return HookedTarget(self._base, self._models.lora, draft, self._shard_of)
 
     def _store(
-        self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankOperation]
+        self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankPart]
     ) -> None:
         """Stores the features of operations that capture. They must cover all tokens."""
         kind, share = draft.feature_kind, self._shard_of(micro_batch)
@@ -336,7 +336,7 @@ class DraftStrategy:
             draft_pass.close()
 
 
-def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
+def _drop_partly_stored(operations: Sequence[RankPart], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
     """Drops stored features that another rank of the same examples has not found, so that the target runs over these
     examples on all of them.
 
@@ -350,7 +350,7 @@ def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[
             operation.prepared = {example: each for example, each in stored.items() if example in on_all}
 
 
-def _stored(micro_batch: MicroBatch, operations: Sequence[RankOperation]) -> list[CapturedFeatures | None]:
+def _stored(micro_batch: MicroBatch, operations: Sequence[RankPart]) -> list[CapturedFeatures | None]:
     """Returns the stored features of each example, in order."""
     segments = micro_batch.segments
     return [stored_of(operations[each.operation]).get(example) for each in segments for example in each.examples]

@@ -30,7 +30,7 @@ from ...registry.model_registry import ModelRegistry
 from ...resources.machine import gigabytes
 from ...shapes.logit_budget import LogitBudget
 from ...state.trainable import Trainable
-from ...training.rank_operation import FinishedParts, RankOperation
+from ...training.rank_part import FinishedParts, RankPart
 from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
 from ..algorithms.draft_programs import DRAFT_PROGRAMS
 from ..model.draft_kind import target_versions
@@ -54,12 +54,12 @@ class TargetChunks:
     num_tokens: int
 
 
-def stored_of(operation: RankOperation) -> Mapping[int, CapturedFeatures]:
+def stored_of(operation: RankPart) -> Mapping[int, CapturedFeatures]:
     """Returns the captured features of the part's examples, by their indices."""
     return operation.prepared or {}
 
 
-def capture_directory(operation: RankOperation) -> Path | None:
+def capture_directory(operation: RankPart) -> Path | None:
     """Returns the directory for features if the part only captures, else None."""
     location = operation.part.request.features
     return Path(location.directory) if location is not None and location.captures else None
@@ -68,7 +68,7 @@ def capture_directory(operation: RankOperation) -> Path | None:
 def store_features(
     directory: Path,
     kind: FeatureKind,
-    operation: RankOperation,
+    operation: RankPart,
     segment: MicroBatchSegment,
     target_features: TargetFeatures | None,
     chunks: TargetChunks,
@@ -124,7 +124,7 @@ class CapturingPassRunner:
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
         self._warned: WeakSet[FinishedParts] = WeakSet()
 
-    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
+    def read(self, operation: RankPart, limits: ModelLimits) -> None:
         part, location, program = operation.part, operation.part.request.features, operation.model.program
         if location is None or location.draft is None:
             self._scoring.read(operation, limits)
@@ -135,7 +135,7 @@ class CapturingPassRunner:
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)
         assert all(layer < num_layers for layer in location.draft.layers), "the draft has the same base model"
 
-    def plan(self, operations: Sequence[RankOperation]) -> dict[str, str]:
+    def plan(self, operations: Sequence[RankPart]) -> dict[str, str]:
         """Returns the version by run of this rank's part of the weights, for runs that capture features.
 
         These runs must be on the device.
@@ -145,7 +145,7 @@ class CapturingPassRunner:
 
     def start(
         self,
-        operations: Sequence[RankOperation],
+        operations: Sequence[RankPart],
         num_lanes: int,
         plans: Sequence[Mapping[str, str]] = (),
     ) -> RunMicroBatch:
@@ -195,7 +195,7 @@ class _PolicyCapture:
 
     base: BaseModel
     head: LogprobHead
-    operations: Sequence[RankOperation]
+    operations: Sequence[RankPart]
     kinds: Sequence[FeatureKind | None]
     num_lanes: int
     warned: WeakSet[FinishedParts]
@@ -255,7 +255,7 @@ class _PolicyCapture:
             )
 
 
-def _wanted_features(operation: RankOperation) -> DraftFeatures | None:
+def _wanted_features(operation: RankPart) -> DraftFeatures | None:
     """Returns the features that a policy's part captures in addition to training, None if it does not."""
     location = operation.part.request.features
     return None if location is None else location.draft

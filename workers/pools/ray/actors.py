@@ -17,12 +17,13 @@ from ...protocol.timeouts import RAY_KEEPER_SECONDS
 from ...protocol.worker_config import KeptWorkers
 from ..base import PlacementError, PoolSpec
 from ..worker_host import WorkerHost
-from .placement import place_ranks
 
 _LOOK_SECONDS = 1.0
 _ID_LOOK_SECONDS = 5.0
 _MAX_TRIES = 50
 _MAX_CALLERS = 16
+_BETTER_SECONDS = 5.0
+"""The time to wait for a better placement before a less good one is requested."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,56 @@ def start_ranks(spec: PoolSpec, placement_timeout_seconds: float, kept: KeptWork
         actor_class.options(num_cpus=spec.cpus_per_rank, num_gpus=spec.gpus_per_rank, scheduling_strategy=place).remote(
             spec, rank, kept
         )
-        for rank, place in enumerate(place_ranks(spec, placement_timeout_seconds))
+        for rank, place in enumerate(_place_ranks(spec, placement_timeout_seconds))
     ]
+
+
+def _place_ranks(spec: PoolSpec, timeout_seconds: float) -> list[Any]:
+    """Returns a Ray scheduling strategy for each rank, all of one placement group. Raises PlacementError."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    num_ranks, blocks = len(spec.configs), _blocks(spec)
+    for size in blocks:
+        bundle, is_last = _needed(spec, size), size == blocks[-1]
+        strategy = "SPREAD" if size == spec.blocks[0] else "PACK"
+        group = placement_group([bundle] * (num_ranks // size), strategy=strategy)
+        if group.wait(timeout_seconds if is_last else _BETTER_SECONDS):
+            order = _bundles_by_node(group)
+            return [PlacementGroupSchedulingStrategy(group, order[rank // size]) for rank in range(num_ranks)]
+        remove_placement_group(group)
+    raise PlacementError(
+        f"the Ray cluster has no room for {num_ranks} ranks of {_needed(spec, 1)} each "
+        f"(waited {timeout_seconds:.0f} s; free: {ray.available_resources()}): add nodes or request less"
+    )
+
+
+def _blocks(spec: PoolSpec) -> list[int]:
+    """Returns the block sizes that fit on nodes, largest first; sizes that could never fit are left out."""
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = [size for size in spec.blocks if _num_fitting(nodes, _needed(spec, size)) >= len(spec.configs) // size]
+    return fitting or [1]
+
+
+def _num_fitting(nodes: list[dict[str, float]], needed: dict[str, float]) -> int:
+    """Returns how many such bundles the nodes could hold if they were empty."""
+    return sum(int(min(node.get(name, 0) // amount for name, amount in needed.items())) for node in nodes)
+
+
+def _needed(spec: PoolSpec, size: int) -> dict[str, float]:
+    needed = {"CPU": size * spec.cpus_per_rank or 0.001}  # Ray refuses an empty bundle
+    return needed | {"GPU": size * spec.gpus_per_rank} if spec.gpus_per_rank else needed
+
+
+def _bundles_by_node(group: Any) -> list[int]:
+    """Returns the bundles ordered by node, because Ray fills nodes in any order."""
+    from ray.util.placement_group import placement_group_table
+
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    return sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
 
 
 def watches_of(actors: list[Any]) -> list[Any]:

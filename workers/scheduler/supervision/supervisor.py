@@ -12,11 +12,10 @@ from ...protocol.calls import Failure, ModelInfo
 from ...protocol.methods import DEVICE_NAME, INFO, OFFLOAD, RESET, Method
 from ...protocol.timeouts import CallTimeouts
 from ...protocol.worker_config import WorkerConfig
-from ...resources.machine import gigabytes
-from .backoff import RestartBackoff
+from ...resources.machine import available_bytes, gigabytes
+from .backoff import RestartBackoff, backoff
 from .device_sharing import DeviceLease
-from .footprint import loaded_bytes
-from .loading import failure_reason, load
+from .footprint import loaded_bytes, planned_bytes
 from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -25,6 +24,8 @@ Result = TypeVar("Result")
 
 # Pause before the next attempt to place the ranks. Nothing died, so there is no backoff.
 _PLACE_SECONDS = 2.0
+# Of loading at the start; the retries follow pauses of 1, 2 and 4 seconds.
+_MAX_TRIES = 4
 
 
 class Supervisor:
@@ -83,10 +84,28 @@ class Supervisor:
         source, size = self._config.model.source, loaded_bytes(self._config)
         on_progress(f"loading {self._name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
         started = time.monotonic()
-        await load(self._config, self._name, self._open_or_close, on_progress)
+        await self._load(on_progress)
         seconds = time.monotonic() - started
         place = f"{self.info.dtype} on {self.info.device}, {self._processes()}"
         on_progress(f"{self._name} ready in {seconds:.1f} s: {place}")
+
+    async def _load(self, on_progress: Callable[[str], None]) -> None:
+        name, source = self._name, self._config.model.source
+        for number in range(1, _MAX_TRIES + 1):
+            try:
+                await self._open_or_close()
+                return
+            except (WorkerDied, EOFError, ConnectionError) as error:
+                reason = _failure_reason(error, self._config)
+                if number == _MAX_TRIES:
+                    raise ValueError(
+                        f"base model {name} does not load from {source}, tried {number} times: {reason}"
+                    ) from error
+                seconds = backoff(number, first=1.0)
+                on_progress(f"{name} did not load: {reason}; trying again in {seconds:.0f} s")
+                await asyncio.sleep(seconds)
+            except (WorkerError, OSError) as error:
+                raise ValueError(f"base model {name} does not load from {source}: {error}") from error
 
     async def close(self) -> None:
         if self._ranks is not None:
@@ -139,7 +158,7 @@ class Supervisor:
             return False
         except (WorkerDied, WorkerError, ValueError, OSError, EOFError, RuntimeError, MemoryError) as error:
             # The last four: the system has no process, file, thread or memory for us at the moment.
-            logger.error("base model %s does not restart: %s", self._name, failure_reason(error, self._config))
+            logger.error("base model %s does not restart: %s", self._name, _failure_reason(error, self._config))
             self.placement_error = None
             return False
         self.placement_error = None
@@ -178,3 +197,19 @@ class Supervisor:
     def _processes(self) -> str:
         pids = ", ".join(map(str, self.pids))
         return f"{self._config.parallel}, processes {pids}" if "," in pids else f"process {pids}"
+
+
+def _failure_reason(error: Exception, config: WorkerConfig) -> str:
+    """Explains the failure for the operator who can do something about it."""
+    words = str(error) or type(error).__name__
+    if isinstance(error, EOFError | OSError):
+        words = f"the process that starts workers ended while it started one ({words})"
+    elif "SIGKILL" not in words:
+        return words
+    planned, available = planned_bytes(config), available_bytes()
+    needs = f"needs {gigabytes(planned)} of memory for its weights" if planned else "needs memory"
+    there = f", and {gigabytes(available)} is available now" if available is not None else ""
+    return (
+        f"{words}: unless someone sent that signal, the kernel's out-of-memory killer did; loading it {needs}{there}: "
+        "free memory, serve fewer or smaller models, or load them with --dtype bfloat16"
+    )

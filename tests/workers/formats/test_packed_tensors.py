@@ -52,7 +52,7 @@ def written(layout: str, directory: Path, kind: str = "qwen3_moe") -> tuple[Path
 
 
 def parameters(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> dict[str, Tensor]:
-    return BaseModel(a_config(directory, dtype)).own_parameters()
+    return BaseModel(a_config(directory, dtype)).weights.own_parameters()
 
 
 def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:

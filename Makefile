@@ -237,7 +237,7 @@ lock:
 	$(MAKE) setup
 
 proto: setup
-	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto
+	cd schemas/codec && ../../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto
 
 # The wheel is built from the sdist, so that it has nothing that an sdist lacks. It is tried in empty environments, and
 # dist/ gets an SBOM (CycloneDX) of the one with the server.

@@ -10,17 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..schemas.adapters.adapter_files import (
-    CONFIG,
-    DESCRIPTION,
-    WEIGHTS,
-    Reader,
-    max_rank,
-    refusal_by_peft,
-    vllm_form_of,
-    write_for,
-)
+from ..schemas.adapters.adapter_files import Reader, refusal_by_peft, vllm_form_of, write_for
 from ..schemas.adapters.model_files import model_directory
+from ..schemas.adapters.peft import CONFIG, DESCRIPTION, WEIGHTS
 from ..schemas.adapters.tensor_file import TensorFile
 from ..schemas.adapters.vllm_form import FORMS, room_for
 from ..schemas.bounds import load_json
@@ -33,10 +25,9 @@ log = logging.getLogger("trainhouse.export")
 
 @dataclass(frozen=True)
 class ExportedCheckpoint:
-    """An exported checkpoint. note: how to load it, and why, if an adapter was merged without being asked for."""
-
     files: list[Path]
     note: str
+    """How to load it, and why, if an adapter was merged without being asked for."""
 
     @staticmethod
     def of(directory: Path, note: str) -> "ExportedCheckpoint":
@@ -61,16 +52,6 @@ def new_directory(directory: Path) -> Iterator[Path]:
             with suppress(OSError):  # what was written before stays
                 directory.rmdir()
         raise
-
-
-def merges_unasked(downloaded: Path, reader: Reader | None, merge_into: Path | None) -> bool:
-    """True if the caller has named neither a reader nor a base model, and peft refuses the adapter.
-
-    False for a critic's adapter: it cannot be merged, because no base model has its head.
-    """
-    description = description_in(downloaded)
-    is_asked = reader is not None or merge_into is not None
-    return not is_asked and description.get("role") != "critic" and refusal_by_peft(description) is not None
 
 
 def write_merged(downloaded: Path, base: Path, directory: Path) -> str:
@@ -144,11 +125,16 @@ def loaded_by(description: dict[str, Any], directory: Path, reader: Reader = "pe
     base = name if found is None else str(found.resolve())
     unless = "" if found or model_directory(name) else f"; if {name} is no hub id, give the base model's directory"
     if description.get("training") == "draft":
-        return _with_draft(base, place, description["algorithm"], description.get("block_size")) + unless
+        block_size = description.get("block_size")
+        tokens = 3 if block_size is None else block_size - 1
+        draft = {"method": description["algorithm"], "model": str(place), "num_speculative_tokens": tokens}
+        return f"vllm serve {shlex.join([base, '--speculative-config', json.dumps(draft)])}{unless}"
     if description.get("training") == "full":
         return with_transformers(place)
     if reader == "vllm":
-        return _with_vllm(base, place) + unless + _comparison(description.get("architecture"))
+        architecture = description.get("architecture")
+        compare = f"; adapters of {architecture} were not compared in vLLM, so compare log-probabilities first"
+        return _with_vllm(base, place) + unless + ("" if architecture in FORMS else compare)
     refused = refusal_by_peft(description)
     if refused is not None and description.get("role") == "critic":
         return f"a program of yours: {refused}"
@@ -181,22 +167,12 @@ def _auto_class(is_multimodal: bool) -> str:
 
 
 def _with_vllm(base: str, place: Path) -> str:
+    config = load_json((place / CONFIG).read_text())
+    max_rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
     adapter: dict[str, object] = {"name": place.name, "path": str(place)}
-    options = ["--enable-lora", "--max-lora-rank", str(room_for(max_rank(place)))]
+    options = ["--enable-lora", "--max-lora-rank", str(room_for(max_rank))]
     if vllm_form_of(place).experts == "mixed":
         options.append("--enable-mixed-moe-lora-format")
         adapter["is_3d_lora_weight"] = True
     options += ["--lora-modules", json.dumps(adapter)]
     return f"vllm serve {shlex.join([base, *options])}"
-
-
-def _comparison(architecture: str | None) -> str:
-    if architecture in FORMS:
-        return ""
-    return f"; adapters of {architecture} were not compared in vLLM, so compare log-probabilities first"
-
-
-def _with_draft(base: str, place: Path, algorithm: str, block_size: int | None) -> str:
-    tokens = 3 if block_size is None else block_size - 1
-    config = {"method": algorithm, "model": str(place), "num_speculative_tokens": tokens}
-    return f"vllm serve {shlex.join([base, '--speculative-config', json.dumps(config)])}"

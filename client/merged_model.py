@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.adapters.adapter_files import (
+from ..schemas.adapters.adapter_files import refusal_by_peft
+from ..schemas.adapters.peft import (
     CONFIG,
     DESCRIPTION,
+    OF_ALL_EXPERTS,
+    OF_EXPERT,
     WEIGHTS,
     Pair,
     pairs_of,
-    refusal_by_peft,
     split_experts,
 )
 from ..schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
@@ -30,12 +32,8 @@ from ..schemas.bounds import load_json
 
 _ROWS = 4096  # that are in memory at a time
 _INDEX = "model.safetensors.index.json"
-_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<linear>gate_proj|up_proj|down_proj)")
 # The weights [experts, out, in] in the files of some models; outputs of gate and up follow each other.
 _STACKED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
-# The pairs that adapt all experts of a layer.
-_OF_ALL_EXPERTS = re.compile(r"(?P<experts>.+\.experts)(?P<first>\.base_layer)?")
-
 # Parts of paths that differ between an adapter, which has peft's names, and the files of some models.
 _NAMES_IN_FILES = (
     (".mlp.experts.", ".block_sparse_moe.experts."),
@@ -115,9 +113,18 @@ def _write(merging: "_Merging", base: Path, merged: Path) -> None:
     for file in merging.files:
         write_tensors(merged / file.path.name, merging.tensors_of(file), file.metadata)
     if len(merging.files) > 1:
-        _write_index(merged, [file.path.name for file in merging.files])
+        files = [TensorFile(merged / file.path.name) for file in merging.files]
+        index = {
+            "metadata": {"total_size": sum(file.copied(name).num_bytes for file in files for name in file)},
+            "weight_map": {name: file.path.name for file in files for name in file},
+        }
+        (merged / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if merging.new_head is not None:
-        _untie(merged / "config.json")
+        config: dict[str, Any] = load_json((merged / "config.json").read_text())
+        config["tie_word_embeddings"] = False
+        if isinstance(text := config.get("text_config"), dict):
+            text["tie_word_embeddings"] = False
+        (merged / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +178,7 @@ class _Merging:
             self._parts[self.new_head].append(head)
         self._are_transposed = (description.get("stacked_experts") or {}).get("is_transposed", False)
         for path, pair in pairs.items():
-            if (match := _OF_ALL_EXPERTS.fullmatch(path)) is None:
+            if (match := OF_ALL_EXPERTS.fullmatch(path)) is None:
                 self._place(path, pair)
             else:
                 self._place_in_all(match["experts"], match["first"] is not None, pair)
@@ -189,7 +196,7 @@ class _Merging:
         names = _names_in_files(path)
         found, part = next((name for name in names if name in self._owners), None), _Part(pair)
         expected: tuple[int, ...] = part.shape
-        if found is None and (match := _OF_EXPERT.fullmatch(path)):
+        if found is None and (match := OF_EXPERT.fullmatch(path)) and match["linear"] in _STACKED:
             place, rows, columns = int(match["number"]), *part.shape
             found = f"{match['experts']}.{_STACKED[match['linear']]}"
             part = _Part(pair, place, rows if match["linear"] == "up_proj" else 0)
@@ -306,20 +313,3 @@ def _from_float32(values: np.ndarray, dtype: str) -> np.ndarray:
         return values.astype(np.float16 if dtype == "F16" else np.float32)
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def _write_index(directory: Path, names: list[str]) -> None:
-    files = [TensorFile(directory / name) for name in names]
-    index = {
-        "metadata": {"total_size": sum(file.copied(name).num_bytes for file in files for name in file)},
-        "weight_map": {name: file.path.name for file in files for name in file},
-    }
-    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _untie(path: Path) -> None:
-    config: dict[str, Any] = load_json(path.read_text())
-    config["tie_word_embeddings"] = False
-    if isinstance(text := config.get("text_config"), dict):
-        text["tie_word_embeddings"] = False
-    path.write_text(json.dumps(config, indent=2) + "\n")

@@ -9,7 +9,7 @@ from typing import TypeVar
 import httpx
 
 from ..schemas import checkpoints
-from ..schemas.adapters.adapter_files import Reader
+from ..schemas.adapters.adapter_files import Reader, refusal_by_peft
 from ..schemas.adapters.model_files import config_sha256, is_loopback
 from ..schemas.checkpoints import (
     CopyWeightsResponse,
@@ -26,7 +26,6 @@ from .export_checkpoint import (
     ExportedCheckpoint,
     description_in,
     log,
-    merges_unasked,
     new_directory,
     write_adapter,
     write_merged,
@@ -219,12 +218,13 @@ class RestClient:
         if reader is not None and merge_into is not None:
             raise ValueError("a merged model is for no reader: leave out merge_into or reader")
         with new_directory(directory) as scratch:
-            await self._download(tinker_path, scratch, _is_not_optimizer, on_progress)
+            await self._download(tinker_path, scratch, lambda name: not name.startswith("optimizer"), on_progress)
             description = description_in(scratch)
             served = await self._served_directory(description["base_model"]) if description else None
             if merge_into is not None:
                 note = await asyncio.to_thread(write_merged, scratch, merge_into, directory)
-            elif merges_unasked(scratch, reader, merge_into):
+            elif reader is None and description.get("role") != "critic" and refusal_by_peft(description):
+                # Not for a critic's adapter: no base model has its head.
                 note = await asyncio.to_thread(write_merged_unasked, scratch, served, directory)
                 log.warning("%s is %s", tinker_path, note)
             else:
@@ -288,10 +288,6 @@ def checkpoint_address(tinker_path: str) -> str:
             f"{tinker_path!r} is not a checkpoint path: use tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
         )
     return f"training_runs/{parts[0]}/checkpoints/{parts[1]}/{parts[2]}"
-
-
-def _is_not_optimizer(name: str) -> bool:
-    return not name.startswith("optimizer")
 
 
 def path_inside(directory: Path, name: str) -> Path:

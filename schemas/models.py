@@ -48,11 +48,6 @@ class LoraConfig(Request):
     expert_factors: ExpertFactors | None = None
 
 
-GATE_UP_PATTERN = r".*\.experts\.gate_up_proj"
-"""The parameter that has a separate rank and alpha in PEFT's files: gate and up of experts, one parameter with two
-pairs of matrices."""
-
-
 class FullConfig(Wire):
     """Configures full fine-tuning: all weights are trained. seed: initializes a critic's head."""
 

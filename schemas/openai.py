@@ -5,7 +5,7 @@ Fields of responses that are not required can be absent.
 
 import difflib
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired, Self, TypeVar
 
@@ -97,10 +97,6 @@ class ErrorBody(BaseModel):
         return cls(error=ErrorDetail(message=message, type=kind, param=param, code=code or codes.get(status)))
 
 
-def _has_no_effect(name: str, value: JsonValue) -> bool:
-    return value is None or name in _WITHOUT_EFFECT or value in _NEUTRAL.get(name, ())
-
-
 class _Strict(BaseModel):
     """Refuses unknown fields."""
 
@@ -115,7 +111,11 @@ class _Strict(BaseModel):
         """Raises an error for the first unknown field; pydantic would report all of them."""
         if not isinstance(fields, Mapping):
             return fields
-        wanted = {name: value for name, value in fields.items() if not _has_no_effect(name, value)}
+        wanted = {
+            name: value
+            for name, value in fields.items()
+            if value is not None and name not in _WITHOUT_EFFECT and value not in _NEUTRAL.get(name, ())
+        }
         for name, value in wanted.items():
             if name not in cls.model_fields:
                 raise PydanticCustomError(
@@ -321,15 +321,11 @@ def _decode(kind: type[AnyCompletion], body: bytes) -> AnyCompletion:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _bad_request(_most_helpful(error.errors(include_url=False))) from None
-
-
-def _most_helpful(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Returns the most helpful error of the first invalid field: a field with several allowed types has an error for
-    each."""
-    first, *others = errors
-    of_field = [first, *(error for error in others if error["loc"][:1] == first["loc"][:1])]
-    return next((error for error in of_field if not error["type"].endswith("_type")), first)
+        first, *others = error.errors(include_url=False)
+        # A field with several allowed types has an error for each; the others are more helpful than that of a type.
+        of_field = [first, *(other for other in others if other["loc"][:1] == first["loc"][:1])]
+        telling = next((one for one in of_field if not one["type"].endswith("_type")), first)
+        raise _bad_request(telling) from None
 
 
 def _bad_request(error: Mapping[str, Any]) -> OpenAiError:

@@ -3,9 +3,11 @@
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import pairwise
+from operator import attrgetter
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -13,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validat
 from pydantic_core import PydanticCustomError
 
 from .bounds import Id, one_of
-from .columns import Column, Columns, column_of, columns_of, records_of
 from .errors import ReadableErrors, UnknownField
 
 
@@ -139,12 +140,9 @@ class ForwardBackwardRequest:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles many data as columns."""
-        of_pass = self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight
-        options = (*of_pass, self.capture_for, self.evaluation, self.features)
         packed = _PackedData.of(self.data) if len(self.data) >= _MANY else None
-        if packed is None:
-            return ForwardBackwardRequest, (self.model_id, self.seq_id, self.data, *options)
-        return _request_of, (self.model_id, self.seq_id, packed, options)
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"data": packed or self.data}
+        return ForwardBackwardRequest, tuple(values.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +162,84 @@ class ForwardBackwardOutput:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles many outputs as columns."""
-        outputs, rest = self.loss_fn_outputs, (dict(self.metrics), self.loss_fn_output_type, self.feature_refs)
+        outputs = self.loss_fn_outputs
         columns = columns_of(outputs) if len(outputs) >= _MANY else None
-        if columns is None:
-            return ForwardBackwardOutput, (outputs, *rest)
-        return _output_of, (columns, len(outputs), *rest)
+        packed = outputs if columns is None else _PackedRecords(columns, len(outputs))
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"loss_fn_outputs": packed}
+        return ForwardBackwardOutput, tuple(values.values())
 
 
+# Pickling costs an object or two per array in each direction. A column is pickled as one array, and the small arrays
+# become views of it on the other side.
 _MANY = 8
 """Fewer data than this are pickled as they are, which is faster than packing them into columns."""
+
+_KIND = attrgetter("dtype", "ndim")
+
+
+class Column(NamedTuple):
+    """Concatenated arrays of the same dtype and number of dimensions."""
+
+    values: np.ndarray
+    """All of their elements, flat."""
+    shapes: np.ndarray
+    """int64 [arrays, dimensions]."""
+
+    def arrays(self) -> list[np.ndarray]:
+        """Returns the arrays as views of `values`."""
+        stops = self.shapes.prod(axis=1).cumsum().tolist()
+        flat = [self.values[start:stop] for start, stop in pairwise([0, *stops])]
+        if self.shapes.shape[1] == 1:
+            return flat
+        return [array.reshape(shape) for array, shape in zip(flat, self.shapes.tolist(), strict=True)]
+
+
+Columns = Mapping[str, Column]
+
+
+def column_of(arrays: Sequence[np.ndarray]) -> Column | None:
+    """Returns the arrays as a column, None if their dtypes or numbers of dimensions differ."""
+    if len(set(map(_KIND, arrays))) > 1:
+        return None
+    if arrays[0].ndim == 1:
+        return Column(np.concatenate(arrays), np.fromiter(map(len, arrays), np.int64, len(arrays))[:, None])
+    shapes = np.array([array.shape for array in arrays], np.int64)
+    return Column(np.concatenate([array.ravel() for array in arrays]), shapes)
+
+
+def columns_of(records: Sequence[Mapping[str, np.ndarray]]) -> Columns | None:
+    """Returns a column of all records' arrays for each name.
+
+    Returns None if the records differ in their names, or if the arrays of a name do not fit into a column.
+    """
+    columns: dict[str, Column] = {}
+    names = records[0].keys()
+    if any(record.keys() != names for record in records):
+        return None
+    for name in names:
+        column = column_of([record[name] for record in records])
+        if column is None:
+            return None
+        columns[name] = column
+    return columns
+
+
+def records_of(columns: Columns, num_records: int) -> tuple[dict[str, np.ndarray], ...]:
+    """Returns the records that `columns_of` packed."""
+    if not columns:
+        return tuple({} for _ in range(num_records))
+    rows = zip(*(column.arrays() for column in columns.values()), strict=True)
+    return tuple(dict(zip(columns, row, strict=True)) for row in rows)
+
+
+class _PackedRecords(NamedTuple):
+    """Unpickled as the records themselves."""
+
+    columns: Columns
+    num_records: int
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return records_of, (*self,)
 
 
 # The fields of a datum that are not arrays: the two tuples of spans, and the reference to features.
@@ -180,11 +247,12 @@ _Extras = tuple[tuple[ProvenanceSpan, ...], tuple[ProvenanceSpan, ...], str | No
 
 
 class _PackedData(NamedTuple):
-    """Data as columns. extras: one per datum, None if no datum has any."""
+    """Data as columns, unpickled as the data themselves."""
 
     tokens: Column
     inputs: Columns
     extras: tuple[_Extras, ...] | None
+    """One per datum, None if no datum has any."""
 
     @staticmethod
     def of(data: tuple[Datum, ...]) -> "_PackedData | None":
@@ -196,29 +264,14 @@ class _PackedData(NamedTuple):
         extras = tuple((datum.model_input_spans, datum.loss_fn_input_spans, datum.feature_ref) for datum in data)
         return _PackedData(tokens, inputs, extras if any(any(each) for each in extras) else None)
 
-
-def _request_of(
-    model_id: str,
-    seq_id: int,
-    packed: _PackedData,
-    options: tuple[
-        str, Mapping[str, float | str], bool, float, str | None, EvaluationSchedule | None, FeatureLocation | None
-    ],
-) -> ForwardBackwardRequest:
-    tokens = packed.tokens.arrays()
-    inputs = records_of(packed.inputs, len(tokens))
-    extras = zip(*packed.extras, strict=True) if packed.extras is not None else ()
-    return ForwardBackwardRequest(model_id, seq_id, tuple(map(Datum, tokens, inputs, *extras)), *options)
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpacked_data, (*self,)
 
 
-def _output_of(
-    columns: Columns,
-    num_datums: int,
-    metrics: Mapping[str, float],
-    output_type: str,
-    feature_refs: tuple[str | None, ...],
-) -> ForwardBackwardOutput:
-    return ForwardBackwardOutput(tuple(records_of(columns, num_datums)), metrics, output_type, feature_refs)
+def _unpacked_data(tokens: Column, inputs: Columns, extras: tuple[_Extras, ...] | None) -> tuple[Datum, ...]:
+    rows = tokens.arrays()
+    rest = zip(*extras, strict=True) if extras is not None else ()
+    return tuple(map(Datum, rows, records_of(inputs, len(rows)), *rest))
 
 
 IGNORE_UNKNOWN = {"unknown": "ignored"}
@@ -241,7 +294,7 @@ class Wire(BaseModel):
 
 
 class Request(Wire):
-    """Base of requests and their parts. Unknown fields are kept for `refuse_unknown` or `drop_unknown`."""
+    """Base of requests and their parts. Unknown fields are kept for `check_unknown`."""
 
     model_config = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
     synonyms: ClassVar[Mapping[str, str]] = {}
@@ -284,40 +337,28 @@ def describe_unknown(kind: str, name: str, known: Iterable[str], meant: str | No
     return f"{kind} has no {shown}: " + (f"did you mean {meant}?" if meant else f"it has {', '.join(known) or 'none'}")
 
 
-def refuse_unknown(request: Request) -> None:
+def check_unknown(request: Request, ignore_unknown: bool) -> None:
     """Raises UnknownField if the request or a part of it has an unknown field, first for one that changes results.
 
-    Drops those that `unknown_names` leaves out.
+    Drops those that `unknown_names` leaves out, or all if `ignore_unknown`.
     """
-    first = None
-    for part in _with_parts(request):
-        if (name := next(iter(part.unknown_names), None)) is not None:
-            first = (part, name) if first is None or not first[0].is_about_results else first
-            if part.is_about_results:
-                break
+    refused, waiting = None, [request]
+    while waiting and not (refused and refused[0].is_about_results):
+        part = waiting.pop()
+        name = None if ignore_unknown else next(iter(part.unknown_names), None)
+        if name is not None:
+            refused = part, name
         elif part.__pydantic_extra__:
             part.__pydantic_extra__.clear()
-    if first is not None:
-        part, name = first
-        raise UnknownField(f"bad request: {part.describe_unknown(name)}", part.is_about_results)
-
-
-def drop_unknown(request: Request) -> None:
-    for part in _with_parts(request):
-        if part.__pydantic_extra__:
-            part.__pydantic_extra__.clear()
-
-
-def _with_parts(request: Request) -> Iterator[Request]:
-    waiting = [request]
-    while waiting:
-        yield (part := waiting.pop())
-        for name in parts_of(type(part)):
-            match getattr(part, name):
+        for field_name in parts_of(type(part)):
+            match getattr(part, field_name):
                 case Request() as one:
                     waiting.append(one)
                 case [Request(), *_] as several:
                     waiting += several
+    if refused is not None:
+        part, name = refused
+        raise UnknownField(f"bad request: {part.describe_unknown(name)}", part.is_about_results)
 
 
 @cache

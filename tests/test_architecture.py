@@ -32,7 +32,7 @@ planner/drafts planner
 drafts drafts/training drafts/speculation drafts/model drafts/algorithms drafts/losses drafts/sequences
 formats/readers formats engines/vllm engines scheduler scheduler/supervision
 pools/ray pools
-worker training sampler sampler/cache sampler/requests sampler/logits
+worker training sampler sampler/cache sampler/requests
 checkpoint registry heads full lora programs models
 models/layers models/stored batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
 resources shapes/layouts shapes shapes/families shapes/parts protocol
@@ -80,8 +80,7 @@ CORE = (
     *("state/moments", "state/optim", "state/residency", "worker/snapshot_writer", "worker/worker", "training/scoring"),
     *(
         "training/pass_runner",
-        "training/rounds",
-        "training/rank_operation",
+        "training/rank_part",
         "training/scoring_pass",
         "training/batch_failure",
     ),

@@ -33,7 +33,7 @@ PRODUCT_USED_ELSEWHERE = {
         refresh_interval_sec sample_cancel_enabled runs_to_make_again org_details user_details jwt""",
     "schemas/sampling.py": "client_counter",
     # Read by templates.
-    "server/console/capacity.py": "num_sampling_jobs",
+    "server/console/operators.py": "num_sampling_jobs",
     "server/console/runs.py": "bars",
     # vLLM imports the first two by these names, and reads the others.
     "workers/engines/vllm/serve.py": "WeightsEndpoint __getattr__ model_weights _fused_kv_weight",

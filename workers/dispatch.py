@@ -146,11 +146,15 @@ class WorkerDispatch:
         self._locations.pop(run_id, None)
 
     async def forward_backward(
-        self, request: ForwardBackwardRequest, on_begin: Callable[[CallSize], None] | None = None
+        self,
+        request: ForwardBackwardRequest,
+        on_begin: Callable[[CallSize], None] | None = None,
+        position: float | None = None,
     ) -> ForwardBackwardOutput:
-        """Computes losses and gradients; `on_begin` is called with the size of each pass that has a part of it."""
+        """Computes losses and gradients; `on_begin` and `position` are those of a PassWork."""
         location = self._location(request.model_id)
-        return await location.group.submit(PassWork(request.model_id, location.tenant_id, request, on_begin=on_begin))
+        work = PassWork(request.model_id, location.tenant_id, request, on_begin=on_begin, position=position)
+        return await location.group.submit(work)
 
     async def optim_step(
         self, step: OptimizerStep, on_begin: Callable[[CallSize], None] | None = None
@@ -163,8 +167,7 @@ class WorkerDispatch:
         await self._call_worker(CLEAR_GRADIENTS, run_id)
 
     async def set_target(self, run_id: str, directory: Path | None) -> None:
-        """Sets the target model that a draft run learns to predict: the policy saved in `directory`, or the bare base
-        model if None.
+        """Sets the target that a draft learns to predict: the policy saved in `directory`, or the base model if None.
 
         Pending gradients stay. The directory is not read after this returns.
         """
@@ -238,8 +241,7 @@ class WorkerDispatch:
 
     async def drop_adapter(self, adapter_id: str) -> None:
         """Frees the adapter; does nothing if it is unknown or lost."""
-        engine = self._adapters.pop(adapter_id, None)
-        if engine is not None:
+        if (engine := self._adapters.pop(adapter_id, None)) is not None:
             await engine.drop_adapter(adapter_id)
 
     def has_weights(self, base_model: str, weights_id: str) -> bool:
@@ -268,9 +270,7 @@ class WorkerDispatch:
             engine.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
-        """Returns bytes by purpose for every group that is up, by group name (the group of policies has the served
-        name).
-        """
+        """Returns bytes by purpose for every group that is up, by its name, which for policies is the served one."""
         groups = [group for group in self._training_groups if not group.supervisor.is_restarting]
         answers = await asyncio.gather(*(group.ask(MEMORY) for group in groups))
         of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines))

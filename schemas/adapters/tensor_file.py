@@ -24,12 +24,10 @@ CHECKSUMS = "crc32"
 
 @dataclass(frozen=True, eq=False)
 class TensorEntry:
-    """Describes a tensor in the header of a file.
-
-    dtype: as safetensors names it, such as F32. num_bytes: of all its numbers.
-    """
+    """A tensor in the header of a file."""
 
     dtype: str
+    """As safetensors names it, such as F32."""
     shape: tuple[int, ...]
     num_bytes: int
 
@@ -46,7 +44,6 @@ class FileTensor(TensorEntry):
 
     @staticmethod
     def of(array: np.ndarray) -> "FileTensor":
-        """Returns a float32 tensor."""
         return FileTensor.stacked([array], array.shape)
 
     @staticmethod

@@ -13,6 +13,7 @@ from .formats import (
     describe_errors,
     format_of,
     parse_json,
+    refused_with_400,
 )
 from .outputs import (
     decode_forward_backward_output,
@@ -22,7 +23,6 @@ from .outputs import (
 )
 from .peek import PeekedOperation, peek_operation
 from .requests import decode_forward_backward, encode_forward_backward_request
-from .rules import refused_with_400
 from .samples import (
     decode_sample_response,
     dense_target_bytes,

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..training import ForwardBackwardRequest
-from .rules import Invalid
+from .formats import Invalid
 
 CLIPPED_LOSSES = ("ppo", "cispo", "gspo")
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"

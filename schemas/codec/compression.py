@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from ..errors import RequestError
-from .rules import show_value
+from .formats import show_value
 
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SLICE_BYTES = 1024

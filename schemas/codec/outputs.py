@@ -3,14 +3,13 @@
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 
-from .. import trainhouse_wire_pb2 as wire
-from ..columns import Column, Columns, columns_of
-from ..training import ForwardBackwardOutput
-from .formats import parse_protobuf
-from .rules import Invalid
+from ..training import Columns, ForwardBackwardOutput, columns_of
+from . import trainhouse_wire_pb2 as wire
+from .formats import Invalid, parse_protobuf
 from .tensors import (
     DTYPE_NUMBERS,
     DTYPES,
@@ -35,7 +34,14 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
         record = message.loss_fn_outputs.add()
         record.num_datums = num_datums
         for name, column in columns.items():
-            _write_column(column, record.fields[name])
+            values = column.values if column.values.dtype.name in DTYPE_NUMBERS else public_dtype(column.values)
+            # Rank 0 cannot be represented, so a scalar becomes a row of one.
+            stops = column.shapes.prod(axis=1).cumsum() * values.itemsize
+            field = record.fields[name]
+            field.data = array_to_bytes(values, values.dtype)
+            field.offsets = array_to_bytes(np.concatenate(([0], stops)), np.int64)
+            field.dtype = DTYPE_NUMBERS[values.dtype.name]
+            field.trailing_shape.extend(column.shapes[0, 1:].tolist())
     return message.SerializeToString()
 
 
@@ -53,7 +59,8 @@ def _rows(output: ForwardBackwardOutput) -> JsonObject:
     return {
         "loss_fn_output_type": output.loss_fn_output_type,
         "loss_fn_outputs": [
-            {name: tensor_rows(_at_least_1d(array)) for name, array in datum.items()}
+            # A JSON list, like the protobuf message, cannot represent rank 0.
+            {name: tensor_rows(np.atleast_1d(array)) for name, array in datum.items()}
             for datum in output.loss_fn_outputs
         ],
         "metrics": {name: value if math.isfinite(value) else None for name, value in output.metrics.items()},
@@ -70,11 +77,6 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
     return ForwardBackwardOutput(tuple(outputs), dict(message.metrics), message.loss_fn_output_type, refs)
 
 
-def _at_least_1d(array: np.ndarray) -> np.ndarray:
-    """Reshapes a scalar to one element: neither the protobuf message nor a JSON list can represent rank 0."""
-    return array.reshape(1) if array.ndim == 0 else array
-
-
 def _records(outputs: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[int, Columns]]:
     """Yields runs of datums whose tensors differ only in length: the number of datums, and their columns."""
     columns = columns_of(outputs) if outputs else None
@@ -82,23 +84,10 @@ def _records(outputs: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[int,
     if columns is not None and all((shapes == shapes[0]).all() for shapes in trailing):
         yield len(outputs), columns
         return
-    for _, run in itertools.groupby(outputs, key=_record_key):
-        datums = list(run)
+    kinds = (tuple((name, a.dtype.str, a.ndim, a.shape[1:]) for name, a in datum.items()) for datum in outputs)
+    for _, run in itertools.groupby(zip(kinds, outputs, strict=True), key=itemgetter(0)):
+        datums = [datum for _, datum in run]
         yield len(datums), columns_of(datums) or {}
-
-
-def _record_key(datum: Mapping[str, np.ndarray]) -> tuple[tuple[str, str, int, tuple[int, ...]], ...]:
-    return tuple((name, array.dtype.str, array.ndim, array.shape[1:]) for name, array in datum.items())
-
-
-def _write_column(column: Column, message: wire.BatchedTensor) -> None:
-    """Writes a column; rank 0 cannot be represented, so a scalar becomes a row of one."""
-    values = column.values if column.values.dtype.name in DTYPE_NUMBERS else public_dtype(column.values)
-    stops = column.shapes.prod(axis=1).cumsum() * values.itemsize
-    message.data = array_to_bytes(values, values.dtype)
-    message.offsets = array_to_bytes(np.concatenate(([0], stops)), np.int64)
-    message.dtype = DTYPE_NUMBERS[values.dtype.name]
-    message.trailing_shape.extend(column.shapes[0, 1:].tolist())
 
 
 def _read_record(record: wire.ArrayRecord) -> list[dict[str, np.ndarray]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from .rules import Invalid
+from .formats import Invalid
 
 _NUM_DATA = 3
 """Field number of ForwardBackwardRequest.data."""

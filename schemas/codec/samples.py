@@ -6,10 +6,9 @@ from dataclasses import asdict
 
 import numpy as np
 
-from .. import trainhouse_wire_pb2 as wire
 from ..sampling import EMPTY_LOGPROB, GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
-from .formats import parse_protobuf
-from .rules import Rules
+from . import trainhouse_wire_pb2 as wire
+from .formats import Rules, parse_protobuf
 from .tensors import (
     CsrLayout,
     array_from_bytes,
@@ -32,8 +31,12 @@ def encode_sample_response(response: SampleResponse, target_layout: CsrLayout | 
 def _messages(response: SampleResponse, target_layout: CsrLayout | None) -> Iterator[wire.SampleResponse]:
     """Yields one message per field of the response."""
     for sequence in response.sequences:
-        message = wire.SampleResponse()
-        _write_sequence(sequence, message.sequences.add())
+        written = (message := wire.SampleResponse()).sequences.add()
+        written.stop_reason = wire.STOP_REASON_STOP if sequence.stop_reason == "stop" else wire.STOP_REASON_LENGTH
+        written.tokens = array_to_bytes(sequence.tokens, np.int32)
+        written.logprobs = array_to_bytes(sequence.logprobs, np.float32)
+        if sequence.topk_logprobs is not None:
+            _write_topk(sequence.topk_logprobs, written.topk_sampled_logprobs)
         yield message
     if response.prompt_logprobs is not None:
         yield wire.SampleResponse(prompt_logprobs=array_to_bytes(response.prompt_logprobs, np.float32))
@@ -50,18 +53,16 @@ def _messages(response: SampleResponse, target_layout: CsrLayout | None) -> Iter
         yield message
         write_tensor(response.prompt_alt_logprobs, (message := wire.SampleResponse()).prompt_alt_tokens.logprobs)
         yield message
-    if response.guesses is not None:
-        _write_guesses(response.guesses, (message := wire.SampleResponse()).guesses)
+    if (guesses := response.guesses) is not None:
+        counts = (message := wire.SampleResponse()).guesses
+        counts.passes, counts.drafted, counts.accepted = guesses.passes, guesses.drafted, guesses.accepted
+        counts.by_accepted.extend(guesses.by_accepted)
         yield message
 
 
 def encode_sample_response_json(response: SampleResponse) -> JsonObject:
-    """Returns the response as a JSON object.
-
-    What was not requested is absent, NaN is null, tensors are dense TensorData. Top-k rows are lists of [token_id,
-    logprob],
-    null where nothing was scored.
-    """
+    """Returns the response as a JSON object. What was not requested is absent, NaN is null, tensors are dense
+    TensorData. Top-k rows are lists of [token_id, logprob], null where nothing was scored."""
     return json_object(without_rows(_rows(response)), "an answer")
 
 
@@ -93,7 +94,9 @@ def decode_sample_response(body: bytes) -> SampleResponse:
     message = wire.SampleResponse()
     parse_protobuf(message, body)
     rules = Rules(ignore_unknown=True)
-    has_alternatives = message.HasField("prompt_alt_tokens")
+    alternatives = message.prompt_alt_tokens if message.HasField("prompt_alt_tokens") else None
+    counts = message.guesses
+    guesses = GuessCounts(counts.passes, counts.drafted, counts.accepted, tuple(counts.by_accepted))
     return SampleResponse(
         sequences=tuple(_read_sequence(sequence) for sequence in message.sequences),
         prompt_logprobs=array_from_bytes(message.prompt_logprobs, np.float32) if message.prompt_logprobs else None,
@@ -101,12 +104,10 @@ def decode_sample_response(body: bytes) -> SampleResponse:
         target_prompt_logprobs=read_tensor(message.target_prompt_logprobs, rules)
         if message.HasField("target_prompt_logprobs")
         else None,
-        prompt_alt_tokens=read_tensor(message.prompt_alt_tokens.tokens, rules).astype(np.int32)
-        if has_alternatives
-        else None,
-        prompt_alt_logprobs=read_tensor(message.prompt_alt_tokens.logprobs, rules) if has_alternatives else None,
+        prompt_alt_tokens=read_tensor(alternatives.tokens, rules).astype(np.int32) if alternatives else None,
+        prompt_alt_logprobs=read_tensor(alternatives.logprobs, rules) if alternatives else None,
         prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
-        guesses=_read_guesses(message.guesses) if message.HasField("guesses") else None,
+        guesses=guesses if message.HasField("guesses") else None,
     )
 
 
@@ -118,27 +119,10 @@ def dense_target_bytes(body: bytes) -> int:
     return 4 * math.prod(message.target_prompt_logprobs.shape) if message.HasField("target_prompt_logprobs") else 0
 
 
-def _write_sequence(sequence: SampledSequence, message: wire.SampledSequence) -> None:
-    message.stop_reason = wire.STOP_REASON_STOP if sequence.stop_reason == "stop" else wire.STOP_REASON_LENGTH
-    message.tokens = array_to_bytes(sequence.tokens, np.int32)
-    message.logprobs = array_to_bytes(sequence.logprobs, np.float32)
-    if sequence.topk_logprobs is not None:
-        _write_topk(sequence.topk_logprobs, message.topk_sampled_logprobs)
-
-
 def _write_topk(topk: TopkLogprobs, message: wire.TopkLogprobs) -> None:
     message.length, message.k = topk.token_ids.shape
     message.token_ids = array_to_bytes(topk.token_ids, np.int32)
     message.logprobs = array_to_bytes(topk.logprobs, np.float32)
-
-
-def _write_guesses(guesses: GuessCounts, message: wire.GuessCounts) -> None:
-    message.passes, message.drafted, message.accepted = guesses.passes, guesses.drafted, guesses.accepted
-    message.by_accepted.extend(guesses.by_accepted)
-
-
-def _read_guesses(message: wire.GuessCounts) -> GuessCounts:
-    return GuessCounts(message.passes, message.drafted, message.accepted, tuple(message.by_accepted))
 
 
 def _read_sequence(message: wire.SampledSequence) -> SampledSequence:

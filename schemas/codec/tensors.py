@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import trainhouse_wire_pb2 as wire
 from ..training import TENSOR_FIELDS
-from .rules import MAX_DENSE_BYTES, Invalid, Rules, at_place, refused_with_400, show_value
+from . import trainhouse_wire_pb2 as wire
+from .formats import MAX_DENSE_BYTES, Invalid, Rules, at_place, refused_with_400, show_value
 from .values import JsonObject, json_integer, json_list, json_object, rows_of, without_rows
 
 TARGETS = "target_tokens"
@@ -253,7 +253,8 @@ def numeric_array(values: Sequence[object], integer: bool) -> np.ndarray:
         wrong = next((each for each in _flattened(values) if not _is_int64(each)), values[0])
         raise Invalid(f"expected 64-bit integers, not {show_value(wrong)}")
     if array.dtype.kind not in "biuf":
-        wrong = next((each for each in _flattened(values) if not _is_number(each)), values[0])
+        others = (each for each in _flattened(values) if not isinstance(each, bool | float) and not _is_int64(each))
+        wrong = next(others, values[0])
         kind = "numbers of 64 bits" if isinstance(wrong, int) else "numbers"
         raise Invalid(f"expected {kind}, not {show_value(wrong)}")
     return array.astype(np.int64) if integer else to_float32(array)
@@ -269,7 +270,3 @@ def _flattened(values: Sequence[object]) -> Iterator[object]:
 
 def _is_int64(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (bool, float)) or _is_int64(value)

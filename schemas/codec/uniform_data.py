@@ -8,30 +8,27 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .. import trainhouse_wire_pb2 as wire
-from ..columns import Column, records_of
-from ..training import Datum
-from .rules import Invalid, Rules
+from ..training import Column, Datum, records_of
+from . import trainhouse_wire_pb2 as wire
+from .formats import Invalid, Rules
 from .tensors import DTYPES, as_loss_input, decode_values
-
-_FEW = 4
-"""Fewer data than this are decoded faster one after the other."""
 
 
 def decode_uniform_data(messages: Sequence[wire.Datum], rules: Rules) -> tuple[Datum, ...] | None:
-    """Returns None if the data are few, not all plain, or have an unknown field that is refused.
+    """Returns None if the data are not all plain, or have an unknown field that is refused.
 
     The arrays of one name are views of one array.
     """
-    if len(messages) < _FEW:
-        return None
     tokens = _TensorColumn(wire.DTYPE_INT32)
     inputs = {entry.key: _TensorColumn(entry.value.dtype) for entry in messages[0].loss_fn_inputs}
     try:
         if not all(_collect(message, tokens, inputs, rules) for message in messages):
             return None
         rows = tokens.column().arrays()
-        columns = {name: _loss_column(name, pieces) for name, pieces in inputs.items()}
+        columns = {}
+        for name, pieces in inputs.items():
+            values, shapes = pieces.column()
+            columns[name] = Column(as_loss_input(name, values), shapes)
     except Invalid:
         return None
     return tuple(map(Datum, rows, records_of(columns, len(rows))))
@@ -84,8 +81,3 @@ def _collect(message: wire.Datum, tokens: _TensorColumn, inputs: Mapping[str, _T
         if len(pieces.pieces) != len(tokens.pieces):  # it has the name twice
             return False
     return bool(tokens.pieces[-1])
-
-
-def _loss_column(name: str, pieces: _TensorColumn) -> Column:
-    values, shapes = pieces.column()
-    return Column(as_loss_input(name, values), shapes)

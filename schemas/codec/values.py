@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .rules import Invalid, show_value
+from .formats import Invalid, show_value
 
 JsonObject: TypeAlias = dict[str, object]
 """A JSON object as the `json` module reads and writes it."""
@@ -34,7 +34,14 @@ class JsonRows:
 def rows_of(array: np.ndarray) -> JsonRows:
     """Returns the array's numbers, flattened; those that JSON cannot represent become None."""
     flat = array.ravel()
-    return JsonRows(flat.size, lambda start, stop: json_numbers(flat[start:stop]))
+
+    def entries(start: int, stop: int) -> list[float | None]:
+        values = flat[start:stop].tolist()
+        if flat.dtype.kind != "f" or np.isfinite(flat[start:stop]).all():
+            return values
+        return [value if math.isfinite(value) else None for value in values]
+
+    return JsonRows(flat.size, entries)
 
 
 def without_rows(value: object) -> object:
@@ -129,11 +136,3 @@ def json_boolean(value: object, what: str) -> bool:
     if not isinstance(value, bool):
         raise Invalid(f"{what} must be true or false, not {show_value(value)}")
     return value
-
-
-def json_numbers(array: np.ndarray) -> list[float | None]:
-    """Returns the array's numbers, flattened; those that JSON cannot represent become None."""
-    values = array.ravel().tolist()
-    if array.dtype.kind != "f" or np.isfinite(array).all():
-        return values
-    return [value if math.isfinite(value) else None for value in values]

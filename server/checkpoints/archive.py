@@ -7,7 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...schemas.adapters.adapter_files import DESCRIPTION, write_for_peft
+from ...schemas.adapters.adapter_files import write_for_peft
+from ...schemas.adapters.peft import DESCRIPTION
 from ...schemas.errors import OperationError, RequestError
 from ..files.directories import files_in
 from ..store import CheckpointRecord
@@ -77,12 +78,8 @@ class Archives:
 
     @asynccontextmanager
     async def reading(self, checkpoint: CheckpointRecord) -> AsyncIterator[Archive]:
-        """Yields the archive of the files as PEFT loads them.
-
-        Raises:
-            OperationError: (server) the files cannot be read or rewritten.
-            RequestError: 429 if too many checkpoints of their owner are being downloaded.
-        """
+        """Yields the archive of the files as PEFT loads them. Raises OperationError (server) if they cannot be read or
+        rewritten, RequestError 429 if too many checkpoints of their owner are being downloaded."""
         opened = self._open.get(checkpoint.directory) or self._begin(checkpoint)
         opened.num_readers += 1
         try:
@@ -97,12 +94,9 @@ class Archives:
     def _begin(self, checkpoint: CheckpointRecord) -> _OpenArchive:
         num = sum(one.tenant_id == checkpoint.tenant_id for one in self._open.values())
         if num >= _MOST_OF_TENANT:
-            raise RequestError(
-                f"archives of {num} checkpoints of this owner are being downloaded: download one after another, or the"
-                " files by external_weights_urls",
-                429,
-                _RETRY_SECONDS,
-            )
+            busy = f"archives of {num} checkpoints of this owner are being downloaded"
+            remedy = "download one after another, or the files by external_weights_urls"
+            raise RequestError(f"{busy}: {remedy}", 429, _RETRY_SECONDS)
         made = AsyncExitStack()
         making = asyncio.create_task(self._make(checkpoint, made))
         opened = self._open[checkpoint.directory] = _OpenArchive(checkpoint.tenant_id, making, made)

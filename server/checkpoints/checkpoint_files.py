@@ -26,7 +26,7 @@ from ..files.remote_directory import KEY_PARTS
 from ..files.state_lock import live_directory
 from ..files.storage_config import CheckpointStorageConfig
 from ..store import DATABASE_NAME
-from .leftovers import DELETED, NEW_RUN, find_unlisted, remove_now, set_mark, sweep_leftovers
+from .leftovers import DELETED, NEW_RUN, remove_now, set_mark, sweep_leftovers
 from .verified_files import FindCopies, VerifiedFiles
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,7 @@ CLOSING_SECONDS = 3.0
 
 
 class CheckpointFiles:
-    """Reads, writes and deletes the files of checkpoints. A checkpoint's `directory` is a path or a URL and is never
-    reused.
-
-    copies: returns the URLs of a directory's complete copies.
-    """
+    """Reads, writes and deletes the files of checkpoints. Their `directory` is a path or a URL, and is never reused."""
 
     def __init__(
         self, state_dir: Path, config: CheckpointStorageConfig, object_store: ObjectStore, copies: FindCopies
@@ -58,7 +54,6 @@ class CheckpointFiles:
         self._verified = VerifiedFiles(object_store, self._cache, copies)
 
     def directory(self, run_name: str, kind: str, name: str) -> str:
-        """Returns a new, unused directory or URL for a checkpoint."""
         return f"{self._root}/{run_name}/{kind}/{name}.{secrets.token_hex(4)}"
 
     @asynccontextmanager
@@ -89,18 +84,12 @@ class CheckpointFiles:
         await asyncio.to_thread(remove_now, mark)
 
     async def discard_new_run(self, directory: str) -> None:
-        """Removes the directory of a new run that will not be published."""
         if not is_url(directory):
             await asyncio.to_thread(remove_now, Path(directory).parents[1])
 
     async def publish(self, staging: Path, directory: str, entries: Mapping[str, object]) -> int:
-        """Hashes the files, writes the manifest and moves everything into place, durably. Returns the bytes of the
-        files.
-
-        Raises:
-            OSError: the local disk failed.
-            ObjectStoreError: the upload failed.
-        """
+        """Hashes the files, writes the manifest and moves everything into place, durably; returns the bytes of the
+        files. Raises OSError, ObjectStoreError."""
         if not is_url(directory):
             return await asyncio.to_thread(self._seal_and_rename, staging, Path(directory), entries)
         size_bytes = await asyncio.to_thread(write_manifest, staging, entries, sync=False)
@@ -112,31 +101,22 @@ class CheckpointFiles:
         return is_url(directory) and source.startswith(f"{self._root}/")
 
     async def copy_remotely(self, source: str, directory: str, entries: Mapping[str, object]) -> int:
-        """Copies within the object store, instead of `publish`.
-
-        Returns the bytes of the files. Raises ObjectStoreError.
-        """
+        """Copies within the object store, instead of `publish`; returns the bytes of the files. Raises
+        ObjectStoreError."""
         return await self._object_store.copy(source, directory, entries)
 
     async def mark_deleted(self, directory: str) -> None:
-        """Marks the checkpoint as deleted. Must run before its row is deleted: after a crash in between, the files
-        would look like a checkpoint whose row was lost.
-        """
+        """Marks the checkpoint before its row is deleted: after a crash in between its row would look lost."""
         if not is_url(directory):
             await asyncio.to_thread(set_mark, Path(directory) / DELETED)
-
-    async def find_without_row(self, list_local: Collection[Path], published: Collection[str]) -> list[Path]:
-        """Returns those found that are complete, have no row and were not deleted; oldest first."""
-        return await asyncio.to_thread(find_unlisted, list_local, published)
 
     def is_ours_alone(self, directory: Path) -> bool:
         """True below the state directory, which no other server uses."""
         return directory.is_relative_to(self._own_root)
 
     async def remove(self, directory: str) -> None:
-        """Removes the files, those that are being read after that; at a URL in the background. What remains is found by
-        the next start or by `trainhouse verify`.
-        """
+        """Removes the files, those that are being read after that; at a URL in the background. The next start or
+        `trainhouse verify` finds what remains."""
         here = self._local_path(directory)
         self._verified.forget(here)
         self._unwanted.add(here)
@@ -159,11 +139,7 @@ class CheckpointFiles:
             removing.cancel()
 
     async def manifest(self, directory: str) -> Mapping[str, Any]:
-        """Returns the checkpoint's manifest.
-
-        Raises:
-            OperationError: (server) it can be read neither from the checkpoint nor from a copy.
-        """
+        """Returns the manifest. Raises OperationError (server) if neither the checkpoint nor a copy has it."""
         try:
             if is_url(directory):
                 return await self._object_store.manifest(directory)
@@ -174,8 +150,7 @@ class CheckpointFiles:
 
     @asynccontextmanager
     async def reading(self, directory: str, *, rehash: bool = True) -> AsyncIterator[Path]:
-        """Yields a local directory with the verified files, kept while the block runs. Raises OperationError
-        (server).
+        """Yields a local directory with the verified files, kept while the block runs. Raises OperationError (server).
 
         rehash: also if the same files passed before.
         """
@@ -193,40 +168,37 @@ class CheckpointFiles:
 
     @asynccontextmanager
     async def linked(self, directory: str) -> AsyncIterator[Path]:
-        """Yields a directory with links to the verified files, which may be replaced there. Raises OperationError
-        (server), OSError.
-        """
+        """Yields links to the verified files, which may be replaced. Raises OperationError (server), OSError."""
         async with AsyncExitStack() as kept:
             async with self.reading(directory) as here:
                 staging = await kept.enter_async_context(self.staging(str(here)))
                 await asyncio.to_thread(link_files, here, staging)
             yield staging
 
-    async def follow_moved_root(self, directories: Collection[str]) -> Mapping[str, str]:
-        """Returns old -> new directory of checkpoints that have moved since their rows were written; some may be
-        lost.
-        """
-        return await asyncio.to_thread(self._moves, directories)
+    def moves(self, directories: Collection[str]) -> Mapping[str, str]:
+        """Returns old -> new directory of checkpoints that have moved since their rows were written. Blocking."""
+        found = moved_directories(directories, (self.local_root, self._own_root))
+        if lost := [old for old, new in found.items() if not Path(new).exists()]:
+            logger.warning(
+                "%d checkpoints of this database are stored in another server's state directory, such as %s: to use "
+                "them here as well, stop this server and copy them to where it looks for them, such as %s",
+                *(len(lost), lost[0], found[lost[0]]),
+            )
+        return found
 
-    async def found(self) -> Collection[Path]:
-        """Returns all local checkpoint directories, published or not."""
-        return await asyncio.to_thread(lambda: list(self.local_root.glob("*/*/*")))
-
-    async def sweep(self, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
-        """Removes, at start, those found that were never published or were deleted.
+    def sweep(self, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
+        """Removes, at start, those found that were never published or were deleted. Blocking.
 
         An operator may have restored an older database, so directories of unknown runs are left alone, and complete
         checkpoints stay for UNLISTED_DAYS after they were first found to have no row.
         """
-        await asyncio.to_thread(remove_now, self._staging)
-        await asyncio.to_thread(self._cache.sweep)
-        await asyncio.to_thread(sweep_leftovers, self.local_root, found, runs, published)
+        remove_now(self._staging)
+        self._cache.sweep()
+        sweep_leftovers(self.local_root, found, runs, published)
 
     async def sweep_url(self, runs: Collection[str], published: Callable[[], Awaitable[Collection[str]]]) -> None:
-        """Removes unfinished uploads at the configured URL. Raises ObjectStoreError.
-
-        Complete checkpoints stay for ever, since other servers may use the same URL. `trainhouse verify` reports them.
-        """
+        """Removes unfinished uploads at the configured URL; complete checkpoints stay, since other servers may use the
+        same URL, and `trainhouse verify` reports them. Raises ObjectStoreError."""
         if not is_url(self._root):
             return
         found = await self._object_store.list(self._root)
@@ -253,20 +225,9 @@ class CheckpointFiles:
         move_into_place(staging, directory, root=directory.parents[KEY_PARTS - 1])
         return size_bytes
 
-    def _moves(self, directories: Collection[str]) -> Mapping[str, str]:
-        found = moved_directories(directories, (self.local_root, self._own_root))
-        if lost := [old for old, new in found.items() if not Path(new).exists()]:
-            logger.warning(
-                "%d checkpoints of this database are stored in another server's state directory, such as %s: to use "
-                "them here as well, stop this server and copy them to where it looks for them, such as %s",
-                *(len(lost), lost[0], found[lost[0]]),
-            )
-        return found
-
 
 def moved_directories(directories: Collection[str], roots: Sequence[Path]) -> Mapping[str, str]:
-    """Returns old -> new directory of checkpoints whose rows were written under another state directory or
-    --checkpoints.
+    """Returns old -> new directory of checkpoints with rows of another state directory or --checkpoints.
 
     If --checkpoints was changed, earlier checkpoints are still where they were. A checkpoint in another server's state
     directory belongs to that server, and this one must neither read nor delete it: if a state directory was copied

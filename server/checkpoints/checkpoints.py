@@ -9,13 +9,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Collection,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,13 +21,7 @@ from ...workers.protocol.calls import WorkerLost
 from ..files.directories import directory_name
 from ..files.object_store import ObjectStore
 from ..files.storage_config import CheckpointStorageConfig
-from ..store import (
-    CheckpointCopyRecord,
-    CheckpointKind,
-    CheckpointRecord,
-    RunRecord,
-    Store,
-)
+from ..store import CheckpointCopyRecord, CheckpointKind, CheckpointRecord, RunRecord, Store
 from ..tenants.auth import Auth, Tenant
 from .archive import Archives
 from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles
@@ -47,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of all tenants. The owner may do everything. Public ones can be read by every tenant, others also
-    by a caller that presents the owner's key as access token.
-    """
+    """The checkpoints of all tenants. The owner may do everything. Every tenant can read public ones; a caller that
+    presents the owner's key as access token can read the others, too."""
 
     def __init__(
         self,
@@ -78,10 +65,7 @@ class Checkpoints:
         await self._upkeep.start()
 
     def schedule_transfer_cancellation(self) -> None:
-        """Cancels transfers to and from URLs, and those that wait for them, CLOSING_SECONDS from now.
-
-        Used at the end of a process; the next one resumes unfinished work.
-        """
+        """Cancels transfers to and from URLs, CLOSING_SECONDS from now; the next process resumes unfinished work."""
         asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._object_store.close)
 
     async def close(self) -> None:
@@ -100,15 +84,9 @@ class Checkpoints:
         has_optimizer: bool = False,
         request_id: str | None = None,
     ) -> AsyncIterator[Path]:
-        """Yields an empty directory to write into. Leaving the block publishes it; an exception discards it.
-
-        Args:
-            run: must be in the store.
-            request_id: of the save, for `was_saved`.
-        Raises:
-            OperationError: (user) the name is not allowed, or in use without `overwrite`; (server) it could not be
-                saved.
-        """
+        """Yields an empty directory to write into; leaving the block publishes it, an exception discards it. Raises
+        OperationError: (user) the name is not allowed, or in use without `overwrite`; (server) it could not be saved.
+        `request_id` names the save, for `was_saved`."""
         checkpoint = self.new_checkpoint(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
         if not overwrite:
             await self._require_free(checkpoint)
@@ -121,11 +99,7 @@ class Checkpoints:
             await self.publication.publish(checkpoint, move, insert, request_id)
 
     async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
-        """True if this very save published the checkpoint before a crash lost its response.
-
-        Raises:
-            OperationError: (server) the manifest cannot be read.
-        """
+        """True if this very save published the checkpoint before a crash lost its response. Raises OperationError."""
         record = await self._find(run.run_id, kind, name)
         return record is not None and (await self.manifest(record)).get("request_id") == request_id
 
@@ -156,15 +130,11 @@ class Checkpoints:
         return found
 
     async def resolve(self, tenant: Tenant, path: str, access_token: str | None = None) -> CheckpointRecord:
-        """Returns a checkpoint that the tenant may read.
-
-        Raises:
-            RequestError: 400 if `path` is not a checkpoint path, 404 if it does not exist or may not be read.
-        """
+        """Returns a checkpoint that the tenant may read. Raises RequestError: 400 if `path` is not a checkpoint path,
+        404 if it does not exist or may not be read."""
         return await self.resolve_for(path, {tenant.id, await self.reader_id(access_token)})
 
     async def reader_id(self, access_token: str | None) -> str | None:
-        """Returns the id of the tenant whose key this is, or None."""
         shown = await self._auth.tenant_of(access_token) if access_token else None
         return None if shown is None else shown.id
 
@@ -182,11 +152,8 @@ class Checkpoints:
         return await self._find(*parse_path(path))
 
     async def resolve_owned(self, tenant: Tenant, path: str) -> CheckpointRecord:
-        """Returns a checkpoint that the tenant may change.
-
-        Raises:
-            RequestError: 400 and 404 as in `resolve`, 403 for a public checkpoint of another tenant.
-        """
+        """Returns a checkpoint that the tenant may change. Raises RequestError: 400 and 404 as in `resolve`, 403 for a
+        public checkpoint of another tenant."""
         record = await self.resolve(tenant, path)
         if record.tenant_id != tenant.id:
             raise RequestError(f"checkpoint {path} belongs to another tenant: it can be read, not changed", status=403)
@@ -282,9 +249,7 @@ class Checkpoints:
 
 @contextmanager
 def hiding_directory_as(name: str, directory: Path) -> Iterator[None]:
-    """Rewrites errors of workers that load files: the tenant sees the name it used, and only the log has the
-    directory.
-    """
+    """Rewrites errors of workers that load files: the tenant sees the name it used, only the log the directory."""
     try:
         yield
     except WorkerLost:

@@ -20,17 +20,10 @@ from .checkpoints import Checkpoints, as_request_errors
 async def copy_checkpoint(
     checkpoints: Checkpoints, source: CheckpointRecord, to: SessionRecord, ttl_seconds: int | None
 ) -> CheckpointRecord:
-    """Copies the checkpoint into a new run that cannot be trained.
-
-    The files are shared with the source if the file system supports it. A repeated idempotency key of the same
-    tenant returns the same copy.
-
-    Args:
-        to: session of the new run; already ended, and not yet in the store.
-    Raises:
-        RequestError: 503 if the source cannot be read or the copy cannot be written, 400 if the key was used for
-            another request.
-    """
+    """Copies the checkpoint into a new run that cannot be trained, in the session `to`, which has ended and is not yet
+    in the store. Files are shared if the file system can; a repeated idempotency key of the same tenant returns the
+    same copy. Raises RequestError: 503 if a file cannot be read or written, 400 if the key was used for another
+    request."""
     asked = _hash("copy_weights", source.tinker_path, ttl_seconds, to.project_id)
     if known := await _find_copied(checkpoints, to, asked):
         return known
@@ -64,8 +57,7 @@ async def create_checkpoint(
     ttl_seconds: int | None,
     write: Callable[[Path], Awaitable[TrainingConfig]],
 ) -> CheckpointRecord:
-    """Creates a checkpoint, without optimizer state, of a new run that cannot be trained. Idempotent like
-    `copy_checkpoint`.
+    """Creates a checkpoint, without optimizer state, of a new run that cannot be trained; idempotent like a copy.
 
     Args:
         run: not yet in the store; `asked`: a hash of what `write` writes.
@@ -95,8 +87,7 @@ async def create_checkpoint(
 
 
 async def _find_copied(checkpoints: Checkpoints, session: SessionRecord, asked: str | None) -> CheckpointRecord | None:
-    """Returns what was made under the session's idempotency key. Raises RequestError 400 if that was another
-    request."""
+    """Returns what was made under the session's idempotency key. Raises RequestError 400 if by another request."""
     if (known := await checkpoints.store.checkpoints.find_copied(session)) is None:
         return None
     run = await checkpoints.store.runs.get(known.run_id)
@@ -127,5 +118,4 @@ async def _copy(
 
 
 def _hash(*asked: object) -> str:
-    """Hashes what a request asked for."""
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()

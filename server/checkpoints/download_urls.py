@@ -15,14 +15,12 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True)
 class SignedFile:
-    """A file of a checkpoint, with what a download URL must carry to be served without a key.
-
-    name: relative to the checkpoint; None for the archive of all files.
-    expires: seconds since the epoch.
-    """
+    """A file of a checkpoint, with what a download URL must carry to be served without a key."""
 
     name: str | None
+    """Relative to the checkpoint; None for the archive of all files."""
     expires: int
+    """Seconds since the epoch."""
     signature: str
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ...schemas.adapters.adapter_header import check_header, header_of
-from ...schemas.adapters.peft_config import PeftConfig
+from ...schemas.adapters.peft import PeftConfig
 from ...schemas.codec import parse_json
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import LoraConfig
@@ -27,10 +27,7 @@ _UPLOADED = "uploaded.safetensors"
 
 @dataclass(frozen=True)
 class AdapterUpload:
-    """A PEFT adapter as uploaded.
-
-    weights: content of adapter_model.safetensors. digest: of the whole body.
-    """
+    """A PEFT adapter as uploaded: the content of its two files, and the digest of the whole body."""
 
     config: PeftConfig
     weights: memoryview
@@ -39,24 +36,17 @@ class AdapterUpload:
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """A request to import an adapter.
-
-    base_model: None for the one that the adapter's configuration names.
-    name: of the new checkpoint.
-    """
+    """A request to import an adapter as a new checkpoint of this name."""
 
     upload: AdapterUpload
     base_model: str | None
+    """None for the one that the adapter's configuration names."""
     name: str
     ttl_seconds: int | None
 
 
 def read_upload(body: bytes, config_bytes: int) -> AdapterUpload:
-    """Splits a body of adapter_config.json followed by adapter_model.safetensors.
-
-    Raises:
-        RequestError: the configuration cannot be read or is not supported, or the weights are missing.
-    """
+    """Splits a body of adapter_config.json followed by adapter_model.safetensors. Raises RequestError."""
     try:
         config = parse_json(body[:config_bytes])
     except ValueError as error:
@@ -74,11 +64,8 @@ def read_upload(body: bytes, config_bytes: int) -> AdapterUpload:
 async def import_checkpoint(
     dispatch: WorkerDispatch, checkpoints: Checkpoints, tenant: Tenant, request: ImportRequest, session: SessionRecord
 ) -> CheckpointRecord:
-    """Creates the checkpoint, in a new run of `session`. Neither the run nor the session may be in the store yet.
-
-    Raises:
-        RequestError: 400 if the adapter or the base model is refused, 503 if it could not be saved.
-    """
+    """Creates the checkpoint in a new run of `session`, neither of which is in the store yet. Raises RequestError: 400
+    if the adapter or the base model is refused, 503 if it could not be saved."""
     config, base_model = request.upload.config, _base_model(dispatch, request)
     header = header_of(request.upload.weights)
     await decode_in_process(check_header, header, None, len(header))

@@ -38,16 +38,10 @@ def sweep_leftovers(root: Path, found: Collection[Path], runs: Collection[str], 
 
 
 def find_unlisted(found: Collection[Path], published: Collection[str]) -> list[Path]:
-    kept = [
-        one
-        for one in found
-        if str(one) not in published
-        and not one.name.startswith(STAGING)
-        and not (one / DELETED).exists()
-        and not (one.parents[1] / NEW_RUN).exists()
-        and has_complete_files(one)
-    ]
-    return sorted(kept, key=lambda one: (one / MANIFEST).stat().st_mtime)
+    """Returns those found that are complete, have no row and were not deleted; oldest first."""
+    unlisted = [path for path in found if str(path) not in published and not path.name.startswith(STAGING)]
+    kept = [path for path in unlisted if not ((path / DELETED).exists() or (path.parents[1] / NEW_RUN).exists())]
+    return sorted(filter(has_complete_files, kept), key=lambda path: (path / MANIFEST).stat().st_mtime)
 
 
 def set_mark(path: Path) -> None:

@@ -38,15 +38,8 @@ async def path_of_lost_row(
     store: Store, directory: str, manifest: Mapping[str, Any], is_ours_alone: bool
 ) -> str | None:
     """Returns the path of a complete checkpoint whose row the database has lost, so that `restore_row` can restore it.
-
     None if the manifest does not name the owner, if the name is in use, or if the run is unknown and other servers use
-    the same place.
-
-    Args:
-        directory: a path or a URL.
-        manifest: of the checkpoint.
-        is_ours_alone: no other server uses the place.
-    """
+    the same place (not `is_ours_alone`)."""
     try:
         run_id, kind, name = parse_path(manifest["tinker_path"])
         training_of(manifest["training"] if "training" in manifest else manifest["lora"])
@@ -60,10 +53,8 @@ async def path_of_lost_row(
 
 
 async def restore_row(store: Store, directory: str, manifest: Mapping[str, Any]) -> str:
-    """Restores the row of a checkpoint that has a `path_of_lost_row`, and the rows it depends on. Returns that path.
-
-    The manifest does not record whether it was public, so it is private now.
-    """
+    """Restores the row of a checkpoint that has a `path_of_lost_row`, which it returns, and the rows it depends on. It
+    is private: the manifest does not record whether it was public."""
     run_id, kind, name = parse_path(manifest["tinker_path"])
     run = await store.runs.get(run_id) or await _restore_run_row(store, run_id, manifest)
     record = CheckpointRecord(
@@ -98,11 +89,11 @@ async def _restore_run_row(store: Store, run_id: str, manifest: Mapping[str, Any
     if await store.sessions.get(session_id) is None:
         ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
         await store.sessions.insert(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
-    training, role, target_path = training_of(manifest["training"]), manifest["role"], manifest["target_path"]
+    training = training_of(manifest["training"])
     run = RunRecord(
         *(run_id, session_id, tenant.tenant_id, manifest["base_model"], training, created_at, created_at),
-        role=role,
-        target_path=target_path,
+        role=manifest["role"],
+        target_path=manifest["target_path"],
     )
     await store.runs.insert(run)
     return run

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -35,9 +34,7 @@ _MAX_TRIES_ELSEWHERE = 34
 
 
 class CheckpointMirrors:
-    """Keeps one copy of each checkpoint at each mirror. Mirrors are served independently, so an unreachable one does
-    not delay the others.
-    """
+    """Keeps one copy of each checkpoint at each mirror. An unreachable mirror does not delay the others."""
 
     def __init__(
         self,
@@ -61,12 +58,11 @@ class CheckpointMirrors:
         self._logged_reasons: defaultdict[str, set[str]] = defaultdict(set)
 
     async def start(self, files: CheckpointFiles, directories: Collection[str]) -> None:
-        """Starts the background tasks.
-
-        Args:
-            directories: those of all checkpoints; each gets the copies that it lacks.
-        """
-        await self._delete_unconfigured()
+        """Starts the background tasks. All checkpoints, whose directories these are, get the copies that they lack."""
+        there, _ = await self._unfinished()
+        for copy in there:
+            if copy.mirror not in self._urls:  # it was never made
+                await self._store.copies.delete(copy)
         if self._urls:
             await self._add_missing(sorted(directories))
         works = [lambda url=url: self._copy_due(files, url) for url in self._urls]
@@ -78,9 +74,7 @@ class CheckpointMirrors:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def add(self, directory: str) -> None:
-        """Schedules the copies of a checkpoint that has just been published. Errors are only logged: it stays
-        published.
-        """
+        """Schedules the copies of a checkpoint that was just published. Errors are logged: it stays published."""
         try:
             await self._add_missing([directory])
         except SQLAlchemyError:
@@ -89,9 +83,7 @@ class CheckpointMirrors:
 
     @asynccontextmanager
     async def deleting(self, directory: str) -> AsyncIterator[None]:
-        """Wraps the deletion of the checkpoint's row: its copies are removed afterwards, and kept if the block
-        raises.
-        """
+        """Wraps the deletion of the checkpoint's row: its copies are removed afterwards, but kept after an error."""
         # Mark the copies as waiting before the row is deleted: after a crash in between they must be found for removal.
         self._being_deleted.add(directory)
         has_copies = False
@@ -107,16 +99,13 @@ class CheckpointMirrors:
             self._notice()
 
     async def move_directories(self, moves: Mapping[str, str]) -> None:
-        """Moves the copies of checkpoints to new directories (old -> new), before the checkpoints' own rows are
-        changed.
-        """
+        """Moves the copies of checkpoints to new directories (old -> new), before the checkpoints' own rows change."""
         for directories in _batches(list(moves)):
             for copy in await self._store.copies.list_in(directories):
                 await self._store.copies.put(replace(copy, directory=moves[copy.directory]))
             await self._store.copies.delete_in(directories)
 
     async def complete_copies(self, directory: str) -> list[str]:
-        """Returns the URLs of the complete copies."""
         return [copy.url for copy in await self._store.copies.list_in([directory]) if copy.state == "copied"]
 
     async def _add_missing(self, directories: Sequence[str]) -> None:
@@ -127,13 +116,6 @@ class CheckpointMirrors:
                     place = f"{url}/{key_of(directory)}"
                     waiting = CheckpointCopyRecord(directory, url, place, "waiting", None, 0, self._clock())
                     await self._store.copies.put(waiting)
-
-    async def _delete_unconfigured(self) -> None:
-        """Deletes the rows of copies that were never made and whose mirror is no longer configured."""
-        there, _ = await self._unfinished()
-        for copy in there:
-            if copy.mirror not in self._urls:
-                await self._store.copies.delete(copy)
 
     async def _mark_waiting(self, directory: str) -> bool:
         """Marks all copies of the checkpoint as waiting. True if it has any."""
@@ -199,7 +181,10 @@ class CheckpointMirrors:
     async def _try_copy(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord:
         try:
             async with files.reading(copy.directory) as here:
-                if not await self._is_complete_at(copy.url, here):
+                is_complete = False
+                with contextlib.suppress(ObjectStoreError):
+                    is_complete = await self._object_store.holds(copy.url, here)
+                if not is_complete:
                     await self._object_store.upload(here, copy.url)
         except (ObjectStoreError, OperationError, OSError, ValueError) as error:
             return self._failed(copy, error)
@@ -207,12 +192,6 @@ class CheckpointMirrors:
         if self._logged_reasons.pop(copy.mirror, None):
             logger.info("%s: copying to this mirror works again", copy.mirror)
         return replace(copy, state="copied", error=None, num_tries=copy.num_tries + 1, updated_at=self._clock())
-
-    async def _is_complete_at(self, url: str, here: Path) -> bool:
-        try:
-            return await self._object_store.holds(url, here)
-        except ObjectStoreError:
-            return False
 
     async def _remove_due(self) -> float | None:
         _, gone = await self._unfinished()
@@ -225,9 +204,7 @@ class CheckpointMirrors:
         return min((seconds for seconds in pauses if seconds > 0), default=None)
 
     async def _remove(self, directory: str) -> float:
-        """Removes all copies of one checkpoint if they are due. Returns the seconds until the next try, 0 if they are
-        gone.
-        """
+        """Removes all copies of one checkpoint if they are due. Returns the seconds until the next try, 0 for none."""
         self._being_removed.add(directory)
         try:
             copies = await self._store.copies.list_in([directory])
@@ -253,22 +230,16 @@ class CheckpointMirrors:
         return max(map(self._seconds_until, failed), default=0.0)
 
     def _failed(self, copy: CheckpointCopyRecord, error: Exception) -> CheckpointCopyRecord:
-        failed = replace(copy, state="failed", error=str(error), num_tries=copy.num_tries + 1, updated_at=self._clock())
-        self._log_failure(copy, error)
-        return failed
-
-    def _log_failure(self, copy: CheckpointCopyRecord, error: Exception) -> None:
-        """Logs why copies fail, once per reason."""
+        """Returns the record of the failed copy, and logs why it failed, once per reason."""
         cause, reason = copy.directory, str(error)
         if isinstance(error, ObjectStoreError):
             cause, reason = copy.mirror, error.reason.replace(key_of(copy.url), "...")
         if reason not in self._logged_reasons[cause]:
             self._logged_reasons[cause].add(reason)
-            logger.warning(
-                "%s: copying failed (%s); retrying with growing pauses, logged again only for a new reason",
-                cause,
-                reason,
-            )
+            words = "%s: copying failed (%s); retrying with growing pauses, logged again only for a new reason"
+            logger.warning(words, cause, reason)
+        num_tries = copy.num_tries + 1
+        return replace(copy, state="failed", error=str(error), num_tries=num_tries, updated_at=self._clock())
 
     def _seconds_until(self, copy: CheckpointCopyRecord) -> float:
         """Returns the seconds until the copy's next try; at most 0 if it is due."""

@@ -21,10 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointPublication:
-    """Brings the files of a checkpoint into place, inserts its row, and has its copies made.
-
-    config: has the limits of a tenant.
-    """
+    """Brings the files of a checkpoint into place, inserts its row, and has its copies made."""
 
     def __init__(
         self, store: Store, files: CheckpointFiles, mirror: CheckpointMirrors, config: CheckpointStorageConfig
@@ -42,22 +39,19 @@ class CheckpointPublication:
         insert: Callable[[CheckpointRecord], Awaitable[None]],
         request_id: str | None = None,
     ) -> None:
-        """Publishes the checkpoint, to the end even if the caller is cancelled.
+        """Publishes the checkpoint, to the end even if the caller is cancelled. Raises OperationError: (user) the name
+        is in use, or the tenant would have too many; (server) the files cannot be stored.
 
         Args:
             move_files: gets the manifest's entries, moves the files into place, and returns their bytes.
             insert: inserts the row.
-            request_id: of the save.
-        Raises:
-            OperationError: (user) the name is in use, or the tenant would have too many; (server) the files
-                cannot be stored.
         """
         entries = await manifest_entries(self._store, checkpoint, request_id)
         await _shielded(self._publish(checkpoint, partial(move_files, entries), insert))
 
     async def require_room(self, checkpoint: CheckpointRecord) -> None:
-        """Raises OperationError (user) if the tenant would have too many checkpoints, or bytes of them, with this one
-        instead of that of the same name."""
+        """Raises OperationError (user) if the tenant would have too many checkpoints or bytes with this one, which
+        replaces that of the same name."""
         config, tenant_id, now = self._config, checkpoint.tenant_id, checkpoint.created_at
         num, num_bytes = await self._store.checkpoints.stock_of_tenant(tenant_id, now, checkpoint)
         num_bytes += checkpoint.size_bytes
@@ -89,11 +83,7 @@ class CheckpointPublication:
         move_files: Callable[[], Awaitable[int]],
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
-        """Brings the files into place, then inserts the row; removes the files if that fails.
-
-        Args:
-            move_files: moves the files into place and returns their bytes.
-        """
+        """Brings the files into place, then inserts the row; removes the files if that fails."""
         try:
             record = replace(checkpoint, size_bytes=await move_files())
             async with self._inserting:
@@ -101,9 +91,8 @@ class CheckpointPublication:
                 await insert(record)
         except (ObjectStoreError, OSError) as error:
             await self._files.remove(checkpoint.directory)
-            raise OperationError(
-                f"checkpoint {checkpoint.tinker_path} could not be saved: {error}", "server"
-            ) from error
+            message = f"checkpoint {checkpoint.tinker_path} could not be saved: {error}"
+            raise OperationError(message, "server") from error
         except IntegrityError:
             await self._files.remove(checkpoint.directory)
             raise name_in_use_error(checkpoint) from None
@@ -124,10 +113,8 @@ def name_in_use_error(checkpoint: CheckpointRecord) -> OperationError:
 
 
 async def _shielded(work: Coroutine[None, None, None]) -> None:
-    """Runs `work` to its end even if the caller is cancelled, and only then raises CancelledError.
-
-    `work` needs what the caller has made, and a row and its directory must be created and removed together.
-    """
+    """Runs `work` to its end even if the caller is cancelled, and only then raises CancelledError: `work` needs what
+    the caller has made, and a row and its directory must be created and removed together."""
     task, is_cancelled = asyncio.create_task(work), False
     while not task.done():
         try:

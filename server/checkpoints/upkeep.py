@@ -13,6 +13,7 @@ from ..files.object_store import ObjectStoreError
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import Store
 from .checkpoint_files import CheckpointFiles
+from .leftovers import find_unlisted
 from .lost_rows import path_of_lost_row, restore_row
 from .mirror import CheckpointMirrors
 
@@ -22,10 +23,7 @@ _EXPIRY_PERIOD_SECONDS = 10.0
 
 
 class CheckpointUpkeep:
-    """Makes files and rows agree when the server starts, and expires checkpoints while it runs.
-
-    expire: deletes the checkpoints that have expired.
-    """
+    """Makes files and rows agree when the server starts, and expires checkpoints while it runs."""
 
     def __init__(
         self, store: Store, files: CheckpointFiles, mirror: CheckpointMirrors, expire: Callable[[], Awaitable[None]]
@@ -38,11 +36,11 @@ class CheckpointUpkeep:
 
     async def start(self) -> None:
         # Listed before the rows are read: a checkpoint published in between must not look like one without a row.
-        found = await self._files.found()
+        found = await asyncio.to_thread(lambda: list(self._files.local_root.glob("*/*/*")))
         published = await self._follow_moved_root(await self._store.checkpoints.list_directories())
-        published |= await self._restore_lost_rows(await self._files.find_without_row(found, published))
+        published |= await self._restore_lost_rows(await asyncio.to_thread(find_unlisted, found, published))
         runs = {directory_name(run_id) for run_id in await self._store.runs.list_ids()}
-        await self._files.sweep(found, runs, published)
+        await asyncio.to_thread(self._files.sweep, found, runs, published)
         await self._mirror.start(self._files, published)
         self._tasks = [asyncio.create_task(self._expire_periodically()), asyncio.create_task(self._sweep_url(runs))]
 
@@ -52,11 +50,8 @@ class CheckpointUpkeep:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _restore_lost_rows(self, unlisted: Sequence[Path]) -> Set[str]:
-        """Restores lost rows and returns the directories of those checkpoints.
-
-        Only for manifests that name their tenant: versions that did not write it did not mark deleted checkpoints
-        either.
-        """
+        """Restores lost rows and returns the directories of those checkpoints, if their manifest names the tenant:
+        versions that did not write it did not mark deleted checkpoints either."""
         taken = set()
         for directory in unlisted:
             manifest = await asyncio.to_thread(read_manifest, directory)
@@ -68,10 +63,8 @@ class CheckpointUpkeep:
         return taken
 
     async def _follow_moved_root(self, directories: Collection[str]) -> Set[str]:
-        """Updates the rows if the state directory has moved since they were written. Returns the current
-        directories.
-        """
-        moves = await self._files.follow_moved_root(directories)
+        """Updates the rows if the state directory has moved since; returns the current directories."""
+        moves = await asyncio.to_thread(self._files.moves, directories)
         await self._mirror.move_directories(moves)
         if moves:
             await self._store.checkpoints.move_directories(moves)

@@ -62,11 +62,8 @@ class VerifiedFiles:
         self._signatures[here] = signature
 
     async def _restore_from(self, directory: str, here: Path, sources: Collection[str], reason: str) -> None:
-        """Downloads the checkpoint from the first source that has it complete.
-
-        Raises:
-            OperationError: (server) no source has it; the message says why each one failed.
-        """
+        """Downloads the checkpoint from the first source that has it complete. Raises OperationError (server), which
+        says why each one failed."""
         staging = staging_path(here.parent)
         reasons = [] if is_url(directory) else [reason]
         for source in sources:
@@ -88,9 +85,7 @@ class VerifiedFiles:
 
 
 def _replace_with(staging: Path, here: Path) -> None:
-    """Replaces `here` with the staging directory. Between the two renames neither exists; a reader that meets this
-    downloads again.
-    """
+    """Replaces `here`. Between the two renames neither exists; a reader that meets this downloads again."""
     before = staging.with_name(f"{staging.name}-before")
     if here.exists():
         here.rename(before)

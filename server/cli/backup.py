@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -67,29 +67,26 @@ class BackupError(ValueError):
     """No backup could be made; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Backup:
-    """One backup of a state directory.
-
-    source: the state directory.
-    target: the copy.
-    has_database: the state directory holds the SQLite database; otherwise the server uses PostgreSQL.
-    on_progress: called with the bytes of files that are copied, and those of all files when the copy began.
-    """
+    """One backup of a state directory."""
 
     source: Path
     target: Path
     has_database: bool
+    """The state directory holds the SQLite database; otherwise the server uses PostgreSQL."""
     on_progress: Callable[[int, int], None] = lambda done, total: None
+    """Called with the bytes of files that are copied, and those of all files when the copy began."""
+    _num_copied: int = field(default=0, init=False)
 
     @cached_property
     def _live(self) -> Path:
         return live_directory(self.source)
 
     @cached_property
-    def _copied(self) -> "_CopiedBytes":
+    def _num_all(self) -> int:
         parts = (self.source / "checkpoints", *(self._live / name for name in (*_SEGMENTS, *_TREES)))
-        return _CopiedBytes(sum(map(_num_bytes, parts)), self.on_progress)
+        return sum(map(_num_bytes, parts))
 
     def run(self, say: Callable[[str], None]) -> None:
         """Makes the copy, blocking, and says what the user must know about it. Raises BackupError."""
@@ -158,10 +155,8 @@ class Backup:
             return [directory for (directory,) in database.execute("SELECT directory FROM checkpoints")]
 
     def _take_database(self) -> Collection[str]:
-        """Copies the database, repeatedly, until the copy has every checkpoint directory that it names.
-
-        A checkpoint that is saved and deleted between two steps might be missing.
-        """
+        """Copies the database until the copy has every checkpoint directory that it names: one that is saved and
+        deleted between two steps might be missing."""
         named = self._copy_database()
         for _ in range(_MAX_ROUNDS):
             self._take_named(named)
@@ -195,7 +190,7 @@ class Backup:
         moved = moved_directories(named, (self.source.absolute() / "checkpoints",))
         for directory in named:
             if not is_url(directory):
-                _take_directory(Path(moved.get(directory, directory)), self._place_of(directory), self._copied)
+                self._take_directory(Path(moved.get(directory, directory)), self._place_of(directory))
 
     def _place_of(self, directory: str) -> Path:
         return self.target / "checkpoints" / key_of(directory)
@@ -204,7 +199,35 @@ class Backup:
         # Snapshots name what is in loaded/. It is taken before them, since it may go, and after, since they may be new.
         for tree in (*_TREES, "loaded"):
             for directory in self._live.glob(f"{tree}/*/[0-9]*"):
-                _take_directory(directory, self._target_of(directory), self._copied)
+                self._take_directory(directory, self._target_of(directory))
+
+    def _take_directory(self, source: Path, target: Path) -> None:
+        """Copies a directory whole or not at all; retries if it is deleted or replaced meanwhile."""
+        if source.name.startswith(STAGING) or target.exists():
+            return
+        staging = target.with_name(f"{STAGING}{target.name}")
+        for _ in range(_MAX_ROUNDS):
+            remove_tree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            try:
+                before = source.stat().st_ino
+                for path in source.rglob("*"):
+                    if path.is_file():
+                        taken = staging / path.relative_to(source)
+                        taken.parent.mkdir(parents=True, exist_ok=True)
+                        self._link(path, taken)
+                is_same = source.stat().st_ino == before
+            except FileNotFoundError:
+                is_same = False
+            if is_same:
+                staging.rename(target)
+                return
+        remove_tree(staging)
+
+    def _link(self, source: Path, taken: Path) -> None:
+        link_or_copy(source, taken)
+        self._num_copied += taken.stat().st_size
+        self.on_progress(self._num_copied, self._num_all)
 
     def _target_of(self, path: Path) -> Path:
         return self.target / path.relative_to(self.source)
@@ -215,18 +238,20 @@ class Backup:
         for segment in segments:
             taken = self._target_of(segment)
             try:
-                if segment == segments[-1]:
-                    _copy_whole_records(segment, taken)
+                if segment == segments[-1]:  # may be written at the moment: without an incomplete last record
+                    taken.unlink(missing_ok=True)
+                    shutil.copyfile(segment, taken)
+                    num_bytes = complete_bytes(taken)
+                    if num_bytes is not None and num_bytes < taken.stat().st_size:
+                        truncate_segment(taken, num_bytes)
                 elif not (taken.exists() and taken.stat().st_size == segment.stat().st_size):
                     taken.unlink(missing_ok=True)
-                    link_or_copy(segment, taken)
-                    self._copied.add(taken)
+                    self._link(segment, taken)
             except FileNotFoundError:  # the server has deleted it meanwhile
                 continue
 
     def _report(self, named: Collection[str], say: Callable[[str], None]) -> None:
-        afar = [directory for directory in named if is_url(directory)]
-        if afar:
+        if afar := [directory for directory in named if is_url(directory)]:
             words = f"{len(afar)} checkpoints are at URLs, such as {afar[0]}, and are not in the copy"
             say(f"{words}: a server on the copy reads and deletes the originals")
         if self.has_database:
@@ -242,27 +267,6 @@ def _numbers(directory: Path) -> list[int]:
     return sorted(int(path.stem) for path in directory.glob("*.segment"))
 
 
-def _copy_whole_records(segment: Path, taken: Path) -> None:
-    """Copies a segment that may be written at the moment, without an incomplete last record."""
-    taken.unlink(missing_ok=True)
-    shutil.copyfile(segment, taken)
-    num_bytes = complete_bytes(taken)
-    if num_bytes is not None and num_bytes < taken.stat().st_size:
-        truncate_segment(taken, num_bytes)
-
-
-class _CopiedBytes:
-    """Counts the bytes of the files that are copied, and reports them next to those of all."""
-
-    def __init__(self, num_all: int, on_progress: Callable[[int, int], None]) -> None:
-        self._num_all, self._num_done = num_all, 0
-        self._on_progress = on_progress
-
-    def add(self, taken: Path) -> None:
-        self._num_done += taken.stat().st_size
-        self._on_progress(self._num_done, self._num_all)
-
-
 def _num_bytes(directory: Path) -> int:
     """Returns the size of the files below a directory, some of which a server may delete meanwhile."""
     total = 0
@@ -270,27 +274,3 @@ def _num_bytes(directory: Path) -> int:
         with suppress(FileNotFoundError):
             total += path.stat().st_size if path.is_file() else 0
     return total
-
-
-def _take_directory(source: Path, target: Path, copied: _CopiedBytes) -> None:
-    """Copies a directory whole or not at all; retries if it is deleted or replaced meanwhile."""
-    if source.name.startswith(STAGING) or target.exists():
-        return
-    staging = target.with_name(f"{STAGING}{target.name}")
-    for _ in range(_MAX_ROUNDS):
-        remove_tree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        try:
-            before = source.stat().st_ino
-            for path in source.rglob("*"):
-                if path.is_file():
-                    (staging / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
-                    link_or_copy(path, staging / path.relative_to(source))
-                    copied.add(staging / path.relative_to(source))
-            is_same = source.stat().st_ino == before
-        except FileNotFoundError:
-            is_same = False
-        if is_same:
-            staging.rename(target)
-            return
-    remove_tree(staging)

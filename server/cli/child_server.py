@@ -8,51 +8,48 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CommandFailed
 
 LOAD_SECONDS = 300
 STOP_SECONDS = 20
+_SHOWN_LINES = 20
 
 
+@dataclass
 class Server:
     """A server process that answers at `url`."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.url = url
-        self.log = log
-        self._process = process
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
 
     def check(self) -> None:
         """Raises CommandFailed if it has died."""
-        if self._process.poll() is not None:
-            raise CommandFailed(f"the server ended with status {self._process.returncode}:\n{tail(self.log)}")
+        if self.process.poll() is not None:
+            last = "\n".join(self.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+            raise CommandFailed(f"the server ended with status {self.process.returncode}:\n{last}")
 
 
 @contextmanager
 def served(flags: Sequence[str], state_dir: Path) -> Iterator[Server]:
     """Yields a server with these flags of `serve`, once it is ready; its log is server.log in the state directory.
-
-    Raises CommandFailed if it does not start.
-    """
+    Raises CommandFailed."""
     ready, log = state_dir / "ready", state_dir / "server.log"
     ready.unlink(missing_ok=True)
     command = [sys.executable, "-m", "trainhouse.server", "serve", *flags, "--ready-file", str(ready)]
     with log.open("wb") as output, running(command, output.fileno()) as process:
         server = Server("", process, log)
-        server.url = wait_until_ready(server, ready)
+        deadline = time.monotonic() + LOAD_SECONDS
+        while not (ready.is_file() and (url := re.search(r"http://\S+", ready.read_text()))):
+            server.check()
+            if time.monotonic() > deadline:
+                raise CommandFailed(f"the server is not ready after {LOAD_SECONDS} s: see {log}")
+            time.sleep(0.1)
+        server.url = url[0]
         yield server
-
-
-def wait_until_ready(server: Server, ready: Path) -> str:
-    deadline = time.monotonic() + LOAD_SECONDS
-    while time.monotonic() < deadline:
-        if ready.is_file() and (url := re.search(r"http://\S+", ready.read_text())):
-            return url[0]
-        server.check()
-        time.sleep(0.1)
-    raise CommandFailed(f"the server is not ready after {LOAD_SECONDS} s: see {server.log}")
 
 
 @contextmanager
@@ -63,21 +60,13 @@ def running(command: list[str], output: int | None = None) -> Iterator[subproces
     try:
         yield process
     finally:
-        end(process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    # An impatient second Ctrl-C must not leave it running.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        process.terminate()
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def tail(log: Path, num_lines: int = 20) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+        # An impatient second Ctrl-C must not leave it running.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process.terminate()
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)

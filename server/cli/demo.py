@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from ...workers.protocol.cache_directory import cache_directory
-from .child_server import Server, running, served
+from .child_server import running, served
 from .errors import INTERRUPTED, CommandFailed, missing_package
 from .options import Status, new_app
 from .output import spinner
@@ -64,12 +64,18 @@ def demonstrate(state_dir: Path, client_arguments: Sequence[str]) -> int:
         with spinner(f"loading {MODEL}"):
             server = stack.enter_context(served(flags, state_dir))
         print(f"the server answers at {server.url}", flush=True)
-        status = run_client(server, ["--base-url", server.url, "--model", MODEL, *client_arguments])
+        arguments = ["--base-url", server.url, "--model", MODEL, *client_arguments]
+        client = stack.enter_context(running([sys.executable, "-m", "trainhouse.examples.demo", *arguments]))
+        while (status := client.poll()) is None:
+            server.check()
+            time.sleep(0.1)
     if status != 0:
         return status
-    for adapter in newest_adapter(state_dir):
-        print(f"its files are in {adapter.parent}")
-    print(f"serve it: {own_command()} serve --base-model {MODEL}={model} --state-dir {state_dir}")
+    adapters = state_dir.rglob("adapter_model.safetensors")
+    if newest := max(adapters, key=lambda path: path.stat().st_mtime, default=None):
+        print(f"its files are in {newest.parent}")
+    own_command = sys.argv[0] if Path(sys.argv[0]).name == "trainhouse" else "trainhouse"
+    print(f"serve it: {own_command} serve --base-model {MODEL}={model} --state-dir {state_dir}")
     return status
 
 
@@ -81,22 +87,3 @@ def converted_model() -> Path:
             if conversion.wait() != 0:
                 raise CommandFailed(f"the conversion of {MODEL} failed: is the [demo] extra installed?")
     return directory
-
-
-def run_client(server: Server, arguments: list[str]) -> int:
-    with running([sys.executable, "-m", "trainhouse.examples.demo", *arguments]) as client:
-        while client.poll() is None:
-            server.check()
-            time.sleep(0.1)
-        return client.returncode
-
-
-def own_command() -> str:
-    """Returns the command that started this process, for a user to type."""
-    return sys.argv[0] if Path(sys.argv[0]).name == "trainhouse" else "trainhouse"
-
-
-def newest_adapter(state_dir: Path) -> list[Path]:
-    """Returns the adapter file saved last, or an empty list."""
-    found = state_dir.rglob("adapter_model.safetensors")
-    return sorted(found, key=lambda path: path.stat().st_mtime)[-1:]

@@ -19,6 +19,5 @@ class CommandFailed(Exception):
 
 
 def missing_package(package: str, extras: str) -> CommandFailed:
-    """Returns the error for a package that these extras install."""
     hint = f"pip install 'trainhouse[{extras}]', in a checkout deploy/install.sh {sys.prefix} {extras}"
     return CommandFailed(f"the package {package} is not installed: {hint}")

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
 from datetime import datetime
 from typing import Annotated, TypeVar
 
@@ -75,31 +76,16 @@ def _runs_of_made_up_keys(connection: Connection) -> Mapping[str, int]:
 def list_all(sources: Sources, as_json: AsJson = False) -> None:
     """List all keys."""
     keys = with_store(sources, list_keys)
-    found = [
-        {
-            "key_id": key.key_id,
-            "name": key.name,
-            "created_at": key.created_at,
-            "revoked_at": key.revoked_at,
-            "scopes": list(key.scopes or TENANT_SCOPES),
-            "requests_per_minute": key.requests_per_minute,
-        }
-        for key in keys
-    ]
     if as_json:
-        print_json({"keys": found})
+        names = ("key_id", "name", "created_at", "revoked_at", "scopes", "requests_per_minute")
+        found = [{name: getattr(key, name) for name in names} for key in keys]
+        print_json({"keys": [key | {"scopes": key["scopes"] or TENANT_SCOPES} for key in found]})
         return
     rows = [
-        (
-            key.key_id,
-            _day(key.created_at),
-            _day(key.revoked_at),
-            ",".join(key.scopes or TENANT_SCOPES),
-            key.requests_per_minute or "any",
-            key.name,
-        )
+        (key.key_id, _day(key.created_at), _day(key.revoked_at), ",".join(key.scopes or TENANT_SCOPES),
+         key.requests_per_minute or "any", key.name)
         for key in keys
-    ]
+    ]  # fmt: skip
     print_table(("KEY", "CREATED", "REVOKED", "SCOPES", "A MINUTE", "NAME"), rows)
 
 
@@ -115,7 +101,9 @@ def revoke(
     as_json: AsJson = False,
 ) -> None:
     """Revoke a key."""
-    number = _key_id(key_id)
+    if not key_id.isdecimal():
+        raise ConfigError(f"{key_id!r} is not the number of a key: give the one that `trainhouse keys list` shows")
+    number = int(key_id)
     with_store(sources, lambda store: revoke_key(store, number))
     if as_json:
         print_json({"key_id": number, "revoked": True})
@@ -124,11 +112,7 @@ def revoke(
 
 
 def with_store(sources: Sources, work: Callable[[Store], Awaitable[T]], makes: bool = False) -> T:
-    """Returns what `work` returns on the opened store.
-
-    Args:
-        makes: creates the database if there is none.
-    """
+    """Returns what `work` returns on the opened store, which `makes` creates if there is none."""
     config = load_section(StoreConfig, *sources)
     if config.database_url is None:  # else no directory matters
         check_database_kind(config)
@@ -136,15 +120,12 @@ def with_store(sources: Sources, work: Callable[[Store], Awaitable[T]], makes: b
             keep_private(config.state_dir, STATE_PATTERNS)
     if not makes:
         check_database_exists(config)
-    store = open_store(config)
 
     async def run() -> T:
         return await work(store)
 
-    try:
+    with closing(open_store(config)) as store:
         return asyncio.run(run())
-    finally:
-        store.close()
 
 
 def _scopes(text: str) -> tuple[str, ...]:
@@ -157,10 +138,4 @@ def _scopes(text: str) -> tuple[str, ...]:
 def _per_minute(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**31:
         raise ConfigError(f"--requests-per-minute is {text!r}: expected an integer from 1 to {2**31 - 1}")
-    return int(text)
-
-
-def _key_id(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"{text!r} is not the number of a key: give the one that `trainhouse keys list` shows")
     return int(text)

@@ -30,7 +30,6 @@ def flag(name: str, spelled: str, help: str, metavar: str | None = None, kind: A
 
 
 def server_flag(option: "Option", help: str | None = None) -> inspect.Parameter:
-    """Returns the flag of an option of the server, as a parameter."""
     kind = str | None if option.form.separator is None else list[str] | None
     return flag(option.name, option.flag, help or option.described, option.metavar, kind)
 

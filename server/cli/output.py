@@ -27,11 +27,8 @@ def aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[
 
 
 def print_table(head: tuple[str, ...], rows: Iterable[Sequence[object]]) -> None:
-    """Prints a table: with colours and folded cells on a terminal, and whole lines for a file or a pipe.
-
-    Args:
-        head: the titles of the columns; empty texts for none.
-    """
+    """Prints a table: with colours and folded cells on a terminal, and whole lines for a file or a pipe. Titles in
+    `head` may be empty."""
     cells = [tuple("-" if cell is None else _shown(cell) for cell in row) for row in rows]
     if not sys.stdout.isatty():
         lines = list(aligned(head, cells))
@@ -60,11 +57,8 @@ def for_terminal(text: str) -> str:
 
 @contextmanager
 def spinner(words: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows on a terminal what the program does, and for how long.
-
-    Yields a function that shows how much of it is done, from the bytes that are and those of all. It may be called in
-    any thread.
-    """
+    """Shows on a terminal what the program does, and for how long. Yields a function, for any thread, that shows how
+    much is done: the bytes that are and those of all."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -79,7 +73,6 @@ def spinner(words: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _share(done: int, total: int) -> str:
-    """Returns what of the whole is done, rounded down; nothing after all of it, when other work follows."""
     return f": {100 * done // total} % of {size(total)}" if done < total else ""
 
 

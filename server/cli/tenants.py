@@ -26,10 +26,8 @@ def list_all(sources: Sources, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"tenants": found})
         return
-    print_table(
-        ("TENANT", "KEYS", "SESSIONS", "RUNS", "CHECKPOINTS", "BYTES"),
-        [tuple(each.values())[1:] for each in found],
-    )
+    head = ("TENANT", "KEYS", "SESSIONS", "RUNS", "CHECKPOINTS", "BYTES")
+    print_table(head, [tuple(tenant.values())[1:] for tenant in found])
 
 
 def _tenants(connection: Connection) -> list[dict[str, object]]:

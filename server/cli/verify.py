@@ -37,7 +37,7 @@ from .output import print_json, spinner
 from .server_flags import Sources, reads_state
 from .verification.checkpoints import check_checkpoints, check_copies
 from .verification.leftovers import check_leftovers, check_leftovers_at_url
-from .verification.problem import Problem
+from .verification.problem import Problem, Repair
 from .verification.runs import check_ephemeral, check_evaluations, check_features, check_loaded, check_snapshots
 from .verification.segments import SEGMENTED, check_results, check_segments
 from .verification.state import VerifiedState
@@ -89,12 +89,8 @@ def verify_state(
 
 @contextmanager
 def lock_to_verify(state_dir: Path, repair: bool) -> Iterator[bool]:
-    """Yields True if a server runs on the state directory; otherwise locks it, so that none can start meanwhile.
-
-    Raises:
-        StartError: a server runs, and `repair` is True.
-        ValueError: the state directory does not exist.
-    """
+    """Yields True if a server runs on the state directory; otherwise locks it, so that none can start meanwhile. Raises
+    StartError if a server runs and `repair` is True, ValueError if there is no such directory."""
     if not state_dir.is_dir():
         raise ValueError(f"there is no state directory {state_dir}: name it with --state-dir")
     with ExitStack() as stack:
@@ -116,17 +112,13 @@ async def verify(
     repair: bool,
     say: Callable[[str], None],
 ) -> int:
-    """Says each problem in one line; returns how many are left.
-
-    Args:
-        is_running: a server uses the state directory.
-    Raises:
-        ValueError: `repair` is True, but a server uses the state directory, or it belongs to another database.
-    """
+    """Says each problem in one line; returns how many are left. Raises ValueError if `repair` is True, but a server
+    uses the state directory, or it belongs to another database."""
     try:
         if repair:
             await _check_epoch(store, state_dir)
-        holder = None if is_running else await _holder(store)
+        leases = () if is_running else await store.leases.list_all()
+        holder = next((lease.url for lease in leases if lease.expires_at > time.time()), None)
     except DatabaseError as error:
         say(f"database: {error.orig}; {DAMAGE_REMEDY}")
         return 1
@@ -145,9 +137,11 @@ async def verify(
             problems = [problem for problem in problems if str(problem) in again]
         num_left = 0
         for problem in problems:
-            done = await _try_repair(problem) if repair else None
-            num_left += done is None
-            then = f"repaired: {done}" if done else _advice(problem, is_running, repair)
+            then = _advice(problem, is_running, repair)
+            if repair and problem.repair is not None and await _try_repair(problem.repair):
+                then = f"repaired: {problem.repair.done}"
+            else:
+                num_left += 1
             say(f"{problem}; {then}")
         is_all = "all is whole" if found.has_all_copies else "all that exists is whole"
         say(f"{found.counts}: {_num(num_left, 'problem') if num_left else is_all}")
@@ -155,10 +149,8 @@ async def verify(
 
 
 async def _check_epoch(store: Store, state_dir: Path) -> None:
-    """Makes the check that a server makes when it takes the live state.
-
-    Raises ValueError if the state directory belongs to another database: all its files would seem to be left over.
-    """
+    """Raises ValueError, like a server that takes the live state, if the state directory belongs to another database:
+    all its files would seem to be left over."""
     live = live_directory(state_dir)
     epochs = [lease.epoch for lease in await store.leases.list_all() if lease.base_model == LIVE_STATE]
     known = max(epochs, default=0)
@@ -169,19 +161,12 @@ async def _check_epoch(store: Store, state_dir: Path) -> None:
         )
 
 
-async def _holder(store: Store) -> str | None:
-    """Returns the URL of the server that holds a lease of this database, if any."""
-    return next((lease.url for lease in await store.leases.list_all() if lease.expires_at > time.time()), None)
-
-
-async def _try_repair(problem: Problem) -> str | None:
-    """Returns what the repair did, or None if there is none or it failed."""
-    if problem.repair is None:
-        return None
+async def _try_repair(repair: Repair) -> bool:
     try:
-        return await problem.repair.work()
+        await repair.work()
     except (OperationError, ObjectStoreError, OSError, ManifestMismatch):
-        return None
+        return False
+    return True
 
 
 def _advice(problem: Problem, is_running: bool, was_tried: bool) -> str:

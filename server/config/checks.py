@@ -78,10 +78,8 @@ def check_models(models: ModelsSection, ranks: RanksSection) -> None:
 
 
 def _check_source(model: ServedModel) -> None:
-    """Checks that a source that can only be a path exists.
-
-    Leaves hub ids, and paths of models that the worker downloads itself, to the worker.
-    """
+    """Checks that a source that can only be a path exists. Hub ids, and paths of models that the worker downloads
+    itself, are left to the worker."""
     if is_url(model.source):
         _check_place(model.source)
     if model.origin is not None:

@@ -71,10 +71,8 @@ def _known(key: str, file: Path) -> str:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    """Reads TRAINHOUSE_* variables.
-
-    Ignores unknown names, since Kubernetes and our client set some, unless they look misspelt.
-    """
+    """Reads TRAINHOUSE_* variables. Unknown names, some of which Kubernetes and our client set, are ignored unless they
+    look misspelt."""
     found = {}
     for key, text in environment.items():
         name = key.removeprefix(ENVIRONMENT_PREFIX).lower()

@@ -153,7 +153,6 @@ class Option:
 
 @cache
 def options_of(section: type[Any]) -> Mapping[str, Option]:
-    """Returns the options among the fields of a section, by name."""
     hints = get_type_hints(section, include_extras=True)
     return {each.name: _option_of(each, hints[each.name]) for each in fields(section) if "help" in each.metadata}
 

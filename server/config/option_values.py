@@ -57,10 +57,8 @@ def parse_shard(shard: Sequence[str]) -> tuple[ShardedUnit, ...]:
 
 
 def parse_role_group(text: str) -> RoleGroup:
-    """Parses critic+reference=fsdp=2@cuda:1: roles, the layout of their ranks, and optional devices.
-
-    Without devices, the ranks use those of the base model. Raises ConfigError.
-    """
+    """Parses critic+reference=fsdp=2@cuda:1: roles, the layout of their ranks, and their devices, else those of the
+    base model. Raises ConfigError."""
     roles, _, apart = text.partition("=")
     layout, at, devices = (part.strip() for part in apart.partition("@"))
     if not layout or (at and not devices):

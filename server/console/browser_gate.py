@@ -67,10 +67,7 @@ def cookie_name(request: Request) -> str:
 
 async def check_browser(exchange: Exchange) -> Response | None:
     """Returns the answer to a request below /console that is not let in; otherwise puts the key of a signed-in browser
-    into its headers, and the API's path in place of the console's.
-
-    Raises one of HANDLED_ERRORS if the database cannot be read.
-    """
+    into its headers, and the API's path in place of the console's. Raises one of HANDLED_ERRORS."""
     request = exchange.request
     exchange.send_through(partial(_Answer, request))
     if (refusal := await _refusal(request)) is None:
@@ -120,7 +117,6 @@ def _rewrite(scope: Scope) -> None:
 
 
 def _api_path(path: str) -> str | None:
-    """Returns the API's path that a path of the console stands for."""
     inner = path.removeprefix(CONSOLE)
     return inner if inner.startswith(("/api/v1/", "/v1/")) else None
 

@@ -52,13 +52,10 @@ async def view_data(
         served = ", ".join(services.dispatch.models)
         raise RequestError(f"the base model {model!r} is not served: choose one of {served}", 404)
     tokenizer = await services.tokenizers.get(model)
-    shown = await services.tokenizers.run_in_thread(visitor.tenant.id, lambda: _rendered(body, tokenizer, train_on))
+    shown = await services.tokenizers.run_in_thread(
+        visitor.tenant.id, lambda: render("viewed_data.html", shown=_viewed(body, tokenizer, train_on))
+    )
     return HTMLResponse(shown)
-
-
-def _rendered(body: bytes, tokenizer: Tokenizer, train_on: TrainOn) -> str:
-    """Raises RequestError."""
-    return render("viewed_data.html", shown=_viewed(body, tokenizer, train_on))
 
 
 def _viewed(body: bytes, tokenizer: Tokenizer, train_on: TrainOn) -> list[ViewedDatum]:

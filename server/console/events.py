@@ -18,7 +18,6 @@ from ..routes.history import own_run
 from ..routes.services import Services, ServicesDependency
 from ..runs.history import SeriesQuery
 from ..tenants.auth import TenantDependency
-from ..tenants.exchange import confirm_key
 from .paths import CONSOLE
 from .runs import MAX_COMPARED, RunIds
 
@@ -39,15 +38,13 @@ Since = Annotated[str, Query(max_length=_SINCE_LENGTH)]
 
 @dataclass
 class _Followed:
-    """A run that a page follows, and the last steps that the page has.
-
-    training, logged: MetricSeries.last of both series. logged_at: when that logged step last changed.
-    """
+    """A run that a page follows, and MetricSeries.last of both of the page's series."""
 
     run_id: str
     training: int
     logged: int
     logged_at: float = 0.0
+    """When that logged step last changed."""
 
     async def news(self, services: Services) -> RunMetrics | None:
         """Returns later steps, and the last logged one again if it has changed; None if nothing has."""
@@ -79,18 +76,15 @@ async def stream_metrics(
     """
     for run_id in run:
         await own_run(services, tenant, run_id)
-    followed = _followed(run, last_event_id or since)
+    position = last_event_id or since
+    steps = position.split(".") if position else ["-1_-1"] * len(run)
+    if len(steps) != len(run) or not all(map(_SINCE.fullmatch, steps)):
+        raise RequestError(f"since={position[:80]} does not name a step for each of {len(run)} runs: reload the page")
+    followed = [_Followed(run_id, *map(int, step.split("_"))) for run_id, step in zip(run, steps, strict=True)]
     stack = ExitStack()
     stack.enter_context(services.browsers.streaming(tenant.id))
     changed = stack.enter_context(services.history.watching(run))
     return EventStream(_events(request, services, followed, changed), stack.close)
-
-
-def _followed(run_ids: Sequence[str], since: str) -> list[_Followed]:
-    steps = since.split(".") if since else ["-1_-1"] * len(run_ids)
-    if len(steps) != len(run_ids) or not all(map(_SINCE.fullmatch, steps)):
-        raise RequestError(f"since={since[:80]} does not name a step for each of {len(run_ids)} runs: reload the page")
-    return [_Followed(one, *map(int, step.split("_"))) for one, step in zip(run_ids, steps, strict=True)]
 
 
 async def _events(
@@ -123,7 +117,7 @@ async def _may_continue(request: Request, services: Services) -> bool:
     if services.quotas.is_closed:
         return False
     try:
-        await confirm_key(request)
+        await services.auth.confirm(request)
     except RequestError:
         return False
     return True

@@ -21,15 +21,13 @@ from ..runs.history import SeriesQuery
 from ..store import OperationRecord, RunRecord, SessionRecord
 from ..tenants.auth import Tenant
 from ..text.spreadsheet import cell_text
-from .paging import PageNumber, Pages, Search
 from .paths import CONSOLE
-from .visitor import Visitor, VisitorDependency, page
+from .visitor import PER_PAGE, PageNumber, Pages, Search, Visitor, VisitorDependency, offset_of, page
 
 router = APIRouter(prefix=CONSOLE, include_in_schema=False)
 
 MAX_COMPARED = 8
 """Runs whose curves a page can show together."""
-_PER_PAGE = 25
 _RECENT = 20
 _CSV_STEPS = 1000
 _ALL_STEPS = 100_000
@@ -55,11 +53,11 @@ class RunRow:
 async def list_runs(
     services: ServicesDependency, visitor: VisitorDependency, search: Search = "", number: PageNumber = 1
 ) -> HTMLResponse:
-    offset = _PER_PAGE * (number - 1)
+    offset = offset_of(number)
     await services.futures.store_now()
-    listed = await list_training_runs(services, visitor.tenant, _PER_PAGE, offset, search=search.strip())
+    listed = await list_training_runs(services, visitor.tenant, PER_PAGE, offset, search=search.strip())
     rows = await asyncio.gather(*(_row(services, visitor.tenant, run) for run in listed.training_runs))
-    pages = Pages(f"{CONSOLE}/runs", {"search": search}, number, _PER_PAGE, listed.cursor.total_count)
+    pages = Pages(f"{CONSOLE}/runs", {"search": search}, number, listed.cursor.total_count)
     return page(visitor, "runs.html", rows=rows, search=search, pages=pages)
 
 
@@ -79,17 +77,14 @@ async def compare(
     """Shows the curves of several runs together."""
     run_ids = list(dict.fromkeys(one.strip() for one in run if one.strip()))
     compared = [await own_run(services, visitor.tenant, run_id) for run_id in run_ids]
+    sessions = {one.run_id: await services.sessions.get(visitor.tenant, one.session_id) for one in compared}
     content = {
         "run_ids": run_ids,
-        "titles": {one.run_id: await _title(services, visitor.tenant, one.session_id) for one in compared},
+        "titles": {run_id: session.display_name for run_id, session in sessions.items()},
         "is_open": any(services.sessions.is_open(one.session_id) for one in compared),
         "recent": await _recent(services, visitor.tenant),
     }
     return page(visitor, "compare.html", **content)
-
-
-async def _title(services: Services, tenant: Tenant, session_id: str) -> str | None:
-    return (await services.sessions.get(tenant, session_id)).display_name
 
 
 @router.get("/runs/{run_id}")
@@ -139,16 +134,16 @@ def timeline_of(operations: Sequence[RunOperation]) -> Timeline:
     begin = min(map(_ready_at, operations))
     seconds = max(one.ended_at.timestamp() for one in operations) - begin
     scale = _WIDTH / max(seconds, 1e-3)
-    return Timeline([_bar(one, (_ready_at(one) - begin) * scale, scale) for one in operations], seconds)
+    bars = []
+    for one in operations:
+        x = min((_ready_at(one) - begin) * scale, _WIDTH - _LEAST_WIDTH)
+        busy = max(one.busy_seconds * scale, _LEAST_WIDTH)
+        bars.append(Bar(one, round(x, 2), round(one.queued_seconds * scale, 2), round(busy, 2)))
+    return Timeline(bars, seconds)
 
 
 def _ready_at(operation: RunOperation) -> float:
     return operation.ended_at.timestamp() - operation.busy_seconds - operation.queued_seconds
-
-
-def _bar(operation: RunOperation, x: float, scale: float) -> Bar:
-    queued, busy = operation.queued_seconds * scale, max(operation.busy_seconds * scale, _LEAST_WIDTH)
-    return Bar(operation, round(min(x, _WIDTH - _LEAST_WIDTH), 2), round(queued, 2), round(busy, 2))
 
 
 @router.get("/runs/{run_id}/checkpoints")
@@ -165,7 +160,7 @@ async def _facts(services: Services, visitor: Visitor, run: RunRecord) -> dict[s
     is_served = run.base_model in services.dispatch.models
     return {
         "run": run,
-        "kind": kind_of(run),
+        "kind": _kind_of(run),
         "num_parameters": services.runs.num_parameters(run.run_id),
         "session": await services.sessions.get(visitor.tenant, run.session_id),
         "is_open": is_open,
@@ -173,7 +168,7 @@ async def _facts(services: Services, visitor: Visitor, run: RunRecord) -> dict[s
     }
 
 
-def kind_of(run: RunRecord) -> str:
+def _kind_of(run: RunRecord) -> str:
     match run.training:
         case LoraConfig(rank=rank):
             return f"LoRA, rank {rank}"

@@ -8,7 +8,6 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from ...schemas.bounds import MAX_PATH
 from ...schemas.errors import RequestError
-from ..config.server_config import ServerConfig
 from ..http.bodies import Body, receive_body
 from ..routes.services import ServicesDependency
 from ..tenants.auth import address_of, presented_key
@@ -109,7 +108,6 @@ async def sign_out(request: Request, services: ServicesDependency) -> Response:
 
 
 def is_page(target: str) -> bool:
-    """True for a path of the console, to which one may be sent after signing in."""
     return target.startswith(f"{CONSOLE}/") and not target.startswith(SIGN_IN) and "\\" not in target
 
 
@@ -129,12 +127,8 @@ async def _form(
     config, url = services.config, str(request.base_url).rstrip("/")
     is_open = await services.auth.is_open()
     # The page needs no key, so it names a model only where every key is accepted.
-    model, key = (_first_model(config), "tml-local") if is_open else ("MODEL", "KEY")
+    model, key = (config.models.base_models[0].name, "tml-local") if is_open else ("MODEL", "KEY")
     code = FIRST_STEPS.format(url=url, key=key, model=model)
     content = {"error": error, "is_open": is_open, "url": url, "code": code}
     page = render("sign_in.html", visitor=None, next=target if is_page(target) else CONSOLE, **content)
     return HTMLResponse(page, status)
-
-
-def _first_model(config: ServerConfig) -> str:
-    return config.models.base_models[0].name

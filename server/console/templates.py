@@ -33,12 +33,8 @@ def error_page(visitor: object, status: int, detail: str) -> str:
 
 @cache
 def static_files() -> Mapping[str, tuple[bytes, str]]:
-    """Returns the content and the type of each static file."""
-    return {
-        path.name: (path.read_bytes(), _TYPES[path.suffix])
-        for path in (_HERE / "static").iterdir()
-        if path.suffix in _TYPES
-    }
+    files = [path for path in (_HERE / "static").iterdir() if path.suffix in _TYPES]
+    return {path.name: (path.read_bytes(), _TYPES[path.suffix]) for path in files}
 
 
 @cache
@@ -65,8 +61,8 @@ def _environment() -> Environment:
         auto_reload=False,
     )
     environment.globals |= {"static_url": static_url, "version": VERSION, "console": CONSOLE}
-    environment.filters |= {"bytes": _bytes, "number": _number, "seconds": _seconds, "minute": _minute, "iso": _iso}
-    environment.filters["shade"] = _shade
+    environment.filters |= {"bytes": _bytes, "number": _number, "seconds": _seconds, "minute": _minute, "shade": _shade}
+    environment.filters["iso"] = lambda at: _moment(at).isoformat()
     return environment
 
 
@@ -97,10 +93,6 @@ def _moment(at: datetime | float) -> datetime:
 def _minute(at: datetime | float) -> str:
     """Scripts of pages replace it by the local time."""
     return f"{_moment(at):%Y-%m-%d %H:%M} UTC"
-
-
-def _iso(at: datetime | float) -> str:
-    return _moment(at).isoformat()
 
 
 def _shade(share: float) -> str:

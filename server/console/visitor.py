@@ -1,12 +1,15 @@
-"""Visitor: who looks at a page, and what its key permits."""
+"""Visitor: who looks at a page, and what its key permits. Pages: of a list."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlencode
 
-from fastapi import Depends, Request
+from fastapi import Depends, Query, Request
 from fastapi.responses import HTMLResponse
 from starlette.types import Scope
 
+from ...schemas.bounds import MAX_ID
 from ...workers.protocol.plugins import plugin_rows
 from ..http.errors import HANDLED_ERRORS
 from ..routes.services import Services
@@ -81,3 +84,37 @@ VisitorDependency = Annotated[Visitor, Depends(_current_visitor)]
 
 def page(visitor: Visitor, template: str, **content: object) -> HTMLResponse:
     return HTMLResponse(render(template, visitor=visitor, **content))
+
+
+PageNumber = Annotated[int, Query(alias="page", ge=1, le=1_000_000)]
+Search = Annotated[str, Query(max_length=MAX_ID)]
+PER_PAGE = 25
+
+
+def offset_of(number: int) -> int:
+    return PER_PAGE * (number - 1)
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The present page of a list, from 1, and the links to the others. query: of its filters."""
+
+    path: str
+    query: Mapping[str, str]
+    number: int
+    num_entries: int
+
+    @property
+    def last(self) -> int:
+        return max(1, -(-self.num_entries // PER_PAGE))
+
+    @property
+    def words(self) -> str:
+        first = offset_of(self.number) + 1
+        if first > self.num_entries:
+            return f"none of {self.num_entries:,}"
+        return f"{first:,} to {min(first + PER_PAGE - 1, self.num_entries):,} of {self.num_entries:,}"
+
+    def url(self, number: int) -> str:
+        query = {name: value for name, value in self.query.items() if value}
+        return f"{self.path}?{urlencode({**query, 'page': number})}"

@@ -28,31 +28,29 @@ _MAX_REMEMBERED = 10_000
 
 @dataclass
 class FeatureReference:
-    """A name by which operations use captured features.
-
-    run_id: the run that captured them. uses: how many are left; None: unlimited. taken: seq_id of the last step that
-    took uses, by run; if the process dies before that step is answered, a retry does not take them twice.
-    """
+    """A name by which operations use captured features."""
 
     name: str
     run_id: str
+    """The run that captured them."""
     expires_at: float
     uses: int | None = None
+    """How many are left; None: unlimited."""
     taken: dict[str, int] = field(default_factory=dict)
+    """By run, seq_id of the last step that took uses: a retry after a crash does not take them twice."""
 
 
 @dataclass(eq=False)
 class FeatureHold:
-    """Keeps the entries that an operation needs until its optimizer step has finished.
-
-    uses: how often the step uses each reference. refusal: why the operation must be refused. has_ended: the step has
-    finished, but the files may not reflect it yet.
-    """
+    """Keeps the entries that an operation needs until its optimizer step has finished."""
 
     uses: Counter[str]
+    """How often the step uses each reference."""
     entries: list["FeatureEntry"] = field(default_factory=list)
     refusal: str | None = None
+    """Why the operation must be refused."""
     has_ended: bool = False
+    """The step has finished, but the files may not reflect it yet."""
 
 
 @dataclass(eq=False)
@@ -70,12 +68,10 @@ class FeatureCache:
 
     Changes of references and holds take effect in memory at once, and in the files with `settle`. While captures run no
     file is deleted, since their passes may be reusing it.
-
-    may_delete: false until the holds of an earlier process's operations are restored.
     """
 
     def __init__(self, tenant_id: str, directory: Path, space: FeatureSpace, *, may_delete: bool) -> None:
-        self.may_delete = may_delete
+        self.may_delete = may_delete  # false until the holds of an earlier process's operations are restored
         self.entries: dict[str, FeatureEntry] = {}
         self.end_reasons: OrderedDict[str, str] = OrderedDict()  # of references that have ended
         self._tenant_id = tenant_id
@@ -120,15 +116,8 @@ class FeatureCache:
                 await self.delete_unknown_files()
 
     async def refer(self, sizes: Mapping[str, int], references: Mapping[str, FeatureReference]) -> bool:
-        """Adds a reference to each captured file, unless it exists; call it inside `capturing`.
-
-        Args:
-            sizes, references: by address.
-        Returns:
-            False if files have disappeared from the disk.
-        Raises:
-            OSError: the disk cannot be read.
-        """
+        """Adds references to the captured files of these sizes, unless they exist, both by address; call it inside
+        `capturing`. False if files have disappeared from the disk. Raises OSError."""
         async with self._writing:
             if not await asyncio.to_thread(self._files.exist, sizes):
                 return False
@@ -138,10 +127,6 @@ class FeatureCache:
                 self._changed.add(entry)
         await self.settle()
         return True
-
-    def begin_hold(self, hold: FeatureHold) -> None:
-        for entry in hold.entries:
-            entry.holds.add(hold)
 
     def end_hold(self, hold: FeatureHold) -> None:
         if hold.has_ended:
@@ -153,15 +138,12 @@ class FeatureCache:
 
     def end_references(self, why: str, ends: Callable[[FeatureReference], bool]) -> int:
         """Ends the references for which `ends` is true; returns how many."""
-        found = [
-            (entry, reference)
-            for entry in self.entries.values()
-            for reference in entry.references.values()
-            if ends(reference)
-        ]
-        for entry, reference in found:
-            self._end(entry, reference, why)
-        return len(found)
+        num_ended = 0
+        for entry in self.entries.values():
+            for reference in list(filter(ends, entry.references.values())):
+                self._end(entry, reference, why)
+                num_ended += 1
+        return num_ended
 
     def take_uses(self, name: str, count: int, run_id: str, step: int) -> None:
         """Takes uses for a run's optimizer step with this seq_id, and ends the reference with its last one."""
@@ -179,7 +161,7 @@ class FeatureCache:
         async with self._writing:
             unneeded = self._drop_unneeded()
             changed, self._changed = self._changed, set()
-            texts = [(entry.address, _as_text(entry)) for entry in changed]
+            texts = {entry.address: json.dumps(list(map(asdict, entry.references.values()))) for entry in changed}
             try:
                 if texts or unneeded:
                     await asyncio.to_thread(self._files.write, texts, unneeded)
@@ -242,12 +224,11 @@ class FeatureFiles:
         return found
 
     def exist(self, addresses: Iterable[str]) -> bool:
-        """True if all these files exist."""
         return all((self._directory / f"{address}{_SUFFIX}").exists() for address in addresses)
 
-    def write(self, texts: Sequence[tuple[str, str]], dropped: Sequence[str]) -> None:
-        """Writes references (pairs of an address and `_as_text`), and deletes the files of `dropped` addresses."""
-        for address, text in texts:
+    def write(self, texts: Mapping[str, str], dropped: Sequence[str]) -> None:
+        """Writes references, as text by address, and deletes the files of `dropped` addresses."""
+        for address, text in texts.items():
             staging = staging_path(self._directory)
             staging.write_text(text)
             move_into_place(staging, self._directory / f"{address}.json")
@@ -260,7 +241,3 @@ class FeatureFiles:
         for path in self._directory.iterdir() if self._directory.exists() else ():
             if path.name.partition(".")[0] not in known or path.name.startswith(STAGING):
                 path.unlink(missing_ok=True)
-
-
-def _as_text(entry: FeatureEntry) -> str:
-    return json.dumps([asdict(reference) for reference in entry.references.values()])

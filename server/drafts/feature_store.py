@@ -31,10 +31,7 @@ _OVER = "the run that captured it has ended"
 
 
 class FeatureStore(Features):
-    """Owns the captured features of all tenants; `space` limits what they take on disk.
-
-    clock: seconds since 1970.
-    """
+    """Owns the captured features of all tenants; `space` limits what they take on disk."""
 
     def __init__(self, root: Path, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
         self.space = FeatureSpace(config, self.expire)
@@ -47,8 +44,9 @@ class FeatureStore(Features):
 
     async def open(self) -> None:
         """Loads what an earlier process left."""
-        for tenant_id in await asyncio.to_thread(_tenants_in, self._root):
-            await self._cache(tenant_id).open()
+        tenants = await asyncio.to_thread(lambda: [path for path in self._root.glob("*") if path.is_dir()])
+        for path in tenants:
+            await self._cache(unquote(path.name)).open()
 
     async def sweep(self, live: Collection[str]) -> None:
         """Ends the references of runs that are not live; called at start, after resumed runs hold what they need."""
@@ -99,24 +97,17 @@ class FeatureStore(Features):
         uses: int | None = None,
         ttl_seconds: float | None = None,
     ) -> CaptureResponse | None:
-        """Creates references to what was captured; call it inside `capturing`.
-
-        Repeating the same operation returns the same references. Returns None if files have disappeared from the disk.
-        Raises OSError if the disk cannot be read.
-        """
+        """Creates references to what was captured, the same if the operation is repeated; call it inside `capturing`.
+        Returns None if files have disappeared from the disk. Raises OSError."""
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
         sizes = {address: int(size) for address, size in found}
         most = self._ttl_seconds
         expires_at = self._clock() + min(most, ttl_seconds or most)  # it may have been accepted under a longer limit
-        references = {
-            address: FeatureReference(
-                f"features-{address}-{_handle(request_id)}",
-                run.run_id,
-                expires_at,
-                None if uses is None else count * uses,
-            )
-            for address, count in Counter(address for address, _ in found).items()
-        }
+        handle = hashlib.sha256(request_id.encode()).hexdigest()[:16]  # identifies the operation
+        references = {}
+        for address, count in Counter(address for address, _ in found).items():
+            name, num_uses = f"features-{address}-{handle}", None if uses is None else count * uses
+            references[address] = FeatureReference(name, run.run_id, expires_at, num_uses)
         if not await self._cache(run.tenant_id).refer(sizes, references):
             return None
         refs = [references[address].name for address, _ in found]
@@ -148,11 +139,8 @@ class FeatureStore(Features):
     # Using
 
     def hold(self, run: RunRecord, seq_id: int, uses: Counter[str]) -> None:
-        """Holds the features that an accepted operation uses; call it in the order of acceptance.
-
-        Args:
-            uses: by reference; 0 for passes that read features without consuming a use.
-        """
+        """Holds the features that an accepted operation uses, by reference, 0 times for passes that do not consume a
+        use; call it in the order of acceptance."""
         cache, hold = self._cache(run.tenant_id), FeatureHold(uses)
         for name, count in uses.items():
             reason = self._refusal(cache, name, count)
@@ -163,12 +151,8 @@ class FeatureStore(Features):
         self._add(run, seq_id, hold)
 
     def restore_hold(self, run: RunRecord, seq_id: int, uses: Mapping[str, int]) -> None:
-        """Restores the hold of an operation of an earlier process whose optimizer step has not finished; for server
-        start.
-
-        References that ended since are held too. Features that are gone do not cause a refusal: the target is run
-        again.
-        """
+        """Restores, at start, the hold of an operation whose optimizer step has not finished. Ended references
+        are held, too; features that are gone do not cause a refusal: the target is run again."""
         if not uses:
             return
         cache = self._cache(run.tenant_id)
@@ -177,18 +161,13 @@ class FeatureStore(Features):
         self._add(run, seq_id, FeatureHold(Counter(left), entries))
 
     def pending_uses(self, run: RunRecord, seq_id: int) -> Mapping[int, Mapping[str, int]]:
-        """Returns the uses of ended operations up to this seq_id whose step has not finished, by seq_id, for
-        `restore_hold`.
-        """
+        """Returns, for `restore_hold`, the uses of ended operations up to this seq_id whose step has not finished."""
         holds = self._holds[run.run_id]
         return {number: dict(+hold.uses) for number, hold in holds.items() if number <= seq_id and +hold.uses}
 
     def with_feature_location(self, run: RunRecord, request: ForwardBackwardRequest) -> ForwardBackwardRequest:
-        """Returns the request with the location of the features that its data refer to.
-
-        Raises:
-            OperationError: the run is no draft, or a reference cannot be used.
-        """
+        """Returns the request with the location of the features that its data refer to. Raises OperationError if the
+        run is no draft, or a reference cannot be used."""
         if run.role != "draft":
             return super().with_feature_location(run, request)
         hold = self._holds[run.run_id].get(request.seq_id)
@@ -217,14 +196,11 @@ class FeatureStore(Features):
         if seq_id in holds:
             cache.end_hold(holds[seq_id])
         holds[seq_id] = hold
-        cache.begin_hold(hold)
+        for entry in hold.entries:
+            entry.holds.add(hold)
 
     async def _release_holds(self, run: RunRecord, seq_ids: range, step: int | None = None) -> None:
-        """Ends holds and returns as soon as the files reflect it.
-
-        Args:
-            step: seq_id of the optimizer step that used them, if one did.
-        """
+        """Ends holds, which the optimizer step of this seq_id used, if any; returns as soon as the files reflect it."""
         holds = self._holds[run.run_id]
         ended = {number: hold for number, hold in holds.items() if number in seq_ids and not hold.has_ended}
         if not ended:
@@ -268,15 +244,5 @@ def store_of(features: Features) -> FeatureStore:
     return features
 
 
-def _tenants_in(root: Path) -> list[str]:
-    return [unquote(path.name) for path in root.glob("*") if path.is_dir()]
-
-
 def _has_taken_uses(reference: FeatureReference | None, run: RunRecord, seq_id: int) -> bool:
-    """True if a step after the operation with this seq_id has taken its uses."""
     return reference is not None and reference.taken.get(run.run_id, -1) > seq_id
-
-
-def _handle(request_id: str) -> str:
-    """Returns the part of a reference that identifies the operation that captured it."""
-    return hashlib.sha256(request_id.encode()).hexdigest()[:16]

@@ -79,15 +79,13 @@ class BuildVocabMap(Operation):
 
 
 class FeatureCapture(Operation):
-    """An operation that captures features of a target for a draft, for which room is reserved when it is accepted.
-
-    can_skip: true if the operation runs without capturing when there is no room, instead of being throttled.
-    has_room: false if it does so.
-    """
+    """An operation that captures features of a target for a draft, for which room is reserved when it is accepted."""
 
     stores_features = True
     can_skip: ClassVar[bool]
+    """True if the operation runs without capturing when there is no room, instead of being throttled."""
     has_room = True
+    """False if it does so."""
 
     @property
     @abstractmethod
@@ -141,8 +139,8 @@ class Capture(FeatureCapture):
             uses, seconds = self.request.uses, self.request.ttl_seconds
             kept = await store_of(context.features).keep(run, run.request_id(self.seq_id), output, uses, seconds)
             if kept is None:
-                what = f"features have disappeared from {location.directory}: capture again"
-                raise OperationError(what, "server")
+                gone = f"features have disappeared from {location.directory}: capture again"
+                raise OperationError(gone, "server")
         return json_result(kept)
 
 
@@ -178,9 +176,7 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
     async def _run_pass(
         self, context: OperationContext, run: RunRecord, request: ForwardBackwardRequest
     ) -> ForwardBackwardOutput:
-        draft = await context.store.runs.get(self.draft_id)
-        _check_draft(run, draft, self.draft_id)
-        assert draft is not None
+        draft = _checked_draft(run, await context.store.runs.get(self.draft_id), self.draft_id)
         if not context.sessions.is_open(draft.session_id):
             raise OperationError(
                 f"draft {draft.run_id}, named by capture_for, has ended with its session: create one, and name its"
@@ -236,8 +232,8 @@ PASSES = {"backward": ForwardBackwardWithCapture, "forward": ForwardWithCapture}
 """Passes of policies that capture features."""
 
 
-def _check_draft(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:
-    """Raises OperationError if this run's passes cannot be captured for that draft."""
+def _checked_draft(run: RunRecord, draft: RunRecord | None, draft_id: str) -> RunRecord:
+    """Returns the draft. Raises OperationError if this run's passes cannot be captured for it."""
     if draft is None or draft.tenant_id != run.tenant_id:
         raise OperationError(f"there is no draft {draft_id} to capture for: create one, and name its model_id")
     if draft.role != "draft":
@@ -246,11 +242,11 @@ def _check_draft(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None
         raise OperationError(f"capture_for {draft_id} is a draft of {draft.base_model}, and this is {run.base_model}")
     if run.role != "policy":
         raise OperationError(f"capture_for is only for policies, and this is a {run.role}: leave it out")
+    return draft
 
 
 async def _features_of(context: OperationContext, draft: RunRecord) -> DraftFeatures:
-    """Returns what a policy's pass must capture for the draft while it trains. Raises OperationError if this cannot be
-    known."""
+    """Returns what a policy's pass must capture for the draft while it trains. Raises OperationError if unknown."""
     config = draft_of(draft.training)
     assert config is not None and config.capture_layers is not None
     features = DraftFeatures(config.algorithm, config.capture_layers, config.target_repr, config.target_top_k)

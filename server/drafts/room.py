@@ -23,24 +23,24 @@ _NOT_CREATED_SECONDS = 1.0
 
 
 async def reserve_features(
-    services: Services,
-    tenant: Tenant,
-    content: RunRequest,
-    body: Body,
-    operation: Operation,
-    reservation: Reservation,
+    services: Services, tenant: Tenant, content: RunRequest, body: Body, operation: Operation, reservation: Reservation
 ) -> None:
-    """Reserves room for the features that the operation captures.
+    """Reserves room for the features that the operation captures. Raises RequestError: no room (the client retries), or
+    the operation is wrong, which uses up its seq_id.
 
     A policy's pass runs without capturing if there is no room: it must not fail because of its draft, and waiting could
     deadlock, if the room is released only by operations behind this one.
-
-    Raises:
-        RequestError: no room (the client retries), or the operation is wrong, which uses up its seq_id.
     """
     assert isinstance(operation, FeatureCapture)
     try:
-        await _claim_features(services, tenant, content, operation, reservation)
+        run, draft = [await services.runs.get(tenant, one) for one in (content.model_id or "", operation.draft_id)]
+        if content.seq_id and run.queue.arrived_before(content.seq_id):  # a retry has it; 0 requests the next free one
+            return
+        features = store_of(services.context.features)
+        features.check_ttl(operation.ttl_seconds)
+        of_token = await _feature_bytes(services, draft)
+        num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
+        reservation.add_features(num_bytes, await features.space.reserve(tenant.id, num_bytes))
     except RequestError as error:
         if isinstance(error, FeatureLimitExceeded) and operation.can_skip:
             logger.warning("run %s captures nothing for %s: %s", content.model_id, operation.draft_id, error.message)
@@ -50,26 +50,9 @@ async def reserve_features(
         raise
 
 
-async def _claim_features(
-    services: Services, tenant: Tenant, content: RunRequest, operation: FeatureCapture, reservation: Reservation
-) -> None:
-    """Reserves room for captured features, unless the operation is a retry that already has it. Raises RequestError."""
-    run, draft = [await services.runs.get(tenant, one) for one in (content.model_id or "", operation.draft_id)]
-    if content.seq_id and run.queue.arrived_before(content.seq_id):  # 0 requests the next free one
-        return
-    features = store_of(services.context.features)
-    features.check_ttl(operation.ttl_seconds)
-    of_token = await _feature_bytes(services, draft)
-    num_bytes = sum(of_token * length + _FEATURE_HEADER_BYTES for length in operation.sequence_lengths if of_token)
-    reservation.add_features(num_bytes, await features.space.reserve(tenant.id, num_bytes))
-
-
 async def _feature_bytes(services: Services, draft: Run) -> int:
-    """Returns the bytes of captured features per token; 0 if the model is no draft or could not be created.
-
-    Raises:
-        RequestError: 429 if the draft is not created within feature_wait_seconds.
-    """
+    """Returns the bytes of captured features per token; 0 if the model is no draft or could not be created. Raises
+    RequestError 429 if the draft is not created within feature_wait_seconds."""
     try:
         return (await draft.info()).feature_bytes
     except RequestError:

@@ -21,11 +21,7 @@ class FeatureLimitExceeded(RequestError):
 
 
 class FeatureSpace:
-    """Counts the bytes of stored features, and reserves space for captures.
-
-    expire: deletes features that can no longer be used. num_waiting: captures that wait for space. num_put_off:
-    captures that were refused after waiting.
-    """
+    """Counts the bytes of stored features, and reserves space for captures."""
 
     def __init__(self, config: ServerConfig, expire: Callable[[], Awaitable[None]]) -> None:
         self._limits = {_OWN: config.limits.tenant_feature_bytes, _SERVER: config.features.feature_bytes}
@@ -33,7 +29,10 @@ class FeatureSpace:
         self._expire = expire
         self._used: Counter[str] = Counter()  # bytes by tenant, stored or reserved
         self._freed = asyncio.Event()
-        self.num_waiting = self.num_put_off = 0
+        self.num_waiting = 0
+        """Captures that wait for space."""
+        self.num_put_off = 0
+        """Captures that were refused after waiting."""
 
     def fill(self, tenant_id: str, num_bytes: int) -> None:
         self._used[tenant_id] += num_bytes
@@ -48,10 +47,7 @@ class FeatureSpace:
 
     async def reserve(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
         """Reserves space for a capture, waiting for it if necessary. Returns a function that releases the reservation.
-
-        Raises:
-            FeatureLimitExceeded: 413 if the capture exceeds a limit by itself, 429 if no space was freed in time.
-        """
+        Raises FeatureLimitExceeded: 413 if it exceeds a limit by itself, 429 if no space was freed in time."""
         for name, limit in self._limits.items():
             if num_bytes > limit:
                 raise FeatureLimitExceeded(

@@ -13,15 +13,14 @@ from ...workers.shapes.draft_features import vocabulary_hash
 
 @dataclass(frozen=True, eq=False)
 class DraftVocabulary:
-    """Holds the tokens of a draft model.
-
-    token_ids: int64 [size], ascending. num_tokens: number of tokens counted, at least 1. num_covered: number of these
-    that are in the vocabulary.
-    """
+    """The tokens of a draft model."""
 
     token_ids: np.ndarray
+    """int64 [size], ascending."""
     num_tokens: int
+    """Tokens counted, at least 1."""
     num_covered: int
+    """Those of them that are in the vocabulary."""
 
     def described(self) -> BuildVocabMapResponse:
         return BuildVocabMapResponse(
@@ -33,11 +32,8 @@ class DraftVocabulary:
 
 
 def build_vocabulary(request: BuildVocabMapRequest, size: int, vocab_size: int) -> DraftVocabulary:
-    """Returns the `size` most frequent of `vocab_size` tokens; ties, also at frequency 0, go to the lower id.
-
-    Raises:
-        OperationError: a token id is outside the vocabulary, or no token was counted.
-    """
+    """Returns the `size` most frequent of `vocab_size` tokens; ties, also at frequency 0, go to the lower id. Raises
+    OperationError if a token id is outside the vocabulary, or no token was counted."""
     counts = _counts(request, vocab_size)
     if not (num_tokens := int(counts.sum())):
         raise OperationError("no token was counted: give some, with weights other than 0, or counts above 0")
@@ -49,16 +45,13 @@ def build_vocabulary(request: BuildVocabMapRequest, size: int, vocab_size: int) 
 def _counts(request: BuildVocabMapRequest, vocab_size: int) -> np.ndarray:
     """Returns the frequency of each token, int64 [vocab_size]."""
     if request.counts is None:
-        return np.bincount(_checked(_counted_tokens(request), vocab_size), minlength=vocab_size)
+        tokens = _joined(request.tokens or (), np.int64)
+        if request.weights is not None:
+            tokens = tokens[_joined(request.weights, np.float64) != 0]
+        return np.bincount(_checked(tokens, vocab_size), minlength=vocab_size)
     counts = np.zeros(vocab_size, np.int64)
     counts[_checked(_joined([request.counts], np.int64), vocab_size)] = list(request.counts.values())
     return counts
-
-
-def _counted_tokens(request: BuildVocabMapRequest) -> np.ndarray:
-    """Returns the tokens of all sequences with weights other than 0, int64 [T]."""
-    tokens = _joined(request.tokens or (), np.int64)
-    return tokens if request.weights is None else tokens[_joined(request.weights, np.float64) != 0]
 
 
 def _joined(rows: Iterable[Iterable[float]], dtype: type[np.generic]) -> np.ndarray:

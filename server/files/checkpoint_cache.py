@@ -47,7 +47,6 @@ class CheckpointCache:
             return self._num_holders[path] > 0
 
     def sweep(self) -> None:
-        """Removes unfinished downloads, at start."""
         for staging in self._root.glob(f"{STAGING}*"):
             remove_tree(staging, ignore_errors=True)
 

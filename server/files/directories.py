@@ -3,6 +3,7 @@
 `sync` makes them survive a crash of the machine; they survive a crash of the process anyway.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -22,11 +23,7 @@ def staging_path(directory: Path) -> Path:
 
 
 def move_into_place(staging: Path, place: Path, *, root: Path | None = None) -> None:
-    """Publishes a staging directory by one rename. Raises OSError.
-
-    Args:
-        root: if given, the entries from this directory down to `place` are synced.
-    """
+    """Publishes a staging directory by one rename, and syncs the entries from `root` down to it. Raises OSError."""
     staging.rename(place)
     if root is not None:
         for above in place.parents:
@@ -45,8 +42,7 @@ def make_directory(directory: Path, sync: bool, mode: int = 0o777) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading. Raises OSError if it is not a regular one: opening a FIFO waits for a writer, perhaps
-    forever."""
+    """Opens a file for reading. Raises OSError if it is not a regular one: opening a FIFO may wait forever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -55,7 +51,6 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Returns a file's content. Raises OSError, see `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
@@ -77,18 +72,13 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_tree(path: Path, ignore_errors: bool = False) -> None:
-    """Deletes a directory and everything in it, or the file of this name. Raises OSError.
-
-    shutil.rmtree opens what it deletes, and opening a FIFO waits for a writer, perhaps forever.
-    """
+    """Deletes a directory and everything in it, or the file of this name. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=ignore_errors)
         return
-    try:
+    # shutil.rmtree opens what it deletes, and opening a FIFO waits for a writer, perhaps forever.
+    with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
         path.unlink()
-    except OSError:
-        if not ignore_errors:
-            raise
 
 
 def sweep_runs(root: Path, live: Collection[str]) -> None:
@@ -108,5 +98,4 @@ def directory_name(run_id: str) -> str:
 
 
 def files_in(directory: Path) -> list[str]:
-    """Returns all files, relative to the directory, in order."""
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())

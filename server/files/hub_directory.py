@@ -26,9 +26,8 @@ class HubDirectory(RemoteDirectory):
         disable_progress_bars()
 
     def put(self, source: Path, names: Sequence[str]) -> None:
-        """Uploads the files in one commit, but not the content that the hub has already, such as of an attempt that a
-        crash interrupted. Compares the hashes afterwards.
-        """
+        """Uploads in one commit what the hub has not already, such as of an attempt that a crash interrupted. Compares
+        the hashes afterwards."""
         self._prepare_repository()
         with ExitStack() as stack:
             # The library uploads open files with LFS, and paths with xet.
@@ -62,9 +61,7 @@ class HubDirectory(RemoteDirectory):
         return f"{self._place.path_in_repo}/{name}"
 
     def _prepare_repository(self) -> None:
-        """Creates the repository, private, and the branch if they are missing. Raises PermissionError if it is
-        public.
-        """
+        """Creates the private repository and the branch if they are missing. Raises PermissionError if it is public."""
         hub, repo_id = HfApi(), self._place.id
         if not hub.repo_exists(repo_id):
             hub.create_repo(repo_id, private=True, exist_ok=True)
@@ -81,9 +78,7 @@ class HubDirectory(RemoteDirectory):
         HfApi().create_commit(self._place.id, operations, commit_message=message, revision=self._revision)
 
     def _differing(self, source: Path, names: Sequence[str]) -> list[str]:
-        """Returns the files whose hash at the hub is not the manifest's, or, of small files and the manifest, not that
-        of the local file.
-        """
+        """Returns the files whose hash at the hub is neither the manifest's nor, for small files, the local file's."""
         listed = read_manifest(source)["files"]
         there = cast(dict[str, dict[str, Any]], self.files.find(self.path, detail=True, refresh=True))
         reported = {path.rpartition(self._in_repository(""))[2]: content_hash(info) for path, info in there.items()}

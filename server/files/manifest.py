@@ -20,10 +20,7 @@ _READ_BYTES = 1 << 20
 
 
 class ManifestMismatch(ValueError):
-    """A directory does not match its manifest.
-
-    reason: what is wrong, without the directory's name.
-    """
+    """A directory does not match its manifest. `reason` says why, without the directory's name."""
 
     def __init__(self, directory: Path, reason: str) -> None:
         super().__init__(f"{directory} is incomplete or damaged: {reason}")
@@ -31,11 +28,8 @@ class ManifestMismatch(ValueError):
 
 
 def write_manifest(directory: Path, entries: Mapping[str, object], *, sync: bool = True) -> int:
-    """Writes a manifest of the directory's files, together with these entries. Returns the bytes of the files.
-
-    Args:
-        sync: whether everything must survive a crash of the machine.
-    """
+    """Writes a manifest of the directory's files with these entries; `sync` makes all survive a crash of the machine.
+    Returns the bytes of the files."""
     files = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
     listed = {name: {"size_bytes": path.stat().st_size, "sha256": _hash(path, sync)} for name, path in files.items()}
     with (directory / MANIFEST).open("w") as file:
@@ -44,8 +38,8 @@ def write_manifest(directory: Path, entries: Mapping[str, object], *, sync: bool
         if sync:
             os.fsync(file.fileno())
     if sync:
-        for each in {directory, *(path.parent for path in files.values())}:
-            sync_directory(each)
+        for parent in {directory, *(path.parent for path in files.values())}:
+            sync_directory(parent)
     return sum(path.stat().st_size for path in files.values())
 
 
@@ -81,7 +75,6 @@ def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) ->
 
 
 def check_size(name: str, size_bytes: int | None, listed: Mapping[str, Any]) -> None:
-    """Raises ValueError if the manifest lists another size."""
     if size_bytes != listed["size_bytes"]:
         raise ValueError(f"{name} does not match its manifest ({size_bytes} bytes, not {listed['size_bytes']})")
 

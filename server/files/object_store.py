@@ -63,11 +63,10 @@ def key_of(directory: str) -> str:
 
 
 class ObjectStore:
-    """Transfers directories to and from URLs, and retries errors that may be temporary.
+    """Transfers directories to and from URLs, and retries errors that may be temporary, after pauses.
 
     It has its own threads, so that an unresponsive store blocks nothing else.
 
-    pauses_seconds: between attempts; there is one attempt more than pauses.
     quiet_urls: URLs below which failed attempts are only logged at level DEBUG, since the caller retries and reports.
     """
 
@@ -96,17 +95,13 @@ class ObjectStore:
         await asyncio.to_thread((target / MANIFEST).write_text, json.dumps(manifest, indent=1))
 
     async def copy(self, source: str, target: str, entries: Mapping[str, object]) -> int:
-        """Copies within one object store, without a download. Returns the bytes of the files. Raises ObjectStoreError.
-
-        Args:
-            entries: further ones for the copy's manifest.
-        """
+        """Copies within one object store, without a download, with further entries for the manifest. Returns the bytes
+        of the files. Raises ObjectStoreError."""
         files = (await self.manifest(source))["files"]
         for name in files:
             await self._try(target, lambda at, name=name: at.copy(_open_directory(source), name))
-        await self._try(
-            target, lambda at: at.write(MANIFEST, json.dumps({**entries, "files": files}, indent=1).encode())
-        )
+        manifest = json.dumps({**entries, "files": files}, indent=1).encode()
+        await self._try(target, lambda at: at.write(MANIFEST, manifest))
         return sum(listed["size_bytes"] for listed in files.values())
 
     async def manifest(self, url: str) -> dict[str, Any]:
@@ -114,9 +109,7 @@ class ObjectStore:
         return await self._try(url, lambda at: at.manifest())
 
     async def check(self, url: str) -> dict[str, Any]:
-        """Returns the manifest after comparing sizes; the content is not read. Raises ObjectStoreError if a file is
-        missing or differs.
-        """
+        """Returns the manifest after comparing sizes. Raises ObjectStoreError if a file is missing or differs."""
         return await self._try(url, lambda at: at.check())
 
     async def remove(self, url: str) -> None:
@@ -146,11 +139,10 @@ class ObjectStore:
             self._waiting.discard(task)
 
     async def _retry(self, url: str, work: Callable[[RemoteDirectory], T]) -> T:
+        loop = asyncio.get_running_loop()
         for pause_seconds in (*self._pauses_seconds, None):
             try:
-                return await asyncio.get_running_loop().run_in_executor(
-                    self._threads, lambda: work(_open_directory(url))
-                )
+                return await loop.run_in_executor(self._threads, lambda: work(_open_directory(url)))
             except Exception as raised:  # each of fsspec's backends raises its own types
                 error = plain_error(raised) if is_hub_url(url) else raised
                 if pause_seconds is None or isinstance(error, _FINAL):

@@ -33,7 +33,6 @@ class RemoteDirectory:
                 raise OSError(f"{arrived} of the {expected} bytes of {name} were stored")
 
     def holds(self, source: Path) -> bool:
-        """True if this is a complete copy of the local directory."""
         return self.manifest() == read_manifest(source)
 
     def get(self, name: str, listed: Mapping[str, Any], target: Path) -> None:

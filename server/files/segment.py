@@ -33,26 +33,21 @@ MAX_BODY_BYTES = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """A record as it was appended.
-
-    header: a small JSON object.
-    offset: of its first byte in the segment.
-    """
+    """A record as it was appended: a small JSON object and a body."""
 
     header: Mapping[str, object]
     body: bytes
     offset: int
+    """Of its first byte in the segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Damage of a segment from `offset` up to the next complete record, or to its end if none can be found.
-
-    header: of the first damaged record, as far as it can be read; unverified.
-    """
+    """Damage of a segment from `offset` up to the next complete record, or to its end if none can be found."""
 
     offset: int
     header: Mapping[str, object] | None
+    """Of the first damaged record, as far as it can be read; unverified."""
 
 
 def read_segment(path: Path) -> Iterator[LogRecord]:
@@ -61,9 +56,7 @@ def read_segment(path: Path) -> Iterator[LogRecord]:
 
 
 def scan_segment(path: Path) -> Iterator[LogRecord | Damage]:
-    """Like `read_segment`, but also yields damage. A torn end, which a crash leaves, is not yielded: its appends were
-    never acknowledged.
-    """
+    """Like `read_segment`, but also yields damage, except for a torn end: its appends were never acknowledged."""
     if path.exists() and not path.is_file():
         logger.error("%s is not a file: it is skipped", path)
         yield Damage(0, None)
@@ -87,7 +80,6 @@ def scan_segment(path: Path) -> Iterator[LogRecord | Damage]:
 
 
 def pack_record(tag: bytes, header: bytes, body: bytes) -> tuple[bytes, ...]:
-    """Returns the pieces of a record, without a copy of its body."""
     return tag + _FRAME.pack(len(header), len(body), zlib.crc32(body, zlib.crc32(header))), header, body
 
 
@@ -135,10 +127,8 @@ def tag_of(file: BinaryIO) -> bytes | None:
 
 
 def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
-    """Returns the damage at the file's position and moves the file to the next complete record.
-
-    None if no record follows; then the file stays where it is.
-    """
+    """Returns the damage at the file's position and moves the file to the next complete record; None if there is no
+    such record, with the file where it was."""
     offset = file.tell()
     rest = file.read()
     if rest and not tag:  # without a tag, in format 1, the next record cannot be found
@@ -146,7 +136,7 @@ def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
     at = rest.find(tag, 1)
     while at >= 0:
         file.seek(offset + at)
-        if _whole_record(file, tag, offset + at) is not None:
+        if read_record(file, tag) is not None:
             file.seek(offset + at)
             return Damage(offset, _header_in(rest[len(tag) :]))
         at = rest.find(tag, at + 1)
@@ -167,8 +157,7 @@ def _header_in(damaged: bytes) -> Mapping[str, object] | None:
 def read_record(file: BinaryIO, tag: bytes) -> LogRecord | None:
     """Reads a record. None, with the file back at the start, if no complete record follows."""
     offset = file.tell()
-    record = _whole_record(file, tag, offset)
-    if record is None:
+    if (record := _whole_record(file, tag, offset)) is None:
         file.seek(offset)
     return record
 

@@ -74,11 +74,9 @@ class RecordTooLarge(OSError):
 
 
 class SegmentLog:
-    """Appends records to the segments of a directory, as its only writer. Segments of earlier processes are listed in
-    `earlier` and never appended to.
+    """Appends records to the segments of a directory, as its only writer; never to those of earlier processes.
 
-    guard: called before and after each write. If it raises afterwards the append fails, although the record may be on
-        disk.
+    guard: called before and after each write. If it raises afterwards, the append fails with the record on disk.
     """
 
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
@@ -98,25 +96,18 @@ class SegmentLog:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=directory.name)
 
     def append(self, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[RecordPosition]":
-        """Appends a record. The future is done as soon as the operating system has it.
+        """Appends a record. The future is done as soon as the operating system has it, or raises OSError.
 
         A small record is written before this returns unless others are queued. Larger ones are written by a thread,
         queued ones in one batch. After an OSError other than the guard's (disk full, directory deleted, out of memory),
         later appends start a new segment.
-
-        Raises:
-            OSError: (in the future) the record was not written, or the guard raised.
-            RecordTooLarge: (in the future) the body exceeds MAX_BODY_BYTES, or the header its limit.
         """
         written: asyncio.Future[RecordPosition] = asyncio.get_running_loop().create_future()
         append = _PendingAppend(json.dumps(header, separators=(",", ":")).encode(), body, written)
         if len(append.header) > _MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES:
-            written.set_exception(
-                RecordTooLarge(
-                    f"a record with {len(append.header)} bytes of header and {len(body)} of body is too large: at most "
-                    f"{_MAX_HEADER_BYTES} and {MAX_BODY_BYTES} can be stored"
-                )
-            )
+            found = f"a record with {len(append.header)} bytes of header and {len(body)} of body is too large"
+            most = f"at most {_MAX_HEADER_BYTES} and {MAX_BODY_BYTES} can be stored"
+            written.set_exception(RecordTooLarge(f"{found}: {most}"))
             return written
         if self._flush is None and len(body) < _SMALL_BYTES and not self._sync:
             try:
@@ -131,13 +122,14 @@ class SegmentLog:
 
     async def check_writable(self) -> None:
         """Writes and removes a temporary file. Raises OSError if nothing can be appended."""
-        await asyncio.to_thread(self._try_to_write)
 
-    def _try_to_write(self) -> None:
-        self._guard()
-        with tempfile.NamedTemporaryFile(dir=self._directory, prefix=_TRIAL) as file:
-            file.write(bytes(_SMALL_BYTES))
-            file.flush()
+        def try_to_write() -> None:
+            self._guard()
+            with tempfile.NamedTemporaryFile(dir=self._directory, prefix=_TRIAL) as file:
+                file.write(bytes(_SMALL_BYTES))
+                file.flush()
+
+        await asyncio.to_thread(try_to_write)
 
     async def read(self, place: RecordPosition) -> LogRecord:
         """Raises ValueError if there is no complete record at `place`, OSError if the segment cannot be read."""
@@ -195,7 +187,9 @@ class SegmentLog:
             try:
                 places = await loop.run_in_executor(self._thread, self._write, batch)
             except Exception as error:  # any error must reach the callers that wait, and later appends must continue
-                _fail(batch, _as_os_error(error))
+                for append in batch:
+                    if not append.written.cancelled():
+                        append.written.set_exception(_as_os_error(error))
                 continue
             for append, place in zip(batch, places, strict=True):
                 if not append.written.cancelled():
@@ -275,11 +269,8 @@ class SegmentLog:
 
 
 def fence_off_writer(directory: Path) -> None:
-    """Fences off a former writer: its open segment is replaced by a copy, so that later writes reach no reader.
-    Blocking.
-
-    Only the newest segment can be open for writing. Raises OSError.
-    """
+    """Fences off a former writer: its open segment, the newest, is replaced by a copy, so that later writes reach no
+    reader. Blocking. Raises OSError."""
     newest = max(directory.glob(f"*{SUFFIX}"), default=None)
     if newest is None:
         return
@@ -295,9 +286,7 @@ def fence_off_writer(directory: Path) -> None:
 
 
 def _cut_off(file: BufferedWriter | None, num_bytes: int) -> None:
-    """Truncates what was written since; an empty file is deleted. If that fails, readers find no complete record
-    there.
-    """
+    """Truncates what was written since, or deletes an empty file. If that fails, readers find no complete record."""
     if file is None or file.closed:
         return
     with contextlib.suppress(OSError):
@@ -310,9 +299,3 @@ def _cut_off(file: BufferedWriter | None, num_bytes: int) -> None:
 
 def _as_os_error(error: Exception) -> OSError:
     return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
-
-
-def _fail(batch: list[_PendingAppend], error: OSError) -> None:
-    for append in batch:
-        if not append.written.cancelled():
-            append.written.set_exception(error)

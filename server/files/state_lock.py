@@ -26,28 +26,15 @@ _OTHERS = 0o077
 """The permission bits of group and others."""
 STATE_PATTERNS = (
     *(f"{DATABASE_NAME}*", _LOCK_NAME, KEPT_WORKERS_NAME, "url_secret", "*.json", "*.log", "live-*", "checkpoints"),
-    *(
-        "staging",
-        "cache",
-        "journal",
-        "results",
-        "recordings",
-        "snapshots",
-        "loaded",
-        "features",
-        "ephemeral",
-        "evaluations",
-        "pages",
-    ),
+    *("staging", "cache", "journal", "results", "recordings", "snapshots", "loaded", "features", "ephemeral"),
+    *("evaluations", "pages"),
 )
 """Patterns of everything that servers store in their state directory."""
 CHECKPOINT_PATTERNS = ("*/weights", "*/sampler_weights", "*/external_weights")
 
 
 def live_directory(state_dir: Path) -> Path:
-    """Returns the directory of live runs and results: a live-EPOCH subdirectory if servers share a database, else the
-    state directory.
-    """
+    """Returns where live runs and results are: in live-EPOCH if servers share a database, else in the directory."""
     newest = max(live_epochs(state_dir), default=None)
     return state_dir if newest is None else epoch_directory(state_dir, newest)
 
@@ -62,18 +49,16 @@ def epoch_directory(state_dir: Path, epoch: int) -> Path:
 
 @dataclass(frozen=True)
 class LiveState:
-    """The live runs and results of a server.
-
-    directory: the state directory, or below it if servers share a database.
-    guard: raises an OSError when another server may have them.
-    lease: which a server on a shared database holds.
-    outage: says why the lease cannot be renewed now, or returns None.
-    """
+    """The live runs and results of a server."""
 
     directory: Path
+    """The state directory, or below it if servers share a database."""
     guard: Guard = lambda: None
+    """Raises an OSError when another server may have them."""
     lease: LeaseRecord | None = None
+    """Held by a server on a shared database."""
     outage: Callable[[], str | None] = lambda: None
+    """Says why the lease cannot be renewed now, or returns None."""
 
 
 class StartError(Exception):
@@ -91,13 +76,8 @@ def private_files() -> Iterator[None]:
 
 
 def keep_private(directory: Path, ours: Sequence[str]) -> None:
-    """Revokes other users' access to an existing directory, which holds tenants' data and weights.
-
-    Args:
-        ours: patterns of entries that an earlier version may have left readable.
-    Raises:
-        StartError: other users still have access.
-    """
+    """Revokes other users' access to an existing directory, which holds tenants' data and weights, and to entries of
+    these patterns, which an earlier version may have left readable. Raises StartError."""
     try:
         mode = directory.stat().st_mode
     except FileNotFoundError:  # this process will create it, as private
@@ -123,22 +103,17 @@ def keep_private(directory: Path, ours: Sequence[str]) -> None:
 
 
 def _close_to_others(path: Path) -> None:
-    """Revokes other users' access to `path`, everything below it, and its parent directory.
-
-    Errors are ignored: another user's files, and files deleted meanwhile, are protected by the directory around them.
-    """
+    """Revokes other users' access to `path`, everything below it, and its parent directory."""
     below = [Path(root, name) for root, names, files in os.walk(path) for name in (*names, *files)]
-    for each in (path.parent, path, *below):
-        with contextlib.suppress(OSError):
-            if not each.is_symlink():
-                each.chmod(each.stat().st_mode & 0o7777 & ~_OTHERS)
+    for entry in (path.parent, path, *below):
+        with contextlib.suppress(OSError):  # of another user, or deleted meanwhile: the directory around it protects it
+            if not entry.is_symlink():
+                entry.chmod(entry.stat().st_mode & 0o7777 & ~_OTHERS)
 
 
 def check_database_kind(config: StoreConfig) -> None:
-    """Raises StartError if an existing state directory belongs to servers on the other kind of database.
-
-    Otherwise a sweep or a repair would remove everything that this database has no record of.
-    """
+    """Raises StartError if an existing state directory belongs to servers on the other kind of database: a sweep or a
+    repair would remove everything that this database has no record of."""
     state_dir = config.state_dir
     if not state_dir.is_dir():
         return
@@ -161,32 +136,21 @@ def check_database_exists(config: StoreConfig) -> None:
     """Raises StartError if the SQLite database does not exist. For commands that must not create one."""
     path = config.state_dir / DATABASE_NAME
     if config.database_url is None and not path.is_file():
-        raise StartError(
-            f"database {path} does not exist: give the server's directory with --state-dir, or its database with "
-            "--database-url"
-        )
+        remedy = "give the server's directory with --state-dir, or its database with --database-url"
+        raise StartError(f"database {path} does not exist: {remedy}")
 
 
 @contextlib.contextmanager
 def created_state_directory(state_dir: Path, sync: bool = False) -> "Iterator[StateLock | None]":
-    """Creates the state directory if needed. Raises StartError.
-
-    Args:
-        sync: whether it must survive a crash of the machine.
-    """
+    """Creates the state directory if needed, with `sync` to survive a crash of the machine. Raises StartError."""
     _make(state_dir, sync)
     yield None
 
 
 @contextlib.contextmanager
 def locked_state_directory(state_dir: Path, sync: bool = False) -> "Iterator[StateLock]":
-    """Creates the state directory if needed and locks it for this process while the block runs.
-
-    Args:
-        sync: whether it must survive a crash of the machine.
-    Raises:
-        StartError: another server has it, or it cannot be used.
-    """
+    """Creates the state directory if needed and locks it for this process while the block runs. Raises StartError if
+    another server has it, or it cannot be used."""
     _make(state_dir, sync)
     try:
         lock = StateLock(state_dir)
@@ -204,14 +168,11 @@ def locked_state_directory(state_dir: Path, sync: bool = False) -> "Iterator[Sta
 
 
 class StateLockLost(OSError):
-    """Raised if this server must no longer write: another server has taken the state directory, or its path leads
-    elsewhere.
-    """
+    """This server must no longer write: another has taken the state directory, or its path leads elsewhere."""
 
 
 class StateLock:
-    """Holds a state directory by two locks: on the file server.lock, which names the holder, and on the directory
-    itself.
+    """Holds a state directory by two locks: on the file server.lock, which names the holder, and on the directory.
 
     The directory lock survives the removal of the file. Some file systems cannot lock directories (NFS): there the next
     `check` restores a removed file, unless another server was faster.
@@ -263,9 +224,7 @@ class StateLock:
 
 
 def _locked_file(state_dir: Path) -> TextIO:
-    """Opens the lock file, locks it and writes this process's id. Raises OSError; if it is locked, strerror names the
-    holder.
-    """
+    """Locks the lock file and writes this process's id. Raises OSError; if it is locked, strerror names the holder."""
     lock = (state_dir / _LOCK_NAME).open("a+")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,21 +5,16 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel
 
-from ...schemas.codec import (
-    JSON,
-    PROTOBUF,
-    decode_model,
-    decompress,
-    decompressed_size,
-)
+from ...schemas.codec import JSON, PROTOBUF, decode_model, decompress, decompressed_size
 from ...schemas.errors import RequestError, UnknownField
 from ..config.server_config import ServerConfig
 from .decoding import decode_in_process
+from .digests import decode_with_digest
 from .sdk_version import is_newer_than_tested, sdk_version
 
 LARGE_BYTES = 256 << 10
@@ -41,6 +36,7 @@ STALLED_SECONDS = 120.0
 _PREFIX_BYTES = 1 << 20
 _CHECKED_BYTES = 1 << 16
 
+T = TypeVar("T")
 Decoded = TypeVar("Decoded")
 Model = TypeVar("Model", bound=BaseModel)
 JsonSchema = dict[str, object]
@@ -123,16 +119,11 @@ def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
 
 @dataclass(frozen=True)
 class Decoder(Generic[Decoded]):
-    """A decoder with its own threshold, for bodies that are not always JSON.
+    """A function that decodes bodies, and raises RequestError; it may have the option `ignore_unknown`."""
 
-    process_bytes: bodies of at least this size are decoded in a separate process.
-    """
-
-    decode: Callable[[bytes], Decoded]
-    process_bytes: float
-
-    def __call__(self, body: bytes) -> Decoded:
-        return self.decode(body)
+    decode: Callable[..., Decoded]
+    process_bytes: float = PROCESS_JSON_BYTES
+    """Bodies of at least this size are decoded in a separate process."""
 
 
 class BodyTooLarge(HTTPException):
@@ -175,7 +166,7 @@ async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None
 
 async def receive_json(request: Request, model: type[Model]) -> Model:
     """Receives and decodes a JSON body. Raises RequestError."""
-    return await decode_body(await receive_body(request), partial(decode_model, model))
+    return await decode_body(await receive_body(request), Decoder(partial(decode_model, model)))
 
 
 async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[bytes], Awaitable[None]]) -> bytes:
@@ -194,46 +185,43 @@ async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[byte
     return beginning
 
 
-async def decode_body(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
+async def decode_body(
+    body: Body, decoder: Decoder[Decoded], is_numbered: bool = False, ignore_unknown: bool = False
+) -> Decoded:
     """Returns the body decompressed and decoded; large ones are decoded off the event loop.
 
+    Args:
+        is_numbered: the request has a number, by which a retry is recognized: the body gets its digest.
     Raises:
-        RequestError: 413 if it is too large, or the error of decompression or `decode`.
+        RequestError: 413 if it is too large, or the error of decompression or of the decoder.
     """
     if body.too_large:
         refusal = BodyTooLarge(body.limits.received_bytes)
         raise RequestError(refusal.detail, refusal.status_code)
+    decode = partial(decoder.decode, ignore_unknown=True) if ignore_unknown else decoder.decode
+    if is_numbered:  # hashed where it is decoded, since large ones take long
+        decode = partial(decode_with_digest, decode)
     try:
         if body.content_encoding is None and len(body.received) < QUICK_BYTES:
-            return decode(body.received)
-        return await _decode_elsewhere(body, decode)
+            decoded = decode(body.received)
+        elif await size_of(body) < decoder.process_bytes:
+            decoded = await asyncio.to_thread(decode_here, body, decode)
+        else:
+            limit = body.limits.decompressed_bytes
+            decoded = await decode_in_process(decode, body.received, body.content_encoding, limit)
     except UnknownField as error:
         if body.tolerance == "none" or (body.tolerance != "all" and error.changes_results):
             raise
         body.ignored.append(error.message)
-    return await decode_body(body, ignoring_unknown(decode))
+        return await decode_body(body, decoder, is_numbered, ignore_unknown=True)
+    if is_numbered:
+        decoded, body.digest = cast(tuple[Decoded, str], decoded)
+    return cast(Decoded, decoded)
 
 
-async def _decode_elsewhere(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
-    process_bytes = PROCESS_JSON_BYTES
-    if isinstance(decode, Decoder):
-        decode, process_bytes = decode.decode, decode.process_bytes
-    if await size_of(body) < process_bytes:
-        return await asyncio.to_thread(decode_here, body, decode)
-    return await decode_in_process(decode, body.received, body.content_encoding, body.limits.decompressed_bytes)
-
-
-def decode_here(body: Body, decode: Callable[[bytes], Decoded]) -> Decoded:
+def decode_here(body: Body, decode: Callable[[bytes], T]) -> T:
     """Decompresses and decodes in this thread."""
     return decode(decompress(body.received, body.content_encoding, body.limits.decompressed_bytes))
-
-
-def ignoring_unknown(decode: Callable[[bytes], Decoded]) -> Callable[[bytes], Decoded]:
-    """Returns a decoder that drops unknown fields, from one that refuses them."""
-    if isinstance(decode, Decoder):
-        return Decoder(ignoring_unknown(decode.decode), decode.process_bytes)
-    option: dict[str, Any] = {"ignore_unknown": True}
-    return partial(decode, **option)
 
 
 async def size_of(body: Body) -> int:

@@ -8,9 +8,8 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel
@@ -19,7 +18,6 @@ from ...schemas.codec import JsonObject, csr_layout_from_json, tensor_from_json
 from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from ...schemas.sampling import SampleRequest
 from ...schemas.training import ForwardBackwardRequest, ProvenanceSpan
-from .bodies import Decoder
 
 _DIGEST_CHARACTERS = 32
 _JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
@@ -36,7 +34,7 @@ Arrays = Iterable[bytes | memoryview | array]
 
 
 class Fingerprint(NamedTuple):
-    """Says which request a number was used for. kind: in the journal. digest: see Digested."""
+    """Says which request a number was used for. kind: in the journal. digest: see decode_with_digest."""
 
     kind: str
     digest: str
@@ -48,31 +46,18 @@ class Fingerprint(NamedTuple):
         return f"was {_a(known.kind)}, this is another {self.kind} with different content"
 
 
-class Digested(NamedTuple, Generic[Content]):
-    """A decoded body with the digest of what it requests, without the number of the request."""
-
-    content: Content
-    digest: str
-
-
 def _a(kind: str) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
-def digesting(decode: Callable[[bytes], Content]) -> Callable[[bytes], Digested[Content]]:
-    """Returns a decoder, to be run where `decode` would be, that adds the digest."""
-    if isinstance(decode, Decoder):
-        return Decoder(partial(_digested, decode.decode), decode.process_bytes)
-    return partial(_digested, decode)
-
-
-def _digested(decode: Callable[..., Content], body: bytes, ignore_unknown: bool = False) -> Digested[Content]:
-    content = decode(body, ignore_unknown=True) if ignore_unknown else decode(body)
+def decode_with_digest(decode: Callable[[bytes], Content], body: bytes) -> tuple[Content, str]:
+    """Returns a decoded body and the digest of what it requests, without the number of the request."""
+    content = decode(body)
     assert isinstance(content, BaseModel | ForwardBackwardRequest)
     digest = hashlib.sha256()
     for piece in _pieces_of_pass(content) if isinstance(content, ForwardBackwardRequest) else _pieces_of(content):
         digest.update(piece)
-    return Digested(content, digest.hexdigest()[:_DIGEST_CHARACTERS])
+    return content, digest.hexdigest()[:_DIGEST_CHARACTERS]
 
 
 def _pieces_of(request: BaseModel) -> Arrays:

@@ -133,7 +133,7 @@ class Future:
     def end(self) -> None:
         """Calls `on_stored`, and drops the references to the operation, which no callback needs any more."""
         self.on_stored()
-        self.pending, self.on_stored = Pending, _nothing
+        self.pending, self.on_stored = Pending, lambda: None
 
 
 class LongPolls:
@@ -486,10 +486,6 @@ async def _stored_fingerprint(segments: SegmentLog, stored: ResultRecord) -> Fin
 async def _wait(event: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-
-
-def _nothing() -> None:
-    """Replaces Future.on_stored after Future.end."""
 
 
 def _records_after(

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
@@ -20,7 +20,6 @@ from ..http.bodies import (
     Decoder,
     decode_body,
     decode_here,
-    ignoring_unknown,
 )
 from ..http.verbs import VERBS
 from .journal import JournalEntry
@@ -45,13 +44,13 @@ _OTHERS: Mapping[str, type[Request]] = {
 """Journaled requests that are no verbs."""
 
 
-def decoder_of(verb: Verb, content_type: str, was_accepted: bool = False) -> Callable[[bytes], RunRequest]:
-    """Returns the decoder of the verb's requests, which raises RequestError.
+def decoder_of(verb: Verb, content_type: str, was_accepted: bool = False) -> Decoder[RunRequest]:
+    """Returns the decoder of the verb's requests.
 
     was_accepted: by this version or an earlier one; it is not a new request.
     """
     if not issubclass(verb.request, ForwardBackwardRequest):
-        return partial(decode_model, verb.request)  # pyright: ignore[reportReturnType]  (its fields)
+        return Decoder(partial(decode_model, verb.request))  # pyright: ignore[reportReturnType]  (its fields)
     decode = partial(
         decode_forward_backward,
         content_type=content_type,
@@ -69,24 +68,25 @@ async def decode_entry(entry: JournalEntry) -> Decoded:
 
     Raises RequestError if this version would not accept it.
     """
-    header, decode = entry.header, ignoring_unknown(_decoder(entry.header.kind, entry.header.content_type))
+    header = entry.header
+    decoder = _decoder(header.kind, header.content_type)
     body = Body(entry.body, UNLIMITED, header.content_type, header.content_encoding)
     try:
-        return await decode_body(body, decode)
+        return await decode_body(body, decoder, ignore_unknown=True)
     except RequestError as error:
         if error.status not in (413, 503):
             raise
         # The process that decodes large bodies ran out of memory or time: no reason to lose an accepted request.
-        return await asyncio.to_thread(decode_here, body, decode)
+        return await asyncio.to_thread(decode_here, body, partial(decoder.decode, ignore_unknown=True))
 
 
-def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
+def _decoder(kind: str, content_type: str) -> Decoder[Decoded]:
     model = VERBS[kind].request if kind in VERBS else _OTHERS.get(kind)
     if model is None:
         raise ValueError(f"this version knows no request of kind {kind}")
     if issubclass(model, ForwardBackwardRequest):
         return decoder_of(VERBS[kind], content_type, was_accepted=True)  # pyright: ignore[reportReturnType]
-    return partial(_from_json, model)
+    return Decoder(partial(_from_json, model))
 
 
 def _from_json(model: type[Request], body: bytes, ignore_unknown: bool = False) -> Decoded:

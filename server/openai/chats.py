@@ -10,9 +10,8 @@ from ...schemas.openai import AnswerMessage, ChatChoice, ChatCompletionRequest, 
 from ...workers.protocol.calls import ModelInfo
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, TokenScores
-from .completion_kind import CompletionKind
 from .prompts import Prompt
-from .response_writer import PromptOutput, ResponseWriter, top_logprobs_of
+from .response_writer import CompletionKind, PromptOutput, ResponseWriter, top_logprobs_of
 
 
 def check(request: ChatCompletionRequest) -> None:

@@ -9,8 +9,7 @@ from ...schemas.openai import BaseCompletionRequest, CompletionTokensDetails, Fi
 from ...schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ...workers.protocol.calls import SampledPart
 from ..sampling.sampling_job import Stops
-from ..text.sample_text import SampleText
-from ..text.stop_strings import StopString
+from ..text.sample_text import SampleText, StopString
 from ..text.tokenizer import Tokenizer
 from .prompts import Prompt
 from .sample_batch import JobProgress, JobResult

@@ -8,9 +8,8 @@ from ...workers.protocol.calls import ModelInfo
 from ..sampling.sampling_job import MAX_SAMPLES
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, TokenScores
-from .completion_kind import CompletionKind
 from .prompts import Prompt
-from .response_writer import PromptOutput, ResponseWriter, top_logprobs_of
+from .response_writer import CompletionKind, PromptOutput, ResponseWriter, top_logprobs_of
 
 
 def check(request: CompletionRequest) -> None:

@@ -6,14 +6,15 @@ Each choice is encoded to JSON as it is produced, so the Python objects of a lar
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic
 
 from pydantic import JsonValue
 from pydantic_core import to_json
 
-from ...schemas.openai import BaseCompletionRequest, Usage
+from ...schemas.openai import AnyCompletion, BaseCompletionRequest, Usage
+from ...workers.protocol.calls import ModelInfo
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, Echo, TokenScores
 from .prompts import Prompt
@@ -78,6 +79,21 @@ class ResponseWriter(ABC):
 
     def _body(self, head: bytes, choices: bytes, beside: Mapping[str, object]) -> bytes:
         return head + choices + (b"]," + encode_json(beside)[1:] if beside else b"]}")
+
+
+@dataclass(frozen=True)
+class CompletionKind(Generic[AnyCompletion]):
+    """One of OpenAI's two kinds of completion.
+
+    check: validates combinations of fields; raises OpenAiError. prompts: tokenizes the prompts, given the context
+    length in tokens; raises RequestError; slow for long texts. ends: the tokens that end a completion.
+    """
+
+    request: type[AnyCompletion]
+    check: Callable[[AnyCompletion], None]
+    prompts: Callable[[AnyCompletion, Tokenizer, int], list[Prompt]]
+    ends: Callable[[Tokenizer, ModelInfo], Sequence[int]]
+    writer: type[ResponseWriter]
 
 
 def encode_json(value: object) -> bytes:

@@ -26,7 +26,7 @@ from ...schemas.openai import (
 )
 from ...schemas.verbs import BASE_MODEL
 from ..config.base_model_lookup import require_served
-from ..http.bodies import json_body
+from ..http.bodies import Decoder, json_body
 from ..http.event_stream import EventStream
 from ..routes.examples import ModelPath
 from ..routes.services import Services, ServicesDependency
@@ -36,16 +36,14 @@ from ..sampling.sampler import Sampler
 from ..sampling.sampling_job import SamplingJob, Stops
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.exchange import confirm_key
 from ..tenants.quotas import UNORDERED
 from ..tenants.reservation import Reservation
 from ..text.tokenizer import Tokenizer
 from .chats import CHATS
 from .choices import ChoiceDelta, RequestChoices
-from .completion_kind import CompletionKind
 from .completions import COMPLETIONS
 from .prompts import Prompt
-from .response_writer import PromptOutput, ResponseWriter
+from .response_writer import CompletionKind, PromptOutput, ResponseWriter
 from .sample_batch import JobProgress, JobResult, SampleBatch
 from .translation import check_alternatives, merge_stops, openai_error, sample_requests
 
@@ -133,12 +131,12 @@ async def _complete(
 ) -> Response:
     with ExitStack() as stack:
         reservation = stack.enter_context(Reservation(services.quotas, tenant.id))
-        completion = await receive_unordered(request, reservation, decoder(kind.request))
+        completion = await receive_unordered(request, services, reservation, Decoder(decoder(kind.request)))
         kind.check(completion)
         check_alternatives(completion, services.config.limits.max_logprobs)
         try:
             prepared = await _prepare(services, tenant, kind, completion, reservation.num_bytes)
-            await confirm_key(request)
+            await services.auth.confirm(request)
             _admit(services, tenant, stack, reservation, prepared, len(request.state.body.received))
             batch = SampleBatch(
                 services.sampling, prepared.jobs, reservation, completion.stream and not completion.wants_prompt_only

@@ -43,8 +43,8 @@ class Outcome(Enum):
     """The way an operation ended.
 
     FAILED: the request was at fault, and would fail again. SERVER_FAILED: the server was at fault, and a retry may
-    succeed. POISONED: workers crashed running it. After a step that is SERVER_FAILED the gradients are still pending; a
-    POISONED one took them along with its worker.
+    succeed. POISONED: workers crashed running it. After a step that is SERVER_FAILED the gradients are still pending,
+    tainted or not; a POISONED one took them along with its worker.
     """
 
     DONE = auto()
@@ -109,62 +109,58 @@ class Turns:
 
 @dataclass(eq=False)
 class Operation(ABC):
-    """An operation of a run, from its arrival to its end. The run sets the fields.
-
-    kind: its name in the journal.
-    changes_state: the run's state cannot be rebuilt without it.
-    is_step: it ends a gradient window.
-    clears_gradients: it clears pending gradients, so failures before it do not taint the next step.
-    changes_record: it changes the run's stored record.
-    taints_if_failed: the next optimizer step would be wrong without it.
-    reports_begin: it calls mark_begun itself, when the workers receive it.
-    sets_target: it sets the target of a draft, or may.
-    stores_features: it stores features, for which room is reserved when it is accepted.
-    is_chained: it can be handed to the dispatch, which keeps a run's order, before the run's earlier operations ended.
-    num_tokens: to be trained on or scored.
-
-    drawn: seeds drawn because the request had none.
-    loads_files: it loads a checkpoint's files, which are pinned until snapshots cover the load.
-    journaled: done as soon as its journal entry is written, whose place its log entry then has.
-    future: None if no client waits for a result: it was refused, or an earlier process answered it but lost its effect.
-    reservation: the reservation of an operation that this process accepted.
-    num_strikes: crashes of workers that ran it.
-    failed_before: an earlier process answered it with a failure of the server.
-    turns: of its run, None if it is replayed. ready_at: when only the ranks were left to wait for (see Turns).
-    begun_at: when the workers first received it or a part of it; None before.
-    size_of_call: of the last call of the workers that held a part of it; None if that is unknown.
-    context: names the operation in log lines, and has its span.
-    metrics: of its result, empty if it has none.
-    step: the number of the optimizer step that it took; None if it took none.
-    """
+    """An operation of a run, from its arrival to its end. The run sets the fields."""
 
     kind: ClassVar[str]
+    """Its name in the journal."""
     changes_state: ClassVar[bool] = False
+    """The run's state cannot be rebuilt without it."""
     is_step: ClassVar[bool] = False
+    """It ends a gradient window."""
     clears_gradients: ClassVar[bool] = False
+    """It clears pending gradients, so failures before it do not taint the next step."""
     changes_record: ClassVar[bool] = False
+    """It changes the run's stored record."""
     taints_if_failed: ClassVar[bool] = False
+    """The next optimizer step would be wrong without it."""
     reports_begin: ClassVar[bool] = False
+    """It calls mark_begun itself, when the workers receive it."""
     sets_target: ClassVar[bool] = False
+    """It sets the target of a draft, or may."""
     stores_features: ClassVar[bool] = False
+    """It stores features, for which room is reserved when it is accepted."""
 
     seq_id: int = field(init=False)
     log_entry: ReplayEntry = field(init=False)
     drawn: Mapping[str, int] = field(init=False, default_factory=dict)
+    """Seeds drawn because the request had none."""
     loads_files: bool = field(init=False, default=False)
+    """It loads a checkpoint's files, which are pinned until snapshots cover the load."""
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)
+    """Done as soon as its journal entry is written, whose place its log entry then has."""
     arrived_at: float = field(init=False)
     future: Future | None = field(init=False, default=None)
+    """None if no client waits for a result: it was refused, or an earlier process answered it but lost its effect."""
     reservation: Reservation | None = field(init=False, default=None)
+    """None unless this process accepted it."""
     num_strikes: int = field(init=False, default=0)
+    """Crashes of workers that ran it alone."""
     failed_before: bool = field(init=False, default=False)
+    """An earlier process answered it with a failure of the server."""
     turns: Turns | None = field(init=False, default=None)
+    """Those of its run, None if it is replayed."""
     ready_at: float = field(init=False, default=0.0)
+    """When only the ranks were left to wait for (see Turns)."""
     begun_at: float | None = field(init=False, default=None)
+    """When the workers first received it or a part of it; None before."""
     size_of_call: CallSize | None = field(init=False, default=None)
-    context: WorkContext = field(init=False, default_factory=WorkContext)
+    """Of the last call of the workers that held a part of it; None if that is unknown."""
+    work_context: WorkContext = field(init=False, default_factory=WorkContext)
+    """Names the operation in log lines, and has its span."""
     metrics: Mapping[str, float] = field(init=False, default_factory=dict)
+    """Of its result, empty if it has none."""
     step: int | None = field(init=False, default=None)
+    """The number of the optimizer step that it took; None if it took none."""
 
     @classmethod
     def of(cls, request: Any, header: Header | None = None) -> Self:
@@ -206,10 +202,12 @@ class Operation(ABC):
 
     @property
     def is_chained(self) -> bool:
+        """True if it can be handed to the dispatch, which keeps a run's order, before the earlier operations ended."""
         return False
 
     @property
     def num_tokens(self) -> int:
+        """Returns the tokens to be trained on or scored."""
         return 0
 
     @property

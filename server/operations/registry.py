@@ -60,18 +60,14 @@ def operation_of(request: RunRequest, header: Header | None = None) -> Operation
     elif request.capture_for is None:
         operation = (Forward if request.forward_only else ForwardBackward)(request)
     else:
-        operation = _capturing_pass(request)
+        row = plugin_rows("server.drafts.operations", "PASSES").get("forward" if request.forward_only else "backward")
+        if row is None:
+            raise RequestError("capture_for needs server/drafts, which this installation is without: leave it out")
+        operation = row(request)
     operation.drawn = drawn
     if header is not None:
         operation.recall(header)
     return operation
-
-
-def _capturing_pass(request: ForwardBackwardRequest) -> ForwardBackward:
-    row = plugin_rows("server.drafts.operations", "PASSES").get("forward" if request.forward_only else "backward")
-    if row is None:
-        raise RequestError("capture_for needs server/drafts, which this installation is without: leave it out")
-    return row(request)
 
 
 async def read_operation(journal: Journal, place: RecordPosition, outcome: Outcome | None = None) -> Operation:

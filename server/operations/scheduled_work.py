@@ -7,7 +7,7 @@ is stored, the step and the work are repeated together; a repeated save finds th
 import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...schemas.batches import merge_outputs
 from ...schemas.errors import OperationError, RequestError
@@ -30,8 +30,8 @@ _OF_PASSES = ("model_flops:sum", "mfu:mean")
 class ScheduledWork:
     """The work that is due after the optimizer step `step` of a run, whose operation has this seq_id.
 
-    metrics: of the step, to which those of the work are added. warnings: what failed. reservation: of the operation,
-    which pays for evaluated tokens; None if no client waits for it.
+    metrics: of the step, to which those of the work are added. warnings: to which what failed is added. reservation: of
+    the operation, which pays for evaluated tokens; None if no client waits for it.
     """
 
     context: OperationContext
@@ -40,7 +40,8 @@ class ScheduledWork:
     seq_id: int
     reservation: Reservation | None
     metrics: dict[str, float]
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
+    _num_pieces: int = 0
 
     async def run_all(self) -> None:
         """Does the work. Raises WorkerLost and OUTAGE_ERRORS, after which it is repeated; other errors are warnings,
@@ -59,7 +60,10 @@ class ScheduledWork:
         try:
             outputs, weight = [], 0.0
             async for piece in self._pieces(evaluation):
-                outputs.append(without_rows(await self.context.dispatch.forward_backward(piece)))
+                self._num_pieces += 1
+                position = position_of(self.seq_id, self._num_pieces)
+                output = await self.context.dispatch.forward_backward(piece, position=position)
+                outputs.append(without_rows(output))
                 weight += piece.total_weight
             found = evaluation_metrics(name, outputs, weight)
         except (WorkerLost, *OUTAGE_ERRORS):
@@ -154,6 +158,14 @@ def _metadata(checkpoint: CheckpointRecord) -> Mapping[str, str]:
 
 def _prefix(name: str) -> str:
     return f"evaluation/{name}/"
+
+
+def position_of(seq_id: int, piece: int) -> float:
+    """Returns the position of an evaluated piece, counted from 1, between its operation and the next one of the run.
+
+    Without it, the step or an earlier piece would clear the run of a crash in this one (see Suspects).
+    """
+    return seq_id + piece / (piece + 1)
 
 
 def evaluation_metrics(name: str, outputs: Sequence[ForwardBackwardOutput], weight: float) -> dict[str, float]:

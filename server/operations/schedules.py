@@ -21,7 +21,7 @@ from ..store import RunRecord
 from .context import OperationContext
 from .evaluation_data import pieces_of
 from .operation import Operation, json_result
-from .scheduled_work import evaluation_metrics, without_rows
+from .scheduled_work import evaluation_metrics, position_of, without_rows
 from .training import Forward
 
 
@@ -64,8 +64,11 @@ class CreateEvaluation(Forward):
         schedules = _with_evaluations(run, {**run.schedules.evaluations, schedule.name: created})
         data.reserve(run, schedules.num_bytes)
         pieces = pieces_of(replace(self.request, seq_id=self.seq_id))
-        dispatch = context.dispatch
-        outputs = [without_rows(await dispatch.forward_backward(piece, self.mark_begun)) for piece in pieces]
+        outputs = []
+        for number, piece in enumerate(pieces, 1):
+            position = position_of(self.seq_id, number)
+            output = await context.dispatch.forward_backward(piece, self.mark_begun, position)
+            outputs.append(without_rows(output))
         with refusing_full_disk("the evaluation was"):
             await data.store(run.run_id, self.seq_id, self.request)
         await context.store.runs.set_schedules(run.run_id, schedules)

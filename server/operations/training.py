@@ -126,24 +126,19 @@ class OptimStep(Operation):
         info = context.infos.get(run.run_id)
         if self._taken is None or self._taken[1] is not info:
             self._taken = await self._take_step(context, run), info
-        metrics, warnings = dict(self._taken[0]), []
+        metrics, warnings = dict(self._taken[0]), list[str]()
         self.step = int(metrics["optimizer_step:last"])
         if run.schedules.is_due_within(self.step, self.step):
-            metrics, warnings = await self._do_scheduled_work(context, run, self.step, metrics)
+            if self.skips_schedules:
+                reason = f"workers died twice in step {self.step} or the work after it"
+                warnings.append(f"{reason}: that work was left out")
+            else:
+                work = ScheduledWork(context, run, self.step, self.seq_id, self.reservation, metrics, warnings)
+                await work.run_all()
         self.metrics = {**metrics, "learning_rate": self._adam_params.learning_rate}
         # Last, since the passes before the step are repeated if the worker is lost before its result is known.
         await context.features.release_holds_before(run, self.seq_id, were_used=True)
         return json_result(OptimStepResponse(metrics=metrics, warnings=warnings or None))
-
-    async def _do_scheduled_work(
-        self, context: OperationContext, run: RunRecord, step: int, metrics: dict[str, float]
-    ) -> tuple[dict[str, float], list[str]]:
-        """Returns the metrics with those of the work, and its warnings."""
-        if self.skips_schedules:
-            return metrics, [f"workers died twice in step {step} or the work after it: that work was left out"]
-        work = ScheduledWork(context, run, step, self.seq_id, self.reservation, metrics)
-        await work.run_all()
-        return work.metrics, work.warnings
 
     async def replay(self, context: OperationContext, run: RunRecord) -> None:
         await self._take_step(context, run)

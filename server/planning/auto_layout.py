@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...workers.models.devices import first_device
 from ...workers.planner.device_rates import link_of
-from ...workers.planner.layout_search import (
-    PlannedLayout,
-    layout_that_fits,
-    loads_with_fewer_activations,
-    smallest_sampler_layout,
-)
+from ...workers.planner.layout_search import layout_that_fits, loads_with_fewer_activations, smallest_sampler_layout
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import SINGLE
 from ...workers.protocol.worker_config import (
@@ -49,18 +44,17 @@ def with_auto_layouts(config: "ServerConfig", settings: DispatchConfig, say: Cal
 def with_layouts(
     config: DispatchConfig, device_bytes: int | None, link: str, say: Callable[[str], None]
 ) -> DispatchConfig:
-    """Returns the config with a layout and devices for each base model. Raises ValueError.
-
-    Args:
-        device_bytes: memory of each device; None takes that of the smallest CUDA device of this machine.
-        link: between devices, a value of --device-link.
-    """
+    """Returns the config with a layout and devices for each base model. Without `device_bytes`, those of this machine's
+    smallest CUDA device count; `link` is a value of --device-link. Raises ValueError."""
     samples = not config.sampling.workers and config.sampling.vllm is None
     memory = device_bytes or _cuda_bytes()
     devices = _Devices(config)
     models = []
     for model in config.models:
-        choice = _choice(model, memory, samples, devices.num_available(model), link_of(link, runs_on_cpu(model)))
+        shape = _shape(model)
+        load, link_rate = _load(model, shape, samples), link_of(link, runs_on_cpu(model))
+        loads = [load, *loads_with_fewer_activations(load)]
+        choice = layout_that_fits(shape, loads, memory, devices.num_available(model), link_rate, with_replicas=False)
         needed = f"{gigabytes(choice.memory.total)} of {gigabytes(memory)} on each rank, as planned"
         way = "" if choice.load.activations == model.activations else f" --activations {choice.load.activations}"
         device = devices.assign(model, choice.spec.num_ranks)
@@ -71,17 +65,10 @@ def with_layouts(
 
 
 def with_sampler_layout(
-    config: DispatchConfig,
-    device_bytes: int | None,
-    num_devices: int | None,
-    say: Callable[[str], None],
+    config: DispatchConfig, device_bytes: int | None, num_devices: int | None, say: Callable[[str], None]
 ) -> DispatchConfig:
-    """Returns the config with a layout for the sampler workers of its base model. Raises ValueError.
-
-    Args:
-        device_bytes: see `with_layouts`.
-        num_devices: CUDA devices that there are; None = unknown.
-    """
+    """Returns the config with a layout for the sampler workers of its base model; `num_devices` is None if unknown.
+    Raises ValueError."""
     if len(config.models) != 1:
         raise ValueError(
             f"--sampler-parallel auto chooses for one base model, and there are {len(config.models)}: name a layout"
@@ -96,11 +83,9 @@ def with_sampler_layout(
         )
     memory, shape = device_bytes or _cuda_bytes(), _shape(model)
     own = None if on_cpu or num_devices is None else _num_of_each_sampler(model, sampling, num_devices)
-    prefill_tokens = model.prefill_chunk_tokens or (
-        DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else GPU_PREFILL_CHUNK_TOKENS
-    )
+    usual = DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else GPU_PREFILL_CHUNK_TOKENS
     load = _load(sampler, shape, True)
-    choice = smallest_sampler_layout(shape, load, prefill_tokens, memory, own)
+    choice = smallest_sampler_layout(shape, load, model.prefill_chunk_tokens or usual, memory, own)
     needed = f"{gigabytes(choice.num_bytes)} of {gigabytes(memory)} on each rank, as planned"
     say(f"samplers of {shape.name}: --sampler-parallel {choice.spec.axes} ({needed})")
     return replace(config, sampling=replace(sampling, parallel=choice.spec))
@@ -149,7 +134,6 @@ class _Devices:
             self._take(group.devices, group.parallel.num_ranks, f"--role-group {group}")
 
     def _take(self, devices: Sequence[str], num_ranks: int, name: str) -> None:
-        """Marks `num_ranks` consecutive devices as taken, starting at each of `devices`."""
         for first in (first_device(device) for device in devices if device.startswith("cuda")):
             self._taken |= dict.fromkeys(range(first, first + num_ranks), name)
 
@@ -159,9 +143,8 @@ class _Devices:
             return None
         first = self._first(model)
         if first in self._taken:
-            raise ValueError(
-                f"{model.model.name} has device cuda:{first}, which {self._taken[first]} uses: name another"
-            )
+            used = f"has device cuda:{first}, which {self._taken[first]} uses"
+            raise ValueError(f"{model.model.name} {used}: name another")
         following = next((number for number in sorted(self._taken) if number > first), self._number)
         if following <= first:
             raise ValueError(
@@ -182,13 +165,6 @@ class _Devices:
         if ":" in model.device:
             return first_device(model.device)
         return next(number for number in count() if number not in self._taken)
-
-
-def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None, link: str) -> PlannedLayout:
-    shape = _shape(model)
-    load = _load(model, shape, samples)
-    loads = [load, *loads_with_fewer_activations(load)]
-    return layout_that_fits(shape, loads, memory, num_devices, link, with_replicas=False)
 
 
 def _shape(model: WorkerConfig) -> ModelShape:

@@ -29,7 +29,7 @@ from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from ...workers.protocol.worker_config import DEFAULT_MICRO_BATCH_TOKENS
 from ...workers.resources.machine import cuda_devices, gigabytes
 from ...workers.shapes.layouts.checks import check_layout
-from ...workers.shapes.layouts.parameters import ParameterGroup, num_parameters, parameters
+from ...workers.shapes.layouts.parameters import num_parameters, parameters
 from ...workers.shapes.model_shape import ModelDescription, ModelShape, describe_model, read_model
 from ..cli.errors import FAILED, WRONGLY_USED
 from ..cli.options import Status, new_app, with_options
@@ -48,28 +48,26 @@ class NoEstimate(Exception):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The estimate for one layout.
-
-    device_bytes: memory of each device; None if the estimate is not compared with one.
-    smaller: than the choice of `--parallel auto`, what does not fit. rate: of the device, None if it is a CPU.
-    sizes: of micro-batches and passes; None without a device.
-    notes: what is left out of the model, and how it is counted.
-    """
+    """The estimate for one layout."""
 
     shape: ModelShape
     spec: ParallelSpec
     load: Workload
     memory: MemoryEstimate
     device_bytes: int | None
+    """Memory of each device; None if the estimate is not compared with one."""
     num_devices: int | None
-    smaller: PlannedLayout | None = None
-    rate: Rate | None = None
-    sizes: BatchSizes | None = None
-    notes: tuple[str, ...] = ()
+    smaller: PlannedLayout | None
+    """Does not fit: smaller than the choice of `--parallel auto`."""
+    rate: Rate | None
+    """Of the device; None for a CPU."""
+    sizes: BatchSizes | None
+    """Of micro-batches and passes; None without a device."""
+    notes: tuple[str, ...]
+    """What is left out of the model, and how it is counted."""
 
     @property
     def fits(self) -> bool | None:
-        """True if a rank's memory fits its device; None if no device is given."""
         return None if self.device_bytes is None else self.memory.total <= usable_bytes(self.device_bytes)
 
     @property
@@ -84,16 +82,172 @@ class MemoryPlan:
         return replace(self.spec, replicas=self.spec.replicas * num_copies) if num_copies > 1 else None
 
     @property
+    def _state_bytes(self) -> int:
+        """Bytes that a rank's cache holds of a sequence of any length."""
+        return self.shape.cache_size(self.spec, self.load.number_bytes).bytes_per_sequence
+
+    @property
     def remedies(self) -> list[Remedy]:
         if self.device_bytes is None or self.fits:
             return []
         return remedies(self.shape, self.spec, self.load, self.device_bytes, self.num_devices)
 
     def as_json(self) -> dict[str, object]:
-        return _as_json(self)
+        shape, spec, memory = self.shape, self.spec, self.memory
+        groups = parameters(shape, spec)
+        return {
+            "model": {"name": shape.name, "type": shape.model_type, "parameters": num_parameters(shape)},
+            "max_positions": shape.max_positions,
+            "rope": str(shape.rope),
+            "load": asdict(self.load),
+            "parallel": spec.axes,
+            "replicated": list(spec.replicated),
+            "ranks": spec.num_ranks,
+            "parameters": [asdict(group) | {"bytes": group.kept * self.load.number_bytes} for group in groups],
+            "memory": {
+                "base": memory.base,
+                "learned": asdict(memory.trainable) | {"total": memory.trainable.total},
+                "kv_cache": memory.kv_cache,
+                "kv_cache_tokens": kv_cache_tokens(shape, spec, self.load),
+                "state_bytes_per_sequence": self._state_bytes,
+                "activations": asdict(memory.activations) | {"total": memory.activations.total},
+                "dequantized": memory.dequantized,
+                "gathered": memory.gathered,
+                "arriving": memory.prefetched,
+                "gathered_gradients": memory.gathered_gradients,
+                "gathered_head": memory.gathered_head,
+                "sampling": memory.sampling,
+                "saving": memory.saving,
+                "step": memory.step,
+                "work": memory.work,
+                "least": self.least_bytes,
+                "total": memory.total,
+            },
+            "usable": None if self.device_bytes is None else usable_bytes(self.device_bytes),
+            "fits": self.fits,
+            "default_micro_batch_tokens": None if self.sizes is None else self.sizes.micro_batch_tokens,
+            "default_pass_tokens": None if self.sizes is None else self.sizes.pass_tokens,
+            "filling": None if self.with_replicas is None else str(self.with_replicas),
+            "remedies": [remedy.flags for remedy in self.remedies],
+            "products": None if self.rate is None else asdict(self.rate),
+            "notes": list(self.notes),
+        }
 
     def text(self) -> Iterator[str]:
-        return _text(self)
+        yield from self._head()
+        yield ""
+        rows = []
+        for group in parameters(self.shape, self.spec):
+            whole, own = (" x ".join(map(str, shape)) for shape in (group.shape, group.own_shape))
+            kept = f"1/{group.fsdp}" if group.fsdp > 1 else "all"
+            num_bytes = gigabytes(group.kept * self.load.number_bytes)
+            rows.append((group.pattern, str(group.count), whole, group.style, own, kept, num_bytes))
+        yield from aligned(("parameters", "count", "whole", "style", "on a rank", "kept of it", "bytes"), rows)
+        yield ""
+        yield from aligned(("memory of each rank", "bytes", ""), list(self._memory_rows()))
+        yield ""
+        yield from self._verdict()
+
+    def _head(self) -> Iterator[str]:
+        shape, load = self.shape, self.load
+        experts = shape.experts
+        of_mixers = " or ".join(dict.fromkeys(map(str, shape.mixers)))
+        of_experts = "" if experts is None else f", {experts.num} experts of which a token takes {experts.per_token}"
+        yield (
+            f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters in {load.dtype}; "
+            f"{shape.num_layers} layers, {of_mixers}{of_experts}"
+        )
+        yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
+        yield f"layout: {self.spec}, {self.spec.num_ranks} rank{'s' if self.spec.num_ranks > 1 else ''}"
+        if load.activations != "keep":
+            yield f"layers are recomputed in the backward pass: --activations {load.activations}"
+        yield from self.notes
+        found = cuda_devices()
+        if self.num_devices is None and found is not None:
+            devices = f"{found} CUDA device{'s' if found > 1 else ''}"
+            yield f"this machine has {devices} (--num-devices compares with a number)"
+
+    def _memory_rows(self) -> Iterator[tuple[str, ...]]:
+        memory, load = self.memory, self.load
+        learned, activations = memory.trainable, memory.activations
+        yield "base parameters", gigabytes(memory.base), ""
+        of_learned = f"weights {gigabytes(learned.weights)}, gradients {gigabytes(learned.gradients)}, "
+        of_learned += f"optimizer {gigabytes(int(learned.optimizer))}, copies {gigabytes(learned.copies)}"
+        yield self._learned(), gigabytes(learned.total), of_learned
+        cached = f"{kv_cache_tokens(self.shape, self.spec, load)} tokens"
+        if self._state_bytes:
+            cached += f", less the states of each sequence, {gigabytes(self._state_bytes)}"
+        yield "key/value cache", gigabytes(memory.kv_cache), cached if load.samples else "sampling happens elsewhere"
+        of_pass = f"kept {gigabytes(activations.kept)}, the last layer {gigabytes(activations.working)}, "
+        of_pass += f"logits {gigabytes(activations.head)}"
+        yield f"activations of {-(-load.tokens // self.spec.sp)} tokens", gigabytes(activations.total), of_pass
+        if activations.host:
+            yield "host memory, in addition", gigabytes(activations.host), "inputs of layers (--activations offload)"
+        if memory.dequantized:
+            yield "the largest packed weight", gigabytes(memory.dequantized), "dequantized for a product"
+        if memory.gathered:
+            what, num_bytes = "a layer" if load.zero_stage == "3" else "all layers", memory.gathered + memory.prefetched
+            yield f"{what} gathered along fsdp", gigabytes(num_bytes), "and the next one's weights"
+        if memory.gathered_gradients:
+            yield "its gradients", gigabytes(memory.gathered_gradients), "and another layer's, being reduced"
+        if memory.gathered_head:
+            when = "while it computes logits; no layer runs then"
+            what = f"with its gradient, {when}" if load.training == "full" else when
+            yield "the output head gathered", gigabytes(memory.gathered_head), what
+        if memory.sampling:
+            yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
+        if memory.saving:
+            yield "a matrix gathered to save", gigabytes(memory.saving), "when no pass runs"
+        if memory.step:
+            yield "gradients summed", gigabytes(memory.step), "at a step, when no pass runs"
+        yield "at least, between passes", gigabytes(self.least_bytes), "the base, and one model or adapter in training"
+        yield "at most at a time", gigabytes(memory.total), ""
+
+    def _learned(self) -> str:
+        load = self.load
+        plural = "s" if load.slots > 1 else ""
+        if load.training == "lora":
+            return f"{load.slots} adapter{plural} of rank {load.lora_rank}"
+        billions = num_learned(self.shape, self.spec, load) / load.slots / 1e9
+        return (
+            f"{load.slots} model{plural} of {billions:.2f} billion weights, {bytes_per_number(load).total} bytes each"
+        )
+
+    def _verdict(self) -> Iterator[str]:
+        if self.device_bytes is None:
+            least, most = gigabytes(self.least_bytes), gigabytes(self.memory.total)
+            yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
+            return
+        usable, room = usable_bytes(self.device_bytes), room_words(self.device_bytes)
+        if self.fits:
+            spare = usable - self.memory.total
+            more = spare // (self.memory.trainable.total // self.load.slots)
+            further = f", enough for {more} more adapters of that rank" if self.load.training == "lora" else ""
+            yield f"fits {room}: {gigabytes(spare)} to spare{further}"
+            if self.smaller is not None:
+                needed = gigabytes(self.smaller.memory.total)
+                yield f"fewer ranks do not fit: {self.smaller.spec} would need {needed} on each"
+        else:
+            yield f"does not fit {room}: {gigabytes(self.memory.total - usable)} too much"
+            yield from (f"it would with {remedy.flags}" for remedy in self.remedies)
+        if self.sizes is not None:
+            sizes, limit = self.sizes, self._limit(self.sizes)
+            yield f"serve makes micro-batches of {sizes.micro_batch_tokens} tokens there, {limit},"
+            yield f"and passes of {sizes.pass_tokens} tokens (--micro-batch-tokens, --pass-tokens)"
+        if self.with_replicas is not None:
+            yield f"with {self.with_replicas.num_ranks} of the {self.num_devices} devices: {self.with_replicas}"
+
+    def _limit(self, sizes: BatchSizes) -> str:
+        """Says why micro-batches are not longer."""
+        if sizes.wanted is None:
+            return "as set"
+        if sizes.micro_batch_tokens < sizes.wanted:
+            beside = "" if self.rate is None else ", or what slots and cache leave"
+            return f"not {sizes.wanted}: they fill a third of what the base leaves free{beside}"
+        if self.rate is None or sizes.wanted == DEFAULT_MICRO_BATCH_TOKENS:
+            return "the least for speed"
+        rate = float(f"{self.rate.flops_per_second / 1e12:.3g}")
+        return f"what takes 0.1 s at {rate:g} TFLOP/s ({self.rate.source})"
 
 
 app = new_app()
@@ -106,7 +260,15 @@ def plan(given: Mapping[str, Any]) -> Status:
     """
     typed = {name: value for name, value in given.items() if name in OPTIONS and value}
     try:
-        planned = _planned(PlanOptions.read(typed, given["train_only"]))
+        options = PlanOptions.read(typed, given["train_only"])
+        if options.own.draft is not None:
+            planned = plan_of_draft(options)
+        elif options.ranks.draft_parallel is not None:
+            raise ConfigError(
+                "--draft-parallel has no effect without --draft: name the algorithm, as in --draft eagle3"
+            )
+        else:
+            planned = plan_of_groups(options) if options.names_groups else plan_of(options)
     except NoEstimate as served:
         print(json.dumps({"fits": None, "note": str(served)}, indent=2) if given["json"] else served)
         return 0
@@ -123,35 +285,21 @@ app.command()(with_options(plan, list(flags()), lambda given: given))
 
 
 class Planned(Protocol):
-    """A plan for one group of ranks or for several.
-
-    fits: None if it is not compared with a device.
-    """
+    """A plan for one group of ranks or for several."""
 
     @property
-    def fits(self) -> bool | None: ...
+    def fits(self) -> bool | None:
+        """None if it is not compared with a device."""
+        ...
 
     def as_json(self) -> dict[str, object]: ...
 
     def text(self) -> Iterator[str]: ...
 
 
-def _planned(options: PlanOptions) -> Planned:
-    if options.own.draft is not None:
-        return plan_of_draft(options)
-    if options.ranks.draft_parallel is not None:
-        raise ConfigError("--draft-parallel has no effect without --draft: name the algorithm, as in --draft eagle3")
-    return plan_of_groups(options) if options.names_groups else plan_of(options)
-
-
 def plan_of(options: PlanOptions) -> MemoryPlan:
-    """Returns the plan.
-
-    Raises:
-        ConfigError: a value is malformed.
-        ValueError: the layout is impossible.
-        NoEstimate: the model's memory cannot be estimated.
-    """
+    """Returns the plan. Raises ConfigError if a value is malformed, ValueError if the layout is impossible, NoEstimate
+    if the model's memory cannot be estimated."""
     device_bytes, num_devices = _device_bytes(options), options.own.num_devices
     is_auto = options.ranks.parallel is None
     if is_auto and options.ranks.shard:
@@ -198,15 +346,12 @@ def _options_of_drafts(options: PlanOptions) -> PlanOptions:
     """Returns the options of the ranks that train drafts: a group with a --role-group, else those of --parallel."""
     for name in OF_GROUPS:
         if name != "role_groups" and name in options.typed:
-            raise ConfigError(
-                f"--draft plans the ranks that train drafts, for which {OPTIONS[name].flag} changes nothing: leave it "
-                "out"
-            )
+            changes = f"for which {OPTIONS[name].flag} changes nothing"
+            raise ConfigError(f"--draft plans the ranks that train drafts, {changes}: leave it out")
     groups = options.ranks.role_groups
     if not groups:
         return options
-    group = next((each for each in groups if "draft" in each.roles), None)
-    if group is None:
+    if (group := next((group for group in groups if "draft" in group.roles), None)) is None:
         raise ConfigError(
             "--draft plans the ranks that train drafts, and no --role-group has them: add one, such as draft=tp=2, or "
             "leave --role-group out if those of --parallel train drafts"
@@ -250,10 +395,8 @@ def _no_estimate(model: ModelDescription) -> NoEstimate:
 
 
 def _notes(options: PlanOptions, model: ModelDescription) -> tuple[str, ...]:
-    dtype = None
-    if options.models.dtype == "auto":
-        dtype = "counted in bfloat16, which serve uses on a GPU; on a CPU it uses float32: add --dtype float32 for that"
-    return tuple(filter(None, (model.left_out, dtype)))
+    dtype = "counted in bfloat16, which serve uses on a GPU; on a CPU it uses float32: add --dtype float32 for that"
+    return tuple(filter(None, (model.left_out, dtype if options.models.dtype == "auto" else None)))
 
 
 def _model_and_spec(options: PlanOptions) -> tuple[ModelShape, ParallelSpec]:
@@ -286,47 +429,6 @@ def _model(options: PlanOptions) -> ModelDescription:
     return describe_model(served.name, read_config(served.source))
 
 
-def _as_json(plan: MemoryPlan) -> dict[str, object]:
-    shape, spec, memory = plan.shape, plan.spec, plan.memory
-    return {
-        "model": {"name": shape.name, "type": shape.model_type, "parameters": num_parameters(shape)},
-        "max_positions": shape.max_positions,
-        "rope": str(shape.rope),
-        "load": asdict(plan.load),
-        "parallel": spec.axes,
-        "replicated": list(spec.replicated),
-        "ranks": spec.num_ranks,
-        "parameters": [asdict(each) | {"bytes": each.kept * plan.load.number_bytes} for each in _table(plan)],
-        "memory": {
-            "base": memory.base,
-            "learned": asdict(memory.trainable) | {"total": memory.trainable.total},
-            "kv_cache": memory.kv_cache,
-            "kv_cache_tokens": kv_cache_tokens(shape, spec, plan.load),
-            "state_bytes_per_sequence": _state_bytes(plan),
-            "activations": asdict(memory.activations) | {"total": memory.activations.total},
-            "dequantized": memory.dequantized,
-            "gathered": memory.gathered,
-            "arriving": memory.prefetched,
-            "gathered_gradients": memory.gathered_gradients,
-            "gathered_head": memory.gathered_head,
-            "sampling": memory.sampling,
-            "saving": memory.saving,
-            "step": memory.step,
-            "work": memory.work,
-            "least": plan.least_bytes,
-            "total": memory.total,
-        },
-        "usable": None if plan.device_bytes is None else usable_bytes(plan.device_bytes),
-        "fits": plan.fits,
-        "default_micro_batch_tokens": None if plan.sizes is None else plan.sizes.micro_batch_tokens,
-        "default_pass_tokens": None if plan.sizes is None else plan.sizes.pass_tokens,
-        "filling": None if plan.with_replicas is None else str(plan.with_replicas),
-        "remedies": [remedy.flags for remedy in plan.remedies],
-        "products": None if plan.rate is None else asdict(plan.rate),
-        "notes": list(plan.notes),
-    }
-
-
 def _needed_bytes(device_bytes: int | None) -> int:
     if device_bytes is None:
         raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
@@ -354,164 +456,16 @@ def _rate(options: PlanOptions, load: Workload) -> Rate | None:
         raise ConfigError(str(error)) from None
 
 
-def _on_cpu(options: PlanOptions) -> bool:
-    """True if the ranks are on CPUs: by the link or, with float32, without devices of a name or of this machine."""
-    link, dtype = options.ranks.device_link, options.models.dtype
-    if link != AUTO:
-        return link == "host"
-    return dtype == "float32" and options.own.device_name is None and not cuda_devices()
-
-
 def _load(options: PlanOptions, shape: ModelShape) -> Workload:
     length, dtype = options.models.max_context_length or shape.max_positions, options.models.dtype
     if length is None:
         raise ConfigError(f"the config.json of {shape.name} has no context length: give --max-context-length")
+    link = options.ranks.device_link
+    has_devices = dtype != "float32" or options.own.device_name is not None or bool(cuda_devices())
     return Workload(
         longest=length,
         dtype="bfloat16" if dtype == "auto" else dtype,
-        on_cpu=_on_cpu(options),
+        on_cpu=link == "host" if link != AUTO else not has_devices,
         samples=not options.train_only,
         **options.of_workload,
     )
-
-
-# Text output
-
-
-def _text(plan: MemoryPlan) -> Iterator[str]:
-    yield from _head(plan)
-    yield ""
-    yield from aligned(
-        ("parameters", "count", "whole", "style", "on a rank", "kept of it", "bytes"),
-        [_row(each, plan.load.number_bytes) for each in _table(plan)],
-    )
-    yield ""
-    yield from aligned(("memory of each rank", "bytes", ""), list(_memory_rows(plan)))
-    yield ""
-    yield from _verdict(plan)
-
-
-def _head(plan: MemoryPlan) -> Iterator[str]:
-    shape, load = plan.shape, plan.load
-    experts = shape.experts
-    of_mixers = " or ".join(dict.fromkeys(map(str, shape.mixers)))
-    of_experts = "" if experts is None else f", {experts.num} experts of which a token takes {experts.per_token}"
-    yield (
-        f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters in {load.dtype}; "
-        f"{shape.num_layers} layers, {of_mixers}{of_experts}"
-    )
-    yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
-    yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}"
-    if load.activations != "keep":
-        yield f"layers are recomputed in the backward pass: --activations {load.activations}"
-    yield from plan.notes
-    found = cuda_devices()
-    if plan.num_devices is None and found is not None:
-        yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with a number)"
-
-
-def _table(plan: MemoryPlan) -> list[ParameterGroup]:
-    return parameters(plan.shape, plan.spec)
-
-
-def _cached(plan: MemoryPlan) -> str:
-    tokens, states = kv_cache_tokens(plan.shape, plan.spec, plan.load), _state_bytes(plan)
-    return f"{tokens} tokens" + (f", less the states of each sequence, {gigabytes(states)}" if states else "")
-
-
-def _state_bytes(plan: MemoryPlan) -> int:
-    """Returns the bytes that a rank's cache holds of a sequence of any length."""
-    return plan.shape.cache_size(plan.spec, plan.load.number_bytes).bytes_per_sequence
-
-
-def _row(each: ParameterGroup, number_bytes: int) -> tuple[str, ...]:
-    whole, own = (" x ".join(map(str, shape)) for shape in (each.shape, each.own_shape))
-    kept = f"1/{each.fsdp}" if each.fsdp > 1 else "all"
-    return each.pattern, str(each.count), whole, each.style, own, kept, gigabytes(each.kept * number_bytes)
-
-
-def _memory_rows(plan: MemoryPlan) -> Iterator[tuple[str, ...]]:
-    memory, load = plan.memory, plan.load
-    learned, activations = memory.trainable, memory.activations
-    yield "base parameters", gigabytes(memory.base), ""
-    of_learned = f"weights {gigabytes(learned.weights)}, gradients {gigabytes(learned.gradients)}, "
-    of_learned += f"optimizer {gigabytes(int(learned.optimizer))}, copies {gigabytes(learned.copies)}"
-    yield _learned(plan), gigabytes(learned.total), of_learned
-    yield "key/value cache", gigabytes(memory.kv_cache), _cached(plan) if load.samples else "sampling happens elsewhere"
-    of_pass = f"kept {gigabytes(activations.kept)}, the last layer {gigabytes(activations.working)}, "
-    of_pass += f"logits {gigabytes(activations.head)}"
-    yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", gigabytes(activations.total), of_pass
-    if activations.host:
-        yield "host memory, in addition", gigabytes(activations.host), "inputs of layers (--activations offload)"
-    if memory.dequantized:
-        yield "the largest packed weight", gigabytes(memory.dequantized), "dequantized for a product"
-    if memory.gathered:
-        what = "a layer" if load.zero_stage == "3" else "all layers"
-        yield (
-            f"{what} gathered along fsdp",
-            gigabytes(memory.gathered + memory.prefetched),
-            "and the next one's weights",
-        )
-    if memory.gathered_gradients:
-        yield "its gradients", gigabytes(memory.gathered_gradients), "and another layer's, being reduced"
-    if memory.gathered_head:
-        what = "with its gradient, " if load.training == "full" else ""
-        yield (
-            "the output head gathered",
-            gigabytes(memory.gathered_head),
-            f"{what}while it computes logits; no layer runs then",
-        )
-    if memory.sampling:
-        yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
-    if memory.saving:
-        yield "a matrix gathered to save", gigabytes(memory.saving), "when no pass runs"
-    if memory.step:
-        yield "gradients summed", gigabytes(memory.step), "at a step, when no pass runs"
-    yield "at least, between passes", gigabytes(plan.least_bytes), "the base, and one model or adapter in training"
-    yield "at most at a time", gigabytes(memory.total), ""
-
-
-def _learned(plan: MemoryPlan) -> str:
-    load = plan.load
-    plural = "s" if load.slots > 1 else ""
-    if load.training == "lora":
-        return f"{load.slots} adapter{plural} of rank {load.lora_rank}"
-    billions = num_learned(plan.shape, plan.spec, load) / load.slots / 1e9
-    return f"{load.slots} model{plural} of {billions:.2f} billion weights, {bytes_per_number(load).total} bytes each"
-
-
-def _verdict(plan: MemoryPlan) -> Iterator[str]:
-    if plan.device_bytes is None:
-        least, most = gigabytes(plan.least_bytes), gigabytes(plan.memory.total)
-        yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
-        return
-    usable, room = usable_bytes(plan.device_bytes), room_words(plan.device_bytes)
-    if plan.fits:
-        spare = usable - plan.memory.total
-        more = spare // (plan.memory.trainable.total // plan.load.slots)
-        further = f", enough for {more} more adapters of that rank" if plan.load.training == "lora" else ""
-        yield f"fits {room}: {gigabytes(spare)} to spare{further}"
-        if plan.smaller is not None:
-            needed = gigabytes(plan.smaller.memory.total)
-            yield f"fewer ranks do not fit: {plan.smaller.spec} would need {needed} on each"
-    else:
-        yield f"does not fit {room}: {gigabytes(plan.memory.total - usable)} too much"
-        yield from (f"it would with {remedy.flags}" for remedy in plan.remedies)
-    if plan.sizes is not None:
-        yield f"serve makes micro-batches of {plan.sizes.micro_batch_tokens} tokens there, {_limit(plan, plan.sizes)},"
-        yield f"and passes of {plan.sizes.pass_tokens} tokens (--micro-batch-tokens, --pass-tokens)"
-    if plan.with_replicas is not None:
-        yield f"with {plan.with_replicas.num_ranks} of the {plan.num_devices} devices: {plan.with_replicas}"
-
-
-def _limit(plan: MemoryPlan, sizes: BatchSizes) -> str:
-    """Says why micro-batches are not longer."""
-    if sizes.wanted is None:
-        return "as set"
-    if sizes.micro_batch_tokens < sizes.wanted:
-        beside = "" if plan.rate is None else ", or what slots and cache leave"
-        return f"not {sizes.wanted}: they fill a third of what the base leaves free{beside}"
-    if plan.rate is None or sizes.wanted == DEFAULT_MICRO_BATCH_TOKENS:
-        return "the least for speed"
-    rate = float(f"{plan.rate.flops_per_second / 1e12:.3g}")
-    return f"what takes 0.1 s at {rate:g} TFLOP/s ({plan.rate.source})"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import get_args
+from typing import cast, get_args
 
 from ...schemas.training import TargetRepr
 from ...workers.planner.drafts.draft_estimate import longest_sequence
@@ -25,17 +25,14 @@ _OF_PASS = ("features", "kept", "working")
 
 @dataclass(frozen=True)
 class PlannedDraft:
-    """The estimate for a draft.
-
-    layout: of the target on the ranks that train the draft, and of the draft. device_bytes: memory of each device; None
-    if the estimate is not compared with one. notes: see MemoryPlan.
-    """
+    """The estimate for a draft. device_bytes, notes: see MemoryPlan."""
 
     shape: ModelShape
     layout: DraftLayout
+    """Of the target on the ranks that train the draft, and of the draft."""
     draft: DraftLoad
     device_bytes: int | None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
     def fits(self) -> bool | None:
@@ -46,11 +43,9 @@ class PlannedDraft:
         """The tokens of the longest sequence that fits, of those that the model can run; None without a device."""
         if self.device_bytes is None:
             return None
-        layout = self.layout
-        most = self.shape.max_positions or layout.load.longest
-        return longest_sequence(
-            self.shape, layout.spec, layout.load, self.draft, layout.draft_spec, self.device_bytes, most
-        )
+        spec, load, draft_spec = self.layout.spec, self.layout.load, self.layout.draft_spec
+        most = self.shape.max_positions or load.longest
+        return longest_sequence(self.shape, spec, load, self.draft, draft_spec, self.device_bytes, most)
 
     @property
     def num_parameters(self) -> int:
@@ -173,21 +168,16 @@ def parse_draft(text: str) -> DraftOptions:
     known, fields, target_repr = FIELDS[wanted], dict[str, int](), DraftOptions.target_repr
     for name, value in given.items():
         if name == "target_repr" and wanted == "eagle3":
-            target_repr = _target_repr(value)
+            if value not in get_args(TargetRepr):
+                raise ConfigError(f"--draft has target_repr {value!r}: expected {', '.join(get_args(TargetRepr))}")
+            target_repr = cast(TargetRepr, value)
             continue
         if name not in known:
             raise ConfigError(f"--draft has no {name!r} for {wanted}: expected {', '.join(known)}")
-        if name == "capture_layers" and all(each.isascii() and each.isdigit() for each in value.split("+")):
+        if name == "capture_layers" and all(layer.isascii() and layer.isdigit() for layer in value.split("+")):
             fields[name] = len(set(value.split("+")))
             continue
         if not (value.isascii() and value.isdigit()) or not 1 <= int(value) <= _MOST:
             raise ConfigError(f"--draft has {name} {value!r}: expected a whole number from 1 to {_MOST}")
         fields[name] = int(value)
     return DraftOptions(wanted, fields, target_repr)
-
-
-def _target_repr(value: str) -> TargetRepr:
-    for each in get_args(TargetRepr):
-        if value == each:
-            return each
-    raise ConfigError(f"--draft has target_repr {value!r}: expected {', '.join(get_args(TargetRepr))}")

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from ...workers.models.devices import device_of
-from ...workers.planner.group_memory import Phase, RankBytes
+from ...workers.planner.group_memory import Phase, RankBytes, largest_term, term_words
 from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, PlannedGroup
-from ...workers.planner.largest_term import largest_term, term_words
 from ...workers.planner.workload import Workload
 from ...workers.protocol.parallel_spec import ParallelSpec
 from ...workers.protocol.worker_config import (
@@ -44,14 +43,13 @@ _TITLES = tuple(map(term_words, _COLUMNS))
 
 @dataclass(frozen=True)
 class PlannedGroups:
-    """The plan of groups for the command line.
-
-    is_default_cache: whether --kv-cache-bytes is not given, for a GPU. said: the choice of `--sampler-parallel auto`.
-    """
+    """The plan of groups for the command line."""
 
     plan: GroupsPlan
     is_default_cache: bool
-    said: tuple[str, ...] = ()
+    """True for a GPU without --kv-cache-bytes."""
+    said: tuple[str, ...]
+    """The choice of `--sampler-parallel auto`."""
 
     @property
     def fits(self) -> bool | None:
@@ -86,10 +84,10 @@ class PlannedGroups:
                 "counted: name --kv-cache-bytes to both"
             )
         yield ""
-        rows = [
-            (each.name, str(each.spec), _shown(each.devices), each.load.dtype, self._phases(each))
-            for each in plan.groups
-        ]
+        rows = []
+        for group in plan.groups:
+            phases = ", ".join(plan.memory[group.name].phases)
+            rows.append((group.name, str(group.spec), _shown(group.devices), group.load.dtype, phases))
         yield from aligned(("group", "layout", "devices", "base in", "phases"), rows)
         yield from self.said
         for device in plan.devices:
@@ -120,9 +118,6 @@ class PlannedGroups:
             "needed": device.needed,
             "usable": self.plan.usable_on(device),
         }
-
-    def _phases(self, group: PlannedGroup) -> str:
-        return ", ".join(self.plan.memory[group.name].phases)
 
     def _remedies(self, device: DevicePlan) -> Iterator[str]:
         """Yields the largest term of the group that needs most with its remedy, and turns if the device is shared."""
@@ -157,30 +152,26 @@ class PlannedGroups:
             yield "no two groups share a device: none moves"
             return
         rows = [
-            (name, *map(gigabytes, (each.arriving, each.leaving, each.first, each.host, each.pinned, each.disk)))
-            for name, each in moving.items()
+            (name, *map(gigabytes, (moves.arriving, moves.leaving, moves.first, moves.host, moves.pinned, moves.disk)))
+            for name, moves in moving.items()
         ]
         titles = ("in", "out", "out at first", "in host memory", "pinned blocks", "on disk")
         yield from aligned(("moves at a turn, of each rank", *titles), rows)
-        totals = {each.name: each.spec.num_ranks for each in self.plan.groups}
-        host, pinned = (
-            gigabytes(sum(totals[name] * getattr(each, of) for name, each in moving.items()))
-            for of in ("host", "pinned")
-        )
+        num_ranks = {group.name: group.spec.num_ranks for group in self.plan.groups}
+        host = gigabytes(sum(num_ranks[name] * moves.host for name, moves in moving.items()))
+        pinned = gigabytes(sum(num_ranks[name] * moves.pinned for name, moves in moving.items()))
         yield f"all ranks of these groups keep {host} in host memory, for which torch pins {pinned}"
 
 
 def planned_groups(
     given: Flags, shape: ModelShape, load: Workload, device_bytes: int | None, num_devices: int | None
 ) -> PlannedGroups:
-    """Returns the plan of the groups that `serve` starts with these flags.
+    """Returns the plan of the groups that `serve` starts with these flags. Raises ConfigError if a flag has a wrong
+    value, ValueError if `serve` would refuse the groups or their memory cannot be planned.
 
     Args:
         given: as typed, by option; others are ignored.
         load: of the policies' group, with the slots of each role.
-    Raises:
-        ConfigError: a flag has a wrong value.
-        ValueError: `serve` would refuse the groups, or their memory cannot be planned.
     """
     said: list[str] = []
     usual = {"device": "cuda"}
@@ -194,9 +185,8 @@ def planned_groups(
     dispatch = config.dispatch_config()
     if config.sampling.sampler_parallel is None:
         if device_bytes is None:
-            raise ConfigError(
-                "--sampler-parallel auto needs the memory of a device: give --device-memory, such as 80GB"
-            )
+            needs = "--sampler-parallel auto needs the memory of a device"
+            raise ConfigError(f"{needs}: give --device-memory, such as 80GB")
         dispatch = with_sampler_layout(dispatch, device_bytes, num_devices, said.append)
     check_layouts(dispatch, num_devices)
     groups = []
@@ -239,13 +229,10 @@ def _samples(config: DispatchConfig, roles: Sequence[str], load: Workload) -> bo
 
 def _rank_group(name: str, roles: tuple[str, ...], model: WorkerConfig, load: Workload, samples: bool) -> PlannedGroup:
     spec, on_cpu = model.parallel, runs_on_cpu(model)
-    devices = (
-        (CPU,) * spec.num_ranks if on_cpu else tuple(device_of(model.device, rank) for rank in range(spec.num_ranks))
-    )
+    devices = tuple(CPU if on_cpu else device_of(model.device, rank) for rank in range(spec.num_ranks))
     usual = DEFAULT_PREFILL_CHUNK_TOKENS if on_cpu else min(GPU_PREFILL_CHUNK_TOKENS, load.micro_batch_tokens)
-    own = replace(
-        load, samples=samples, dtype=loaded_dtype(model), zero_stage=load.zero_stage if spec.fsdp > 1 else "3"
-    )
+    zero_stage = load.zero_stage if spec.fsdp > 1 else "3"
+    own = replace(load, samples=samples, dtype=loaded_dtype(model), zero_stage=zero_stage)
     return PlannedGroup(name, roles, spec, own, devices, model.prefill_chunk_tokens or usual)
 
 

@@ -90,7 +90,7 @@ class LeasedServer:
             await asyncio.wait({serving, turns}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._is_stopping = True
-            self._standby.drop_all()
+            self._standby.drop(keeps_present=False)
             for task in (serving, turns):  # connections are closed before anything that they use
                 task.cancel()
                 await asyncio.wait({task})
@@ -123,7 +123,7 @@ class LeasedServer:
         try:
             while not taking.done():
                 await asyncio.wait({taking}, timeout=_HOLDER_SECONDS)
-                self._standby.drop_others()
+                self._standby.drop(keeps_present=True)
                 if self._lease.holder_url not in (None, announced):
                     announced, self._switch.target = self._lease.holder_url, self._standby
                     self._announce(f"standing by: {announced} holds the lease")

@@ -232,7 +232,11 @@ class Tenure:
             raise LeaseLost(f"the live state of epoch {found[-1]} has just been taken by another server") from None
         sync_directory(state_dir)
         for name in _SEGMENT_DIRECTORIES:
-            _try_to_fence_off(directory / name)
+            try:
+                fence_off_writer(directory / name)
+            except OSError as error:  # a full disk does not stop the takeover: late records were never acknowledged
+                where = directory / name
+                logger.error("a former server may still write to the last segment of %s: %s", where, error)
         for older in found[:-1]:  # a former holder may have created it before it noticed its loss
             remove_tree(epoch_directory(state_dir, older), ignore_errors=True)
         return directory
@@ -246,13 +250,3 @@ def _no_live_state(state_dir: Path) -> ValueError:
         f"state directory {state_dir} has no live state, but the database has a record of one: give --state-dir the "
         "directory that all servers on this database share, and mount it first"
     )
-
-
-def _try_to_fence_off(directory: Path) -> None:
-    """Fences off a former holder. A full disk does not stop the takeover, since late records were never
-    acknowledged.
-    """
-    try:
-        fence_off_writer(directory)
-    except OSError as error:
-        logger.error("a former server may still write to the last segment of %s: %s", directory, error)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from typing import Literal
 
 import httpx
@@ -108,7 +108,7 @@ class Standby:
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_keepalive_connections=_MAX_IDLE, keepalive_expiry=_IDLE_SECONDS),
             verify=ssl.create_default_context(),
@@ -118,19 +118,16 @@ class Standby:
         self._forwarding: dict[asyncio.Task[None], str] = {}
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self.client.aclose()
 
-    def drop_others(self) -> None:
-        """Drops requests that still wait for a former holder, which may never respond."""
-        self._drop({url for url in self._forwarding.values() if url != self._lease.holder_url})
+    def drop(self, keeps_present: bool) -> None:
+        """Drops requests being forwarded.
 
-    def drop_all(self) -> None:
-        """Drops all forwarded requests, as this server stops."""
-        self._drop(set(self._forwarding.values()))
-
-    def _drop(self, urls: Collection[str]) -> None:
+        Args:
+            keeps_present: those to the present holder stay; a former one may never respond.
+        """
         for forwarding, url in self._forwarding.items():
-            if url in urls:
+            if not keeps_present or url != self._lease.holder_url:
                 forwarding.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,9 +150,6 @@ class Standby:
     def register(self, forwarding: "asyncio.Task[None]", url: str) -> None:
         self._forwarding[forwarding] = url
         forwarding.add_done_callback(self._forwarding.pop)
-
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        return await self._client.send(request, stream=True)
 
 
 class _ForwardedRequest:
@@ -185,7 +179,7 @@ class _ForwardedRequest:
             await self._failed(error)
 
     async def _answer(self) -> None:
-        response = await self._standby.send(self._request())
+        response = await self._standby.client.send(self._request(), stream=True)
         async with contextlib.aclosing(response):
             headers = [(name.lower(), value) for name, value in response.headers.raw]
             # uvicorn adds its own date header.

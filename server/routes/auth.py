@@ -1,23 +1,19 @@
 """Routes with which a client describes, revokes or exchanges its own API key (`tinker auth login` and `logout`)."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 
 from ...schemas.errors import RequestError
 from ...schemas.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, TokenResponse
-from ..tenants.auth import TenantDependency, admitted_key, presented_key
+from ..tenants.auth import TenantDependency, admitted_key
 from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1/auth", tags=["auth"])
 
-KeyDependency = Annotated[str | None, Depends(presented_key)]
-
 
 @router.post("/token")
-async def token(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> TokenResponse:
+async def token(request: Request, services: ServicesDependency, tenant: TenantDependency) -> TokenResponse:
     """Returns a token that can replace the key for an hour, until the key is revoked or the server restarts."""
-    return TokenResponse(jwt=await services.auth.token_for(key or ""))
+    return TokenResponse(jwt=services.auth.token_for(admitted_key(request)))
 
 
 @router.get("/apikey/me")
@@ -35,9 +31,9 @@ async def own_key(request: Request, tenant: TenantDependency) -> OwnKey:
 
 
 @router.delete("/apikey/me", status_code=204)
-async def revoke_own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> None:
+async def revoke_own_key(request: Request, services: ServicesDependency, tenant: TenantDependency) -> None:
     """Revokes the caller's key. Answers 404 on an open server, which accepts any key and stores none."""
-    record = await services.auth.key_of(key)
+    record = admitted_key(request).key
     if record is None:
         raise RequestError("this server did not create the key, so it cannot revoke it", status=404)
     await services.auth.revoke(record)

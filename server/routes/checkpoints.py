@@ -39,7 +39,7 @@ from ..store import CheckpointRecord, SessionRecord, checkpoint_path
 from ..tenants.auth import Tenant, TenantDependency
 from ..tenants.reservation import Reservation
 from .examples import IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
-from .services import Services, ServicesDependency
+from .services import ServicesDependency
 from .submission import receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
@@ -234,7 +234,9 @@ async def copy_weights(
     """Copies a checkpoint. The copy belongs to the caller, in the requested project, and outlives its source."""
     token = access_token or request.weights_access_token
     source = await services.checkpoints.resolve(tenant, request.source_path, token)
-    project_id = await _destination(services, tenant, request)
+    project_id = request.destination_project_id
+    if request.session_id is not None:
+        project_id = (await services.sessions.require_open(tenant, request.session_id)).project_id
     session = _closed_session_record(tenant, project_id, idempotency_key, "copy_weights")
     copy = await copy_checkpoint(services.checkpoints, source, session, request.ttl_seconds)
     return CopyWeightsResponse(tinker_path=copy.tinker_path)
@@ -258,21 +260,14 @@ async def import_weights(
     The body is adapter_config.json followed by adapter_model.safetensors.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
-        upload = await receive_unordered(request, reservation, decode)
+        decoder = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
+        upload = await receive_unordered(request, services, reservation, decoder)
         imported = ImportRequest(upload, base_model, name, ttl_seconds)
         session = _closed_session_record(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services.dispatch, services.checkpoints, tenant, imported, session)
     lora = lora_of(checkpoint.training)
     assert lora is not None, "only adapters are imported"
     return ImportWeightsResponse(tinker_path=checkpoint.tinker_path, base_model=checkpoint.base_model, lora=lora)
-
-
-async def _destination(services: Services, tenant: Tenant, request: CopyWeightsRequest) -> str | None:
-    """Returns the project of the request's session, if it names one, else its destination_project_id."""
-    if request.session_id is None:
-        return request.destination_project_id
-    return (await services.sessions.require_open(tenant, request.session_id)).project_id
 
 
 def _closed_session_record(

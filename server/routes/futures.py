@@ -3,6 +3,7 @@
 import random
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from ...schemas.futures import (
     CancelFutureRequest,
@@ -16,7 +17,7 @@ from ..http.bodies import json_body, receive_json
 from ..tenants.auth import TenantDependency
 from .examples import SAMPLER_ID
 from .services import ServicesDependency
-from .submission import pending_response, result_response
+from .submission import result_response
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 
@@ -38,10 +39,10 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     """
     body = await receive_json(request, RetrieveFutureRequest)
     seconds = services.config.network.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
-    answered = await result_response(request, services, tenant, body.request_id, seconds)
+    response = await result_response(request, services, tenant, body.request_id, seconds)
     # A poll counts as a sign of life, for clients that send no heartbeats; a request id begins with its session's id.
     services.sessions.touch(body.request_id.partition(":")[0])
-    return pending_response(answered) if isinstance(answered, Pending) else answered
+    return JSONResponse(response.model_dump(exclude_none=True), 408) if isinstance(response, Pending) else response
 
 
 @router.post(

@@ -6,20 +6,24 @@ POST.
 """
 
 import logging
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
 from fastapi import APIRouter, Request, Response
+from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ...schemas.adapters.model_files import is_loopback
+from ...schemas.errors import RequestError, UnknownField
+from ...schemas.training import describe_unknown
 from ...workers.protocol.plugins import plugin_rows
 from ..config.server_config import ServerConfig
 from ..http.bodies import Body, body_limits
 from ..http.errors import HANDLED_ERRORS, handle_error
-from ..tenants.auth import Tenant
+from ..tenants.auth import Auth, Tenant, address_of
 from ..tenants.exchange import AnswerWithheld, Exchange
-from ..tenants.head_check import check_head
 from ..tenants.scopes import LARGE_BODIES, find_route
 from .services import Services
 
@@ -29,6 +33,8 @@ Endpoint = Callable[[Request, Services, Tenant], Awaitable[Response]]
 
 _TRACE_ID = b"x-trace-id"
 _MOST_IGNORED = 256
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[^.@:]*)?", re.DOTALL)
+_OF_PROXIES = frozenset({"via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip", "cdn-loop"})
 
 
 def find_endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str, Endpoint]:
@@ -92,7 +98,7 @@ class Gate:
                 except HANDLED_ERRORS as error:
                     await exchange.refuse(await handle_error(request, error))
                     return
-                work.tenant, exchange.is_admitted = key.tenant.id, True
+                work.tenant, exchange.auth = key.tenant.id, services.auth
             await self._call_route(exchange, services)
         except AnswerWithheld:  # the connection of an answer that has begun is closed
             pass
@@ -123,3 +129,68 @@ class Gate:
         if ignored not in self._ignored and len(self._ignored) < _MOST_IGNORED:
             self._ignored.add(ignored)
             logger.warning("ignored: %s", ignored.encode("unicode_escape").decode())
+
+
+async def check_head(request: Request, allowed_hosts: Collection[str]) -> None:
+    """Raises RequestError if the head is not readable, or not meant for this server.
+
+    A server that listens on a loopback address and has no keys answers only under names that no page of another site
+    can have: a site whose name leads to 127.0.0.1 (DNS rebinding) would else use it through its visitors' browsers.
+    Such names are loopback addresses, names without a dot, as containers have, and `allowed_hosts`.
+    """
+    auth: Auth = request.app.state.services.auth
+    if not request.scope["query_string"].isascii():
+        request.scope["query_string"] = b""  # which the answer could not describe
+        auth.unauthenticated_limits.take(address_of(request))
+        raise RequestError("the query is not ASCII: percent-encode it, as UTF-8")
+    hosts = request.headers.getlist("host") if auth.is_loopback else []
+    if all(is_local_host(host, allowed_hosts) for host in hosts) or not await auth.is_open():
+        return
+    auth.unauthenticated_limits.take(address_of(request))
+    raise RequestError(
+        f"this server has no keys, so it answers only under loopback names, and not under {hosts[0][:100]!r}: make "
+        "a key with `trainhouse keys create NAME`, or start the server with --allowed-host HOST",
+        status=403,
+    )
+
+
+def is_local_host(host: str, others: Collection[str] = ()) -> bool:
+    """True if no site of the internet can have the name in this Host header, or it is one of the others."""
+    if (found := _HOST.fullmatch(host)) is None:
+        return False
+    name = found[1].strip("[]").lower().rstrip(".")
+    return name in others or ("." not in name and ":" not in name) or is_loopback(name) or name.endswith(".localhost")
+
+
+def is_local_request(request: Request) -> bool:
+    """True if a program on this machine sent the request, and no proxy that shows itself has passed it on."""
+    if not is_loopback(address_of(request)) or request.scope.get("http_version") == "1.0":
+        return False
+    if any("forwarded" in name or name in _OF_PROXIES for name in request.headers):
+        return False
+    return all(map(is_local_host, request.headers.getlist("host")))
+
+
+def check_query(request: Request) -> None:
+    """Raises UnknownField for query parameters that a route does not have: a list would ignore a misspelt limit.
+
+    Routes without a key (probes, signed downloads) take what others append to addresses.
+    """
+    if not request.query_params or not hasattr(request.state, "key"):
+        return
+    route = request.scope["route"]
+    known = list(_names(route.dependant))
+    unknown = next((name for name in request.query_params if name not in known), None)
+    if unknown is None:
+        return
+    words = describe_unknown(f"the query of {route.path_format}", unknown, known)
+    body: Body = request.state.body
+    if body.tolerance == "none":
+        raise UnknownField(words, False)
+    body.ignored.append(words)
+
+
+def _names(dependant: Dependant) -> Iterator[str]:
+    yield from (parameter.alias for parameter in dependant.query_params)
+    for below in dependant.dependencies:
+        yield from _names(below)

@@ -25,9 +25,9 @@ from ...schemas.verbs import MODEL_ID
 from ...workers.protocol.worker_config import ServedModel
 from ..http.bodies import json_body, json_parameter
 from ..tenants.auth import OperatorDependency, TenantDependency
-from ..tenants.head_check import is_local_request
 from ..text.hub_names import tokenizer_id
 from .examples import FilePath, ModelPath
+from .gate import is_local_request
 from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1", tags=["models"])

@@ -14,7 +14,7 @@ from ...schemas.sampling import (
     SamplerInfo,
 )
 from ...schemas.verbs import BASE_MODEL, SESSION_ID
-from ..http.bodies import json_body, receive_json
+from ..http.bodies import Decoder, json_body, receive_json
 from ..tenants.auth import TenantDependency
 from ..tenants.reservation import Reservation
 from .examples import SAMPLER_ID, SamplerIdPath
@@ -28,6 +28,7 @@ _SAMPLE: dict[str, object] = {
     "sampling_params": {"max_tokens": 16, "temperature": 0.7},
     "num_samples": 2,
 }
+_DECODER = Decoder(partial(decode_model, SampleRequest))
 
 
 @router.post(
@@ -89,6 +90,6 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     counts the proposed and the accepted ones.
     """
     with Reservation(services.quotas, tenant.id) as reservation:
-        wanted = await receive_unordered(request, reservation, partial(decode_model, SampleRequest), is_numbered=True)
+        wanted = await receive_unordered(request, services, reservation, _DECODER, is_numbered=True)
         submitted = await services.sampling.submit(tenant, wanted, request.state.body, reservation)
     return await submit_response(request, services, tenant, submitted)

@@ -132,9 +132,7 @@ class Services:
             completions,
             self.quotas,
         )
-        self._add_gauges()
 
-    def _add_gauges(self) -> None:
         for name, words, read in (
             ("live_runs", "Runs that the server holds", self.runs.num_live),
             ("lost_runs", "Runs that are still to be rebuilt", lambda: self.runs.num_lost),

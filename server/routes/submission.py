@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from fastapi import Request, Response
@@ -27,14 +27,12 @@ from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.verbs import Verb
 from ...workers.protocol.plugins import plugin_rows
-from ..http.bodies import LARGE_BYTES, Body, Decoded, decode_body, receive_body, size_of
-from ..http.digests import digesting
+from ..http.bodies import LARGE_BYTES, Body, Decoded, Decoder, decode_body, receive_body, size_of
 from ..journal.futures import Result
 from ..journal.request_decoding import RunRequest, decoder_of
 from ..operations.operation import Operation, RefusedOperation
 from ..operations.registry import TAINTING_KINDS, operation_of
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.exchange import confirm_key
 from ..tenants.quotas import UNORDERED, QueuePosition
 from ..tenants.reservation import Reservation
 from .gate import Endpoint
@@ -55,7 +53,11 @@ SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 async def receive_unordered(
-    request: Request, reservation: Reservation, decode: Callable[[bytes], Decoded], is_numbered: bool = False
+    request: Request,
+    services: Services,
+    reservation: Reservation,
+    decoder: Decoder[Decoded],
+    is_numbered: bool = False,
 ) -> Decoded:
     """Receives a request that has no order but holds a reservation until it is answered.
 
@@ -65,15 +67,11 @@ async def receive_unordered(
         RequestError: the request is refused or throttled.
     """
     body: Body = request.state.body
-    if not reservation.try_claim(body.most_bytes):
-        reservation.claim(body.most_bytes, UNORDERED)
+    reservation.claim(body.most_bytes, UNORDERED)
     await receive_body(request)
     reservation.grow(await size_of(body), UNORDERED)
-    if is_numbered:
-        content, body.digest = await decode_body(body, digesting(decode))
-    else:
-        content = await decode_body(body, decode)
-    await confirm_key(request)
+    content = await decode_body(body, decoder, is_numbered)
+    await services.auth.confirm(request)
     return content
 
 
@@ -99,11 +97,11 @@ async def receive(
         if (num_bytes := await size_of(body)) > reservation.num_bytes:
             position = await _queue_position(services, tenant, body.received, body.content_type)
             reservation.grow(num_bytes, position)
-        content, body.digest = await decode_body(body, digesting(decoder_of(verb, body.content_type)))
+        content = await decode_body(body, decoder_of(verb, body.content_type), is_numbered=True)
         operation = operation_of(content)
-        await confirm_key(request)  # decoding may have taken long
+        await services.auth.confirm(request)  # decoding may have taken long
     except RequestError as error:
-        await confirm_key(request)
+        await services.auth.confirm(request)
         await count_as_refused(services, tenant, verb.name, body, error)
         raise
     return content, operation
@@ -118,7 +116,7 @@ def submitting(verb: Verb) -> Endpoint:
             if operation.stores_features:
                 reserve = plugin_rows("server.drafts.rows", "RESERVATIONS")["features"]
                 await reserve(services, tenant, content, request.state.body, operation, reservation)
-                await confirm_key(request)
+                await services.auth.confirm(request)
             run = await services.runs.get(tenant, content.model_id or "")
             submitted = await run.submit(content.seq_id or 0, operation, request.state.body, reservation)
         return await submit_response(request, services, tenant, submitted)
@@ -191,7 +189,8 @@ async def result_response(
             sending.release()
             return Response(body, media_type=media_type) if as_it_is else _as_json(result)
         if as_it_is:
-            return _LargeResponse(_slices(body), media_type, sending, {"Content-Length": str(len(body))})
+            pieces = (body[start : start + _SLICE_BYTES] for start in range(0, len(body), _SLICE_BYTES))
+            return _LargeResponse(pieces, media_type, sending, {"Content-Length": str(len(body))})
         async with services.futures.large_result_lock:
             pieces = await asyncio.to_thread(_json_pieces, result)
         return _LargeResponse(pieces, media_type, sending)
@@ -222,14 +221,6 @@ class _LargeResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._sending.release()
-
-
-def _slices(body: bytes) -> Iterator[bytes]:
-    return (body[start : start + _SLICE_BYTES] for start in range(0, len(body), _SLICE_BYTES))
-
-
-def pending_response(pending: Pending) -> Response:
-    return JSONResponse(pending.model_dump(exclude_none=True), 408)
 
 
 def _as_json(result: Result) -> Response:

@@ -15,6 +15,7 @@ from ...schemas.training import MAX_INTEGER, ForwardBackwardRequest
 from ...schemas.verbs import CREATE_MODEL, LOAD_WEIGHTS, MODEL_ID, Verb
 from ..http.bodies import (
     Body,
+    Decoder,
     json_body,
     json_or_protobuf_body,
     json_parameter,
@@ -91,7 +92,8 @@ def _body_of(verb: Verb) -> dict[str, object]:
 
 async def _create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     with Reservation(services.quotas, tenant.id) as reservation:
-        model = await receive_unordered(request, reservation, partial(decode_model, CreateModelRequest))
+        decoder = Decoder(partial(decode_model, CreateModelRequest))
+        model = await receive_unordered(request, services, reservation, decoder)
         created = await services.runs.create(tenant, model, request.state.body, reservation)
     return await submit_response(request, services, tenant, SubmitResponse(request_id=created.request_id))
 

@@ -102,7 +102,7 @@ class Execution:
             return
         if operation.is_step or operation.clears_gradients:
             state.window = OperationWindow()
-        task = self._tasks[entry.seq_id] = asyncio.create_task(self._execute(operation, window))
+        task = self._tasks[entry.seq_id] = asyncio.create_task(self._execute(operation, window, state.window))
         # A task that is cancelled before its first step never reaches its `finally`.
         task.add_done_callback(lambda _: self._ended(entry.seq_id))
         if operation.is_chained:
@@ -121,15 +121,17 @@ class Execution:
         elif state.unusable is not None:
             self._services.futures.fail(operation.future, state.unusable, "user")
         operation.release()
+        self._rebuilder.progressed.set()
         self.begin_ready()
 
-    async def _execute(self, operation: Operation, window: OperationWindow) -> None:
+    async def _execute(self, operation: Operation, window: OperationWindow, following: OperationWindow) -> None:
         """Performs the operation and answers it. The outcome is in the operation's log entry.
 
         Args:
             window: the gradient window that the operation is part of, or ends.
+            following: that of the operations behind it.
         """
-        CURRENT_WORK.set(operation.context)
+        CURRENT_WORK.set(operation.work_context)
         try:
             # Without a client that waits, it is run only for its effect: it must not be published again.
             if operation.future is None and not operation.changes_state:
@@ -137,32 +139,31 @@ class Execution:
             try:
                 result = await self._perform(operation, window)
             except Exception as error:
-                await self._failed(operation, window, error)
+                await self._failed(operation, window, following, error)
             else:
-                self._succeeded(operation, result)
+                operation.log_entry.outcome, self._state.outage = Outcome.DONE, None
+                if operation.future is not None:
+                    ended, size = operation.ended(self._state.record.run_id, None), operation.size_of_call
+                    self._services.telemetry.operation_ended(operation.work_context, ended, size, "user", None)
+                    self._services.futures.resolve(operation.future, result, ended)
+                if operation.loads_files:  # the pinned checkpoint can then be deleted soon
+                    self._snapshots.take(Boundary(operation.seq_id, following))
             if operation.is_step and not operation.is_chained:
-                self._snapshots.take_if_due(Boundary(operation.seq_id, self._state.window), is_step=True)
+                self._snapshots.take_if_due(Boundary(operation.seq_id, following), is_step=True)
             self._services.context.sessions.touch(self._state.record.session_id)
         finally:
             self._ended(operation.seq_id)
 
-    def _succeeded(self, operation: Operation, result: Result) -> None:
-        operation.log_entry.outcome, self._state.outage = Outcome.DONE, None
-        if operation.future is not None:
-            ended = operation.ended(self._state.record.run_id, None)
-            self._services.telemetry.operation_ended(operation.context, ended, operation.size_of_call, "user", None)
-            self._services.futures.resolve(operation.future, result, ended)
-        if operation.loads_files:
-            # The pinned checkpoint can then be deleted soon.
-            self._snapshots.take(Boundary(operation.seq_id, self._state.window))
-
-    async def _failed(self, operation: Operation, window: OperationWindow, error: Exception) -> None:
+    async def _failed(
+        self, operation: Operation, window: OperationWindow, following: OperationWindow, error: Exception
+    ) -> None:
         """Answers an operation that failed."""
         entry, state = operation.log_entry, self._state
         entry.outcome, message, category = self._explain(operation, error)
         is_tainted = operation.is_step and window.tainted_by is not None
-        if operation.clears_gradients and window.tainted_by is not None:  # it cleared none
-            state.window.tainted_by = window.tainted_by
+        cleared_none = operation.clears_gradients or (operation.is_step and entry.outcome is Outcome.SERVER_FAILED)
+        if cleared_none and window.tainted_by is not None:
+            following.tainted_by = window.tainted_by
         if operation.taints_if_failed:
             window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
         try:
@@ -177,7 +178,9 @@ class Execution:
         ended = operation.ended(state.record.run_id, message)
         # What taints a window may be a refusal, whose message quotes the request.
         reason = "an operation before it failed or was refused" if is_tainted else ended.error
-        self._services.telemetry.operation_ended(operation.context, ended, operation.size_of_call, category, reason)
+        self._services.telemetry.operation_ended(
+            operation.work_context, ended, operation.size_of_call, category, reason
+        )
         self._services.futures.fail(operation.future, message, category, ended)
 
     async def _perform(self, operation: Operation, window: OperationWindow) -> Result:
@@ -209,8 +212,7 @@ class Execution:
             except WorkerLost as lost:
                 state.is_loaded = False
                 strikes = self._strikes(operation)
-                async with self._rebuilder.recording_strikes:
-                    await strikes.add(lost)
+                await strikes.add(lost)
                 operation.num_strikes = strikes.num
             except OperationError:
                 if is_handed_over and operation.is_step and window.tainted_by is not None:
@@ -227,7 +229,7 @@ class Execution:
         is_given_up = operation.num_strikes >= MAX_STRIKES
         if operation.failed_before or is_given_up:
             # It failed in an earlier process: its result stays the same.
-            if clears or (operation.is_step and is_given_up):
+            if operation.is_step and is_given_up:
                 await context.clear_gradients(state.record, operation.seq_id)
             self._strikes(operation).check()
             raise OperationError("it failed before the server restarted", "server")

@@ -12,6 +12,7 @@ from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome, ReplayEntry
 from ..operations.registry import read_operation
 from ..store.database.database_errors import OUTAGE_ERRORS
+from .operation_queue import OperationQueue
 from .replay_log import ReplayAction
 from .run_state import RunServices, RunState
 from .snapshots import RunSnapshots
@@ -27,13 +28,14 @@ class Rebuilder:
     on_end: `Execution.begin_ready`, which begins those that arrived meanwhile, behind them.
     """
 
-    def __init__(self, state: RunState, services: RunServices, snapshots: RunSnapshots) -> None:
+    def __init__(self, state: RunState, queue: OperationQueue, services: RunServices, snapshots: RunSnapshots) -> None:
         self.on_end: Callable[[], None] = lambda: None
+        self.progressed = asyncio.Event()
+        """Set when an operation in progress has ended, or waits for the rebuild."""
         self._state = state
+        self._queue = queue
         self._services = services
         self._snapshots = snapshots
-        self.recording_strikes = asyncio.Lock()
-        """Held while a strike is journaled. A rebuild waits for that: else the operation would be handed over late."""
         self._task: asyncio.Task[None] | None = None
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         # Crashes during rebuilds from the newest snapshot, whose seq_id that is.
@@ -54,6 +56,7 @@ class Rebuilder:
             self._task.add_done_callback(self._ended)
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.append((seq_id, waiting))
+        self.progressed.set()
         await waiting
 
     def cancel(self) -> asyncio.Task[None] | None:
@@ -81,8 +84,11 @@ class Rebuilder:
     async def _rebuild_or_mark_unusable(self) -> None:
         run_id = self._state.record.run_id
         try:
-            async with self.recording_strikes:
-                pass
+            # An operation that the workers had answered is replayed only if it has ended by now, and one that came
+            # later, after its strike was journaled, would be handed over behind its successors.
+            while self._queue.in_progress.keys() - {seq_id for seq_id, _ in self._waiting}:
+                self.progressed.clear()
+                await self.progressed.wait()
             await self._rebuild()
         except OUTAGE_ERRORS as error:
             await self._state.wait_out(error)

@@ -15,10 +15,11 @@ from ..journal.journal import EntryLocation, Journal
 from ..journal.strikes import STRIKE, STRIKES
 from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, REFUSED, Operation, Outcome, RefusedOperation, ReplayEntry
-from ..operations.registry import CLEARING_KINDS, TAINTING_KINDS, read_operation
+from ..operations.registry import TAINTING_KINDS, read_operation
 from ..operations.training import ForwardBackward, OptimStep
 from ..tenants.reservation import Reservation
 from .rebuilder import Rebuilder
+from .replay_log import ends_window, taints_window
 from .run_state import OperationWindow, RunServices, RunState
 from .snapshots import RunSnapshots
 
@@ -110,7 +111,12 @@ class RunRecovery:
         """
         first = await self._snapshots.find(self._operations)
         self._rebuilder.restore_strikes([one for one in self._strikes if one.header.kind != STRIKE])
-        await self._begin()
+        if self._snapshots:
+            self._state.created = CreateRun()
+        elif self._operations[0].outcome is Outcome.DONE:
+            created = await self._read(self._operations[0])
+            assert isinstance(created, CreateRun)
+            self._state.created = created
         recovered = RecoveredState(first, self._snapshots.first_window(), dict(self._snapshots.held_features))
         for one in self._strikes:
             if one.header.kind == STRIKE and one.header.seq_id < first:
@@ -127,14 +133,6 @@ class RunRecovery:
         recovered.unfinished = await self._unfinished(recovered.next_seq_id)
         return recovered
 
-    async def _begin(self) -> None:
-        if self._snapshots:
-            self._state.created = CreateRun()
-        elif self._operations[0].outcome is Outcome.DONE:
-            created = await read_operation(self._services.journal, self._operations[0].place)
-            assert isinstance(created, CreateRun)
-            self._state.created = created
-
     async def _add_next_to_log(self, recovered: RecoveredState) -> bool:
         """Adds the next operation to the replay log if the earlier process had finished it; else returns False."""
         seq_id, earlier = recovered.next_seq_id, self._operations.get(recovered.next_seq_id)
@@ -150,42 +148,36 @@ class RunRecovery:
             return False
         outcome = Outcome.POISONED if self._num_strikes[seq_id] >= MAX_STRIKES else earlier.outcome
         entry = ReplayEntry(seq_id, earlier.kind, earlier.place, outcome=outcome, is_result_stored=True)
-        if self._state.record.role == "draft" and not covered:
-            await self._follow_gradients(recovered, seq_id, replace(earlier, outcome=outcome))
         if earlier.refused is not None:
             entry.kind, entry.taints = REFUSED, earlier.refused.taints
+        if self._state.record.role == "draft" and not covered:
+            await self._follow_gradients(recovered, entry, earlier)
+        if earlier.refused is not None:
             recovered.refusals[seq_id] = earlier.refused.reason
             recovered.window.refused(seq_id, earlier.refused)
         elif outcome is None:
             await self._services.futures.fail_lost(
                 [replace(self._state.header(earlier.kind, seq_id), digest=earlier.digest)]
             )
-        elif earlier.kind == OptimStep.kind or (earlier.kind in CLEARING_KINDS and outcome is Outcome.DONE):
+        elif ends_window(entry):
             recovered.window = OperationWindow()
-        elif earlier.kind in TAINTING_KINDS and outcome is not Outcome.DONE:
+        elif taints_window(entry):
             recovered.window.taint(f"forward_backward with seq_id {seq_id} failed")
         self._state.log.add(entry)
         return True
 
-    async def _follow_gradients(self, recovered: RecoveredState, seq_id: int, earlier: EarlierOperation) -> None:
+    async def _follow_gradients(self, recovered: RecoveredState, entry: ReplayEntry, earlier: EarlierOperation) -> None:
         """Tracks the operations whose features are held until their gradients are used or dropped."""
-        if await self._ends_gradients(earlier, recovered.window):
-            recovered.held.clear()
-            self._pending.clear()
-        elif earlier.kind == ForwardBackward.kind and earlier.outcome is Outcome.DONE:
-            self._pending[seq_id] = earlier
-
-    async def _ends_gradients(self, earlier: EarlierOperation, window: OperationWindow) -> bool:
-        """True if the operation used or cleared the pending gradients."""
-        if earlier.kind in CLEARING_KINDS:
-            return earlier.outcome is Outcome.DONE
-        if earlier.kind != OptimStep.kind or earlier.refused is not None:
-            return False
-        if window.tainted_by is None and earlier.outcome is Outcome.FAILED:
+        ends = ends_window(entry)
+        if entry.kind == OptimStep.kind and entry.outcome is Outcome.FAILED and recovered.window.tainted_by is None:
             # A request for an unsupported optimizer clears no gradients.
             step = await self._read(earlier)
-            return isinstance(step, OptimStep) and step.request.optimizer_params is None
-        return window.tainted_by is not None or earlier.outcome is not Outcome.SERVER_FAILED
+            ends = isinstance(step, OptimStep) and step.request.optimizer_params is None
+        if ends:
+            recovered.held.clear()
+            self._pending.clear()
+        elif entry.kind == ForwardBackward.kind and entry.outcome is Outcome.DONE:
+            self._pending[entry.seq_id] = earlier
 
     def _refuse_damaged(self, seq_id: int) -> None:
         """Raises ValueError if the missing operation may have been in a damaged journal segment.
@@ -213,7 +205,7 @@ class RunRecovery:
         services, record = self._services, self._state.record
         operation.assign_place(seq_id)
         operation.log_entry.place = earlier.place
-        operation.context = services.telemetry.work_began(operation.kind, record.tenant_id, record.run_id)
+        operation.work_context = services.telemetry.work_began(operation.kind, record.tenant_id, record.run_id)
         operation.num_strikes = self._num_strikes[seq_id]
         operation.failed_before = earlier.outcome is Outcome.SERVER_FAILED
         if earlier.outcome is None:

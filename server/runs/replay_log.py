@@ -20,6 +20,18 @@ _REPLAYED_KINDS = STATE_KINDS - {CreateRun.kind, CreateRunFromCheckpoint.kind, O
 """Kinds that a rebuild replays, in addition to creation and optimizer steps."""
 
 
+def ends_window(entry: ReplayEntry) -> bool:
+    """True if the ended operation used or cleared the gradients before it."""
+    if entry.kind == OptimStep.kind:
+        return entry.outcome is not Outcome.SERVER_FAILED
+    return entry.kind in CLEARING_KINDS and entry.outcome is Outcome.DONE
+
+
+def taints_window(entry: ReplayEntry) -> bool:
+    """True if the next optimizer step would be wrong without the ended operation."""
+    return entry.taints or (entry.kind in TAINTING_KINDS and entry.outcome is not Outcome.DONE)
+
+
 class ReplayAction(Enum):
     """An action of a rebuild for a logged operation. REPLAY: run it again. CLEAR: drop the pending gradients."""
 
@@ -71,8 +83,8 @@ class ReplayLog:
         oldest = min((entry.added_at for entry in needed), default=math.inf)
         return oldest < time.monotonic() - seconds
 
-    def cover(self, seq_id: int) -> None:
-        """Marks the operations up to this seq_id as not needed for a rebuild."""
+    def cover(self, seq_id: float) -> None:
+        """Marks the operations up to this seq_id as not needed for a rebuild, or all if the run is over (infinity)."""
         covered = [entry for entry in self._entries if entry.seq_id <= seq_id]
         for entry in covered:
             entry.is_covered = True
@@ -106,23 +118,12 @@ class ReplayLog:
                 continue
             if entry.outcome is None:
                 raise OperationError(f"the outcome of {entry.kind} with seq_id {entry.seq_id} is not known", "server")
-            is_done = entry.outcome is Outcome.DONE
-            if entry.kind == OptimStep.kind and entry.outcome is Outcome.SERVER_FAILED and not is_tainted:
-                continue
-            if entry.kind == OptimStep.kind:
+            if entry.kind == OptimStep.kind and ends_window(entry):
                 clears = is_tainted or entry.outcome is Outcome.POISONED
                 yield entry, ReplayAction.CLEAR if clears else ReplayAction.REPLAY
-                is_tainted = False
-            elif entry.kind in _REPLAYED_KINDS and is_done:
+            elif entry.kind in _REPLAYED_KINDS and entry.outcome is Outcome.DONE:
                 yield entry, ReplayAction.REPLAY
-                is_tainted &= entry.kind not in CLEARING_KINDS
-            is_tainted |= entry.taints or (entry.kind in TAINTING_KINDS and not is_done)
-
-    def close(self) -> None:
-        """Releases everything, since the run is over."""
-        for entry in self._entries:
-            entry.is_covered = True
-        self._release_unneeded(list(self._entries))
+            is_tainted = taints_window(entry) or (is_tainted and not ends_window(entry))
 
     def _release_unneeded(self, entries: list[ReplayEntry]) -> None:
         for entry in entries:

@@ -51,7 +51,7 @@ class Run:
         self._state = state = RunState(record, ReplayLog(services.journal.release))
         self.queue = queue = OperationQueue(record.run_id)
         self._snapshots = snapshots = RunSnapshots(state, services)
-        self._rebuilder = rebuilder = Rebuilder(state, services, snapshots)
+        self._rebuilder = rebuilder = Rebuilder(state, queue, services, snapshots)
         self._gaps = Gaps(state, queue, services, self._refuse_missing)
         self._execution = Execution(state, queue, self._gaps, services, rebuilder, snapshots)
         rebuilder.on_end = self._execution.begin_ready
@@ -115,7 +115,7 @@ class Run:
     def _journal(self, operation: Operation, body: Body = _NO_BODY) -> None:
         """Queues the operation, which begins in its turn as soon as it is journaled."""
         record = self.record
-        operation.context = self._services.telemetry.work_began(operation.kind, record.tenant_id, record.run_id)
+        operation.work_context = self._services.telemetry.work_began(operation.kind, record.tenant_id, record.run_id)
         operation.journaled = self._services.journal.append(operation.header(record, body), body.received)
         self.queue.waiting[operation.seq_id] = operation
         if operation.journaled.done():

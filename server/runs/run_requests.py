@@ -25,8 +25,7 @@ from ..config.base_model_lookup import base_model_of, require_served
 from ..http.digests import content_of
 from ..journal.journal import EntryLocation, draw_seed
 from ..journal.request_decoding import decode_entry
-from ..operations.compatibility import check_role, check_target
-from ..operations.loading import CreateRun, CreateRunFromCheckpoint
+from ..operations.loading import CreateRun, CreateRunFromCheckpoint, check_role, check_target
 from ..store import CheckpointRecord, RunRecord, string_metadata
 from ..tenants.auth import Tenant
 from .run_state import RunServices

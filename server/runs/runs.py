@@ -266,15 +266,15 @@ class Runs:
         workers.
         """
         most = self._services.config.models.max_full_models
-        if isinstance(new.training, FullConfig) and self._num_full(new.base_model) >= most:
+        others = [
+            run.record for run in self._runs.values() if run.is_usable and run.record.base_model == new.base_model
+        ]
+        num_full = sum(isinstance(other.training, FullConfig) for other in others)
+        if isinstance(new.training, FullConfig) and num_full >= most:
             raise RequestError(
                 f"{new.base_model} has as many full models as max_full_models {most} allows: end "
                 f"the session of one, train LoRA, or start the server with --max-full-models {most + 1}"
             )
-
-    def _num_full(self, base_model: str) -> int:
-        records = (run.record for run in self._runs.values() if run.is_usable)
-        return sum(isinstance(one.training, FullConfig) and one.base_model == base_model for one in records)
 
 
 def _check_same(known: RunRecord, requested: RunRecord) -> None:

@@ -44,6 +44,7 @@ class RunSnapshots:
     def __init__(self, state: RunState, services: RunServices) -> None:
         self._state = state
         self._services = services
+        self._run_id = state.record.run_id
         # The snapshots, newest first; the log has all operations from _first_held on.
         self._kept: list[RunSnapshot] = []
         self._first_held = 0
@@ -153,7 +154,7 @@ class RunSnapshots:
     async def close(self) -> None:
         """Deletes everything of the run, which is over."""
         await self.stop()
-        self._state.log.close()
+        self._state.log.cover(math.inf)
         await self._services.snapshot_store.remove_all(self._run_id)
         await self._services.context.pinned_checkpoints.unpin_all(self._run_id)
 
@@ -267,7 +268,3 @@ class RunSnapshots:
                 await self._services.context.pinned_checkpoints.unpin_up_to(self._run_id, oldest, self._targets)
             for old in dropped:
                 await self._services.snapshot_store.remove(old.directory)
-
-    @property
-    def _run_id(self) -> str:
-        return self._state.record.run_id

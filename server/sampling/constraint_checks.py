@@ -45,16 +45,10 @@ class _Pause:
 
 
 class ConstraintChecks:
-    """The verdicts on constraints, by base model. A tenant's new constraints are tried one at a time.
-
-    clock: gives monotonic seconds.
-    """
+    """The verdicts on constraints, by base model. A tenant's new constraints are tried one at a time."""
 
     def __init__(
-        self,
-        tokenizers: Tokenizers,
-        models: Mapping[str, ModelInfo],
-        clock: Callable[[], float] = time.monotonic,
+        self, tokenizers: Tokenizers, models: Mapping[str, ModelInfo], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._tokenizers, self._models, self._clock = tokenizers, models, clock
         self._pauses: dict[str, _Pause] = {}
@@ -63,14 +57,11 @@ class ConstraintChecks:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def check(self, base_model: str, tenant_id: str, constraint: Constraint) -> float:
-        """Returns the processor time that the constraint took to compile, in seconds.
-
-        Raises:
-            OperationError: the constraint is invalid or too costly, or cannot be tried now.
-        """
+        """Returns the processor time that the constraint took to compile, in seconds. Raises OperationError if it is
+        invalid or too costly, or cannot be tried now."""
         key = base_model, constraint.digest
         if key not in self._verdicts:
-            async with self._turn(tenant_id):
+            async with self._turns.setdefault(tenant_id, asyncio.Lock()):
                 await asyncio.sleep(max(0.0, self._pause(tenant_id).until - self._clock()))
                 if key not in self._verdicts:
                     self._remember(key, tenant_id, await self._try(base_model, constraint))
@@ -86,9 +77,6 @@ class ConstraintChecks:
     def close(self) -> None:
         for process in self._processes.values():
             process.close()
-
-    def _turn(self, tenant_id: str) -> asyncio.Lock:
-        return self._turns.setdefault(tenant_id, asyncio.Lock())
 
     def _pause(self, tenant_id: str) -> _Pause:
         return self._pauses.get(tenant_id, _Pause())
@@ -135,7 +123,6 @@ class _TrialProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="constraints")
 
     async def verdict(self, constraint: Constraint) -> Verdict:
-        """Raises OperationError."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._verdict, constraint)
 
     def close(self) -> None:
@@ -147,7 +134,11 @@ class _TrialProcess:
             if self._pipe is not None:  # it may have ended since, being idle
                 return self._answer(self._pipe, constraint)
         try:
-            return self._answer(self._started(), constraint)
+            self._end()
+            self._pipe, self._process = start_process(constraint_process.__name__)
+            self._pipe.settimeout(_TRIAL_SECONDS)
+            send_pieces(encode(self._parts), self._pipe)
+            return self._answer(self._pipe, constraint)
         except (EOFError, OSError) as error:
             self._end()
             reason = str(error) or type(error).__name__
@@ -164,13 +155,6 @@ class _TrialProcess:
             raise answer
         assert isinstance(answer, Verdict)
         return answer
-
-    def _started(self) -> socket.socket:
-        self._end()
-        self._pipe, self._process = start_process(constraint_process.__name__)
-        self._pipe.settimeout(_TRIAL_SECONDS)
-        send_pieces(encode(self._parts), self._pipe)
-        return self._pipe
 
     def _end(self) -> None:
         if self._pipe is not None and self._process is not None:

@@ -38,6 +38,7 @@ _STACK_BYTES = 2 << 20
 _WALKS = 4
 _WALK_TOKENS = 32
 _FEW_TOKENS = 64
+_FEW_BYTES = 4096  # a pipe takes so much at once
 _TOO_MUCH = "the constraint is too complex: trying it took too much time, memory or nesting: simplify it"
 _REFUSING_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGXCPU)
 
@@ -96,7 +97,9 @@ def _verdict(factory: MatcherFactory | OperationError, constraint: Constraint) -
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            _limit_resources()
+            resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS + 1))
+            resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+            resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
             seconds, refusal = _trial(factory, constraint)
             os.write(writing, f"{seconds} {refusal}".encode()[:_FEW_BYTES])
             os._exit(0)
@@ -111,19 +114,9 @@ def _verdict(factory: MatcherFactory | OperationError, constraint: Constraint) -
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _REFUSING_SIGNALS:
         return Verdict(_TOO_MUCH, was_costly=True)
     if status:
-        return OperationError(
-            "the constraint could not be tried: the machine may be out of memory: try again", "server"
-        )
+        message = "the constraint could not be tried: the machine may be out of memory: try again"
+        return OperationError(message, "server")
     return Verdict(refusal or None, used.ru_utime + used.ru_stime > _COMPILE_SECONDS, float(seconds))
-
-
-_FEW_BYTES = 4096  # a pipe takes so much at once
-
-
-def _limit_resources() -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, _STACK_BYTES))
 
 
 def _trial(factory: MatcherFactory, constraint: Constraint) -> tuple[float, str]:

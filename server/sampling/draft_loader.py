@@ -31,10 +31,8 @@ class DraftNotLoaded(OperationError):
 
 
 class DraftLoader(WorkerWeights[CheckpointRecord]):
-    """Owns the drafts of all tenants; tenants that can read the same checkpoint share its draft.
-
-    Samplers hold the drafts that they name, and requests those that they use.
-    """
+    """Owns the drafts of all tenants; those that can read a checkpoint share its draft. Samplers hold the drafts that
+    they name, and requests those that they use."""
 
     def __init__(
         self, dispatch: WorkerDispatch, checkpoints: Checkpoints, unused_seconds: float = DROP_AFTER_SECONDS
@@ -45,12 +43,8 @@ class DraftLoader(WorkerWeights[CheckpointRecord]):
         self._unused_seconds = unused_seconds
 
     async def find(self, tenant_id: str, path: str, base_model: str) -> CheckpointRecord:
-        """Returns the checkpoint of a draft for this base model.
-
-        Raises:
-            DraftNotFound: 404 if the checkpoint does not exist or the tenant cannot read it, 400 if it is no draft of
-            this base model.
-        """
+        """Returns the checkpoint of a draft for this base model. Raises DraftNotFound: 404 if the tenant cannot read
+        it, 400 if it is no draft of this base model."""
         try:
             checkpoint = await self._checkpoints.resolve(Tenant(tenant_id, ""), path)
         except RequestError as error:
@@ -70,11 +64,7 @@ class DraftLoader(WorkerWeights[CheckpointRecord]):
         return checkpoint
 
     async def draft_for(self, sampler: Sampler, request: SampleRequest) -> CheckpointRecord | None:
-        """Returns the draft for the request: its own, else the sampler's, else None.
-
-        Raises:
-            DraftNotFound: it does not exist or does not fit the base model.
-        """
+        """Returns the draft for the request: its own, else the sampler's, else None. Raises DraftNotFound."""
         if request.draft_path is None:
             return await self._of_sampler(sampler)
         if not request.draft_path:
@@ -84,10 +74,7 @@ class DraftLoader(WorkerWeights[CheckpointRecord]):
     @asynccontextmanager
     async def use(self, checkpoint: CheckpointRecord | None) -> AsyncIterator[str | None]:
         """Loads the draft, keeps it loaded within the block, and yields its id in the workers (None without a draft).
-
-        Raises:
-            OperationError: it cannot be loaded.
-        """
+        Raises OperationError."""
         if checkpoint is None:
             yield None
             return

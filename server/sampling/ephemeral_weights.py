@@ -10,17 +10,21 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from ..files.directories import STAGING, directory_name, make_directory, move_into_place, remove_tree, staging_path
+from ..files.directories import (
+    STAGING,
+    directory_name,
+    make_directory,
+    move_into_place,
+    remove_tree,
+    staging_path,
+    sweep_runs,
+)
 from ..files.manifest import MANIFEST, ManifestMismatch, check_directory, write_manifest
 
 
 class EphemeralWeights:
     def __init__(self, root: Path, sync: bool = False) -> None:
-        """Opens the directory.
-
-        Args:
-            sync: fsync files and directories, so that weights survive a power failure.
-        """
+        """sync: weights survive a power failure."""
         self._root = root.absolute()
         self._sync = sync
         self._migrate_layout()
@@ -44,7 +48,6 @@ class EphemeralWeights:
                 return directory
 
     def has(self, adapter_id: str | None) -> bool:
-        """True if the weights of this adapter are on disk."""
         return adapter_id is not None and bool(_numbers(self._adapter_directory(adapter_id)))
 
     @asynccontextmanager
@@ -63,8 +66,7 @@ class EphemeralWeights:
 
     async def remove_all_but(self, wanted: Collection[str | None]) -> None:
         """Deletes everything but the wanted adapters, staging directories included. Called at server start."""
-        names = {directory_name(adapter_id) for adapter_id in wanted if adapter_id is not None}
-        await asyncio.to_thread(self._sweep, names)
+        await asyncio.to_thread(sweep_runs, self._root, set(filter(None, wanted)))
 
     def _adapter_directory(self, adapter_id: str) -> Path:
         return self._root / directory_name(adapter_id)
@@ -89,11 +91,6 @@ class EphemeralWeights:
         for number in earlier[:-1]:
             remove_tree(of_adapter / str(number), ignore_errors=True)
 
-    def _sweep(self, names: Collection[str]) -> None:
-        for directory in self._root.glob("*"):
-            if directory.name not in names:
-                remove_tree(directory, ignore_errors=True)
-
 
 def check_weights(directory: Path) -> None:
     """Raises ManifestMismatch if the weights are gone, or do not match their manifest, if they have one."""
@@ -102,5 +99,4 @@ def check_weights(directory: Path) -> None:
 
 
 def _numbers(of_adapter: Path) -> list[int]:
-    """Returns the adapter's numbers, ascending."""
     return sorted(int(path.name) for path in of_adapter.glob("[0-9]*"))

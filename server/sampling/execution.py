@@ -73,10 +73,8 @@ class SamplingExecution:
             raise
         finally:
             sampler.running_jobs.discard(job.request_id)
-            seconds, num_prompt = time.monotonic() - began_at, len(job.prompt)
-            self._telemetry.sample_ended(
-                context, record.base_model, job.request_id, num_prompt, sampled, seconds, failure
-            )
+            seconds, num_prompt, model = time.monotonic() - began_at, len(job.prompt), record.base_model
+            self._telemetry.sample_ended(context, model, job.request_id, num_prompt, sampled, seconds, failure)
 
     def close(self) -> None:
         self._constraints.close()

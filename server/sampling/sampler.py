@@ -23,7 +23,7 @@ class Sampler:
     running_jobs: set[str] = field(default_factory=set)
     """Ids of the jobs that are loading or sampling."""
     sample_now_numbers: Iterator[int] = field(default_factory=partial(count, 1))
-    """Numbers of the requests of `SamplingService.sample_now`, which have no seq_id."""
+    """Numbers of the requests of `SamplingService.sample_now`, which have no seq_id. Thread-safe."""
     num_joined: int = 0
     """Clients that have joined the session."""
     draft: CheckpointRecord | None = None
@@ -35,10 +35,6 @@ class Sampler:
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)
         return next_seq_id if next_seq_id not in self.accepted else max(self.accepted) + 1
-
-    def next_sample_now_id(self) -> str:
-        """Returns an id for a request of `SamplingService.sample_now`. Thread-safe."""
-        return f"{self.record.sampler_id}:draw-{next(self.sample_now_numbers)}"
 
     def join(self) -> int:
         """Returns a number for another client, counting from 1."""

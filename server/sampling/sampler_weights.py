@@ -23,21 +23,16 @@ class LiveWeights(Protocol):
     """The training runs, as far as their samplers need them."""
 
     async def share(self, run_id: str, adapter_id: str) -> bool:
-        """Gives the sampler the run's live weights; False if that run does not share them.
-
-        Raises:
-            OperationError: the copy failed; WorkerLost if the workers lost the run.
-        """
+        """Gives the sampler the run's live weights; False if that run does not share them. Raises OperationError if the
+        copy failed, WorkerLost if the workers lost the run."""
         ...
 
 
 class SamplerWeights(WorkerWeights[Sampler]):
-    """Loads a sampler's weights from its live run, its ephemeral files or its checkpoint. Samplers hold theirs.
-
-    files: of ephemeral samplers. live: set before the first request.
-    """
+    """Loads a sampler's weights from its live run, its ephemeral files or its checkpoint. Samplers hold theirs."""
 
     live: LiveWeights
+    """Set before the first request."""
 
     def __init__(self, dispatch: WorkerDispatch, checkpoints: Checkpoints, files: EphemeralWeights) -> None:
         super().__init__()
@@ -48,7 +43,6 @@ class SamplerWeights(WorkerWeights[Sampler]):
         self._given: set[str] = set()
 
     def hold_of(self, sampler: Sampler) -> None:
-        """Keeps the sampler's weights, if it has any, until `release_of`."""
         if sampler.adapter_id is not None:
             self.hold(sampler, sampler)
 
@@ -57,11 +51,8 @@ class SamplerWeights(WorkerWeights[Sampler]):
             self.release(sampler, sampler)
 
     async def save_from_run(self, run_id: str, adapter_id: str) -> None:
-        """Copies the run's current weights to an ephemeral sampler, first to disk and then in the workers.
-
-        Raises:
-            OperationError: the weights could not be saved or copied.
-        """
+        """Copies the run's current weights to an ephemeral sampler, first to disk and then in the workers. Raises
+        OperationError."""
         with refusing_full_disk("the sampler's weights were"):
             async with self.files.writing(adapter_id) as directory:
                 await self._dispatch.save_run(run_id, directory, optimizer=False)

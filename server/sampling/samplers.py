@@ -7,7 +7,7 @@ copy of the run's weights at one moment ("snapshot"), or weights that each later
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...schemas.checkpoints import SaveWeightsForSamplerRequest
 from ...schemas.errors import OperationError, RequestError
@@ -28,9 +28,8 @@ from .sampler import Sampler
 from .sampler_weights import SamplerWeights
 
 
-@dataclass(frozen=True)
-class _OneShotKey:
-    """Identifies the weights that a one-shot request samples."""
+class _OneShotKey(NamedTuple):
+    """The weights that a one-shot request samples."""
 
     tenant_id: str
     base_model: str
@@ -74,17 +73,13 @@ class Samplers:
 
     @property
     def is_busy(self) -> bool:
-        """True if any sampler has a job that is loading or sampling."""
         return any(sampler.running_jobs for sampler in self._samplers.values())
 
     # Creation
 
     async def create(self, tenant: Tenant, request: CreateSamplingSessionRequest) -> str:
-        """Creates a sampler and returns its id. Idempotent per session and sampling_session_seq_id.
-
-        Raises:
-            RequestError: the request is wrong, or its number belongs to a different sampler.
-        """
+        """Creates a sampler and returns its id. Idempotent per session and sampling_session_seq_id. Raises
+        RequestError: the request is wrong, or its number belongs to a different sampler."""
         await self._sessions.require_open(tenant, request.session_id)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id not in self._samplers:
@@ -94,14 +89,11 @@ class Samplers:
         return sampler_id
 
     async def create_ephemeral(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
-        """Creates a sampler with the run's current weights and returns its id.
-
-        Args:
-            seq_id: of the save in the run; makes the id if the request names no sampling_session_seq_id.
-        Raises:
-            OperationError: the weights could not be saved or copied.
-        """
-        sampler_id = self._ephemeral_id(run, request, seq_id)
+        """Creates a sampler with the run's current weights and returns its id, made from the save's `seq_id` if the
+        request names no sampling_session_seq_id. Raises OperationError."""
+        sampler_id = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
+        if request.sampling_session_seq_id is None or sampler_id in self._samplers:
+            sampler_id = f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{seq_id}"
         record = SamplerRecord(
             sampler_id=sampler_id,
             session_id=run.session_id,
@@ -177,22 +169,13 @@ class Samplers:
         require_served(self._dispatch, base_model)
         return base_model
 
-    def _ephemeral_id(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
-        sampler_for = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
-        if request.sampling_session_seq_id is not None and sampler_for not in self._samplers:
-            return sampler_for
-        return f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{seq_id}"
-
     async def _one_shot(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
-        """Returns the sampler of requests that name weights instead of a sampler.
-
-        All such requests of a tenant for the same weights share it; its session ends when it is idle.
-        """
+        """Returns the sampler that all requests of a tenant share that name these weights instead of a sampler; its
+        session ends when it is idle."""
         weights = _OneShotKey(tenant.id, await self._base_model(tenant, base_model, model_path), model_path)
         if weights not in self._one_shots:
-            self._one_shots[weights] = await self._share_creation(
-                weights, lambda: self._create_one_shot(tenant, weights)
-            )
+            creating = self._share_creation(weights, lambda: self._create_one_shot(tenant, weights))
+            self._one_shots[weights] = await creating
         return self._one_shots[weights]
 
     async def _create_one_shot(self, tenant: Tenant, weights: _OneShotKey) -> str:
@@ -208,12 +191,8 @@ class Samplers:
         return self._samplers.get(sampler_id)
 
     async def find_by_name(self, tenant: Tenant, name: str) -> Sampler:
-        """Returns a sampler by a base model's name, a checkpoint's path or a sampling session's id.
-
-        Raises:
-            RequestError: 400 if the path is malformed, 404 if the name is unknown or another tenant's, 410 if the
-                session has ended or its weights are lost.
-        """
+        """Returns a sampler by a base model's name, a checkpoint's path or a sampling session's id. Raises
+        RequestError: 400 if the path is malformed, else like `get`, and 410 if the weights are lost."""
         if name.startswith("tinker://"):
             sampler_id = await self._one_shot(tenant, None, name)
         elif name in self._dispatch.models:
@@ -228,33 +207,29 @@ class Samplers:
         return sorted((one for one in records if one.is_ephemeral), key=lambda one: -one.created_at)
 
     async def get(self, tenant: Tenant, sampler_id: str) -> Sampler:
-        """Returns the tenant's sampler.
-
-        Raises:
-            RequestError: 404 if it is unknown or another tenant's, 410 if its session has ended.
-        """
-        sampler = self._samplers.get(sampler_id)
-        if sampler is None:
-            await self._refuse_unknown(tenant, sampler_id)
+        """Returns the tenant's sampler. Raises RequestError: 404 if it is unknown or another tenant's, 410 if its
+        session has ended."""
+        if (sampler := self._samplers.get(sampler_id)) is None:
+            record = await self._store.samplers.get(sampler_id)
+            if record is not None and record.tenant_id == tenant.id:
+                raise RequestError(f"the session of sampler {sampler_id} has ended: create a new one", 410)
         elif sampler.record.tenant_id == tenant.id:
             return sampler
         raise RequestError(f"no sampler {sampler_id} exists: create one with create_sampling_session", 404)
 
     async def find_requested(self, tenant: Tenant, request: SampleRequest) -> Sampler:
-        """Returns the sampler that a sampling request addresses.
-
-        Raises:
-            RequestError: see `get`; 400 if the request names neither a sampler nor weights.
-        """
-        sampler_id = request.sampling_session_id
-        if not sampler_id:
-            _check_one_shot(request)
+        """Returns the sampler that a sampling request addresses. Raises RequestError: see `get`; 400 if the request
+        names neither a sampler nor weights."""
+        if not (sampler_id := request.sampling_session_id):
+            if request.base_model is None and request.model_path is None:
+                raise RequestError("sampling_session_id is missing: send it, or base_model, or model_path")
+            if (seq_id := request.seq_id) is not None:
+                raise RequestError(f"seq_id {seq_id} without sampling_session_id: leave seq_id out, or send both")
             sampler_id = await self._one_shot(tenant, request.base_model, request.model_path)
         return self._require_usable(await self.get(tenant, sampler_id))
 
     def _require_usable(self, sampler: Sampler) -> Sampler:
-        """Records that the sampler's session is in use, and returns the sampler. Raises RequestError 410 if its weights
-        are lost."""
+        """Records that the session is in use; returns the sampler. Raises RequestError 410 if its weights are lost."""
         self._sessions.touch(sampler.record.session_id)
         if sampler.record.is_ephemeral and sampler.adapter_id is None:
             raise RequestError(
@@ -263,11 +238,6 @@ class Samplers:
                 410,
             )
         return sampler
-
-    async def _refuse_unknown(self, tenant: Tenant, sampler_id: str) -> None:
-        record = await self._store.samplers.get(sampler_id)
-        if record is not None and record.tenant_id == tenant.id:
-            raise RequestError(f"the session of sampler {sampler_id} has ended: create a new one", 410)
 
     # End
 
@@ -291,26 +261,17 @@ def _check_same(known: SamplerRecord, request: CreateSamplingSessionRequest) -> 
     if not known.is_ephemeral and requested == (known.base_model, _full(known.model_path), _full(known.draft_path)):
         return
     # 400 and not 409, because clients retry after a 409.
-    raise RequestError(
-        f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} was a sampler"
-        f" {_what_of(known)}, this is another sampler: is another process sampling in this session? Nothing was"
-        " created: create a session in each process, or give a new sampler the next number"
-    )
-
-
-def _what_of(known: SamplerRecord) -> str:
-    if known.is_ephemeral:
-        return f"with the weights that run {known.run_id} had"
     what = f"of {known.model_path or known.base_model}"
-    return f"{what} with draft_path {known.draft_path}" if known.draft_path else what
+    if known.is_ephemeral:
+        what = f"with the weights that run {known.run_id} had"
+    elif known.draft_path:
+        what += f" with draft_path {known.draft_path}"
+    raise RequestError(
+        f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} was a sampler {what},"
+        " this is another sampler: is another process sampling in this session? Nothing was created: create a session"
+        " in each process, or give a new sampler the next number"
+    )
 
 
 def _full(path: str | None) -> str | None:
     return full_path(path) if path else None
-
-
-def _check_one_shot(request: SampleRequest) -> None:
-    if request.base_model is None and request.model_path is None:
-        raise RequestError("sampling_session_id is missing: send it, or base_model, or model_path")
-    if request.seq_id is not None:
-        raise RequestError(f"seq_id {request.seq_id} without sampling_session_id: leave seq_id out, or send both")

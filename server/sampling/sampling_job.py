@@ -38,11 +38,7 @@ class Stops:
 
 
 class SamplingJob:
-    """A validated sampling request with its seed.
-
-    draft: the draft model that speculates for it, or None. was_begun: a worker crashed or the server restarted during
-    the job; it then continues without its draft if that can no longer be loaded.
-    """
+    """A validated sampling request with its seed."""
 
     def __init__(
         self,
@@ -53,14 +49,8 @@ class SamplingJob:
         stops: Stops | None = None,
         seed: int | None = None,
     ) -> None:
-        """Validates the request.
-
-        Args:
-            stops: replace the stops of the request.
-            seed: drawn earlier for a request without a seed; None draws one.
-        Raises:
-            RequestError: the request does not fit the model.
-        """
+        """Validates the request. `stops` replace its own; `seed` was drawn earlier if it has none. Raises RequestError
+        if it does not fit the model."""
         self.request = request
         self.request_id = request_id
         self.sampler = sampler
@@ -73,7 +63,9 @@ class SamplingJob:
         self._model = model
         self.strikes = Strikes("this request")
         self.draft: CheckpointRecord | None = None
+        """The draft model that speculates for it."""
         self.was_begun = False
+        """A worker crashed or the server restarted during the job, which continues without a draft that is lost."""
         self._max_tokens = request.sampling_params.max_tokens or model.max_context_length - len(self.prompt)
         self.target_layout: CsrLayout | None = None
         if request.target_prompt_logprobs is not None:
@@ -84,7 +76,8 @@ class SamplingJob:
         """Returns the job of a journaled request, by the rules of the version that accepted it. Raises RequestError."""
         stops = None
         if header.sampling_rules == 1:
-            request, stops = _with_any_white_space(request), _first_stops(request, model)
+            stops = Stops(model.eos_token_ids) if request.sampling_params.stop is None else _own_stops(request)
+            request = _with_any_white_space(request)
         job = cls(request, header.request_id, sampler, model, stops, header.drawn.get("seed"))
         job.was_begun = True
         return job
@@ -96,15 +89,11 @@ class SamplingJob:
 
     @property
     def result_bytes(self) -> int:
-        """Estimates the size of the result in bytes.
-
-        Counts everything requested about the prompt and, up to max_tokens, the alternatives to sampled tokens; sampled
-        tokens themselves only up to a likely length.
-        """
+        """Estimates the bytes of the result: all that is requested about the prompt and, up to max_tokens, alternatives
+        to sampled tokens; sampled tokens themselves only up to a likely length."""
         request = self.request
-        of_token = 4 * request.prompt_logprobs + _TOKEN_BYTES * (
-            request.topk_prompt_logprobs + request.prompt_alt_tokens_k
-        )
+        num_alternatives = request.topk_prompt_logprobs + request.prompt_alt_tokens_k
+        of_token = 4 * request.prompt_logprobs + _TOKEN_BYTES * num_alternatives
         of_targets = 0 if self._targets is None else 4 * self._targets.size
         of_sample = min(self._max_tokens, _LIKELY_TOKENS) + self._max_tokens * request.topk_sample_logprobs
         return of_token * len(self.prompt) + of_targets + _TOKEN_BYTES * request.num_samples * of_sample
@@ -158,10 +147,8 @@ class SamplingJob:
                     " split the request"
                 )
         if last_n is not None and not request.prompt_logprobs:
-            raise OperationError(
-                f"prompt_logprobs_last_n {last_n} needs prompt_logprobs and must be between 1 and len(prompt) - 1 ="
-                f" {num_prompt - 1}"
-            )
+            bounds = f"must be between 1 and len(prompt) - 1 = {num_prompt - 1}"
+            raise OperationError(f"prompt_logprobs_last_n {last_n} needs prompt_logprobs and {bounds}")
 
 
 def _stops(request: SampleRequest, model: ModelInfo) -> Stops:
@@ -174,14 +161,9 @@ def _stops(request: SampleRequest, model: ModelInfo) -> Stops:
 
 def _own_stops(request: SampleRequest) -> Stops:
     stop = request.sampling_params.stop
-    several = [stop] if isinstance(stop, str) else stop or []
-    token_ids = tuple(one for one in several if isinstance(one, int))
-    return Stops(token_ids, tuple(one for one in several if isinstance(one, str)))
-
-
-def _first_stops(request: SampleRequest, model: ModelInfo) -> Stops:
-    """Returns the stops by sampling rules 1."""
-    return Stops(model.eos_token_ids) if request.sampling_params.stop is None else _own_stops(request)
+    stops = [stop] if isinstance(stop, str) else stop or []
+    token_ids = tuple(one for one in stops if isinstance(one, int))
+    return Stops(token_ids, tuple(one for one in stops if isinstance(one, str)))
 
 
 def _with_any_white_space(request: SampleRequest) -> SampleRequest:

@@ -57,11 +57,8 @@ class _JournaledRequest:
 
 
 class SamplingService:
-    """Runs sampling requests.
-
-    `submit` returns immediately and the result is retrieved through a future; `sample_now` waits for the samples and
-    keeps nothing.
-    """
+    """Runs sampling requests: `submit` returns at once, and a future has the result; `sample_now` waits for the samples
+    and keeps nothing."""
 
     def __init__(
         self,
@@ -91,11 +88,7 @@ class SamplingService:
         self._is_stopping = False
 
     async def resume(self, journaled: Iterable[EntryLocation]) -> set[RecordPosition]:
-        """Resumes the requests that an earlier process left unanswered.
-
-        Returns:
-            The places of the journal entries that they still need.
-        """
+        """Resumes the requests that an earlier process left unanswered; returns the journal entries that they need."""
         strikes: dict[str, list[RecordPosition]] = defaultdict(list)
         waiting: dict[str, EntryLocation] = {}
         for one in journaled:
@@ -127,16 +120,13 @@ class SamplingService:
     async def submit(
         self, tenant: Tenant, request: SampleRequest, body: Body, reservation: Reservation
     ) -> SubmitResponse:
-        """Accepts a sampling request. A retry, with the seq_id of an accepted one, gets the same response again.
-
-        Raises:
-            RequestError: the request is wrong, over a limit, or cannot be journaled; its seq_id was used for another.
-        """
+        """Accepts a sampling request. A retry, with the seq_id of an accepted one, gets the same response again. Raises
+        RequestError: the request is wrong, over a limit or cannot be journaled, or its seq_id was used for another."""
         sampler = await self._samplers.find_requested(tenant, request)
         name_run(sampler.record.sampler_id)
-        if request.seq_id is not None and request.seq_id < 0:
-            raise RequestError(f"seq_id {request.seq_id} must not be negative")
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
+        if seq_id < 0:
+            raise RequestError(f"seq_id {seq_id} must not be negative")
         request_id = f"{sampler.record.sampler_id}:{seq_id}"
         # Only a seq_id from the client can have a result of an earlier process. For one assigned here nothing is
         # awaited, so that no concurrent request is assigned the same.
@@ -171,18 +161,13 @@ class SamplingService:
 
     def job_for_sample_now(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
         """Returns a job for `sample_now`, with `stops` in place of the request's own. Raises RequestError."""
-        model = self._dispatch.models[sampler.record.base_model]
-        return SamplingJob(request, sampler.next_sample_now_id(), sampler, model, stops)
+        request_id = f"{sampler.record.sampler_id}:draw-{next(sampler.sample_now_numbers)}"
+        return SamplingJob(request, request_id, sampler, self._dispatch.models[sampler.record.base_model], stops)
 
     async def sample_now(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
-        """Samples and returns the response. Cancelling the call cancels the job; nothing of it is kept.
-
-        Args:
-            on_progress: called with each increment; the response contains all of them again. The caller charges the
-                tenant for the tokens.
-        Raises:
-            OperationError, RequestError: the job failed, or the server is stopping.
-        """
+        """Samples and returns the response, with all increments that `on_progress` was called with. Cancelling the call
+        cancels the job; nothing of it is kept. The caller charges the tenant for the tokens. Raises OperationError,
+        RequestError: the job failed, or the server is stopping."""
         end = asyncio.timeout(0 if self._is_stopping else None)
         self._sample_now_timeouts.add(end)
         try:
@@ -208,11 +193,8 @@ class SamplingService:
     async def retrieve_completed(
         self, tenant: Tenant, request: RetrieveFuturesRequest, seconds: float
     ) -> RetrieveFuturesResponse:
-        """Returns the requests that ended after `prev_cursor`; waits up to `seconds` if there are none yet.
-
-        Raises:
-            RequestError: 404 if the sampler is unknown or another tenant's, 410 if its session has ended.
-        """
+        """Returns the requests that ended after `prev_cursor`; waits up to `seconds` if there are none yet. Raises
+        RequestError like `Samplers.get`."""
         sampler = await self._samplers.get(tenant, request.target.sampling_session_id)
         self._sessions.touch(sampler.record.session_id)
         log = await self._completions.log(sampler.record.sampler_id, request.target.cloned_sampler_id)
@@ -304,8 +286,7 @@ class SamplingService:
         self._completions.record(job.sampler.record.sampler_id, ended)
 
     async def _record_strike(self, journaled: _JournaledRequest) -> None:
-        place = await self._journal.append(replace(journaled.header, kind=STRIKE, drawn={}))
-        journaled.places.append(place)
+        journaled.places.append(await self._journal.append(replace(journaled.header, kind=STRIKE, drawn={})))
 
 
 async def _encoded(job: SamplingJob, response: SampleResponse, large_result_lock: asyncio.Lock) -> bytes:

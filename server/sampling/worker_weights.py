@@ -30,10 +30,7 @@ class _Entry:
 
 
 class WorkerWeights(ABC, Generic[Item]):
-    """Loads weights at the first request that needs them, and drops them when they have no holders.
-
-    Items with one id have the same weights.
-    """
+    """Loads weights, one for each id, at the first request that needs them; drops them when they have no holders."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -63,9 +60,6 @@ class WorkerWeights(ABC, Generic[Item]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def is_held(self, item: Item) -> bool:
-        return self.id_of(item) in self._entries and bool(self._entries[self.id_of(item)].holders)
-
     def hold(self, item: Item, holder: Hashable) -> None:
         """Keeps the weights until the holder releases them."""
         entry = self._entries.setdefault(self.id_of(item), _Entry())
@@ -81,10 +75,8 @@ class WorkerWeights(ABC, Generic[Item]):
             entry.dropping = loop.call_later(unused_seconds, lambda: self._begin(self._drop_unheld(item, entry)))
 
     async def load(self, item: Item) -> None:
-        """Loads weights that are held, unless the workers have them; concurrent callers share one load.
-
-        Retries when the worker crashes. Raises what `load_now` raises.
-        """
+        """Loads weights that are held, unless the workers have them; concurrent callers share one load. Retries when
+        the worker crashes."""
         strikes = Strikes(f"the load of {self.name_of(item)}")
         # While they are being dropped, the workers still have them.
         while (entry := self._entries.get(self.id_of(item))) and (entry.changing.locked() or not self.is_loaded(item)):

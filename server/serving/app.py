@@ -16,10 +16,9 @@ from ...workers.protocol.plugins import plugin_rows
 from ..config.server_config import ServerConfig
 from ..files.state_lock import LiveState
 from ..http.errors import ERROR_HANDLERS, internal_error
-from ..http.query import check_query
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..routes import auth, checkpoints, futures, history, listing, models, pages, sampling, sessions, training
-from ..routes.gate import Gate, find_endpoints
+from ..routes.gate import Gate, check_query, find_endpoints
 from ..routes.services import Services
 from ..store import open_store
 

@@ -33,7 +33,8 @@ async def download_models(config: ServerConfig, say: Callable[[str], None]) -> S
 
 
 def _downloaded(config: ServerConfig, say: Callable[[str], None]) -> tuple[ServedModel, ...]:
-    cache, weights = ModelCache(config.models.model_cache), _are_loaded_here(config)
+    cache = ModelCache(config.models.model_cache)
+    weights = config.sampling.vllm_python is not None or config.ranks.pool == "local"  # are loaded here
     models = []
     for model in config.models.base_models:
         origin = cache.newest(model.source) if is_url(model.source) else model.origin
@@ -42,7 +43,3 @@ def _downloaded(config: ServerConfig, say: Callable[[str], None]) -> tuple[Serve
         else:
             models.append(replace(model, source=str(cache.fetch(origin, say, weights)), origin=origin))
     return tuple(models)
-
-
-def _are_loaded_here(config: ServerConfig) -> bool:
-    return config.sampling.vllm_python is not None or config.ranks.pool == "local"

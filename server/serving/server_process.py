@@ -316,18 +316,14 @@ def kept_workers(config: ServerConfig, epoch: int | None) -> KeptWorkers | None:
         if not config.ranks.keep_workers_seconds:
             file.unlink(missing_ok=True)
             return None
-        state_id = _read_or_create(file)
+        if not file.exists():
+            aside = file.with_name(f"{file.name}.new")
+            aside.write_text(secrets.token_hex(16))
+            aside.replace(file)
+        state_id = read_regular(file).decode()
     except OSError as error:
         raise StartError(f"{file} cannot be used: {error.strerror}") from None
     return KeptWorkers(str(file), state_id, config.ranks.keep_workers_seconds, secrets.token_hex(8), epoch)
-
-
-def _read_or_create(file: Path) -> str:
-    if not file.exists():
-        aside = file.with_name(f"{file.name}.new")
-        aside.write_text(secrets.token_hex(16))
-        aside.replace(file)
-    return read_regular(file).decode()
 
 
 async def _refuse_shared(*_: object) -> None:

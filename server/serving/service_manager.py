@@ -31,19 +31,14 @@ def notify(*assignments: str) -> None:
 @contextlib.contextmanager
 def watchdog() -> Iterator[None]:
     """Sends WATCHDOG=1 during the block, twice in each WatchdogSec of the unit, for as long as the event loop runs."""
-    seconds = _watchdog_seconds()
-    sending = None if seconds is None else asyncio.create_task(_keep_sending(seconds / 2))
+    is_for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    microseconds = os.environ.get("WATCHDOG_USEC")
+    sending = asyncio.create_task(_keep_sending(int(microseconds) / 2e6)) if microseconds and is_for_us else None
     try:
         yield
     finally:
         if sending is not None:
             sending.cancel()
-
-
-def _watchdog_seconds() -> float | None:
-    is_for_us = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-    microseconds = os.environ.get("WATCHDOG_USEC")
-    return int(microseconds) / 1e6 if microseconds and is_for_us else None
 
 
 async def _keep_sending(seconds: float) -> None:

@@ -33,9 +33,7 @@ STORES: Mapping[str, type[SqliteStore] | type[PostgresStore]] = {"sqlite": Sqlit
 
 
 def open_store(config: StoreConfig) -> Store:
-    """Opens the configured database. Raises ValueError if it cannot be used, DatabaseUnreachable if it cannot be
-    reached.
-    """
+    """Opens the configured database. Raises ValueError if it cannot be used, DatabaseUnreachable."""
     return STORES[config.scheme].open(config)
 
 

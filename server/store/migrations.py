@@ -86,16 +86,9 @@ FORMAT_VERSION = max(MIGRATIONS)
 
 
 def create_or_migrate(connection: Connection, place: str, flag: str) -> None:
-    """Creates the tables in an empty database or migrates older ones, in the caller's transaction.
-
-    No other process may do so at the same time.
-
-    Args:
-        place: names the database in messages.
-        flag: names the option that selects another database.
-    Raises:
-        ValueError: a newer trainhouse wrote the tables.
-    """
+    """Creates the tables in an empty database or migrates older ones, in the caller's transaction, while no other
+    process does so. Messages name the database by `place`, and by `flag` the option that selects another one. Raises
+    ValueError if a newer trainhouse wrote the tables."""
     version = _version(connection)
     if version is None:
         metadata.create_all(connection)
@@ -113,7 +106,6 @@ def create_or_migrate(connection: Connection, place: str, flag: str) -> None:
 
 
 def for_dialect(statement: str, name: str) -> str:
-    """Translates a migration into the SQL of the database of this name."""
     return statement.replace("VARCHAR_C", 'VARCHAR COLLATE "C"' if name == "postgresql" else "VARCHAR")
 
 

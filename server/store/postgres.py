@@ -4,7 +4,6 @@ The database may restart and connections may break at any moment. Reads are retr
 database whether the first attempt was committed.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -14,7 +13,7 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 
 from .database.database import NUM_READERS, PendingWrite
-from .database.database_errors import DatabaseUnreachable
+from .database.database_errors import DatabaseUnreachable, driver_message
 from .migrations import create_or_migrate
 from .store import Store
 from .store_config import StoreConfig
@@ -55,14 +54,9 @@ class PostgresStore(Store):
     """Keeps the store in PostgreSQL 13 or newer. Several servers may open the same database."""
 
     def __init__(self, url: str) -> None:
-        """Connects, and creates the tables if needed.
-
-        Args:
-            url: postgresql+psycopg://USER:PASSWORD@HOST/DATABASE.
-        Raises:
-            DatabaseUnreachable: it cannot be reached now. A wrong password or host cannot be distinguished from that.
-            ValueError: it cannot be used, or a newer trainhouse wrote it.
-        """
+        """Connects to postgresql+psycopg://USER:PASSWORD@HOST/DATABASE, and creates the tables if needed. Raises
+        DatabaseUnreachable, also for a wrong password or host; ValueError if it cannot be used, or a newer trainhouse
+        wrote it."""
         parsed = _parsed(url)
         self._shown_url = parsed.set(query={}).render_as_string(hide_password=True)
         engine = _engine(parsed)
@@ -78,7 +72,9 @@ class PostgresStore(Store):
         except BaseException:
             engine.dispose()
             raise
-        self._outage = _Outage()
+        self._is_closing = False
+        # Over all threads, so that late callers do not wait the full time again.
+        self._failing_since: float | None = None
         self._in_doubt: str | None = None
         super().__init__(engine, engine.execution_options(isolation_level="AUTOCOMMIT"))
 
@@ -88,7 +84,7 @@ class PostgresStore(Store):
         return cls(config.database_url)
 
     def close(self) -> None:
-        self._outage.closing.set()
+        self._is_closing = True
         super().close()
 
     def _read_now(self, statements: Callable[[Connection], T]) -> T:
@@ -124,33 +120,17 @@ class PostgresStore(Store):
             except DBAPIError as error:
                 if not _is_temporary(error):
                     raise
-                if self._outage.is_too_long():
+                since = self._failing_since = self._failing_since or time.monotonic()
+                if time.monotonic() - since > (_CLOSING_SECONDS if self._is_closing else _OUTAGE_SECONDS):
                     raise DatabaseUnreachable(f"{self._shown_url} is out of reach: {_reason(error)}") from None
                 time.sleep(_RETRY_SECONDS)
             else:
-                self._outage.end()
+                self._failing_since = None
                 return result
 
     def clock(self, connection: Connection, now: float) -> float:
         clock = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)")
         return connection.execute(clock).scalar_one()
-
-
-class _Outage:
-    """Tracks since when nothing has succeeded, over all threads, so that late callers do not wait the full time
-    again.
-    """
-
-    def __init__(self) -> None:
-        self.closing = threading.Event()
-        self._since: float | None = None
-
-    def is_too_long(self) -> bool:
-        since = self._since = self._since or time.monotonic()
-        return time.monotonic() - since > (_CLOSING_SECONDS if self.closing.is_set() else _OUTAGE_SECONDS)
-
-    def end(self) -> None:
-        self._since = None
 
 
 def _run(write: PendingWrite, connection: Connection) -> None:
@@ -173,8 +153,7 @@ def _is_temporary(error: Exception) -> bool:
 
 
 def _reason(error: SQLAlchemyError) -> str:
-    """Returns the driver's message in one line, without the SQL statement."""
-    return " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())
+    return " ".join(driver_message(error).split())
 
 
 def _parsed(url: str) -> URL:

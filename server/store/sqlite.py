@@ -27,18 +27,11 @@ _UNUSABLE_REMEDY = (
 
 
 class SqliteStore(Store):
-    """Keeps the store in one file. Other processes may open it at the same time (`trainhouse keys` while a server
-    runs).
-    """
+    """Keeps the store in one file, which other processes may open, too (`trainhouse keys` while a server runs)."""
 
     def __init__(self, path: Path, sync: bool = False) -> None:
-        """Opens the file, creating it if needed.
-
-        Args:
-            sync: whether each commit waits for the disk.
-        Raises:
-            ValueError: a newer trainhouse wrote the file, or it is damaged or cannot be used.
-        """
+        """Opens or creates the file; with `sync` each commit waits for the disk. Raises ValueError: a newer trainhouse
+        wrote the file, or it is damaged or cannot be used."""
         path.parent.mkdir(parents=True, exist_ok=True)
         engine = _engine(path, sync)
         # Take the write lock first: a transaction that upgrades to it midway can fail at once instead of waiting.
@@ -62,12 +55,8 @@ class SqliteStore(Store):
 
     async def check_integrity(self) -> None:
         """Reads the whole file. Raises ValueError if it is damaged."""
-
-        def statements(connection: Connection) -> str:
-            return connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
-
         try:
-            found = await self.read(statements)
+            found = await self.read(lambda connection: connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one())
         except DatabaseError as error:
             found = str(error.orig)
         if found != "ok":

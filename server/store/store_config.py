@@ -23,5 +23,4 @@ class StoreConfig:
 
     @property
     def scheme(self) -> str:
-        """Returns "sqlite" or "postgresql"."""
         return self.database_url.partition(":")[0].partition("+")[0] if self.database_url else "sqlite"

@@ -14,11 +14,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ...schemas.sampling import GuessCounts
 from ...workers.dispatch import WorkerDispatch
 from ...workers.scheduler.calls import ACTIVITIES, EndedCall
 from ...workers.scheduler.rank_group import RankGroup
 from ..store import OperationRecord
-from .ended_sample import EndedSample
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,25 @@ _OF_GROUPS: Mapping[str, tuple[str, Callable[[RankGroup], float]]] = {
     "trainhouse_waiting_tokens": ("Tokens that wait for a pass", lambda group: group.scheduler.queue.num_tokens),
     "trainhouse_sampling_jobs": ("Sampling jobs that wait or run", lambda group: len(group.scheduler.cohorts)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSample:
+    """A sampling request that has ended, without its tokens.
+
+    num_tokens: that were sampled; None if it failed or was cancelled.
+    guesses: of its draft; None without one.
+    ended_at: in seconds since 1970.
+    reason: why it failed; None if it did not.
+    """
+
+    base_model: str
+    prompt_tokens: int
+    num_tokens: int | None
+    guesses: GuessCounts | None
+    seconds: float
+    ended_at: float
+    reason: str | None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,10 @@ from ...schemas.sampling import SampleResponse
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.work_context import CURRENT_WORK, WorkContext
 from ...workers.scheduler.calls import EndedCall
-from ...workers.scheduler.work import CallSize
+from ...workers.scheduler.work import CallSize, RunWork
 from ..logs.activity_log import ActivityLog
 from ..store import OperationRecord
-from .ended_sample import EndedSample
-from .recent_calls import RecentCalls
-from .server_metrics import ServerMetrics
+from .server_metrics import EndedSample, ServerMetrics
 
 if TYPE_CHECKING:
     from .tracing import Tracing
@@ -36,13 +35,35 @@ _MOST_REPORTS = 2000
 _OTHER_ROUTES = "other"
 """The name, in metrics, of all routes that take no key, and of paths that do not exist."""
 
+_RECENT_CALLS = 60
+
+
+@dataclass(frozen=True)
+class RecentCall:
+    """A call of a group's ranks, without its data.
+
+    began_at: in seconds since 1970. num_works: operations or steps in it. num_runs, num_tenants: to which these belong.
+    error: the reason if all of it failed.
+    """
+
+    group: str
+    activity: str
+    began_at: float
+    seconds: float
+    num_tokens: int
+    num_works: int
+    num_runs: int
+    num_tenants: int
+    error: str | None
+
 
 class Telemetry:
     """Gives work its context, and records what ended: the log at once, metrics and traces from the backlog."""
 
     def __init__(self, dispatch: WorkerDispatch, slow_pass_seconds: float, tracing: "Tracing | None" = None) -> None:
         self.metrics = ServerMetrics(dispatch)
-        self.recent_calls = RecentCalls()
+        self.recent_calls: deque[RecentCall] = deque(maxlen=_RECENT_CALLS)
+        """The last call first."""
         self._log = ActivityLog(slow_pass_seconds)
         self._tracing = tracing
         self._backlog = Backlog()
@@ -72,14 +93,9 @@ class Telemetry:
         CURRENT_WORK.set(work)
         template = None if route is None else route.partition(" ")[2]
         self._log.request(method, template, path, status, seconds, work.refusal)
-        self._backlog.add(partial(self._record_request, work, route, status, seconds, time.time()))
-
-    def _record_request(
-        self, work: WorkContext, route: str | None, status: int, seconds: float, ended_at: float
-    ) -> None:
-        self.metrics.request_ended(route or _OTHER_ROUTES, status, seconds)
+        self._backlog.add(partial(self.metrics.request_ended, route or _OTHER_ROUTES, status, seconds))
         if self._tracing is not None:
-            self._tracing.request_ended(work, status, ended_at)
+            self._backlog.add(partial(self._tracing.request_ended, work, status, time.time()))
 
     def work_began(self, kind: str, tenant_id: str, run_id: str) -> WorkContext:
         """Returns the context of an operation, or of a sampling request, that has arrived or was left by an earlier
@@ -99,12 +115,9 @@ class Telemetry:
             reason: why it failed, without data of the request; None if it succeeded.
         """
         self._log.operation(ended, size, category, reason)
-        self._backlog.add(partial(self._record_operation, work, ended, reason))
-
-    def _record_operation(self, work: WorkContext, ended: OperationRecord, reason: str | None) -> None:
-        self.metrics.operation_ended(ended)
+        self._backlog.add(partial(self.metrics.operation_ended, ended))
         if self._tracing is not None:
-            self._tracing.operation_ended(work, ended, reason)
+            self._backlog.add(partial(self._tracing.operation_ended, work, ended, reason))
 
     def sample_ended(
         self,
@@ -122,23 +135,27 @@ class Telemetry:
         guesses = None if sampled is None else sampled.guesses
         self._log.sample(request_id, prompt_tokens, num_tokens, seconds, category, reason)
         sample = EndedSample(base_model, prompt_tokens, num_tokens, guesses, seconds, time.time(), reason)
-        self._backlog.add(partial(self._record_sample, work, sample))
-
-    def _record_sample(self, work: WorkContext, sample: EndedSample) -> None:
-        self.metrics.sample_ended(sample)
+        self._backlog.add(partial(self.metrics.sample_ended, sample))
         if self._tracing is not None:
-            self._tracing.sample_ended(work, sample)
+            self._backlog.add(partial(self._tracing.sample_ended, work, sample))
 
     def call_ended(self, ended: EndedCall) -> None:
         """Records a call of a group's ranks."""
         self._log.call(ended)
-        self._backlog.add(partial(self._record_call, ended))
-
-    def _record_call(self, ended: EndedCall) -> None:
-        self.metrics.call_ended(ended)
-        self.recent_calls.add(ended)
+        self._backlog.add(partial(self.metrics.call_ended, ended))
+        self._backlog.add(partial(self._add_recent_call, ended))
         if self._tracing is not None:
-            self._tracing.call_ended(ended)
+            self._backlog.add(partial(self._tracing.call_ended, ended))
+
+    def _add_recent_call(self, ended: EndedCall) -> None:
+        call = ended.call
+        # Without slices of sampling, of which there are many every second, and questions of the server itself.
+        works = [work for work in call.works if isinstance(work, RunWork) and work.tenant_id]
+        if works:
+            num_runs, num_tenants = len({work.key for work in works}), len({work.tenant_id for work in works})
+            size = (call.size.tokens, len(works), num_runs, num_tenants)
+            recent = RecentCall(ended.group, call.activity, ended.began_at, ended.seconds, *size, ended.error)
+            self.recent_calls.appendleft(recent)
 
     def journal_written(self, seconds: float) -> None:
         self._backlog.add(partial(self.metrics.journal_written, seconds))

@@ -30,7 +30,7 @@ from ...workers.protocol.work_context import WorkContext
 from ...workers.scheduler.calls import EndedCall
 from ...workers.scheduler.work import AnyWork, SamplingWork
 from ..store import OperationRecord
-from .ended_sample import EndedSample
+from .server_metrics import EndedSample
 
 _SERVICE = "trainhouse"
 _HEADERS = ("traceparent", "tracestate")

@@ -24,7 +24,7 @@ from ..config.server_config import ServerConfig
 from ..store import ApiKeyRecord, KeyCounts, Store, TenantRecord
 from .rate_limits import UNCOUNTED, RateLimits, UnauthenticatedLimits
 from .scopes import OPERATOR, SCOPES, TENANT_SCOPES, check_scopes
-from .tokens import Tokens
+from .tokens import LIFETIME_SECONDS, Tokens
 
 T = TypeVar("T")
 
@@ -123,24 +123,23 @@ class Auth:
             raise self._refusal(key)
         return known
 
-    async def confirm(self, admitted: AuthenticatedKey) -> None:
-        """Raises RequestError 401 if the key has been revoked, or the server is no longer open, since it was
-        admitted."""
+    async def confirm(self, request: Request) -> None:
+        """Raises RequestError 401 if the key of an admitted request has been revoked since, the server is no longer
+        open, or the request's browser has signed out."""
+        admitted = admitted_key(request)
         if await self._find(admitted.key_hash, admitted.key is None, CONFIRM_SECONDS) is None:
             raise self._refusal(KEY_PREFIX)
+        browser = getattr(request.state, "browser", None)
+        if browser is not None and not request.app.state.services.browsers.is_signed_in(browser):
+            raise RequestError("this browser has signed out: sign in again", 401)
 
     async def authenticate(self, key: str | None) -> Tenant:
         """Returns the key's tenant. Raises RequestError 401."""
         return (await self.identify(key)).tenant
 
-    async def key_of(self, key: str | None) -> ApiKeyRecord | None:
-        """Returns the record of a key; None for made-up keys of an open server. Raises RequestError 401."""
-        return (await self.identify(key)).key
-
-    async def token_for(self, key: str) -> str:
-        """Returns a token that replaces the key for an hour. Raises RequestError 401."""
-        known = await self.identify(key)
-        return self._tokens.issue(known.key_hash, known.tenant.id, known.tenant.name)
+    def token_for(self, known: AuthenticatedKey, seconds: int = LIFETIME_SECONDS) -> str:
+        """Returns a token that replaces the key for that long."""
+        return self._tokens.issue(known.key_hash, known.tenant.id, known.tenant.name, seconds)
 
     async def sign_in(self, key: str, address: str, seconds: int) -> str:
         """Returns a token that replaces the key for that long; a token cannot be exchanged for another.
@@ -150,8 +149,7 @@ class Auth:
         if not key.startswith(KEY_PREFIX):
             self.unauthenticated_limits.take(address)
             raise self._refusal(key)
-        known = await self.identify(key, address)
-        return self._tokens.issue(known.key_hash, known.tenant.id, known.tenant.name, seconds)
+        return self.token_for(await self.identify(key, address), seconds)
 
     async def tenant_of(self, key: str) -> Tenant | None:
         """Returns the tenant whose weights the key may read; None if it is not valid or lacks the scope read."""
@@ -205,7 +203,11 @@ class Auth:
 
         Raises RequestError 429, without a query to the store, if the address has sent too many invalid keys.
         """
-        await self._refresh_counts(max_age)
+        oldest = self._clock() - max_age
+        while self._counted_at <= oldest:
+            if self._counting is None or self._counting.done():
+                self._counting = asyncio.create_task(self._count())
+            await asyncio.shield(self._counting)
         in_force, refused = self._valid_keys, self._invalid_keys
         if key_hash in in_force:
             return in_force[key_hash]
@@ -225,14 +227,6 @@ class Auth:
     def _clear_caches(self) -> None:
         self._valid_keys, self._invalid_keys = {}, {}
 
-    async def _refresh_counts(self, max_age: float) -> None:
-        """Waits for counts of keys that are no more than `max_age` seconds older than this call."""
-        oldest = self._clock() - max_age
-        while self._counted_at <= oldest:
-            if self._counting is None or self._counting.done():
-                self._counting = asyncio.create_task(self._count())
-            await asyncio.shield(self._counting)
-
     async def _count(self) -> None:
         """Counts the keys, and clears the caches if one was created or revoked."""
         began_at = self._clock()
@@ -248,7 +242,9 @@ class Auth:
             assert tenant is not None
             return AuthenticatedKey(Tenant(tenant.tenant_id, tenant.name), key_hash, record)
         if record is None and may_be_new and await self.is_open():
-            return AuthenticatedKey(await self._own_tenant(key_hash), key_hash, None)
+            name = f"{MADE_UP_PREFIX}{key_hash[:16]}"
+            await self._store.tenants.ensure(TenantRecord(name, name, time.time()))
+            return AuthenticatedKey(Tenant(name, name), key_hash, None)
         return None
 
     async def is_open(self) -> bool:
@@ -256,12 +252,6 @@ class Auth:
         if not self.is_loopback or (self._counts is not None and self._counts.created):
             return False  # for ever
         return (await self._store.keys.count()).created == 0
-
-    async def _own_tenant(self, key_hash: str) -> Tenant:
-        name = f"{MADE_UP_PREFIX}{key_hash[:16]}"
-        tenant = Tenant(name, name)
-        await self._store.tenants.ensure(TenantRecord(tenant.id, tenant.name, time.time()))
-        return tenant
 
 
 def _cache(cache: dict[str, T], key_hash: str, found: T) -> None:

@@ -8,12 +8,10 @@ an answer without Content-Length waits for that.
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import NoReturn
 
 from fastapi import Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from ...schemas.errors import RequestError
 from ..http.bodies import Body, BodyTooLarge
 from ..http.errors import HANDLED_ERRORS, handle_error
 from .auth import Auth
@@ -40,7 +38,8 @@ class Exchange:
         """Added to those of the answer."""
         self.status: int | None = None
         """Status of the answer; None until it begins."""
-        self.is_admitted = False
+        self.auth: Auth | None = None
+        """Confirms the key from when the request is admitted."""
         self._receive, self._send = receive, send
         self._is_arriving = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
         self._num_bytes = 0
@@ -64,8 +63,8 @@ class Exchange:
         self._is_arriving = message.get("more_body", False)
         if is_too_large := self._num_bytes > limit:
             await self._drop(3 * limit)
-        if self.is_admitted and (is_too_large or not self._is_arriving) and message["type"] == "http.request":
-            await confirm_key(self.request)
+        if self.auth and (is_too_large or not self._is_arriving) and message["type"] == "http.request":
+            await self.auth.confirm(self.request)
         if is_too_large:
             raise BodyTooLarge(limit, message.get("body", b""))
         return message
@@ -74,11 +73,15 @@ class Exchange:
         """Sends a message. Raises AnswerWithheld, after the refusal, if the key was revoked."""
         begins = message["type"] == "http.response.start"
         is_last = not begins and not message.get("more_body")
-        if self.is_admitted and not is_last and message.get("status") != 204:
+        if self.auth and not is_last and message.get("status") != 204:
             try:
-                await confirm_key(self.request)
+                await self.auth.confirm(self.request)
             except HANDLED_ERRORS as error:
-                await self._withhold(error, begins)
+                self.auth = None
+                if begins:
+                    refusal = await handle_error(self.request, error)
+                    await refusal(self.request.scope, self.receive, self.send)
+                raise AnswerWithheld from None
         if begins:
             self.status = message["status"]
             notes = ((_NOTE, b"ignored: " + words.encode("unicode_escape")) for words in self.body.ignored)
@@ -97,13 +100,6 @@ class Exchange:
             refusal.headers["Connection"] = "close"
         await refusal(self.request.scope, self.receive, self.send)
 
-    async def _withhold(self, error: Exception, begins: bool) -> NoReturn:
-        self.is_admitted = False
-        if begins:
-            refusal = await handle_error(self.request, error)
-            await refusal(self.request.scope, self.receive, self.send)
-        raise AnswerWithheld from None
-
     async def _drop(self, most_bytes: int) -> None:
         """Reads and drops the rest of the body, up to a limit."""
         num_bytes = 0
@@ -115,14 +111,3 @@ class Exchange:
 
 class AnswerWithheld(Exception):
     """The key of a request was revoked before its answer was complete. The connection of one that has begun closes."""
-
-
-async def confirm_key(request: Request) -> None:
-    """Raises RequestError 401 if the request's key has been revoked, or its browser has signed out, since it was
-    admitted."""
-    services, key = request.app.state.services, request.state.key
-    auth: Auth = services.auth
-    await auth.confirm(key)
-    browser = getattr(request.state, "browser", None)
-    if browser is not None and not services.browsers.is_signed_in(browser):
-        raise RequestError("this browser has signed out: sign in again", 401)

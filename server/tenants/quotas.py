@@ -29,7 +29,7 @@ _MAX_SECONDS = 60.0
 
 _RUN_SECONDS = 30.0
 _SESSION_SECONDS = 10.0
-_OPERATION_SECONDS = 5.0
+OPERATION_SECONDS = 5.0
 _SENDING_SECONDS = 1.0
 _STOPPING_SECONDS = 2.0
 _REMEMBERED_SECONDS = 60.0
@@ -79,7 +79,7 @@ class ThrottleReason:
 class QueueUsage:
     """The usage of all tenants together, or of one; an upload counts from its beginning.
 
-    done_at: when an operation last ended.
+    done_at: when an operation last ended. seconds_per_operation: mean time between the ends of operations.
     num_arriving, num_bytes_arriving: the part that is not accepted yet.
     num_bytes_sending: large results that are being sent to clients.
     stalled_runs: the last time that each run asked for room for lack of which it is stalled, longest stalled first.
@@ -91,13 +91,8 @@ class QueueUsage:
     num_arriving: int = 0
     num_bytes_arriving: int = 0
     num_bytes_sending: int = 0
-    seconds_per_operation: float = _OPERATION_SECONDS
+    seconds_per_operation: float = OPERATION_SECONDS
     stalled_runs: dict[str, float] = field(default_factory=dict)
-
-    def end_operation(self, now: float) -> None:
-        """Updates the mean time between the ends of operations, which halves the weight of earlier ones."""
-        self.seconds_per_operation = (self.seconds_per_operation + min(now - self.done_at, _OPERATION_SECONDS)) / 2
-        self.done_at = now
 
     def has_precedence(self, run_id: str, now: float) -> bool:
         """True if no run that still asks for room has been stalled longer than this one, which asks now."""

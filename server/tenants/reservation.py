@@ -1,14 +1,13 @@
 """The room that one request takes within its tenant's limits."""
 
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractContextManager
 
 from ..http.bodies import LARGE_BYTES
-from .quotas import UNKNOWN, QueuePosition, QueueUsage, Quotas
+from .quotas import OPERATION_SECONDS, UNKNOWN, QueuePosition, QueueUsage, Quotas
 
 
-class Reservation:
+class Reservation(AbstractContextManager["Reservation"]):
     """The room of one request, from before its body is read until its operation is answered, or of a result that is
     being sent.
 
@@ -27,10 +26,7 @@ class Reservation:
         self._usages: tuple[QueueUsage, ...] = ()
         self._release_features: list[Callable[[], None]] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self._is_kept:
             self.release()
 
@@ -94,12 +90,14 @@ class Reservation:
         while self._release_features:
             self._release_features.pop()()
         if self._is_claimed:
-            self._is_claimed = False
+            self._is_claimed, now = False, self._quotas.clock()
             for usage in self._usages:
                 usage.num_operations -= 1
                 usage.num_bytes -= self.num_bytes
                 if self._is_kept:
-                    usage.end_operation(self._quotas.clock())
+                    # A mean that halves the weight of earlier operations.
+                    seconds = min(now - usage.done_at, OPERATION_SECONDS)
+                    usage.seconds_per_operation, usage.done_at = (usage.seconds_per_operation + seconds) / 2, now
                 else:
                     usage.num_arriving -= 1
                     usage.num_bytes_arriving -= self.num_bytes

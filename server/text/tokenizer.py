@@ -5,6 +5,7 @@ Results are those of transformers' AutoTokenizer, without importing transformers
 
 import asyncio
 import json
+import math
 import re
 import signal
 import sys
@@ -57,7 +58,8 @@ class Tokenizer:
 
     def __init__(self, facts: TokenizerFacts) -> None:
         self._backend = tokenizers.Tokenizer.from_str(facts.backend)
-        decoders = _decoder_types(facts.backend)
+        decoder = json.loads(facts.backend)["decoder"] or {}
+        decoders = {one["type"] for one in (decoder, *decoder.get("decoders", ())) if one}
         self._spells_bytes = "ByteLevel" in decoders
         self._falls_back_to_bytes = "ByteFallback" in decoders
         self._marks_spaces = not self._spells_bytes and bool(decoders & {"Metaspace", "Replace"})
@@ -176,7 +178,8 @@ class Tokenizers:
             RequestError: the model has no usable tokenizer.
             OperationError: it could not be read.
         """
-        if base_model not in self._reading or self._may_have_changed(base_model):
+        may_have_changed = self._refused_at.get(base_model, math.inf) + _REFUSED_SECONDS <= self._clock()
+        if base_model not in self._reading or may_have_changed:
             self._refused_at.pop(base_model, None)
             self._reading[base_model] = asyncio.create_task(self._read(base_model))
         return await asyncio.shield(self._reading[base_model])
@@ -189,10 +192,6 @@ class Tokenizers:
         working = asyncio.get_running_loop().run_in_executor(self._threads, work)
         working.add_done_callback(lambda _: turn.release())
         return await asyncio.shield(working)  # a thread cannot be cancelled
-
-    def _may_have_changed(self, base_model: str) -> bool:
-        refused_at = self._refused_at.get(base_model)
-        return refused_at is not None and refused_at + _REFUSED_SECONDS <= self._clock()
 
     async def _read(self, base_model: str) -> Tokenizer:
         try:
@@ -233,11 +232,6 @@ def _name(token_id: int, spelled: bytes) -> str:
         return spelled.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
-
-
-def _decoder_types(backend: str) -> set[str]:
-    decoder = json.loads(backend)["decoder"] or {}
-    return {one["type"] for one in (decoder, *decoder.get("decoders", ()))} if decoder else set()
 
 
 @cache

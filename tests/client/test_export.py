@@ -17,7 +17,7 @@ from safetensors.torch import load_file as load_torch_file
 from safetensors.torch import save_file as save_torch_file
 from trainhouse import Datum, ServiceClient, TrainingClient
 from trainhouse.client.export_checkpoint import loaded_by
-from trainhouse.schemas.adapters.adapter_files import WEIGHTS
+from trainhouse.schemas.adapters.peft import WEIGHTS
 from trainhouse.schemas.adapters.vllm_form import form_of
 from trainhouse.workers.engines.vllm.adapters import VllmVersion, link_files
 from transformers import AutoModelForCausalLM

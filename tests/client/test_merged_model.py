@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.client.merged_model import merge_into_base
-from trainhouse.schemas.adapters.adapter_files import CONFIG, DESCRIPTION, WEIGHTS
+from trainhouse.schemas.adapters.peft import CONFIG, DESCRIPTION, WEIGHTS
 
 RANK, ALPHA = 2, 8.0
 

@@ -15,9 +15,9 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 from trainhouse.schemas import codec
-from trainhouse.schemas import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.checkpoints import LoadWeightsRequest
 from trainhouse.schemas.codec import decode_model
+from trainhouse.schemas.codec import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import RetrieveFuturesRequest
 from trainhouse.schemas.models import CreateModelRequest, CreateSessionRequest

@@ -8,23 +8,25 @@ from typing import Literal, get_args
 import numpy as np
 import pytest
 from trainhouse.schemas.adapters.adapter_files import (
-    CONFIG,
-    DESCRIPTION,
-    WEIGHTS,
-    Pair,
     Reader,
-    block_diagonal,
-    pairs_of,
     refusal_by_vllm,
-    split_experts,
     write_for,
     write_for_cookbook,
     write_for_peft,
     write_for_vllm,
 )
+from trainhouse.schemas.adapters.peft import (
+    CONFIG,
+    DESCRIPTION,
+    GATE_UP_PATTERN,
+    WEIGHTS,
+    Pair,
+    block_diagonal,
+    pairs_of,
+    split_experts,
+)
 from trainhouse.schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
 from trainhouse.schemas.adapters.vllm_form import VllmForm
-from trainhouse.schemas.models import GATE_UP_PATTERN
 
 LINEARS = ("up_proj", "down_proj")
 RANDOM = np.random.default_rng(0)

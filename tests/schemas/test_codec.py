@@ -22,7 +22,7 @@ from tinker.types.forward_backward_input import ForwardBackwardInput
 from tinker.types.forward_backward_request import ForwardBackwardRequest as SdkRequest
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 from trainhouse.schemas import codec
-from trainhouse.schemas import trainhouse_wire_pb2 as wire
+from trainhouse.schemas.codec import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.sampling import GuessCounts, SampledSequence, SampleRequest, SampleResponse, TopkLogprobs

@@ -147,8 +147,10 @@ def distribute(lengths: Sequence[int], budget: int, max_lanes: int) -> list[list
         return [best_fit_bins(lengths, budget)]
     share = budget // num_lanes
     num_bins = num_lanes * -(-sum(lengths) // (num_lanes * share))
-    while _fullest(bins := balance_bins(lengths, num_bins), lengths) > share:
+    bins = balance_bins(lengths, num_bins)
+    while max(sum(lengths[i] for i in members) for members in bins) > share:
         num_bins += num_lanes
+        bins = balance_bins(lengths, num_bins)
     return [[members for members in bins[lane::num_lanes] if members] for lane in range(num_lanes)]
 
 
@@ -166,10 +168,6 @@ def best_fit_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
         bins[chosen].append(i)
         insort(room, (left - lengths[i], chosen))
     return bins
-
-
-def _fullest(bins: list[list[int]], lengths: Sequence[int]) -> int:
-    return max(sum(lengths[i] for i in members) for members in bins)
 
 
 def smaller_budget(operation: ValidatedBatch, token_budget: int) -> int | None:

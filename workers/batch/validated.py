@@ -211,17 +211,14 @@ def _check_finite(
     if np.isfinite(values).all():
         return
     if name == "logprobs":
-        values = np.where(_joined([_reads_logprobs(example, loss) for example in examples]), values, 0.0)
+        counts = [example.inputs[loss.counted_by] for example in examples]
+        masks = [each.inputs.get("sequence_ratio_mask", own) for each, own in zip(examples, counts, strict=True)]
+        values = np.where((_joined(counts) != 0) | (_joined(masks) != 0), values, 0.0)
         if np.isfinite(values).all():
             return
     at = int(np.argmin(np.isfinite(values)))
     datum, position = _find(at, arrays)
     raise OperationError(f"datum {indices[datum]}: {name} is {values[at]} at position {position}: it must be finite")
-
-
-def _reads_logprobs(example: Example, loss: Loss) -> np.ndarray:
-    counts = example.inputs[loss.counted_by]
-    return (counts != 0) | (example.inputs.get("sequence_ratio_mask", counts) != 0)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

@@ -63,12 +63,10 @@ class CheckpointDescription:
 
     @property
     def is_snapshot(self) -> bool:
-        """True if it describes a snapshot, which has the whole state of a run."""
         return "window" in self.content
 
     @property
     def adapted_layers(self) -> set[str]:
-        """Names of the layers that an adapter adapts."""
         return set(self.content["targets"])
 
     def check(self, model: Trainable) -> None:

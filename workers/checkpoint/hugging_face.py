@@ -1,7 +1,7 @@
 """Stores fully trained models in the form of Hugging Face, with a config and the tokenizer."""
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PreTrainedConfi
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..full import FullWeights
+from .checkpoint_format import CheckpointFormat
 from .description import CheckpointDescription
-from .tensor_files import Place
 
 WEIGHTS = "model"
 
@@ -29,25 +29,11 @@ _BESIDE = (
 )
 
 
-class HuggingFaceFormat:
-    """Implements CheckpointFormat for fully trained models."""
-
-    stem, is_read_at_once = WEIGHTS, False
+class HuggingFaceFormat(CheckpointFormat):
+    stem = WEIGHTS
 
     def __init__(self, model: FullWeights) -> None:
         self._model = model
-
-    def legacy_name(self, name: str) -> str:
-        return name
-
-    def joined_tensors(self) -> Mapping[str, Mapping[str, Place]]:
-        return {}
-
-    def missing_tensors(self, saved: CheckpointDescription) -> Collection[str]:
-        return ()
-
-    def describe(self) -> dict[str, Any]:
-        return {}
 
     def check(self, saved: CheckpointDescription) -> None:
         if isinstance(saved.training, LoraConfig):
@@ -60,21 +46,14 @@ class HuggingFaceFormat:
         return self._model.buffers()
 
     def write_extra_files(self, directory: Path, base_name: str) -> None:
-        _write_config(self._model, directory)
+        config: PreTrainedConfig = deepcopy(self._model.config)
+        config.dtype = "float32"
+        if self._model.program.scores == "values":
+            architecture: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+            names = [architecture.__name__] if architecture is not None else None
+            config.update({"architectures": names, "num_labels": 1})
+        config.save_pretrained(directory)
         for pattern in _BESIDE:
             for path in Path(self._model.source).glob(pattern):  # finds nothing if the source is a hub id
                 if path.is_file():
                     shutil.copyfile(path, directory / path.name)
-
-    def load_constants(self, constants: Mapping[str, Tensor], saved: CheckpointDescription) -> None:
-        pass
-
-
-def _write_config(model: FullWeights, directory: Path) -> None:
-    config: PreTrainedConfig = deepcopy(model.config)
-    config.dtype = "float32"
-    if model.program.scores == "values":
-        architecture: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-        names = [architecture.__name__] if architecture is not None else None
-        config.update({"architectures": names, "num_labels": 1})
-    config.save_pretrained(directory)

@@ -1,29 +1,25 @@
 """Stores adapters in the form of PEFT."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...schemas.adapters.adapter_files import PREFIX, name_for_cookbook
+from ...schemas.adapters.adapter_files import name_for_cookbook
+from ...schemas.adapters.peft import GATE_UP_PATTERN, LAYOUT_VERSION, matrix_names
 from ...schemas.errors import OperationError
-from ...schemas.models import GATE_UP_PATTERN, LoraConfig
+from ...schemas.models import LoraConfig
 from ..lora import Adapter, Target
 from ..lora.target import parts_of_layers
+from .checkpoint_format import CheckpointFormat
 from .description import CheckpointDescription, few, write_json
 from .tensor_files import Place
 
-LAYOUT_VERSION = "0.19.1"
-"""The first release of peft that lays out the matrices of experts as we write them for it."""
 _KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
-class PeftFormat:
-    """Implements CheckpointFormat for adapters."""
-
+class PeftFormat(CheckpointFormat):
     stem, is_read_at_once = "adapter_model", True
 
     def __init__(self, adapter: Adapter) -> None:
@@ -31,17 +27,15 @@ class PeftFormat:
         self._renamed = [target for target in adapter.targets if target.saved_path is not None]
 
     def describe(self) -> dict[str, Any]:
-        """Returns the adapted layers; the class that the base model's config.json names and the size of its heads, for
-        the form in vLLM; the names of a tied head; if experts share matrices, the names of an expert's layers in PEFT's
-        files by those in ours; the layout of experts that PEFT adapts together; and layers whose rows are adapted in
-        parts, and the numbers of their rows; and the kind of layer that peft refuses."""
         adapter = self._adapter
         described: dict[str, Any] = {"targets": [target.name for target in adapter.targets]}
+        # For the form in vLLM.
         of_base = {"architecture": adapter.architecture, "head_features": adapter.head_features}
         described |= {name: value for name, value in of_base.items() if value is not None}
         if adapter.unembed is not None and adapter.tied_embedding is not None:
             described["tied_head"] = {"head": adapter.unembed_name, "embedding": adapter.tied_embedding}
         if adapter.shares_factors:
+            # The names of an expert's layers in PEFT's files by those in ours.
             sharing = [target for target in adapter.targets if target.shared is not None]
             described["expert_linears"] = {target.stacked_as: target.saved_kind for target in sharing}
         if (experts := adapter.stacked_experts) is not None:
@@ -51,10 +45,10 @@ class PeftFormat:
                 "is_transposed": experts.is_transposed and not experts.is_misread,
                 "is_misread": experts.is_misread,
             }
-        if fused := _fused_projections(adapter.targets):
-            described["fused_projections"] = fused
-            whole = {target.part_of: target.whole_features for target in adapter.targets if target.part_of is not None}
-            described["fused_outputs"] = whole
+        if layers := parts_of_layers(adapter.targets):
+            of_layers = {path.rpartition(".")[2]: parts for path, parts in layers.items()}
+            described["fused_projections"] = {name: [part.kind for part in parts] for name, parts in of_layers.items()}
+            described["fused_outputs"] = {name: parts[0].whole_features for name, parts in of_layers.items()}
         if adapter.refused_by_peft in {target.kind for target in adapter.targets}:
             described["refused_by_peft"] = adapter.refused_by_peft
         return described
@@ -89,9 +83,6 @@ class PeftFormat:
                 " saved with"
             )
 
-    def constants(self) -> Mapping[str, Tensor]:
-        return {}
-
     def legacy_name(self, name: str) -> str:
         for target in self._renamed:
             name = name.replace(f"{target.saved_path}.lora_", f"{target.name}.lora_")
@@ -106,9 +97,9 @@ class PeftFormat:
             row = 0
             for number, part in enumerate(parts):
                 rows, ranks = slice(row, row + part.out_features), slice(number * rank, (number + 1) * rank)
-                for side, place in (("lora_A", (ranks, slice(None))), ("lora_B", (rows, ranks))):
-                    of_whole = places.setdefault(f"{PREFIX}{whole}.{side}.weight", {})
-                    of_whole[f"{PREFIX}{part.name}.{side}.weight"] = place
+                of_both = (ranks, slice(None)), (rows, ranks)
+                for name, own, place in zip(matrix_names(whole), matrix_names(part.name), of_both, strict=True):
+                    places.setdefault(name, {})[own] = place
                 row += part.out_features
         return {**places}
 
@@ -127,95 +118,78 @@ class PeftFormat:
     def write_extra_files(self, directory: Path, base_name: str) -> None:
         write_json(directory / "adapter_config.json", _config(self._adapter, base_name))
 
-    def load_constants(self, constants: Mapping[str, Tensor], saved: CheckpointDescription) -> None:
-        pass
-
-
-def _fused_projections(targets: Sequence[Target]) -> dict[str, list[str]]:
-    """Returns the linear layers whose rows are adapted in parts, with these parts in order."""
-    layers = parts_of_layers(targets)
-    return {path.rpartition(".")[2]: [part.kind for part in parts] for path, parts in layers.items()}
-
 
 def _groups(lora: LoraConfig) -> tuple[bool, bool, bool]:
     return lora.train_attn, lora.train_mlp, lora.train_unembed
 
 
 def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
-    targets = _PeftTargets.of(adapter)
-    return {
+    rank, alpha = adapter.lora.rank, adapter.lora.alpha
+    config = {
         "peft_type": "LORA",
         "peft_version": LAYOUT_VERSION,
         "task_type": adapter.program.peft_task,
         "base_model_name_or_path": base_name,
         "inference_mode": True,
-        "r": adapter.lora.rank,
-        "lora_alpha": adapter.lora.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
-        "target_modules": sorted(targets.modules),
-        **_outside(adapter.text_part_name),
-        "modules_to_save": list(adapter.program.peft_modules) or None,
-        **({"target_parameters": sorted(targets.parameters)} if targets.parameters else {}),
-        **(_double_pairs(adapter) if any(_is_of_gates(target) for target in adapter.targets) else {}),
+        "target_modules": sorted(_target_modules(adapter)),
     }
+    if adapter.text_part_name is not None:
+        # Layers outside the part for text; encoders of images have some of the same names.
+        config["exclude_modules"] = rf"(?!.*\b{adapter.text_part_name}\.|lm_head$).*"
+    config["modules_to_save"] = list(adapter.program.peft_modules) or None
+    if parameters := _target_parameters(adapter):
+        config["target_parameters"] = sorted(parameters)
+    if any(target.kind == "gate_proj" and target.num_experts is not None for target in adapter.targets):
+        # Gate and up of an expert are one parameter, but have a pair of matrices each.
+        config |= {"rank_pattern": {GATE_UP_PATTERN: 2 * rank}, "alpha_pattern": {GATE_UP_PATTERN: 2 * alpha}}
+    return config
 
 
-def _outside(text_part: str | None) -> dict[str, str]:
-    """Returns a pattern of layers outside the part for text; encoders of images have some of the same names."""
-    return {} if text_part is None else {"exclude_modules": rf"(?!.*\b{text_part}\.|lm_head$).*"}
+def _taken_for_experts(adapter: Adapter) -> set[Target]:
+    """Returns the linear layers of shared experts and dense layers whose matrices peft would drop.
 
-
-def _double_pairs(adapter: Adapter) -> dict[str, Any]:
-    """Returns rank and alpha for models in which gate and up of an expert are one parameter but have a pair of matrices
-    each."""
-    rank, alpha = adapter.lora.rank, adapter.lora.alpha
-    return {"rank_pattern": {GATE_UP_PATTERN: 2 * rank}, "alpha_pattern": {GATE_UP_PATTERN: 2 * alpha}}
-
-
-@dataclass(frozen=True)
-class _PeftTargets:
-    """The names by which peft finds the adapted layers.
-
-    modules: suffixes of the names of linear layers. parameters: suffixes of the names of other parameters.
-
-    In many sparse models peft takes gate_proj, up_proj and down_proj among modules for those of the experts only, and
-    drops the matrices of shared experts and dense layers; there the latter are listed as parameters. Not so where files
-    have the experts of a layer in one tensor.
+    In many sparse models peft takes gate_proj, up_proj and down_proj among modules for those of the experts only. Not
+    so where files have the experts of a layer in one tensor.
     """
-
-    modules: frozenset[str]
-    parameters: frozenset[str]
-
-    @staticmethod
-    def of(adapter: Adapter) -> "_PeftTargets":
-        experts = [target for target in adapter.targets if target.num_experts is not None]
-        linears = [target for target in adapter.targets if target.num_experts is None]
-        is_misread = adapter.base_is_sparse and adapter.stacked_experts is None
-        taken = [target for target in linears if is_misread and _is_like_experts(target)]
-        others = {name.rpartition(".")[2] for name in adapter.not_adapted}
-        by_path = {target for target in linears if target.kind in others or target.part_of is not None}
-        modules = {target.path if target in by_path else target.kind for target in linears if target not in taken}
-        # If transformers has a module for each expert, peft finds it by these names.
-        modules |= {target.saved_kind for target in experts} if is_misread and not taken else set()
-        # exclude_modules is not for parameters, and encoders of images have some of the same last names.
-        part = adapter.text_part_name
-        paths = {each.path if part is None else each.name[each.name.index(f"{part}.") :] for each in taken}
-        parameters = {f"{path}.weight" for path in paths} | {_fused(target) for target in experts}
-        return _PeftTargets(frozenset(modules), frozenset(parameters))
+    if not _finds_experts_by_module(adapter):
+        return set()
+    linears = (target for target in adapter.targets if target.num_experts is None and target.part_of is None)
+    return {target for target in linears if target.kind in _KINDS_OF_EXPERTS}
 
 
-def _is_like_experts(target: Target) -> bool:
-    return target.kind in _KINDS_OF_EXPERTS and target.part_of is None
+def _finds_experts_by_module(adapter: Adapter) -> bool:
+    return adapter.base_is_sparse and adapter.stacked_experts is None
 
 
-def _is_of_gates(target: Target) -> bool:
-    return target.kind == "gate_proj" and target.num_experts is not None
+def _target_modules(adapter: Adapter) -> set[str]:
+    """Returns suffixes of the names of the linear layers by which peft finds them."""
+    taken = _taken_for_experts(adapter)
+    others = {name.rpartition(".")[2] for name in adapter.not_adapted}
+    modules: set[str] = set()
+    for target in adapter.targets:
+        if target.num_experts is not None:
+            # If transformers has a module for each expert, peft finds it by this name.
+            modules |= {target.saved_kind} if _finds_experts_by_module(adapter) and not taken else set()
+        elif target not in taken:
+            modules.add(target.path if target.kind in others or target.part_of is not None else target.kind)
+    return modules
 
 
-def _fused(target: Target) -> str:
-    """Returns the suffix of the name of the parameter that holds this layer of all experts."""
-    *_, block, experts, kind = target.name.split(".")
-    has_gate = target.stacked_as == "w3" or kind == "gate_proj"
-    return f"{block}.{experts}.{'gate_up_proj' if has_gate else kind}"
+def _target_parameters(adapter: Adapter) -> set[str]:
+    """Returns suffixes of the names of other parameters: those that hold a layer of all experts, and weights of linear
+    layers that peft does not find among modules."""
+    # exclude_modules is not for parameters, and encoders of images have some of the same last names.
+    part = adapter.text_part_name
+    taken = _taken_for_experts(adapter)
+    parameters = {f"{each.path if part is None else each.name[each.name.index(f'{part}.') :]}.weight" for each in taken}
+    for target in adapter.targets:
+        if target.num_experts is not None:
+            *_, block, experts, kind = target.name.split(".")
+            has_gate = target.stacked_as == "w3" or kind == "gate_proj"
+            parameters.add(f"{block}.{experts}.{'gate_up_proj' if has_gate else kind}")
+    return parameters

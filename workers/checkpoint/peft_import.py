@@ -11,10 +11,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ...schemas.adapters.peft import (
+    FIRST_OF_EXPERTS,
+    LAYOUT_VERSION,
+    MATRIX,
+    OF_ALL_EXPERTS,
+    PREFIX,
+    STACKED,
+    Pair,
+    matrix_names,
+    split_experts,
+)
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..lora import Adapter, LoraLayers
@@ -23,22 +35,14 @@ from ..lora.target import GATE_UP, Target, parts_of_layers
 from ..protocol.calls import AdapterFile
 from ..shapes.parts import RoutedExperts
 from . import TrainedState, save
-from .peft_format import LAYOUT_VERSION
 from .trained_state import FlatTensors
 
-_PREFIX = "base_model.model."
-_OTHER_SIDE = str.maketrans("AB", "BA")
-_OF_EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(base_layer\.)?lora_(?P<side>[AB])\.weight")
-"""The names under which peft saves the matrices of all experts of a layer together; those of the parameter that it
-wrapped first are below base_layer."""
 _VERSION = re.compile(
     r"(?P<major>\d{1,4})\.(?P<minor>\d{1,4})(\.(?P<patch>\d{1,4}))?(\.post\d+)?"
     r"(?P<unreleased>\.?(a|b|rc|dev)\d+)?([@+].*)?"
 )
 """peft_version in adapter_config.json, of an installation from source such as 0.18.2.dev0@COMMIT."""
-_STACKED = re.compile(r"(?P<path>.+\.experts)\.(?P<kind>w[123])\.lora_[AB]\.weight")
-"""The names of tensors [experts, ...] in files of the Tinker protocol; a matrix that experts share is [1, ...]."""
-_TINKER_HEAD = f"{_PREFIX}model.unembed_tokens."
+_TINKER_HEAD = "model.unembed_tokens"
 
 
 def import_adapter(
@@ -55,17 +59,16 @@ def import_adapter(
     """
     layers.check_rank(lora)
     *of_trunk, head = [each.unsharded() for each in layers.all_targets]
-    tensors = {
-        name.replace(_TINKER_HEAD, f"{_PREFIX}{head.name}."): each for name, each in _read(Path(source.path)).items()
-    }
-    if shares_factors := _shares_factors(tensors):
+    pairs = _pairs(_read(Path(source.path)), [*of_trunk, head])
+    if shares_factors := _shares_factors(pairs):
         every = [*(each.with_shared_factor() for each in of_trunk), head]
     else:
         every = [*of_trunk, head]
-        tensors = _unstacked(tensors, of_trunk)
+        pairs = _unstacked(pairs, of_trunk)
     lora = lora.model_copy(update={"expert_factors": "shared" if shares_factors else "each"})
-    tensors = _unfused(tensors, of_trunk, lora.rank)
-    found = _by_expert(tensors, every, lora.rank, layers.declared_experts, source)
+    pairs = _by_part(pairs, of_trunk, lora.rank)
+    pairs = _by_expert(pairs, every, lora.rank, layers.declared_experts, source)
+    found = {name: each for path, pair in pairs.items() for name, each in zip(matrix_names(path), pair, strict=True)}
     wanted = layers.with_groups_of(lora, _adapted(found, every, lora.rank))
     adapter = layers.build(wanted)
     state = TrainedState(
@@ -75,70 +78,89 @@ def import_adapter(
     return wanted
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of the file as float32."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the file cannot be iterated)
-        # The hosted service writes empty ones for the gates of experts that have none.
-        tensors = {name: each for name, each in tensors.items() if each.numel()}
     except SafetensorError as error:
         raise OperationError(
             f"adapter_model.safetensors cannot be read ({error}): send the file as peft saved it"
         ) from None
-    for name, tensor in tensors.items():
+    # The hosted service writes empty ones for the gates of experts that have none.
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    if not tensors:
+        raise OperationError("adapter_model.safetensors has no tensors: send the file as peft saved it")
+    found: dict[str, np.ndarray] = {}
+    for name in list(tensors):
+        tensor = tensors.pop(name)  # its memory is free once it is float32
         if not tensor.is_floating_point():
             raise OperationError(f"{name} has dtype {tensor.dtype}: matrices of an adapter must be floating point")
-        tensors[name] = tensor.float()
-        if not tensors[name].isfinite().all():
+        found[name] = tensor.float().numpy()
+        if not np.isfinite(found[name]).all():
             raise OperationError(
                 f"{name} has numbers that are not finite in float32: send an adapter without NaN and infinite values"
             )
-    if not tensors:
-        raise OperationError("adapter_model.safetensors has no tensors: send the file as peft saved it")
-    return tensors
-
-
-def _shares_factors(tensors: Mapping[str, Tensor]) -> bool:
-    """True if the experts of some layer share a matrix."""
-    return any(_STACKED.fullmatch(name) and tensor.dim() == 3 and len(tensor) == 1 for name, tensor in tensors.items())
-
-
-def _unstacked(tensors: Mapping[str, Tensor], every: Sequence[Target]) -> dict[str, Tensor]:
-    """Returns the tensors with stacked ones split into one per expert, under the names of peft."""
-    linears = {each.stacked_as: each.saved_kind for each in every if each.num_experts is not None}
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        matched = _STACKED.fullmatch(name)
-        if matched is None or tensor.dim() != 3 or matched["kind"] not in linears:
-            found[name] = tensor
-            continue
-        path, kind = matched["path"], matched["kind"]
-        side = name.removeprefix(f"{path}.{kind}")
-        found |= {f"{path}.{number}.{linears[kind]}{side}": each for number, each in enumerate(tensor)}
     return found
 
 
-def _unfused(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> dict[str, Tensor]:
-    """Returns the tensors with pairs of linear layers split into those of their parts that adapters adapt."""
-    found = dict(tensors)
-    for path, parts in parts_of_layers(every).items():
-        of_a, of_b = (f"{_PREFIX}{path}.lora_{side}.weight" for side in "AB")
-        if of_a not in found or of_b not in found:
+def _pairs(tensors: Mapping[str, np.ndarray], every: Sequence[Target]) -> dict[str, Pair]:
+    """Returns the pairs of matrices by the path of what they adapt, of which the output head is the last."""
+    kinds = {kind for target in every for kind in (target.kind, target.saved_kind, target.stacked_as, target.part_of)}
+    pairs: dict[str, Pair] = {}
+    for name in tensors:
+        match = MATRIX.fullmatch(name)
+        if match is None or not name.startswith(PREFIX):
+            raise _foreign(name, every)
+        path = match["path"].removeprefix(PREFIX)
+        of_a, of_b = matrix_names(path)
+        if of_a not in tensors or of_b not in tensors:
+            is_adapted = path == _TINKER_HEAD or OF_ALL_EXPERTS.fullmatch(path) or path.rpartition(".")[2] in kinds
+            raise _incomplete(path, match["side"]) if is_adapted else _foreign(name, every)
+        pairs[every[-1].name if path == _TINKER_HEAD else path] = tensors[of_a], tensors[of_b]
+    return pairs
+
+
+def _shares_factors(pairs: Mapping[str, Pair]) -> bool:
+    """True if the experts of some layer share a matrix."""
+    stacked = (matrix for path, pair in pairs.items() if STACKED.fullmatch(path) for matrix in pair)
+    return any(matrix.ndim == 3 and len(matrix) == 1 for matrix in stacked)
+
+
+def _unstacked(pairs: Mapping[str, Pair], every: Sequence[Target]) -> dict[str, Pair]:
+    """Returns the pairs with stacked ones split into one per expert, under the names of peft."""
+    linears = {target.stacked_as: target.saved_kind for target in every if target.num_experts is not None}
+    found: dict[str, Pair] = {}
+    for path, (a, b) in pairs.items():
+        matched = STACKED.fullmatch(path)
+        if matched is None or matched["linear"] not in linears or a.ndim != 3 or b.ndim != 3:
+            found[path] = a, b
             continue
-        sizes = [part.out_features for part in parts]
-        for part, pair in zip(parts, _parts(of_b, found.pop(of_a), found.pop(of_b), sizes, rank), strict=True):
-            found |= {f"{_PREFIX}{part.name}.lora_{side}.weight": each for side, each in zip("AB", pair, strict=True)}
+        paths = [f"{matched['experts']}.{number}.{linears[matched['linear']]}" for number in range(max(len(a), len(b)))]
+        if len(a) != len(b):
+            raise _incomplete(paths[min(len(a), len(b))], "A" if len(a) > len(b) else "B")
+        found |= dict(zip(paths, zip(a, b, strict=True), strict=True))
+    return found
+
+
+def _by_part(pairs: Mapping[str, Pair], every: Sequence[Target], rank: int) -> dict[str, Pair]:
+    """Returns the pairs with those of linear layers split into those of their parts that adapters adapt."""
+    found = dict(pairs)
+    for path, parts in parts_of_layers(every).items():
+        if path in found:
+            name, sizes = matrix_names(path)[1], [part.out_features for part in parts]
+            found |= zip((part.name for part in parts), _parts(name, found.pop(path), sizes, rank), strict=True)
     return found
 
 
 def _by_expert(
-    tensors: Mapping[str, Tensor],
+    pairs: Mapping[str, Pair],
     every: Sequence[Target],
     rank: int,
     declared: RoutedExperts | None,
     source: AdapterFile,
-) -> dict[str, Tensor]:
-    """Returns the tensors with those of experts split into one per expert, under our names.
+) -> dict[str, Pair]:
+    """Returns the pairs with those of experts split into one per expert, under our names.
 
     Args:
         declared: the experts as transformers' modules have them, None if it is not known.
@@ -147,44 +169,43 @@ def _by_expert(
     for target in every:
         if target.num_experts is not None:
             path, _, kind = target.name.rpartition(".")
-            experts.setdefault(_PREFIX + path, {})[kind] = target
-    found: dict[str, Tensor] = {}
-    pairs: list[_PairOfExperts] = []
-    for name, tensor in tensors.items():
-        matched = _OF_EXPERTS.fullmatch(name)
-        if matched is None or matched["path"] not in experts:
-            found[name] = tensor
-        elif (other := tensors.get(name.translate(_OTHER_SIDE))) is None:
-            raise _incomplete(name)
-        elif matched["side"] == "A":
-            path, alternates = matched["path"], declared is not None and declared.alternates
-            linears = _candidates(name, path, tensors, experts[path], source.parameters)
-            pairs.append(_PairOfExperts(name, path, tensor, other, rank, linears, alternates))
-    swaps_in_out = _swaps_in_out(pairs, declared, source.peft_version)
-    for pair in pairs:
+            experts.setdefault(path, {})[kind] = target
+    alternates = declared is not None and declared.alternates
+    found: dict[str, Pair] = {}
+    joint: list[_PairOfExperts] = []
+    for path, pair in pairs.items():
+        matched = OF_ALL_EXPERTS.fullmatch(path)
+        if matched is None or matched["experts"] not in experts:
+            found[path] = pair
+        else:
+            linears = _candidates(path, matched["experts"], pairs, experts[matched["experts"]], source.parameters)
+            joint.append(_PairOfExperts(matched["experts"], matrix_names(path)[0], pair, rank, linears, alternates))
+    swaps_in_out = _swaps_in_out(joint, declared, source.peft_version)
+    for pair in joint:
         found |= pair.of_each(swaps_in_out)
     return found
 
 
 def _candidates(
-    name: str, path: str, tensors: Mapping[str, Tensor], kinds: Mapping[str, Target], parameters: Collection[str]
+    path: str, experts: str, pairs: Mapping[str, Pair], kinds: Mapping[str, Target], parameters: Collection[str]
 ) -> list[list[Target]]:
     """Returns the linear layers, gate and up or down, that a pair may adapt by its name; both if it may be either.
 
     Shapes alone do not: up in one layout has those of down in the other where there are no gates.
     """
     before, down = [kinds[kind] for kind in GATE_UP if kind in kinds], [kinds["down_proj"]]
-    if name != f"{path}.lora_A.weight":
+    if path != experts:
         return [before]
-    if f"{path}.base_layer.lora_A.weight" in tensors:
+    if f"{experts}.{FIRST_OF_EXPERTS}" in pairs:
         return [down]
     adapts_before, adapts_down = (
-        any(f"{path}.{kind}".endswith(f".{each}") for kind in kinds_of_stack for each in parameters)
+        any(f"{experts}.{kind}".endswith(f".{name}") for kind in kinds_of_stack for name in parameters)
         for kinds_of_stack in (("gate_up_proj", "up_proj"), ("down_proj",))
     )
     if adapts_before != adapts_down:
         return [before] if adapts_before else [down]
     if len(before) == 1 and before[0].in_features == before[0].out_features:
+        name = matrix_names(path)[0]
         raise OperationError(
             f"{name} fits up_proj and down_proj of experts: name the one in target_parameters of adapter_config.json"
         )
@@ -193,19 +214,18 @@ def _candidates(
 
 @dataclass(frozen=True, eq=False)
 class _PairOfExperts:
-    """The matrices by which peft adapts a parameter of all experts of a layer.
+    """The pair by which peft adapts a parameter of all experts of a layer."""
 
-    a, b: A [experts * rank, in] and B [out, rank * experts]; gate and up have one rank or one each.
-    linears: what it may adapt. alternates: whether rows of gate and up take turns.
-    """
-
+    experts: str
     name: str
-    path: str
-    a: Tensor
-    b: Tensor
+    """Of A."""
+    pair: Pair
+    """A [experts * rank, in] and B [out, rank * experts]; gate and up have one rank or one each."""
     rank: int
     linears: Sequence[Sequence[Target]]
+    """What it may adapt."""
     alternates: bool
+    """Whether rows of gate and up take turns."""
 
     def adapted(self, swaps_in_out: bool) -> Sequence[Target] | None:
         """Returns the linear layers of these shapes, None if none has them.
@@ -213,35 +233,33 @@ class _PairOfExperts:
         Args:
             swaps_in_out: whether A maps outputs, and B inputs.
         """
-        if self.a.dim() != 2 or self.b.dim() != 2:
+        a, b = self.pair
+        if a.ndim != 2 or b.ndim != 2:
             return None
-        sizes = len(self.b), self.a.shape[1]
+        sizes = len(b), a.shape[1]
         of_out, of_in = sizes[::-1] if swaps_in_out else sizes
         for targets in self.linears:
             num = targets[0].num_experts or 1
             fits = (of_in, of_out) == (targets[0].in_features, sum(target.out_features for target in targets))
-            has_rank = len(self.a) in (num * self.rank, num * self.rank * len(targets))
-            if fits and has_rank and self.b.shape[1] == len(self.a):
+            has_rank = len(a) in (num * self.rank, num * self.rank * len(targets))
+            if fits and has_rank and b.shape[1] == len(a):
                 return targets
         return None
 
-    def of_each(self, swaps_in_out: bool) -> dict[str, Tensor]:
-        """Returns the pairs of each expert's linear layers, by the names in our files."""
+    def of_each(self, swaps_in_out: bool) -> dict[str, Pair]:
+        """Returns the pairs of each expert's linear layers, by their paths in our files."""
         targets = self.adapted(swaps_in_out)
         assert targets is not None, "checked before"
-        num, a, b = targets[0].num_experts or 1, self.a, self.b
-        of_a, of_b = a.unflatten(0, (num, -1)), b.unflatten(1, (-1, num)).permute(2, 0, 1)
-        if swaps_in_out:
-            of_a, of_b = of_b.transpose(1, 2), of_a.transpose(1, 2)
-        if self.alternates and len(targets) == 2:
-            of_b = of_b.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         sizes = [target.out_features for target in targets]
-        return {
-            f"{self.path}.{number}.{target.saved_kind}.lora_{side}.weight": matrix
-            for number, pair in enumerate(zip(of_a, of_b, strict=True))
-            for target, own in zip(targets, _parts(self.name, *pair, sizes, self.rank), strict=True)
-            for side, matrix in zip("AB", own, strict=True)
-        }
+        found: dict[str, Pair] = {}
+        for number, (a, b) in enumerate(split_experts(self.pair, targets[0].num_experts or 1)):
+            if swaps_in_out:
+                a, b = b.T, a.T
+            if self.alternates and len(targets) == 2:
+                b = b.reshape(-1, 2, b.shape[1]).swapaxes(0, 1).reshape(b.shape)
+            for target, own in zip(targets, _parts(self.name, (a, b), sizes, self.rank), strict=True):
+                found[f"{self.experts}.{number}.{target.saved_kind}"] = own
+        return found
 
 
 def _swaps_in_out(pairs: Sequence[_PairOfExperts], experts: RoutedExperts | None, version: str | None) -> bool:
@@ -254,7 +272,13 @@ def _swaps_in_out(pairs: Sequence[_PairOfExperts], experts: RoutedExperts | None
     if len(fitting) == 1 or not pairs:
         return bool(pairs) and fitting[0]
     if not fitting:
-        raise _unfitting(next((p for p in pairs if p.adapted(False) is None and p.adapted(True) is None), pairs[0]))
+        wrong = next((p for p in pairs if p.adapted(False) is None and p.adapted(True) is None), pairs[0])
+        a, b = wrong.pair
+        raise OperationError(
+            f"{wrong.name} has shape {list(a.shape)} and its lora_B {list(b.shape)}, which do not fit rank {wrong.rank}"
+            f" and the {wrong.linears[0][0].num_experts} experts of this base model: check the adapter's base model and"
+            " rank"
+        )
     if (by_version := _swaps_in_out_by(version, experts)) is None:
         raise OperationError(
             f"the shapes of {pairs[0].name} and its lora_B fit the layout of PEFT before 0.19.1 and the one since, and"
@@ -282,48 +306,44 @@ def _swaps_in_out_by(version: str | None, experts: RoutedExperts | None) -> bool
     return takes_second == is_transposed
 
 
-def _unfitting(pair: _PairOfExperts) -> OperationError:
-    num = pair.linears[0][0].num_experts
-    return OperationError(
-        f"{pair.name} has shape {list(pair.a.shape)} and its lora_B {list(pair.b.shape)}, which do not fit rank"
-        f" {pair.rank} and the {num} experts of this base model: check the adapter's base model and rank"
-    )
-
-
-def _parts(name: str, a: Tensor, b: Tensor, sizes: Sequence[int], rank: int) -> list[tuple[Tensor, Tensor]]:
+def _parts(name: str, pair: Pair, sizes: Sequence[int], rank: int) -> list[Pair]:
     """Splits a pair into those of parts with so many outputs, the first ones, which have one A, or each some rows of
     it."""
+    a, b = pair
     if len(a) not in (rank, rank * len(sizes)) or b.shape[1] != len(a) or len(b) < sum(sizes):
         raise OperationError(f"{name} has shape {list(b.shape)}, which does not fit rank {rank} and outputs {[*sizes]}")
-    of_b = b.split([*sizes, len(b) - sum(sizes)])[: len(sizes)]
-    is_one = len(a) == rank
-    own = of_b if is_one else [each[:, i * rank : (i + 1) * rank] for i, each in enumerate(of_b)]
-    if sum(each.count_nonzero() for each in own) != b.count_nonzero():
+    of_a, of_b = [a] * len(sizes), np.split(b, np.cumsum(sizes))[: len(sizes)]
+    if len(a) != rank:
+        of_a = np.split(a, len(sizes))
+        of_b = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(of_b)]
+    if sum(np.count_nonzero(part) for part in of_b) != np.count_nonzero(b):
         raise OperationError(
             f"{name} has {len(a)} ranks for several parts of a layer that all use them, or adapts other outputs too:"
             f" adapters here have {rank} for each part, and {len(sizes)} parts"
         )
-    return list(zip([a] * len(sizes) if is_one else a.chunk(len(sizes)), own, strict=True))
+    return list(zip(of_a, of_b, strict=True))
 
 
-def _adapted(found: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> set[str]:
+def _adapted(found: Mapping[str, np.ndarray], every: Sequence[Target], rank: int) -> set[str]:
     """Returns the names of the layers that the matrices belong to. Raises OperationError if adapters have no matrix of
     this name and shape."""
-    owners = {name: (target.name, view.shape) for target in every for name, view in _shapes([target], rank).items()}
-    for name, tensor in found.items():
+    owners: dict[str, tuple[Target, torch.Size]] = {}
+    for target in every:
+        layout = layout_of([target], rank)
+        views = layout.named_views(torch.empty(layout.size, device="meta"))
+        owners |= {name: (target, view.shape) for name, view in views.items()}
+    for name, matrix in found.items():
         if name not in owners:
             raise _foreign(name, every)
-        if tensor.shape != owners[name][1]:
+        if matrix.shape != owners[name][1]:
             raise OperationError(
-                f"{name} has shape {list(tensor.shape)}, and this base model needs {list(owners[name][1])} at rank "
+                f"{name} has shape {list(matrix.shape)}, and this base model needs {list(owners[name][1])} at rank "
                 f"{rank}: the adapter belongs to another base model or has another rank"
             )
-        if name.translate(_OTHER_SIDE) not in found:
-            raise _incomplete(name)
-    return {owners[name][0] for name in found}
+    return {owners[name][0].name for name in found}
 
 
-def _filled(adapter: Adapter, found: Mapping[str, Tensor]) -> Tensor:
+def _filled(adapter: Adapter, found: Mapping[str, np.ndarray]) -> Tensor:
     """Returns the weights of the whole adapter, float32 [P]."""
     layout = adapter.layout.unsharded
     vector, generator = torch.zeros(layout.size), torch.Generator().manual_seed(adapter.lora.seed or 0)
@@ -332,13 +352,8 @@ def _filled(adapter: Adapter, found: Mapping[str, Tensor]) -> Tensor:
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
     for name, view in layout.named_views(vector).items():
         if name in found:
-            view.copy_(found[name])
+            view.copy_(torch.from_numpy(found[name]))
     return vector
-
-
-def _shapes(targets: Sequence[Target], rank: int) -> dict[str, Tensor]:
-    layout = layout_of(targets, rank)
-    return layout.named_views(torch.empty(layout.size, device="meta"))
 
 
 def _foreign(name: str, every: Sequence[Target]) -> OperationError:
@@ -348,5 +363,6 @@ def _foreign(name: str, every: Sequence[Target]) -> OperationError:
     return OperationError(f"{name} is of a layer that cannot be adapted here: train with target_modules of {kinds}")
 
 
-def _incomplete(name: str) -> OperationError:
-    return OperationError(f"{name} has no matching {name.translate(_OTHER_SIDE)[-13:-7]}: send both")
+def _incomplete(path: str, side: str) -> OperationError:
+    name, other = matrix_names(path)["AB".index(side)], "B" if side == "A" else "A"
+    return OperationError(f"{name} has no matching lora_{other}: send both")

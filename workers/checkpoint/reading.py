@@ -82,7 +82,11 @@ def read_saved(model: Trainable, directory: Path, *, optimizer: bool) -> SavedMo
     weights = read(form.stem, {**shapes, **form.constants()})
     moments: Mapping[str, Mapping[str, Tensor]] = {}
     if optimizer:
-        _check_optimizer(directory)
+        if not has_tensors(directory, "optimizer"):
+            raise OperationError(
+                "the checkpoint was saved without optimizer state: load it without the optimizer (load_state), or train"
+                " from a checkpoint written by save_state"
+            )
         found = read(
             "optimizer", {f"{kind}.{name}": shape for kind in MOMENT_VECTORS for name, shape in shapes.items()}
         )
@@ -122,11 +126,3 @@ class _OfKind(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._found) // len(MOMENT_VECTORS)
-
-
-def _check_optimizer(directory: Path) -> None:
-    if not has_tensors(directory, "optimizer"):
-        raise OperationError(
-            "the checkpoint was saved without optimizer state: load it without the optimizer (load_state), or train"
-            " from a checkpoint written by save_state"
-        )

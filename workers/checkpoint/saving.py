@@ -37,15 +37,11 @@ def save(learned: TrainedState, directory: Path, *, base_name: str) -> None:
         if learned.part < learned.num_parts:
             _write(learned, directory, base_name)
     except (OSError, SafetensorError) as error:
-        if _is_for_want_of_room(error):
+        # Errors of safetensors have the error number only in their text.
+        number = error.errno if isinstance(error, OSError) else None
+        if number in _NO_ROOM or any(f"(os error {one})" in str(error) for one in _NO_ROOM):
             raise OperationError(_FULL, "server") from None
         raise
-
-
-def _is_for_want_of_room(error: OSError | SafetensorError) -> bool:
-    """True if the disk is full. Errors of safetensors have the error number only in their text."""
-    number = error.errno if isinstance(error, OSError) else None
-    return number in _NO_ROOM or any(f"(os error {one})" in str(error) for one in _NO_ROOM)
 
 
 def _write(learned: TrainedState, directory: Path, base_name: str) -> None:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...schemas.adapters.adapter_files import stacked_places
+from ...schemas.adapters.peft import stacked_places
 from ...schemas.errors import OperationError
 from .description import few
 
@@ -57,7 +57,7 @@ class SavedTensors(Mapping[str, Tensor]):
         # Name in the file, and place in that tensor if it has others too.
         self._places: dict[str, tuple[str, Place | None]] = {}
         newer = {older: name for name in wanted if (older := older_name(name)) != name}
-        several = _stacks(wanted)
+        several: dict[str, Mapping[str, Place]] = {**stacked_places(wanted)}
         several |= {older_name(name): places for name, places in several.items()} | dict(joined or {})
         self._opened: dict[Path, Any] = {}
         shapes: dict[str, list[int]] = {}
@@ -70,7 +70,11 @@ class SavedTensors(Mapping[str, Tensor]):
                 for found in file.keys():  # noqa: SIM118 (the file cannot be iterated)
                     shape = file.get_slice(found).get_shape()
                     places = {} if found in wanted else several.get(found, {})
-                    parts = {name: place for name, place in places.items() if not _is_beyond(place, shape)}
+                    parts = {
+                        name: place
+                        for name, place in places.items()
+                        if not (isinstance(place, int) and place >= shape[0])
+                    }
                     for name, place in parts.items() or [(newer.get(found) or found, None)]:
                         if name in self._files:
                             raise OperationError(
@@ -99,20 +103,7 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def read(self) -> dict[str, Tensor]:
-        """Reads all tensors."""
         return {name: self[name] for name in self}
-
-
-def _stacks(wanted: Mapping[str, Tensor]) -> dict[str, Mapping[str, Place]]:
-    """Returns the places of experts' matrices in the tensors that may have those of all experts, by its name."""
-    stacks: dict[str, dict[str, Place]] = {}
-    for name, (stack, place) in stacked_places(wanted).items():
-        stacks.setdefault(stack, {})[name] = place
-    return {**stacks}
-
-
-def _is_beyond(place: Place, shape: list[int]) -> bool:
-    return isinstance(place, int) and place >= shape[0]
 
 
 def _shape_at(place: Place | None, shape: list[int]) -> list[int]:

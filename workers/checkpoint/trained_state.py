@@ -89,7 +89,6 @@ class TrainedState:
 
     @property
     def has_part_to_write(self) -> bool:
-        """True if this rank writes any of it."""
         return self.part < self.num_parts
 
     def copied(self) -> "TrainedState":

@@ -4,7 +4,7 @@ model.safetensors        or several and their index; also d2t and t2d if its voc
 target/                  in snapshots of earlier versions: the weights of its target, unless that is the bare base model
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,16 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
+from ..checkpoint.checkpoint_format import CheckpointFormat
 from ..checkpoint.description import CheckpointDescription, write_json
-from ..checkpoint.tensor_files import Place
 from .model.draft_model import DraftModel
 
 
-class DraftFormat:
-    """Implements CheckpointFormat for drafts."""
-
-    stem, is_read_at_once = "model", False
+class DraftFormat(CheckpointFormat):
+    stem = "model"
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
-
-    def legacy_name(self, name: str) -> str:
-        return name
-
-    def joined_tensors(self) -> Mapping[str, Mapping[str, Place]]:
-        return {}
-
-    def missing_tensors(self, saved: CheckpointDescription) -> Collection[str]:
-        return ()
 
     def describe(self) -> dict[str, Any]:
         return {} if self._model.has_full_vocabulary else {"vocabulary_is_chosen": self._model.vocabulary_is_chosen}

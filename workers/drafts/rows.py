@@ -12,16 +12,10 @@ from .algorithms.draft_programs import DRAFT_PROGRAMS
 from .draft_format import DraftFormat
 from .losses import DRAFT_LOSSES
 from .model.draft_kind import DraftKind
-from .speculation.draft_caches import DraftCaches
-from .speculation.draft_proposer import DraftProposer
+from .speculation.draft_proposer import DraftCaches, DraftProposer
 from .training.draft_pass import DraftStrategy
 from .training.feature_capture import CapturingPassRunner
 from .verbs import DraftVerbs
-
-
-def _proposers(base: BaseModel, models: ModelRegistry, budget: CacheBudget) -> NewProposer:
-    return partial(DraftProposer, base, models, DraftCaches(base, budget))
-
 
 PROGRAMS = DRAFT_PROGRAMS
 LOSSES = DRAFT_LOSSES
@@ -29,4 +23,6 @@ KINDS = {DraftConfig: DraftKind}
 FORMATS = {DraftKind.name: DraftFormat}
 STRATEGIES = {DraftKind.name: DraftStrategy, "captures": CapturingPassRunner}
 VERBS = {"drafts": DraftVerbs}
-PROPOSERS: Mapping[str, Callable[[BaseModel, ModelRegistry, CacheBudget], NewProposer]] = {"drafts": _proposers}
+PROPOSERS: Mapping[str, Callable[[BaseModel, ModelRegistry, CacheBudget], NewProposer]] = {
+    "drafts": lambda base, models, budget: partial(DraftProposer, base, models, DraftCaches(base, budget))
+}

@@ -45,17 +45,14 @@ class DraftVerbs:
         self._passes.forget(run_id)
 
     def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
-        """Sets the tokens that a draft can propose, int64 ascending. Raises OperationError after its training has
-        begun.
-        """
+        """Sets the tokens that a draft can propose, int64 ascending. Raises OperationError once it was trained."""
         draft = self._draft(run_id)
         self._passes.forget(run_id)
         with self._models.resident(run_id, FORWARD_VECTORS):
             draft.set_vocabulary(token_ids)
 
     def vocabulary(self, run_id: str) -> np.ndarray:
-        """Returns the tokens that a draft can propose, int64 ascending. Raises OperationError if they were not
-        chosen."""
+        """Returns the tokens that a draft can propose, int64. Raises OperationError if none were chosen."""
         draft = self._draft(run_id)
         if draft.missing_state is not None:
             raise OperationError(draft.missing_state)
@@ -76,8 +73,7 @@ class DraftVerbs:
             self._draft(run_id).has_loaded_weights = True
 
     def _read_proposing(self, directory: Path) -> Trainable:
-        """Returns a new draft that only proposes tokens, not registered yet, with the checkpoint's weights and
-        vocabulary."""
+        """Builds a draft that only proposes tokens, with the checkpoint's weights and vocabulary."""
         training = CheckpointDescription.read(directory).training
         if not isinstance(training, DraftConfig):
             raise OperationError(

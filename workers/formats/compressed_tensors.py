@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..shapes.packed_format import PackedFormat, Quantization, Tensors
+from ..shapes.packed_format import PackedFormat, Quantization, ReleasedFormat, Scales, Tensors
 from ..shapes.quantization import REMEDY, check_not_converted, group_size_of, groups_of
-from ..shapes.released_format import ReleasedFormat, Scales
 from .packed_weight import WORDS, PackedWeight, block_of, checked, fits_groups, integer_weight, matrix_shape, unfitting
 
 # Layouts in the order of one kernel.

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..shapes.packed_format import PackedFormat
-from ..shapes.released_format import ReleasedFormat
+from ..shapes.packed_format import PackedFormat, ReleasedFormat
 from .plain_codes import find_plain_codes
 
 

@@ -1,7 +1,6 @@
 """MXFP4 of gpt-oss: the matrices of all experts of a layer, with a power of two for each 32 floats of 4 bits."""
 
-from ..shapes.packed_format import PackedFormat, Quantization, Tensors
-from ..shapes.released_format import ReleasedFormat
+from ..shapes.packed_format import PackedFormat, Quantization, ReleasedFormat, Tensors
 from .packed_weight import PackedWeight, checked, unfitting
 
 

@@ -18,9 +18,9 @@ _PACKED = {"gate_up_proj": slice(0, 2), "up_proj": slice(0, 1), "down_proj": sli
 def parameters_of(base: BaseModel, program: Program) -> list[ModelParameter]:
     """Returns the parameters in the same order on all ranks. The output head is included only if the program reads
     it."""
-    own = base.own_parameters()
+    own = base.weights.own_parameters()
     if program.scores != "logprobs":
-        for name in base.head_names - {base.embedding_name}:
+        for name in base.weights.head_names - {base.embedding_name}:
             del own[name]
     return [
         *(_parameter(base, name, value) for name, value in own.items()),
@@ -30,15 +30,17 @@ def parameters_of(base: BaseModel, program: Program) -> list[ModelParameter]:
 
 def buffers_of(base: BaseModel) -> dict[str, Tensor]:
     """Returns the buffers that are saved with the model, whole on every rank, by their names in checkpoint files."""
-    return {_checkpoint_name(base, name): base.model.get_buffer(name) for name in base.saved_buffers}
+    return {_checkpoint_name(base, name): base.model.get_buffer(name) for name in base.loaded.saved_buffers}
 
 
 def _parameter(base: BaseModel, name: str, own: Tensor) -> ModelParameter:
     cuts, is_repeated = tuple(_cuts(base, name, own)), _is_repeated(base, name)
     path, _, kind = name.rpartition(".")
-    if path in base.experts and not _are_stacked(base):
-        linears = base.experts[path].linears[_PACKED[kind]]
-        return ExpertParameter(name, _checkpoint_name(base, path), tuple(own.shape), cuts, is_repeated, linears)
+    if path in base.experts:
+        assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
+        if not base.shape.experts.are_stacked:
+            linears = base.experts[path].linears[_PACKED[kind]]
+            return ExpertParameter(name, _checkpoint_name(base, path), tuple(own.shape), cuts, is_repeated, linears)
     return ModelParameter(name, _checkpoint_name(base, name), tuple(own.shape), cuts, is_repeated)
 
 
@@ -59,16 +61,11 @@ def _checkpoint_name(base: BaseModel, name: str) -> str:
     return f"{layer}{part.saved_block}.{below}"
 
 
-def _are_stacked(base: BaseModel) -> bool:
-    assert isinstance(base.shape, ModelShape) and base.shape.experts is not None
-    return base.shape.experts.are_stacked
-
-
 def _cuts(base: BaseModel, name: str, own: Tensor) -> Iterator[DimensionSplit]:
-    for dim, split in base.splits.get(name, {}).items():
+    for dim, split in base.loaded.splits.get(name, {}).items():
         yield DimensionSplit(dim, split, {split.axis: split.size})
-    if base.is_fsdp_sharded(name):
-        team = base.shard_team
+    if base.weights.is_fsdp_sharded(name):
+        team = base.weights.shard_team
         sizes = {axis: size for axis, size in (("fsdp", base.spec.fsdp), ("sp", base.spec.sp)) if size > 1}
         yield DimensionSplit(0, Split("fsdp", team.size, team.index, (own.shape[0] * team.size,)), sizes)
 
@@ -77,15 +74,15 @@ def _is_repeated(base: BaseModel, name: str) -> bool:
     """True if all ranks along tp have the whole parameter and compute its whole gradient."""
     if base.spec.tp == 1:
         return False
-    declared = base.declared_weight(name)
+    declared = base.loaded.declared_weight(name)
     placement = declared.placement if declared is not None else None
-    if any(split.axis == "tp" for split in base.splits.get(name, {}).values()):
+    if any(split.axis == "tp" for split in base.loaded.splits.get(name, {}).values()):
         return False
     unit = _unit(name.split(".")) if placement is None else placement.unit
     if unit is not None:
         return base.spec.tp_size_of(unit) == 1
     # Only the first rank adds to the gradient of the embedding, and each rank scores different tokens.
-    return not (base.shards_activations or name in {base.embedding_name, *base.head_names})
+    return not (base.shards_activations or name in {base.embedding_name, *base.weights.head_names})
 
 
 def _unit(path: Sequence[str]) -> ShardedUnit | None:

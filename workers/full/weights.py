@@ -27,7 +27,11 @@ class FullWeights(Trainable):
 
     def __init__(self, full: FullConfig, base: BaseModel, program: Program, moments: MomentFormat) -> None:
         """Raises OperationError if the base model cannot be fully trained."""
-        _check_trainable(base)
+        if base.weights.is_quantized:
+            raise OperationError(
+                "full fine-tuning needs an unquantized base model: train LoRA, or start the server without"
+                " --base-quantization"
+            )
         self.full = self.training = full
         layout = FlatLayout(parameters_of(base, program))
         super().__init__(layout, base.device, base.dtype, program, partial(_views, layout), moments)
@@ -51,19 +55,11 @@ class FullWeights(Trainable):
     def initialize(self) -> None:
         """Copies the base model's weights, and initializes those that the program adds."""
         views = _views(self.layout, self.weights)
-        for name, value in self._base.own_parameters().items():
+        for name, value in self._base.weights.own_parameters().items():
             if name in views:
                 views[name].copy_(value)
         generator = torch.Generator().manual_seed((self.full.seed or 0) & SEED_MASK)
         self.program.initialize(self, generator)
-
-
-def _check_trainable(base: BaseModel) -> None:
-    if base.is_quantized:
-        raise OperationError(
-            "full fine-tuning needs an unquantized base model: train LoRA, or start the server without"
-            " --base-quantization"
-        )
 
 
 def _views(layout: FlatLayout, vector: Tensor) -> Mapping[str, Tensor]:

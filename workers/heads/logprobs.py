@@ -14,7 +14,7 @@ from torch import Tensor
 from ..lora import LoraPair, Segment
 from ..lora.segment import clip_segments
 from ..models.model import BaseModel
-from ..ops.fused import log_softmax, scaled_exponentials
+from ..ops.kernels import layer_kernels
 from ..ops.linear import add_product, soft_cap_derivatives, soft_capped
 
 
@@ -36,7 +36,7 @@ class LogprobHead:
 
     def gathered(self) -> AbstractContextManager[None]:
         """Holds the whole unembedding. Outside the context, each rank may keep only a part of it."""
-        return self._base.whole_unembedding()
+        return self._base.weights.whole_unembedding()
 
     def start_pass(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_LogprobPass":
         """Starts a pass whose scores are the log-probabilities of the targets."""
@@ -97,7 +97,7 @@ class _LogprobPass:
         logits = soft_capped(logits.float(), head.cap)
         if head.cap is not None and self._derivatives is not None:
             soft_cap_derivatives(logits, head.cap, out=self._derivatives[: len(logits)])
-        logprobs = log_softmax(logits, self._logits)
+        logprobs = layer_kernels(logits).log_softmax(logits, self._logits)
         return logprobs.gather(1, targets) if targets.ndim == 2 else logprobs.gather(1, targets[:, None]).squeeze(1)
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
@@ -133,7 +133,7 @@ class _LogprobPass:
     ) -> Tensor:
         """Applies d l_y / d logits = onehot(y) - softmax, and the derivatives of the cap if there is one."""
         d_targets = d_logprobs if d_logprobs.ndim == 2 else d_logprobs[:, None]
-        d_logits = scaled_exponentials(logprobs, -d_targets.sum(dim=1))
+        d_logits = layer_kernels(logprobs).scaled_exponentials(logprobs, -d_targets.sum(dim=1))
         d_logits.scatter_add_(1, targets if targets.ndim == 2 else targets[:, None], d_targets)
         if derivatives is not None:
             d_logits.mul_(derivatives)

@@ -16,7 +16,7 @@ from ..shapes.model_shape import ModelShape
 from ..state.flat_params import FlatLayout, Matrix
 from ..state.program import Program
 from ..state.trainable import SEED_MASK, Trainable
-from .segmented_matmul import add_outer
+from .segmented_matmul import SingleAdapter
 from .target import Target
 
 
@@ -54,14 +54,14 @@ class Adapter(Trainable):
         self.layer_flags = lora.train_attn, lora.train_mlp, self.shares_factors
         self.batching_key = self.layer_flags, lora.rank
         self.unembed_name = unembed_name
-        embedding = base.saved_name(base.embedding_name.removesuffix(".weight"))
+        embedding = base.loaded.saved_name(base.embedding_name.removesuffix(".weight"))
         self.tied_embedding = embedding if base.head_name == base.embedding_name else None
         self.not_adapted, self.base_is_sparse = tuple(unadapted_layers), base.is_sparse
         shape = base.shape if isinstance(base.shape, ModelShape) else None
         self.refused_by_peft = None if shape is None else shape.family.refused_by_peft
-        self.architecture, self.head_features = base.architecture, None if shape is None else shape.head_features
-        self.text_part_name = base.text_part_name
-        self.stacked_experts = base.stacked_experts if self.adapts_experts else None
+        self.architecture, self.head_features = base.loaded.architecture, None if shape is None else shape.head_features
+        self.text_part_name = base.loaded.text_part_name
+        self.stacked_experts = base.loaded.stacked_experts if self.adapts_experts else None
         self.flops = self._own_flops(base, shape)
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
         self.unembed = self.pairs.get(unembed_name)
@@ -137,8 +137,8 @@ class LoraPair:
         a, b_t = self._adapter.vectors.weight_views()[self._name]
         grad_a, grad_b_t = self._adapter.gradients.of_lane().views[self._name]
         grad_shrunk = (grad @ b_t.t()).mul_(self.scale)
-        add_outer(grad_a, grad_shrunk, x)
-        add_outer(grad_b_t, x @ a.t(), grad, self.scale)
+        SingleAdapter.add_outer([grad_a], grad_shrunk, x)
+        SingleAdapter.add_outer([grad_b_t], x @ a.t(), grad, self.scale)
         grad_x.addmm_(grad_shrunk, a)
 
 

@@ -1,7 +1,7 @@
 """The adapters of one packed row: the matrices that its adapted layers multiply with, and the terms that they add.
 
 A layer's terms are scale * (x A^T) B^T, on the rows of an adapter. With gradients they are summed from A and B (see
-GroupTerms), without from copies of both for fewer products (see `fold`).
+SiteTerms), without from copies of both for fewer products (see `fold`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class BatchPlan:
         self._groups = row_groups(segments, device, aligned)
         adapters = [adapter for group in self._groups for adapter in group.adapters]
         self._versions = [(adapter, _version(adapter)) for adapter in adapters]
-        self._terms: dict[LinearSite, GroupTerms | SeveralTerms | None] = {}
+        self._terms: dict[LinearSite, SiteTerms | None] = {}
         self._folded: dict[LinearSite, list[tuple[RowGroup, tuple[Tensor, Tensor]]]] = {}
         self._copies: dict[tuple[LinearSite, tuple[Adapter, ...]], tuple[Tensor, Tensor]] = {}
         previous = previous if previous is not None and previous.is_current else None
@@ -89,12 +89,12 @@ class BatchPlan:
         """True if the plan is of these segments and still current."""
         return self._segments == segments and self.is_current
 
-    def terms(self, site: LinearSite, num_rows: int) -> "GroupTerms | SeveralTerms | None":
+    def terms(self, site: LinearSite, num_rows: int) -> "SiteTerms | None":
         """Returns the terms of so many rows at a site, or None if no adapter adapts it. The first call builds them."""
         if site not in self._terms:
-            terms = [GroupTerms(site, group) for group in self._groups if site.names[0] in group.adapters[0].pairs]
-            is_one = len(terms) == 1 and terms[0].group.is_whole
-            self._terms[site] = terms[0] if is_one else SeveralTerms(site, terms, num_rows) if terms else None
+            groups = [group for group in self._groups if site.names[0] in group.adapters[0].pairs]
+            terms = [GroupTerms(group, *_factors(site, group.weights)) for group in groups]
+            self._terms[site] = _site_terms(site, terms, num_rows) if terms else None
         found = self._terms[site]
         assert found is None or num_rows == self._num_rows, self._misfit(site, num_rows)
         return found
@@ -103,7 +103,10 @@ class BatchPlan:
         """Adds the terms of x [rows, in] to y [rows, out], in fewer calls than `terms`, but without backward."""
         if (folded := self._folded.get(site)) is None:
             adapted = [group for group in self._groups if site.names[0] in group.adapters[0].pairs]
-            folded = self._folded[site] = [(group, self._copy_of(site, group)) for group in adapted]
+            for group in adapted:
+                if (site, group.adapters) not in self._copies:
+                    self._copies[site, group.adapters] = fold(site, group)
+            folded = self._folded[site] = [(group, self._copies[site, group.adapters]) for group in adapted]
         assert not folded or len(x) == self._num_rows, self._misfit(site, len(x))
         for group, factors in folded:
             own_y, own_x = (y, x) if group.is_whole else (y[group.rows], x[group.rows])
@@ -111,12 +114,6 @@ class BatchPlan:
 
     def _misfit(self, site: LinearSite, num_rows: int) -> str:
         return f"{site.names[0]}: {num_rows} tokens, but the segments end at {self._num_rows}"
-
-    def _copy_of(self, site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:
-        key = site, group.adapters
-        if key not in self._copies:
-            self._copies[key] = fold(site, group)
-        return self._copies[key]
 
 
 class LayerFactors(NamedTuple):
@@ -131,106 +128,65 @@ class LayerFactors(NamedTuple):
     """B^T: [rank, out], or [n, rank, out] of n adapters."""
 
 
-class GroupTerms:
-    """The terms of a group's rows at a site, and their gradients: x is shrunk by A, and expanded by B."""
+class GroupTerms(NamedTuple):
+    """The terms of a group's rows at a site: x is shrunk by A, and expanded by the B of each layer."""
 
-    def __init__(self, site: LinearSite, group: RowGroup) -> None:
-        self.group, self._site = group, site
-        self._a, self._layers = _factors(site, group.weights)
-        longest = max(self._a.shape[-1], site.num_columns)
-        self.is_long = (
-            len(group.adapters) == 1
-            and group.rows.stop - group.rows.start >= longest
-            and self._a.is_cpu
-            and self._a.dtype == torch.float32
-        )
-        """True if a product with the sum of the weight and of the terms' matrices takes less time than two products.
+    group: RowGroup
+    a: Tensor
+    """A of all layers below each other: [R, in], or [n, R, in] of n adapters."""
+    layers: Sequence[LayerFactors]
 
-        That needs one adapter, and more rows than the weight has on either side. The sum has float32: a rounded one
-        would lose what is small in the terms.
-        """
 
-    def shrink(self, x: Tensor) -> Tensor:
-        """Returns the scaled x A^T [rows, R] of x [rows, in]."""
-        return self.group.matmul.times(x, self._a.mT).mul_(self.group.matmul.scale)
+class SiteTerms(NamedTuple):
+    """The terms of all groups at a site."""
 
-    def expand(self, shrunk: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns the terms [rows, out], in `out` if given, from what `shrink` returned."""
-        times = self.group.matmul.times
-        if len(self._layers) == 1:
-            return times(shrunk, self._layers[0].b, out)
-        out = shrunk.new_empty(len(shrunk), self._site.num_columns) if out is None else out
-        if self._site.num_frozen:
-            out[:, -self._site.num_frozen :] = 0
-        for layer in self._layers:
-            times(shrunk[:, layer.ranks], layer.b, out[:, layer.columns])
-        return out
+    groups: Sequence[GroupTerms]
+    gaps: Sequence[slice]
+    """The rows of no group, whose terms are zero."""
+    num_columns: int
+    num_frozen: int
+    """The last columns, which no adapter adapts."""
+    is_long: bool
+    """True if a product with the sum of the weight and of the terms' matrices takes less time than two products.
 
-    def backward(
-        self, grad: Tensor, x: Tensor, shrunk: Tensor, wants_x: bool, out: Tensor | None = None
-    ) -> Tensor | None:
-        """Adds to the gradients of all A and B. `grad` [rows, out] is the gradient of the terms.
+    That needs one adapter, and more rows than the weight has on either side. The sum has float32: a rounded one would
+    lose what is small in the terms.
+    """
 
-        Returns:
-            the terms' part of the gradient of x [rows, in] if `wants_x`, in `out` if given.
-        """
-        matmul, layers = self.group.matmul, self._layers
-        if len(layers) == 1:
-            grad_shrunk = matmul.times(grad, layers[0].b.mT)
-        else:
-            grad_shrunk = grad.new_empty(shrunk.shape)
+    def new(self, like: Tensor, num_columns: int) -> Tensor:
+        """Returns [rows, num_columns] for the groups, already zero in the rows of none."""
+        empty = like.new_empty(len(like), num_columns)
+        for gap in self.gaps:
+            empty[gap] = 0
+        return empty
+
+    def expand(self, x: Tensor, shrunk: Sequence[Tensor]) -> Tensor:
+        """Returns the terms [rows, out] from the products of x with A by group."""
+        y = self.new(x, self.num_columns)
+        if self.num_frozen:
+            y[:, -self.num_frozen :] = 0
+        for (group, _, layers), own in zip(self.groups, shrunk, strict=True):
             for layer in layers:
-                matmul.times(grad[:, layer.columns], layer.b.mT, grad_shrunk[:, layer.ranks])
-        grad_shrunk.mul_(matmul.scale)
-        gradients = [adapter.gradients.of_lane().views for adapter in self.group.adapters]
-        for layer in layers:
-            grad_a, grad_b = zip(*(matrices[layer.name] for matrices in gradients), strict=True)
-            matmul.add_outer(grad_a, grad_shrunk[:, layer.ranks], x)
-            matmul.add_outer(grad_b, shrunk[:, layer.ranks], grad[:, layer.columns])
-        return matmul.times(grad_shrunk, self._a, out) if wants_x else None
+                group.matmul.times(own[:, layer.ranks], layer.b, out=y[group.rows, layer.columns])
+        return y
 
     def added_to(self, weight: Tensor) -> Tensor:
         """Returns a copy of the weight [out, in] with the terms' matrices added; see `is_long`."""
-        total = weight.clone(memory_format=torch.contiguous_format)
-        for layer in self._layers:
-            total[layer.columns].addmm_(layer.b.t(), self._a[layer.ranks], alpha=self.group.adapters[0].scale)
+        total, (terms,) = weight.clone(memory_format=torch.contiguous_format), self.groups
+        for layer in terms.layers:
+            total[layer.columns].addmm_(layer.b.t(), terms.a[layer.ranks], alpha=terms.group.adapters[0].scale)
         return total
 
 
-class SeveralTerms:
-    """The terms of several groups, or of one without all rows; zero for rows of no group."""
-
-    def __init__(self, site: LinearSite, terms: Sequence[GroupTerms], num_rows: int) -> None:
-        """Takes at least one group's terms, in row order."""
-        self._site, self._num_rows = site, num_rows
-        self._terms = [(each.group.rows, each) for each in terms]
-        bounds = [0, *(bound for rows, _ in self._terms for bound in (rows.start, rows.stop)), num_rows]
-        self._gaps = [slice(start, stop) for start, stop in list(pairwise(bounds))[::2] if start < stop]
-
-    def shrink(self, x: Tensor) -> list[Tensor]:
-        """Shrinks the rows of each group."""
-        return [terms.shrink(x[rows]) for rows, terms in self._terms]
-
-    def expand(self, shrunk: Sequence[Tensor]) -> Tensor:
-        """Returns the terms [rows, out] from what `shrink` returned."""
-        y = self._empty(shrunk[0], self._site.num_columns)
-        for (rows, terms), own in zip(self._terms, shrunk, strict=True):
-            terms.expand(own, y[rows])
-        return y
-
-    def backward(self, grad: Tensor, x: Tensor, shrunk: Sequence[Tensor], wants_x: bool) -> Tensor | None:
-        """See GroupTerms.backward."""
-        grad_x = self._empty(grad, x.shape[1]) if wants_x else None
-        for (rows, terms), own in zip(self._terms, shrunk, strict=True):
-            terms.backward(grad[rows], x[rows], own, wants_x, None if grad_x is None else grad_x[rows])
-        return grad_x
-
-    def _empty(self, like: Tensor, num_columns: int) -> Tensor:
-        """Returns an output [rows, num_columns] for the groups, already zero in the rows of none."""
-        empty = like.new_empty(self._num_rows, num_columns)
-        for gap in self._gaps:
-            empty[gap] = 0
-        return empty
+def _site_terms(site: LinearSite, groups: Sequence[GroupTerms], num_rows: int) -> SiteTerms:
+    a, gaps, is_long = groups[0].a, [], False
+    if groups[0].group.is_whole:
+        longest = max(a.shape[-1], site.num_columns)
+        is_long = num_rows >= longest and a.dim() == 2 and a.is_cpu and a.dtype == torch.float32
+    else:
+        bounds = [0, *(bound for each in groups for bound in (each.group.rows.start, each.group.rows.stop)), num_rows]
+        gaps = [slice(start, stop) for start, stop in list(pairwise(bounds))[::2] if start < stop]
+    return SiteTerms(groups, gaps, site.num_columns, site.num_frozen, is_long)
 
 
 def fold(site: LinearSite, group: RowGroup) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...schemas.adapters.adapter_files import stacked_names
+from ...schemas.adapters.peft import stacked_names
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..models.layers import GroupedExperts
@@ -57,7 +57,7 @@ class LoraLayers:
     @property
     def declared_experts(self) -> RoutedExperts | None:
         """See BaseModel.declared_experts."""
-        return self._base.declared_experts
+        return self._base.loaded.declared_experts
 
     def check_rank(self, lora: LoraConfig) -> None:
         """Raises OperationError if the rank exceeds max_lora_rank."""
@@ -165,24 +165,24 @@ def _wrap_targets(base: BaseModel, active: ActivePlan) -> Iterator[Target]:
     all_experts = base.adaptable_experts()
     for name, module in list(base.model.named_modules()):
         if (experts := all_experts.get(name)) is not None:
-            experts.adapt(active, base.saved_name(name))
-            experts.quantize(base.quantize)
-            splits = [base.splits.get(f"{name}.{kind}", {}) for kind in experts.matrices]
-            of_experts = _expert_targets(base.saved_name(name), experts, splits)
+            experts.adapt(active, base.loaded.saved_name(name))
+            experts.quantize(base.weights.quantize)
+            splits = [base.loaded.splits.get(f"{name}.{kind}", {}) for kind in experts.matrices]
+            of_experts = _expert_targets(base.loaded.saved_name(name), experts, splits)
             yield from (
-                replace(target, is_replicated_over_tp=base.is_replicated_over_tp(f"{name}.down_proj"))
+                replace(target, is_replicated_over_tp=base.loaded.is_replicated_over_tp(f"{name}.down_proj"))
                 for target in of_experts
             )
         parent_name, _, kind = name.rpartition(".")
         # Some routers are of a class of their own that computes more.
         if type(module) is not nn.Linear or id(module) not in inside:
             continue
-        targets, declared = list(_linear_targets(base, name, module)), base.adaptable_weight(name)
+        targets, declared = list(_linear_targets(base, name, module)), base.loaded.declared_weight(f"{name}.weight")
         if targets or declared is not None:
             # Small ones, which every rank has whole, keep their precision.
             if targets or (declared is not None and declared.placement is not None):
-                base.quantize(module, "weight")
-            if isinstance(module.weight, Tensor) and not base.is_sharded:
+                base.weights.quantize(module, "weight")
+            if isinstance(module.weight, Tensor) and not base.weights.is_sharded:
                 module.weight.data = to_product_layout(module.weight.data)
             wrapped = LoraLinear(module.weight, module.bias, _site(name, module, targets), active)
             setattr(base.model.get_submodule(parent_name), kind, wrapped)
@@ -198,21 +198,21 @@ def _site(name: str, linear: nn.Linear, targets: Sequence[Target]) -> LinearSite
 
 def _linear_targets(base: BaseModel, name: str, linear: nn.Linear) -> Iterator[Target]:
     """Yields the targets of a linear layer: itself, some ranges of its rows, or none."""
-    declared = base.adaptable_weight(name)
+    declared = base.loaded.declared_weight(f"{name}.weight")
     names = [name] if declared is None else [f"{name.rpartition('.')[0]}.{each}" for each in declared.adapters]
     if not names or group_of(names[0]) is None:
         return
-    is_replicated = base.is_replicated_over_tp(f"{name}.weight")
-    whole = _target(base.saved_name(name), linear, base.splits.get(f"{name}.weight", {}))
+    is_replicated = base.loaded.is_replicated_over_tp(f"{name}.weight")
+    whole = _target(base.loaded.saved_name(name), linear, base.loaded.splits.get(f"{name}.weight", {}))
     if declared is None or len(names) == 1:
-        path = base.name_in_files(name)
-        saved_path = None if path == name else base.saved_name(path)
+        path = base.loaded.name_in_files(name)
+        saved_path = None if path == name else base.loaded.saved_name(path)
         yield replace(whole, is_replicated_over_tp=is_replicated, saved_path=saved_path)
         return
     for part, size in zip(names, declared.sections, strict=False):
         split = replace(whole.out_split, sections=(size,)) if whole.out_split else None
         kind = name.rpartition(".")[2]
-        own = Target(base.saved_name(part), whole.in_features, size, None, split, part_of=kind)
+        own = Target(base.loaded.saved_name(part), whole.in_features, size, None, split, part_of=kind)
         yield replace(own, whole_features=whole.out_features, is_replicated_over_tp=is_replicated)
 
 
@@ -222,15 +222,15 @@ def _frozen(base: BaseModel, adapted: Set[str]) -> Iterator[tuple[str, bool]]:
     inside = {id(module) for module in base.trunk.modules()}
     experts = {name.rpartition(".")[0] for name in adapted}
     for name, module in base.model.named_modules():
-        if id(module) not in inside or isinstance(module, nn.Embedding) or base.saved_name(name) in experts:
+        if id(module) not in inside or isinstance(module, nn.Embedding) or base.loaded.saved_name(name) in experts:
             continue
         if isinstance(module, LoraLinear):
             if adapted.isdisjoint(module.site.names):
-                yield base.saved_name(name), False
+                yield base.loaded.saved_name(name), False
             continue
         num_dims = max((parameter.dim() for parameter in module.parameters(recurse=False)), default=0)
         if num_dims > 1:
-            yield base.saved_name(name), num_dims > 2 and not isinstance(module, nn.Conv1d)
+            yield base.loaded.saved_name(name), num_dims > 2 and not isinstance(module, nn.Conv1d)
 
 
 def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target:
@@ -245,7 +245,8 @@ def _expert_targets(name: str, experts: GroupedExperts, splits: Sequence[Mapping
     """Yields the targets of a sparse layer. `splits` are those of its two parameters, by dimension."""
     num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
     of_first, of_down = splits
-    packed, inner = (_of_features(each) for each in (of_first, of_down))
+    # The splits of the dimension of features of the experts' stacked matrices.
+    packed, inner = (next((each[dim] for dim in each if dim > 0), None) for each in (of_first, of_down))
     by_expert = of_down.get(0)
     outer = replace(packed, sections=(features,)) if packed else None
     *of_features, of_hidden = experts.linears
@@ -256,15 +257,10 @@ def _expert_targets(name: str, experts: GroupedExperts, splits: Sequence[Mapping
     yield Target(f"{name}.{DOWN}", features, hidden, inner, None, num, by_expert, of_hidden, stacked_as[DOWN])
 
 
-def _of_features(splits: Mapping[int, Split]) -> Split | None:
-    """Returns the split of the dimension of features, of the stacked matrices of experts."""
-    return next((split for dim, split in splits.items() if dim > 0), None)
-
-
 def _unembed_target(base: BaseModel) -> Target:
     head = base.model.get_output_embeddings()
     name = next(name for name, module in base.model.named_modules() if module is head)
-    return Target(base.saved_name(name), base.unembedding.shape[1], base.vocab_size)
+    return Target(base.loaded.saved_name(name), base.unembedding.shape[1], base.vocab_size)
 
 
 def _aligned(targets: Sequence[Target], dtype: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ from ..models.activation_checkpointing import ForwardContext
 from ..models.model import BaseModel
 from ..ops.frozen.quantized import FrozenWeight, JoinedWeight, dequantized
 from ..ops.linear import Product, add_product, to_product_layout
-from .batch_plan import BatchPlan, GroupTerms, LinearSite, SeveralTerms
+from .batch_plan import BatchPlan, LinearSite, SiteTerms
 from .lora_experts import ExpertPlan
 
 
@@ -111,34 +111,58 @@ class _AdaptedProduct(torch.autograd.Function):
         anchor: Tensor | None,
         weight: FrozenWeight,
         bias: Tensor | None,
-        terms: GroupTerms | SeveralTerms | None,
+        terms: SiteTerms | None,
         product: Product,
     ) -> Tensor:
-        ctx.terms, ctx.product, ctx.weight, ctx.bias = terms, product, weight, bias
+        ctx.terms, ctx.product, ctx.weight, ctx.bias, ctx.shrunk = terms, product, weight, bias, []
         ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
         if terms is None:
             return product(x, dequantized(weight), bias)
-        shrunk: Any = terms.shrink(x)
-        ctx.shrunk = shrunk
-        if isinstance(weight, Tensor) and isinstance(terms, GroupTerms) and terms.is_long:
+        for group, a, _ in terms.groups:
+            own_x = x if group.is_whole else x[group.rows]
+            ctx.shrunk.append(group.matmul.times(own_x, a.mT).mul_(group.matmul.scale))
+        if terms.is_long and isinstance(weight, Tensor):
             return product(x, terms.added_to(weight), bias)
-        addend = terms.expand(shrunk)
-        return product(x, dequantized(weight), bias, addend)
+        group, _, layers = terms.groups[0]
+        if group.is_whole and len(layers) == 1:
+            return product(x, dequantized(weight), bias, group.matmul.times(ctx.shrunk[0], layers[0].b))
+        return product(x, dequantized(weight), bias, terms.expand(x, ctx.shrunk))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, terms, weight = grads[0].contiguous(), ctx.terms, ctx.weight
-        (x,) = ctx.saved_tensors
+        grad, terms, weight, (x,) = grads[0].contiguous(), ctx.terms, ctx.weight, ctx.saved_tensors
         if weight.requires_grad:
             add_product(weight.grad, grad, x)
         if ctx.bias is not None and ctx.bias.requires_grad:
             ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
-        wants_x, addend = ctx.needs_input_grad[0], None
+        wants_x, grad_x = ctx.needs_input_grad[0], None
         if terms is not None:
-            is_added = isinstance(weight, Tensor) and isinstance(terms, GroupTerms) and terms.is_long
-            addend = terms.backward(grad, x, ctx.shrunk, wants_x and not is_added)
-            weight = terms.added_to(weight) if is_added and wants_x else weight
-        grad_x = ctx.product(grad, dequantized(weight).t(), None, addend) if wants_x else None
+            adds_to_weight = terms.is_long and isinstance(weight, Tensor)
+            if wants_x and not terms.groups[0].group.is_whole:
+                grad_x = terms.new(grad, x.shape[1])
+            for (group, a, layers), shrunk in zip(terms.groups, ctx.shrunk, strict=True):
+                matmul, rows = group.matmul, group.rows
+                own_x, own_grad = (x, grad) if group.is_whole else (x[rows], grad[rows])
+                if len(layers) == 1:
+                    grad_shrunk = matmul.times(own_grad, layers[0].b.mT).mul_(matmul.scale)
+                    parts = [(own_grad, shrunk, grad_shrunk)]
+                else:
+                    grad_shrunk = torch.empty_like(shrunk)
+                    parts = [(own_grad[:, c], shrunk[:, r], grad_shrunk[:, r]) for _, r, c, _ in layers]
+                    for layer, (grad_y, _, grad_z) in zip(layers, parts, strict=True):
+                        matmul.times(grad_y, layer.b.mT, out=grad_z).mul_(matmul.scale)
+                for layer, (grad_y, z, grad_z) in zip(layers, parts, strict=True):
+                    grad_a, grad_b = zip(*(views[layer.name] for views in group.gradients), strict=True)
+                    matmul.add_outer(grad_a, grad_z, own_x)
+                    matmul.add_outer(grad_b, z, grad_y)
+                if grad_x is not None:
+                    matmul.times(grad_shrunk, a, out=grad_x[rows])
+                elif wants_x and not adds_to_weight:
+                    grad_x = matmul.times(grad_shrunk, a)
+            if wants_x and adds_to_weight:
+                weight = terms.added_to(weight)
+        if wants_x:
+            grad_x = ctx.product(grad, dequantized(weight).t(), None, grad_x)
         return grad_x, None, None, None, None, None
 
 

@@ -57,6 +57,11 @@ class RowGroup:
         """A and B^T by layer, of each adapter. They hold the weights on the device until the plan is dropped."""
         return [adapter.vectors.weight_views() for adapter in self.adapters]
 
+    @cached_property
+    def gradients(self) -> list[Mapping[str, tuple[Tensor, Tensor]]]:
+        """The sums of the gradients of A and B^T by layer in this thread's lane, of each adapter."""
+        return [adapter.gradients.of_lane().views for adapter in self.adapters]
+
 
 def row_groups(segments: Sequence[Segment], device: torch.device, aligned: bool) -> list[RowGroup]:
     """Returns the groups of a packed row; `aligned` as for `choose_matmul`."""

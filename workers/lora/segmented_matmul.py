@@ -27,7 +27,7 @@ class SegmentedMatmul(Protocol):
         """The scales of the rows' adapters: a number if all are equal, else [rows, 1]."""
         ...
 
-    def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
+    def times(self, x: Tensor, matrices: Tensor, /, *, out: Tensor | None = None) -> Tensor:
         """Multiplies each row of x [rows, p] by its adapter's [p, q]. Returns [rows, q], in `out` if given."""
         ...
 
@@ -82,24 +82,13 @@ def stack(matrices: Sequence[Tensor]) -> Tensor:
     return stacked
 
 
-def add_outer(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
-    """Adds scale * left^T right to `total`, summed in float32."""
-    if left.dtype == torch.float32:
-        total.addmm_(left.t(), right, alpha=scale)
-    elif left.is_cuda:
-        total.add_(torch.mm(left.t(), right, out_dtype=torch.float32), alpha=scale)
-    else:
-        total.addmm_(left.t().float(), right.float(), alpha=scale)
-
-
 @dataclass(frozen=True)
 class SingleAdapter:
     """The rows of a single adapter, whose matrices are used in place."""
 
     scale: float
 
-    def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
-        return torch.mm(x, matrices) if out is None else torch.mm(x, matrices, out=out)
+    times = staticmethod(torch.mm)
 
     def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
         kernels = kernels_for(y, x, a, b) if len(x) <= _FEW_ROWS and y.stride(1) == 1 else None
@@ -108,9 +97,17 @@ class SingleAdapter:
         else:
             y.addmm_(torch.mm(x, a), b)
 
-    def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+    @staticmethod
+    def add_outer(totals: Sequence[Tensor], left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+        """Adds scale * left^T right to the only total."""
         (total,) = totals
-        add_outer(total, left[:, : len(total)], right)
+        left = left if left.shape[1] == len(total) else left[:, : len(total)]
+        if left.dtype == torch.float32:
+            total.addmm_(left.t(), right, alpha=scale)
+        elif left.is_cuda:
+            total.add_(torch.mm(left.t(), right, out_dtype=torch.float32), alpha=scale)
+        else:
+            total.addmm_(left.t().float(), right.float(), alpha=scale)
 
 
 class _ManyAdapters:

@@ -77,7 +77,7 @@ class SharedTerms:
     def _reduced(self, x: Tensor) -> Tensor:
         reduced = x.new_zeros(len(x), len(self._kinds) * self.width)
         for group, (a, _) in self._parts:
-            group.matmul.times(x[group.rows], a.mT, reduced[group.rows]).mul_(group.matmul.scale)
+            group.matmul.times(x[group.rows], a.mT, out=reduced[group.rows]).mul_(group.matmul.scale)
         return reduced
 
     def reduce_backward(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class SharedTerms:
             scaled, own = grad[group.rows].clone().mul_(group.matmul.scale), x[group.rows]
             for kind, of_kind in zip(self._kinds, scaled.split(self.width, dim=1), strict=True):
                 group.matmul.add_outer(self._gradients(group, kind, 0), of_kind, own)
-            group.matmul.times(scaled, a, grad_x[group.rows])
+            group.matmul.times(scaled, a, out=grad_x[group.rows])
         return grad_x
 
     def _add_expanded(self, y: Tensor, z: Tensor) -> None:
@@ -100,7 +100,7 @@ class SharedTerms:
         for group, (_, b) in self._parts:
             own, scaled = grad[group.rows], z[group.rows].clone().mul_(group.matmul.scale)
             group.matmul.add_outer(self._gradients(group, DOWN, 1), scaled, own)
-            group.matmul.times(own, b.mT, grad_z[group.rows]).mul_(group.matmul.scale)
+            group.matmul.times(own, b.mT, out=grad_z[group.rows]).mul_(group.matmul.scale)
         return grad_z
 
     def _gradients(self, group: RowGroup, kind: str, side: int) -> list[Tensor]:

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ...schemas.adapters.peft import PREFIX
 from ..shapes.split import Split
 
 Group = Literal["attention", "mlp"]
@@ -234,7 +235,7 @@ class LoraMatrix:
 
     @property
     def _path(self) -> str:
-        return f"base_model.model.{self.target.saved_path or self.target.name}"
+        return f"{PREFIX}{self.target.saved_path or self.target.name}"
 
     @property
     def _path_of_experts(self) -> str:

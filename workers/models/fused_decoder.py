@@ -25,7 +25,7 @@ from ..shapes.model_shape import ModelDescription, ModelShape
 from ..shapes.parts import Attention
 from .activation_checkpointing import LayerInputs
 from .fsdp import ShardedLayers
-from .layers import DecoderLayer, GroupedExperts, Merge, TokenInputs, add_norm, is_recognised, norm_of
+from .layers import DecoderLayer, GroupedExperts, Merge, TokenInputs, is_recognised, norm_of
 
 # Stands for the input of the first layer among captured layers.
 EMBEDDING = -1
@@ -152,7 +152,7 @@ class FusedTrunk:
             hidden, update = after if self.sharded is None else self.sharded.after_layer(number, *after)
             if number in captured:
                 captured[number] = hidden if update is None else hidden + update
-        return add_norm(hidden, update, self._norm)[1]
+        return self._norm.add(hidden, update)[1]
 
     def _checkpointed(
         self,
@@ -193,6 +193,7 @@ class TransformersTrunk:
     """
 
     experts: Mapping[str, GroupedExperts] = {}
+    sharded = None
 
     def __init__(self, trunk: Any, embedding: Any, num_layers: int) -> None:
         self._trunk, self._embedding, self._num_layers = trunk, embedding, num_layers

@@ -43,8 +43,8 @@ from ..shapes.quantization import quantization_of
 from ..shapes.sequence_split import SequenceSplit
 from .devices import no_cuda
 from .stored.packed_tensors import dequantizing
+from .stored.text_parts import TextModel, text_config_of, transposing_experts
 from .tensor_parallel import ParameterSharding
-from .text_parts import TextModel, text_config_of, transposing_experts
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,6 @@ class LoadedModel:
     """The modules of a base, with this rank's parts of their parameters."""
 
     def __init__(self, config: WorkerConfig, mesh: Mesh) -> None:
-        self._mesh = mesh
         self.source = config.model.source
         """The place that it was loaded from."""
         check_installed("base_quantization", config.base_quantization, "none", "released")
@@ -75,9 +74,9 @@ class LoadedModel:
         """The layout of the ranks that share it."""
         check_quantization(config.base_quantization, mesh.spec, self.shape)
         self._weights = self.shape.placed_weights() if isinstance(self.shape, ModelShape) else {}
-        self._placed = ParameterSharding(mesh, self._weights)
-        self.splits = self._placed.splits
-        self.model = _load(config.model.source, loaded_config, self._text_part, self.dtype, self.device, self._placed)
+        self.placed = ParameterSharding(mesh, self._weights)
+        self.splits = self.placed.splits
+        self.model = _load(config.model.source, loaded_config, self._text_part, self.dtype, self.device, self.placed)
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
         """Everything below the unembedding; `lora` wraps its linear layers."""
@@ -110,10 +109,6 @@ class LoadedModel:
         configs = (self.config, self.config.get_text_config())
         return next(filter(None, (_ids(getattr(config, "eos_token_id", None)) for config in configs)), ())
 
-    def adaptable_weight(self, name: str) -> Weight | None:
-        """Returns the declared weight of the linear layer of this name, None if its family declares none."""
-        return self.declared_weight(f"{name}.weight")
-
     def declared_weight(self, name: str) -> Weight | None:
         """Returns the declaration of the parameter of this name, None if its family declares none."""
         return self._weights.get(name.removeprefix(f"{self.model.base_model_prefix}."))
@@ -136,9 +131,9 @@ class LoadedModel:
         experts = self.declared_experts
         if experts is not None and self._text_part is not None and self._text_part.has_transposed_experts:
             return replace(experts, is_transposed=True)
-        return experts if experts is not None and self._expert_linears() is None else None
+        return experts if experts is not None and self.expert_linears() is None else None
 
-    def _expert_linears(self) -> tuple[str, str, str] | None:
+    def expert_linears(self) -> tuple[str, str, str] | None:
         """Returns the names of an expert's gate, up and down in files, or None if one tensor there has all experts."""
         sources = {
             entry.target_patterns[0].rpartition(".")[2]: entry.source_patterns

@@ -1,6 +1,6 @@
 """A frozen base model: runs packed rows of tokens to hidden states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,18 @@ from ..parallel.token_shard import TokenShard
 from ..protocol.worker_config import WorkerConfig
 from ..resources.threads import ThreadCount
 from ..shapes.layouts.checks import activations_refusal
-from ..shapes.model_shape import ModelShape, describe_model
+from ..shapes.model_shape import ModelDescription, ModelShape, describe_model
 from ..shapes.other_models import logit_cap_of, logit_scale_of
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
-from .fused_decoder import FusedTrunk
+from .fused_decoder import FusedTrunk, TransformersTrunk, Trunk, fused_trunk
 from .layers import GroupedExperts, Merge, activation_of
+from .loading import LoadedModel
 from .packing_checks import check_modules, check_numbers
 from .weights import ModelWeights
 
 
-class BaseModel(ModelWeights):
-    """Holds the frozen base weights, and runs packed rows to hidden states and the unembedding."""
+class BaseModel:
+    """Runs packed rows to hidden states and the unembedding, by layers of our own or by transformers' modules."""
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
         """Loads and checks the model.
@@ -36,8 +37,17 @@ class BaseModel(ModelWeights):
         Raises:
             ValueError: the model is not supported, or not with this layout.
         """
-        mesh = mesh or Mesh()
-        super().__init__(config, mesh)
+        self._mesh = mesh = mesh or Mesh()
+        self.loaded = loaded = LoadedModel(config, mesh)
+        self.source, self.shape, self.spec = loaded.source, loaded.shape, loaded.spec
+        self.model, self.config, self.trunk = loaded.model, loaded.config, loaded.trunk
+        self.device, self.dtype = loaded.device, loaded.dtype
+        self._layers = self._new_trunk(self.shape, mesh)
+        self.runs_own_layers = isinstance(self._layers, FusedTrunk)
+        self.weights = weights = ModelWeights(loaded, self._layers, config, mesh)
+        self.embedding_name, self.head_name = weights.embedding_name, weights.head_name
+        self.unembedding, self.head_bias = weights.unembedding, weights.head_bias
+        self.vocab_size = weights.vocab_size
         self.threads = ThreadCount(self.device)
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
         """Multiplies with the frozen weights."""
@@ -61,7 +71,13 @@ class BaseModel(ModelWeights):
         self.weights_per_product = sum(linears) / max(1, len(linears))
         """Weights of a linear layer, on average."""
         if not mesh.has_forward_collectives:
-            check_numbers(self.source, self.model, self._logits, self.longest_context, self._attending_layers())
+            every = range(loaded.num_layers)
+            attending = self.shape.attending_layers if isinstance(self.shape, ModelShape) else every
+            check_numbers(self.source, self.model, self._logits, loaded.longest_context, attending)
+
+    def _new_trunk(self, shape: ModelDescription, mesh: Mesh | None) -> Trunk:
+        embedding, fused = self.model.get_input_embeddings(), fused_trunk(self.trunk, shape, mesh)
+        return TransformersTrunk(self.trunk, embedding, self.loaded.num_layers) if fused is None else fused
 
     def _check_settings(self, config: WorkerConfig) -> None:
         """Raises ValueError if the layers, as they run, cannot run with these settings."""
@@ -72,12 +88,6 @@ class BaseModel(ModelWeights):
         if not self.runs_own_layers and config.activations != "keep":
             raise ValueError(activations_refusal(config.model.name, self.config.model_type, config.activations))
 
-    def _attending_layers(self) -> Sequence[int]:
-        """Returns the number of the layer to whose keys and values each layer with softmax attention attends."""
-        if not isinstance(self.shape, ModelShape):
-            return range(self.num_layers)
-        return self.shape.attending_layers
-
     def _logits(self, tokens: Tensor, positions: Tensor, packing: AttendingPacking) -> Tensor:
         """Returns logits by the layers as their modules are now; `check_numbers` changes their windows for a while."""
         trunk = self._new_trunk(describe_model(self.source, self.config.to_dict()), mesh=None)
@@ -85,11 +95,6 @@ class BaseModel(ModelWeights):
         hidden = hidden if self._logit_scale == 1 else hidden * self._logit_scale
         logits = self.product(hidden, self.unembedding, self.head_bias)
         return soft_capped(logits, self.logit_cap)
-
-    @property
-    def runs_own_layers(self) -> bool:
-        """True if the layers run by our own forward."""
-        return isinstance(self._layers, FusedTrunk)
 
     @property
     def is_concurrent(self) -> bool:
@@ -103,7 +108,7 @@ class BaseModel(ModelWeights):
         """Returns by name the experts that adapters can adapt, in our own layers or in those of transformers."""
         if self.runs_own_layers:
             return self.experts
-        team, linears = self._mesh.expert_team("experts"), self._expert_linears()
+        team, linears = self._mesh.expert_team("experts"), self.loaded.expert_linears()
         named = [(name, each) for name, each in self.model.named_modules() if activation_of(each) is not None]
         return {name: GroupedExperts(each, team, linears) for name, each in named} if linears else {}
 
@@ -114,14 +119,14 @@ class BaseModel(ModelWeights):
             merge: makes one linear layer of several of the same input.
             captured_context: returns the context in which to run a layer again for its backward pass.
         """
-        self._check_packed()
+        self.weights.check_packed()
         if not isinstance(self._layers, FusedTrunk):
             return
         if self.activations != "keep":
             host = HostOffload(self.device) if self.activations == "offload" else None
             self._layers.checkpoint_activations(lambda: LayerInputs(host, captured_context()))
-        if self.is_sharded:
-            self._shard(self._layers)
+        if self.weights.is_sharded:
+            self.weights.shard(self._layers)
         else:
             self._layers.merge(merge)
 
@@ -147,7 +152,7 @@ class BaseModel(ModelWeights):
         tokens, positions, packing, own = micro_batch.tokens, micro_batch.positions, micro_batch.packing, None
         if share is not None:
             # Also for tensor parallelism alone: the share pads the row, and the packing must cover the padding.
-            packing = ShardedPacking.of(packing, share, self._mesh.along("sp"), self.sequence_split)
+            packing = ShardedPacking.of(packing, share, self._mesh.along("sp"), self.loaded.sequence_split)
             tokens, positions, own = share.of_tokens(tokens), share.of_tokens(positions), share.own_of_tokens
         return self.hidden_states(tokens, positions, packing, own, False, captured, expert_counts)
 

@@ -19,37 +19,36 @@ from ..parallel.sharded_embedding import ShardedEmbedding
 from ..protocol.worker_config import WorkerConfig, ZeroStage
 from ..resources.machine import gigabytes
 from ..resources.memory import available_bytes
-from ..shapes.model_shape import ModelDescription
 from .fsdp import GatherBuffers, ShardedLayer, ShardedLayers
-from .fused_decoder import FusedTrunk, TransformersTrunk, Trunk, fused_trunk
+from .fused_decoder import FusedTrunk, Trunk
 from .loading import LoadedModel
 
 _log = logging.getLogger(__name__)
 
 
-class ModelWeights(LoadedModel):
-    """A loaded model whose weights can be quantized, gathered and replaced, with the layers that run by them."""
+class ModelWeights:
+    """The weights of a loaded model, which can be quantized, gathered and replaced under the layers that use them."""
 
-    def __init__(self, config: WorkerConfig, mesh: Mesh) -> None:
-        super().__init__(config, mesh)
+    def __init__(self, loaded: LoadedModel, layers: Trunk, config: WorkerConfig, mesh: Mesh) -> None:
+        self._loaded, self._layers, self._mesh = loaded, layers, mesh
+        self._model = loaded.model
         self._quantization = config.base_quantization
         self._quantized: list[QuantizedWeight | ReleasedWeight] = []
         self._num_unpacked = 0
-        self._sharded, self._biases_of_others = self._placed.sharded, self._placed.biases_of_others
+        self._sharded, self._biases_of_others = loaded.placed.sharded, loaded.placed.biases_of_others
         own = self.own_parameters()
         self.num_parameters = sum(self._num_parts(name) * each.numel() for name, each in own.items())
         """The number on all ranks together."""
         self._zero_stage: ZeroStage = config.zero_stage
         self.num_moves = 0
         """Counts the times that the weights that layers use got other places in memory."""
-        self._layers = self._new_trunk(self.shape, mesh)
-        head = self.model.get_output_embeddings()
+        head = self._model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ValueError(f"{config.model.source}: the output head must be a linear layer, got {head}")
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self.head_name = names[id(head.weight)]
         """The name of the unembedding's parameter."""
-        self.embedding_name = names[id(self.model.get_input_embeddings().weight)]
+        self.embedding_name = names[id(self._model.get_input_embeddings().weight)]
         if self.head_name not in (self.embedding_name, *self._sharded):
             # A tied head keeps its memory layout, because the embedding reads its rows one by one.
             head.weight.data = to_product_layout(head.weight.data)
@@ -63,22 +62,18 @@ class ModelWeights(LoadedModel):
         self.vocab_size = self._num_parts(self.head_name) * len(head.weight)
         self._sharded_head: ShardedLayer | None = None
 
-    def _new_trunk(self, shape: ModelDescription, mesh: Mesh | None) -> Trunk:
-        embedding, fused = self.model.get_input_embeddings(), fused_trunk(self.trunk, shape, mesh)
-        return TransformersTrunk(self.trunk, embedding, self.num_layers) if fused is None else fused
-
     def own_parameters(self) -> dict[str, Tensor]:
         """Returns this rank's parts of all parameters by name, sorted by name, with the same names on all ranks.
 
         Biases that another rank adds are included.
         """
-        own = {name: parameter.data for name, parameter in self.model.named_parameters()} | self._biases_of_others
+        own = {name: parameter.data for name, parameter in self._model.named_parameters()} | self._biases_of_others
         return dict(sorted(own.items()))
 
     def _num_parts(self, name: str) -> int:
         """Returns the number of ranks' parts that make up the whole parameter of this name."""
         num_kept = self.shard_team.size if name in self._sharded else 1
-        return num_kept * prod(split.size for split in self.splits.get(name, {}).values())
+        return num_kept * prod(split.size for split in self._loaded.splits.get(name, {}).values())
 
     @property
     def shard_team(self) -> Team:
@@ -91,7 +86,6 @@ class ModelWeights(LoadedModel):
 
     @property
     def is_sharded(self) -> bool:
-        """True if layers are gathered for use."""
         return bool(self._sharded)
 
     @property
@@ -101,12 +95,12 @@ class ModelWeights(LoadedModel):
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights on this rank."""
-        parameters = {id(parameter): parameter.nbytes for parameter in self.model.parameters()}
+        parameters = {id(parameter): parameter.nbytes for parameter in self._model.parameters()}
         return sum(parameters.values()) + sum(weight.nbytes for weight in self._quantized)
 
     def movable_tensors(self) -> list[Tensor]:
         """Returns all weights on this rank, after copying those in a mapped file to memory."""
-        parameters = list(self.model.parameters())
+        parameters = list(self._model.parameters())
         for parameter in parameters:
             if not parameter.data.untyped_storage().resizable():
                 parameter.data = parameter.data.clone()
@@ -132,20 +126,20 @@ class ModelWeights(LoadedModel):
         if parameter.dim() == 2:
             # The memory layout in which it would be multiplied if it were not packed.
             parameter.data = to_product_layout(parameter.data)
-        return pack(parameter.data, self.shape.released.formats)
+        return pack(parameter.data, self._loaded.shape.released.formats)
 
-    def _check_packed(self) -> None:
+    def check_packed(self) -> None:
         """Raises ValueError if no weight under adapters is held as released."""
         if self._quantization != "released":
             return
         if not self._quantized:
             raise ValueError(
-                f"{self.source}: none of its {self._num_unpacked} weights under adapters can be held as released: leave"
-                " out --base-quantization released"
+                f"{self._loaded.source}: none of its {self._num_unpacked} weights under adapters can be held as"
+                " released: leave out --base-quantization released"
             )
         _log.info(
             "%s: %d weights are held as released, %d others as numbers of %s",
-            *(self.source, len(self._quantized), self._num_unpacked, self.dtype),
+            *(self._loaded.source, len(self._quantized), self._num_unpacked, self._loaded.dtype),
         )
 
     @contextmanager
@@ -157,7 +151,7 @@ class ModelWeights(LoadedModel):
         Args:
             gradients: float32, by name; backward passes add the weights' gradients to them.
         """
-        parameters = {name: each for name, each in self.model.named_parameters() if name in weights}
+        parameters = {name: each for name, each in self._model.named_parameters() if name in weights}
         self.num_moves += 1
         with ExitStack() as held:
             held.callback(self._layers.parameters_changed, are_original=True)
@@ -187,7 +181,7 @@ class ModelWeights(LoadedModel):
     @cached_property
     def _embeddings(self) -> Mapping[str, nn.Embedding]:
         """The embeddings by the names of their weights."""
-        named = self.model.named_modules()
+        named = self._model.named_modules()
         return {f"{path}.weight": module for path, module in named if isinstance(module, nn.Embedding)}
 
     @contextmanager
@@ -197,8 +191,7 @@ class ModelWeights(LoadedModel):
         Raises:
             OperationError: a rank has no memory for the whole model.
         """
-        layers = self._layers.sharded if isinstance(self._layers, FusedTrunk) else None
-        if layers is None:
+        if (layers := self._layers.sharded) is None:
             yield
             return
         self._check_room(layers.num_whole_bytes)
@@ -207,7 +200,7 @@ class ModelWeights(LoadedModel):
             yield
 
     def _check_room(self, num_bytes: int) -> None:
-        free = [each for each in self._mesh.all_gather_object(available_bytes(self.device)) if each is not None]
+        free = [each for each in self._mesh.all_gather_object(available_bytes(self._loaded.device)) if each is not None]
         if free and min(free) < num_bytes:
             raise OperationError(
                 f"to sample, each rank gathers the whole model, which takes {gigabytes(num_bytes)}, but one has only"
@@ -220,9 +213,9 @@ class ModelWeights(LoadedModel):
         """Keeps the unembedding whole while inside, and its gradient if it has one. All ranks enter together."""
         return nullcontext() if self._sharded_head is None else self._sharded_head.in_use()
 
-    def _shard(self, trunk: FusedTrunk) -> None:
-        buffers, numbers = GatherBuffers(), range(len(self.trunk.layers))  # pyright: ignore[reportArgumentType]
-        prefixes = [f"{self.model.base_model_prefix}.layers.{number}." for number in numbers]
+    def shard(self, trunk: FusedTrunk) -> None:
+        buffers, numbers = GatherBuffers(), range(len(self._loaded.trunk.layers))  # pyright: ignore[reportArgumentType]
+        prefixes = [f"{self._model.base_model_prefix}.layers.{number}." for number in numbers]
         by_layer = [[name for name in self._sharded if name.startswith(prefix)] for prefix in prefixes]
         layers = [self._sharded_layer(names, buffers) for names in by_layer if names]
         # A single name if they are tied.
@@ -238,7 +231,7 @@ class ModelWeights(LoadedModel):
         trunk.shard(ShardedLayers(layers, self._zero_stage, list(ends.values())), embedding, of_layers)
 
     def _sharded_layer(self, names: Sequence[str], buffers: GatherBuffers) -> ShardedLayer:
-        return ShardedLayer({name: self.model.get_parameter(name) for name in names}, self.shard_team, buffers)
+        return ShardedLayer({name: self._model.get_parameter(name) for name in names}, self.shard_team, buffers)
 
 
 def _restore_parameters(parameters: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

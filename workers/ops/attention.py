@@ -17,10 +17,10 @@ from transformers import AttentionInterface
 from .attention_kind import AttentionKind, Sinks
 from .chosen_attention import attend_to_chosen
 from .chunked_attention import attend_in_chunks, gradients_in_chunks
-from .kernels import TrainingKernels, kernels_for
+from .kernels import Kernels, kernels_for
 
 if TYPE_CHECKING:
-    from .recurrence import Recurrence
+    from .recurrences.recurrence import Recurrence
     from .token_index import IndexKind, IndexQueries
 
 ATTENTION = "trainhouse_packed"
@@ -159,8 +159,8 @@ def attend(
 
     Args:
         query: [tokens, heads, head_dim].
-        key: [tokens, kv_heads, head_dim], like `value`, which may have another size if there are row_kernels_for these:
-            that of the output then.
+        key: [tokens, kv_heads, head_dim], like `value`, which may have another size if there are kernels_for these and
+            all keys before a query are seen: that of the output then.
     """
     if not isinstance(packing, Packing):
         return packing.attend(query, key, value, kind)
@@ -168,9 +168,10 @@ def attend(
         return attend_to_chosen(query, key, value, packing, kind)
     if kind.part is not None:
         packing, kind = packing.in_parts(kind.part), replace(kind, part=None)
-    if fits_flash_on_gpu(query, kind):
+    if query.is_cuda and fits_flash_on_gpu(query, kind):
         return _FlashOnGpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
-    if (kernels := row_kernels_for(query, key, value, kind)) is not None:
+    kernels = kernels_for(query, key, value) if kind.cap is None else None
+    if kernels is not None:
         return _ByRow.apply(query, key, value, packing, kind, kernels)  # pyright: ignore[reportReturnType]
     if query.is_cpu or kind.sinks is not None or kind.cap is not None:
         return _ByGroup.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
@@ -306,12 +307,6 @@ class _FlashOnGpu(torch.autograd.Function):
         return *gradients, None, None
 
 
-def row_kernels_for(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> TrainingKernels | None:
-    """Returns kernels that attend a whole packed row of these, whose values may differ from keys in size; or None."""
-    is_plain = kind.cap is None and kind.chosen is None
-    return kernels_for(query, key, value) if is_plain else None
-
-
 def attend_group(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
     """Attends sequences of one length, where there is no flash attention for all lengths at once.
 
@@ -432,7 +427,7 @@ class _ByRow(torch.autograd.Function):
         value: Tensor,
         packing: Packing,
         kind: AttentionKind,
-        kernels: TrainingKernels,
+        kernels: Kernels,
     ) -> Tensor:
         ctx.bounds, ctx.kind, ctx.kernels = packing.bounds(query.device), kind, kernels
         out, log_sums = kernels.attention(query, key, value, ctx.bounds, kind)

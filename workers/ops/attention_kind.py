@@ -90,7 +90,6 @@ class AttentionKind:
         return replace(self, part=None) if self.part is not None and length <= self.part else self
 
     def choosing(self, chosen: Tensor | None) -> "AttentionKind":
-        """Returns the kind for a row with these chosen tokens."""
         return self if chosen is None else replace(self, chosen=chosen)
 
     def of_rows(self, rows: slice | Tensor, longest: int) -> "AttentionKind":
@@ -101,7 +100,6 @@ class AttentionKind:
         return replace(self, chosen=None if sees_all else self.chosen[rows])
 
     def of_heads(self, first: int, number: int) -> "AttentionKind":
-        """Returns the kind for `number` of its heads, from the head `first` on."""
         return self if self.sinks is None else replace(self, sinks=self.sinks.of_heads(first, number))
 
     def query_blocks(self, length: int, device: torch.device, dtype: torch.dtype) -> Iterator["QueryBlock"]:

@@ -1,23 +1,19 @@
 """Everything between the matrix products of a Llama-shaped layer in few passes over memory: norms, rotation, gates.
 
 Every function treats each token separately and has a hand-written gradient. The gradients of norm weights are added to
-their `grad`, if they have one. Norms and rotation compute in float32 for inputs of any dtype. On a GPU they run as
-Triton kernels, float32 on the CPU as kernels.c and training.c; else, and for gradients of norm weights, by torch.
+their `grad`, if they have one. `layer_kernels` decides what computes them.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu
 
-from .kernels import Kernels, device_kernels_for, kernels_for, triton_kernels_for
-
-if TYPE_CHECKING:
-    from .triton_kernels import TritonKernels
+from .kernels import layer_kernels
 
 
 class RmsNorm:
@@ -32,6 +28,8 @@ class RmsNorm:
         """Uses the features `own` of the parameter (None for all), plus 1 if `adds_one`."""
         self.parameter, self.eps = parameter, eps
         self._adds_one, self._own = adds_one, own
+        self.head_stride = parameter.shape[-1] if parameter.dim() > 1 else 0
+        """Elements from the weight of a head to that of the next."""
         self.refresh()
 
     @cached_property
@@ -42,6 +40,17 @@ class RmsNorm:
         """Updates the weight after the parameter was replaced."""
         weight = self._own_of(self.parameter.detach())
         self.weight = weight.float() + 1 if self._adds_one else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the norm of x [tokens, size]."""
+        return self.add(x, None)[1]
+
+    def add(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns x + update, or x if there is none, and its norm; all [tokens, size]."""
+        if not torch.is_grad_enabled():
+            return layer_kernels(x).add_rms_norm(x, update, self)[:2]
+        sum_and_norm: Any = _AddRmsNorm.apply(x, update, self)
+        return (x, sum_and_norm[1]) if update is None else sum_and_norm
 
     def add_gradient(self, grad: Tensor, x: Tensor, inverse: Tensor) -> None:
         """Adds to the parameter's gradient, if it has one, given the gradient of the norm's output [..., size]."""
@@ -112,27 +121,11 @@ class RotaryTable:
         return cos, angles.sin_().mul_(self._scale)
 
 
-def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
-    """Returns the norm of x [tokens, size]."""
-    return add_rms_norm(x, None, norm)[1]
-
-
-def add_rms_norm(x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
-    """Returns x + update, or x if there is none, and its norm; all [tokens, size]."""
-    if torch.is_grad_enabled():
-        sum_and_norm: Any = _AddRmsNorm.apply(x, update, norm)
-        return (x, sum_and_norm[1]) if update is None else sum_and_norm
-    if (kernels := device_kernels_for(x)) is not None:
-        return kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
-    total = x if update is None else x + update
-    return total, _normalized(total, inverse_rms(total, norm.eps), norm).to(x.dtype)
-
-
 def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     """Rotates the heads of x [tokens, heads, size], after normalizing each head if there is a norm."""
     if torch.is_grad_enabled():
         return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
-    return _rotated(x, rotation, norm)[0]
+    return layer_kernels(x).rotate_heads(x, rotation, norm)[0]
 
 
 def query_scales(positions: Tensor, rate: float, length: int, first: int) -> Tensor:
@@ -154,40 +147,59 @@ def pairs_apart(x: Tensor, size: int) -> Tensor:
     return apart if size == x.shape[-1] else torch.cat((apart, x[..., size:]), dim=-1)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns silu(gate) * up: Shazeer, https://arxiv.org/abs/2002.05202."""
-    if torch.is_grad_enabled():
-        return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
-    if (kernels := device_kernels_for(gate)) is not None:
-        return kernels.swiglu(gate, up)
-    return silu(gate).mul_(up)
+@dataclass(frozen=True)
+class Gate:
+    """The activation of a gated feed-forward part: Shazeer, https://arxiv.org/abs/2002.05202."""
+
+    name: Literal["silu", "gelu", "clamped"]
+    """silu(gate) * up; gelu(gate) * up with the tanh approximation; or gpt-oss's (up + 1) * gate * sigmoid(alpha *
+    gate), where gate is at most `limit`, and up between -limit and limit: OpenAI, gpt-oss-120b and gpt-oss-20b Model
+    Card (2025), https://arxiv.org/abs/2508.10925."""
+    alpha: float = 1.0
+    limit: float = 0.0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _Gated.apply(gate, up, self)  # pyright: ignore[reportReturnType]
+        return layer_kernels(gate).gated(gate, up, self)[0]
+
+    def overwrite(self, grad: Tensor, gate: Tensor, up: Tensor) -> None:
+        """Replaces gate and up, views of one tensor, by their gradients, given that of the output."""
+        layer_kernels(gate).gated_gradient(grad, gate, up, self)
+
+    def parts(self, features: Tensor) -> tuple[Tensor, ...]:
+        """Returns views of gates and ups in features [rows, all columns], gates first."""
+        return features.chunk(2, dim=-1)
 
 
-def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns gelu(gate) * up with the tanh approximation: Shazeer, https://arxiv.org/abs/2002.05202."""
-    if torch.is_grad_enabled():
-        return _GeGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
-    if (triton := triton_kernels_for(gate)) is not None:
-        return triton.geglu(gate, up)
-    return gelu(gate, approximate="tanh").mul_(up)
+class Relu2:
+    """relu(up)^2, without gates: So et al., Primer (2021), https://arxiv.org/abs/2109.08668."""
+
+    def __call__(self, up: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return _Relu2.apply(up)  # pyright: ignore[reportReturnType]
+        return up.relu().square_()
+
+    def overwrite(self, grad: Tensor, up: Tensor) -> None:
+        """Replaces up by its gradient, given that of the output."""
+        up.relu_().mul_(grad).mul_(2)
+
+    def parts(self, features: Tensor) -> tuple[Tensor, ...]:
+        return (features,)
 
 
-def log_softmax(logits: Tensor, out: Tensor) -> Tensor:
-    """Returns, in `out`, which may be the logits, the logarithms of the softmax over each row; both [rows, n]."""
-    if logits.is_contiguous() and (kernels := kernels_for(logits, out)) is not None:
-        return kernels.log_softmax(logits, out)
-    return torch.log_softmax(logits, dim=-1, out=out)
+Activation = Gate | Relu2
+"""An activation of features [rows, size], whose rows may be parts of wider ones."""
 
+# All keyed by transformers' name of the activation.
+GATES: Mapping[str, Gate] = {"silu": Gate("silu"), "gelu_pytorch_tanh": Gate("gelu")}
+UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "relu2": Relu2(),
+    "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
+}
+EXPERT_ACTIVATIONS: Mapping[str, Activation] = {**GATES, "relu2": Relu2()}
 
-def scaled_exponentials(x: Tensor, factors: Tensor) -> Tensor:
-    """Replaces x [rows, n] by exp(x) times the factor of each row, [rows]."""
-    if x.is_contiguous() and (kernels := kernels_for(x, factors)) is not None:
-        return kernels.scaled_exponentials(x, factors)
-    return x.exp_().mul_(factors[:, None])
-
-
-# Keyed by transformers' name of the activation.
-GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
+swiglu = GATES["silu"]
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -195,125 +207,56 @@ class _AddRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor | None, Tensor]:
-        ctx.norm, ctx.kernels = norm, (kernels := device_kernels_for(x))
+        ctx.norm, ctx.kernels = norm, layer_kernels(x)
         ctx.set_materialize_grads(False)
-        if kernels is not None:
-            inverse = None
-            total, normalized = kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
-        else:
-            total = x if update is None else x + update
-            inverse = inverse_rms(total, norm.eps)
-            normalized = _normalized(total, inverse, norm).to(x.dtype)
+        total, normalized, inverse = ctx.kernels.add_rms_norm(x, update, norm)
         ctx.save_for_backward(x if update is None else total, inverse)
         return None if update is None else total, normalized
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (total, inverse), norm, (addend, grad) = ctx.saved_tensors, ctx.norm, grads
-        if ctx.kernels is not None and norm.parameter.grad is None:
-            gradient = ctx.kernels.rms_norm_gradient(grad, total, norm.weight, norm.eps_number, addend)
-        else:
-            wide, inverse = grad.float(), inverse_rms(total, norm.eps) if inverse is None else inverse
-            norm.add_gradient(wide, total, inverse)
-            gradient = norm_gradient(wide * norm.weight, total, inverse)
-            gradient = (gradient if addend is None else gradient.add_(addend)).to(grad.dtype)
+        (total, inverse), (addend, grad) = ctx.saved_tensors, grads
+        gradient = ctx.kernels.rms_norm_gradient(grad, total, ctx.norm, addend, inverse)
         return gradient, gradient if ctx.needs_input_grad[1] else None, None
 
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
-        ctx.rotation, ctx.norm = rotation, norm
-        out, inverse, ctx.kernels = _rotated(x, rotation, norm)
+        ctx.rotation, ctx.norm, ctx.kernels = rotation, norm, layer_kernels(x)
+        out, inverse = ctx.kernels.rotate_heads(x, rotation, norm)
         ctx.save_for_backward(x if norm is not None else None, inverse)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, inverse = ctx.saved_tensors
-        (grad,), rotation, norm = grads, ctx.rotation, ctx.norm
-        if ctx.kernels is not None and (norm is None or norm.parameter.grad is None):
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
-            return ctx.kernels.rotate_heads_gradient(grad, x, rotation.cos, rotation.sin, weight, eps), None, None
-        gradient = rotation.apply(grad.float(), sign=-1.0)
-        if norm is not None:
-            inverse = inverse_rms(x, norm.eps) if inverse is None else inverse
-            norm.add_gradient(gradient, x, inverse)
-            gradient = norm_gradient(gradient.mul_(norm.weight), x, inverse)
-        return gradient.to(grad.dtype), None, None
+        return ctx.kernels.rotate_heads_gradient(grads[0], x, ctx.rotation, ctx.norm, inverse), None, None
 
 
-class _SwiGlu(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.kernels = device_kernels_for(gate)
-        if ctx.kernels is not None:
-            ctx.save_for_backward(gate, up, None)
-            return ctx.kernels.swiglu(gate, up)
-        active = silu(gate)
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+        ctx.kind, ctx.kernels = kind, layer_kernels(gate)
+        out, active = ctx.kernels.gated(gate, up, kind, has_gradient=True)
         ctx.save_for_backward(gate, up, active)
-        return active * up
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         """Overwrites the saved tensors, which nothing else reads, since backward runs once."""
         gate, up, active = ctx.saved_tensors
-        (grad,) = grads
-        if ctx.kernels is not None:
-            return ctx.kernels.swiglu_gradient(grad, gate, up)
-        grad_active = up.mul_(grad)
-        grad_gate = torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=grad_active)
-        return grad_gate, active.mul_(grad)
+        return *ctx.kernels.gated_gradient(grads[0], gate, up, ctx.kind, active), None
 
 
-class _GeGlu(torch.autograd.Function):
+class _Relu2(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.triton = triton_kernels_for(gate)
-        if ctx.triton is not None:
-            ctx.save_for_backward(gate, up, None)
-            return ctx.triton.geglu(gate, up)
-        active = gelu(gate, approximate="tanh")
-        ctx.save_for_backward(gate, up, active)
-        return active * up
+    def forward(ctx: Any, up: Tensor) -> Tensor:
+        ctx.save_for_backward(up)
+        return up.relu().square_()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Overwrites the saved tensors, like _SwiGlu."""
-        gate, up, active = ctx.saved_tensors
-        (grad,) = grads
-        if ctx.triton is not None:
-            return ctx.triton.geglu_gradient(grad, gate, up)
-        grad_gate = torch.ops.aten.gelu_backward(up.mul_(grad), gate, approximate="tanh")
-        return grad_gate, active.mul_(grad)
-
-
-def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
-    """Returns 1 / sqrt(mean(x^2) + eps) over the last dimension, float32 [..., 1]."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-
-
-def _normalized(x: Tensor, inverse: Tensor, norm: RmsNorm) -> Tensor:
-    return (x * inverse).mul_(norm.weight)
-
-
-def _rotated(
-    x: Tensor, rotation: Rotation, norm: RmsNorm | None
-) -> "tuple[Tensor, Tensor | None, Kernels | TritonKernels | None]":
-    """Returns the heads rotated; their inverse norms, if torch computed them; and the kernels, if those did."""
-    # Triton's kernels rotate whole heads only.
-    kernels = device_kernels_for(x) if x.is_cpu or rotation.cos.shape[-1] == x.shape[-1] else None
-    if kernels is not None:
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
-        return kernels.rotate_heads(x, rotation.cos, rotation.sin, weight, eps), None, kernels
-    inverse = None if norm is None else inverse_rms(x, norm.eps)
-    wide = x.float() if norm is None or inverse is None else _normalized(x, inverse, norm)
-    return rotation.apply(wide).to(x.dtype), inverse, None
-
-
-def norm_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
-    """Returns the gradient of x, given the gradient of x * inverse, float32 [..., size], which it overwrites."""
-    wide = x.float()
-    along = inverse.pow(3).mul_(torch.linalg.vecdot(grad, wide).unsqueeze(-1)).mul_(-1 / x.shape[-1])
-    return grad.mul_(inverse).addcmul_(wide, along)
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Overwrites the saved tensor, like _Gated."""
+        (up,) = ctx.saved_tensors
+        return up.relu_().mul_(grads[0]).mul_(2)

@@ -65,7 +65,11 @@ class GroupedRows:
             right: [rows, q].
         """
         if _is_native(left):
-            _add_to_each(totals, self._outer(left, right))
+            # Rounded to the factors' dtype at the end.
+            products = torch._grouped_mm(left.t(), right, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
+            products.masked_fill_((self._counts == 0)[:, None, None], 0)
+            for number, total in enumerate(totals):
+                total.add_(products[number :: len(totals), : total.shape[1]])
             return
         for number, rows in self._spans:
             total = totals[number % len(totals)][number // len(totals)]
@@ -73,16 +77,13 @@ class GroupedRows:
 
     def _runs_kernel(self, y: Tensor, x: Tensor, matrices: Tensor, adds: bool) -> bool:
         """Multiplies by a kernel, and returns True, if torch's products of the groups one by one would take longer."""
-        kernels = kernels_for(y, x, matrices) if _suits_kernel(len(x), matrices) else None
+        num_groups, inner, columns = matrices.shape
+        is_narrow = min(inner, columns) <= _NARROW and matrices.stride(2) == 1
+        kernels = kernels_for(y, x, matrices) if is_narrow or len(x) <= _FEW_ROWS * num_groups else None
         if kernels is None or y.stride(1) != 1 or 1 not in matrices.stride()[1:]:
             return False
         kernels.grouped_matmul(y, x, matrices, self._bounds, adds)
         return True
-
-    def _outer(self, left: Tensor, right: Tensor) -> Tensor:
-        """Returns the products [groups, p, q], rounded to the factors' dtype at the end."""
-        products = torch._grouped_mm(left.t(), right, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
-        return products.masked_fill_((self._counts == 0)[:, None, None], 0)
 
     def _group_of_rows(self, num_rows: int) -> Tensor:
         """Returns the group of each row, int64 [rows]; their number for rows of none."""
@@ -110,13 +111,3 @@ class GroupedRows:
 
 def _is_native(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
-
-
-def _suits_kernel(num_rows: int, matrices: Tensor) -> bool:
-    num_groups, inner, columns = matrices.shape
-    return num_rows <= _FEW_ROWS * num_groups or (min(inner, columns) <= _NARROW and matrices.stride(2) == 1)
-
-
-def _add_to_each(totals: Sequence[Tensor], products: Tensor) -> None:
-    for number, total in enumerate(totals):
-        total.add_(products[number :: len(totals), : total.shape[1]])

@@ -5,6 +5,7 @@ are none, torch's own operations compute the same.
 
 import logging
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +16,15 @@ from torch import Tensor
 
 from ..protocol.plugins import plugin_rows
 from .attention_kind import AttentionKind
+from .torch_kernels import TorchKernels
 
 if TYPE_CHECKING:
     from .triton_kernels import TritonKernels
 
 # With more rows for each matrix than this, torch's products are as fast as a kernel.
 FEW_ROWS = 256
+
+_TORCH = TorchKernels()
 
 _log = logging.getLogger(__name__)
 
@@ -67,37 +71,22 @@ class StepRecorder(Protocol):
         ...
 
 
-class TrainingKernels(Protocol):
-    """Kernels for what is between the matrix products of a training pass: float32 on the CPU."""
+class Kernels(TorchKernels, ABC):
+    """Kernels for float32 on the CPU. Those without a `_gradient` of their own are without gradients."""
 
-    def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
-        """Returns the gradient of the input x of a norm with weight [size], plus the addend; all [tokens, size]."""
-        ...
+    outdo_torch: bool
+    """False where torch's products of many rows are as fast."""
 
-    def rotate_heads_gradient(
-        self, grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
-    ) -> Tensor:
-        """Returns the gradient of the input x of Kernels.rotate_heads, which is needed if there is a weight."""
-        ...
+    @abstractmethod
+    def new_tape(self) -> StepRecorder: ...
 
-    def swiglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of gate and up; all [tokens, size]. They overwrite gate and up if the rows of both are
-        equally far apart."""
-        ...
-
-    def log_softmax(self, x: Tensor, out: Tensor) -> Tensor:
-        """Returns, in `out`, the logarithms of the softmax over each row of x; both contiguous [rows, n]."""
-        ...
-
-    def scaled_exponentials(self, x: Tensor, factors: Tensor) -> Tensor:
-        """Replaces contiguous x [rows, n] by exp(x) times the factor of each row, [rows]."""
-        ...
-
+    @abstractmethod
     def combine_pairs_gradient(self, grad: Tensor, x: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gradients of x [pairs, size] and weights [tokens, experts of each] of Kernels.combine_pairs,
         given that of its result [tokens, size]."""
         ...
 
+    @abstractmethod
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, kind: AttentionKind
     ) -> tuple[Tensor, Tensor]:
@@ -113,6 +102,7 @@ class TrainingKernels(Protocol):
         """
         ...
 
+    @abstractmethod
     def attention_gradient(
         self,
         grad: Tensor,
@@ -127,34 +117,7 @@ class TrainingKernels(Protocol):
         """Returns the gradients of query, key and value, given that of the output and the results of `attention`."""
         ...
 
-
-class Kernels(TrainingKernels, Protocol):
-    """Kernels for float32 on the CPU. Those that TrainingKernels has not are without gradients."""
-
-    outdo_torch: bool
-    """False where torch's products of many rows are as fast."""
-
-    def new_tape(self) -> StepRecorder: ...
-
-    def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns x + update, or x if there is none, and its norm with weight [size]; all [tokens, size]."""
-        ...
-
-    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Returns the heads normed, if there is a weight, and rotated.
-
-        Args:
-            x: [tokens, heads, size].
-            cos: [tokens, 1, rotated], for the first features of each head.
-            sin: [tokens, 1, rotated / 2].
-            weight: [size] or [heads, size].
-        """
-        ...
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Returns silu(gate) * up; all [tokens, size]."""
-        ...
-
+    @abstractmethod
     def decode_attention(
         self,
         query: Tensor,
@@ -179,6 +142,7 @@ class Kernels(TrainingKernels, Protocol):
         """
         ...
 
+    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, addend: Tensor | None) -> Tensor:
         """Returns x W^T + bias + addend with torch's number of threads.
 
@@ -189,6 +153,7 @@ class Kernels(TrainingKernels, Protocol):
         """
         ...
 
+    @abstractmethod
     def grouped_matmul(self, y: Tensor, x: Tensor, matrices: Tensor, bounds: Tensor, adds: bool) -> None:
         """Multiplies rows sorted by group with their groups' matrices.
 
@@ -200,10 +165,12 @@ class Kernels(TrainingKernels, Protocol):
         """
         ...
 
+    @abstractmethod
     def add_low_rank(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
         """Adds x a b to y [rows, q], for x [rows, p], a [p, rank] and b [rank, q]; the rows of y are contiguous."""
         ...
 
+    @abstractmethod
     def sort_pairs(self, keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """Sorts pairs of token and expert by group.
 
@@ -215,6 +182,7 @@ class Kernels(TrainingKernels, Protocol):
         """
         ...
 
+    @abstractmethod
     def combine_pairs(self, x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted sums [tokens, size] of the rows x [pairs, size] of each token's experts.
 
@@ -224,6 +192,7 @@ class Kernels(TrainingKernels, Protocol):
         """
         ...
 
+    @abstractmethod
     def run_experts(
         self,
         x: Tensor,
@@ -248,6 +217,7 @@ class Kernels(TrainingKernels, Protocol):
         """
         ...
 
+    @abstractmethod
     def convolve_step(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, slots: Tensor, is_silu: bool
     ) -> Tensor:
@@ -262,6 +232,7 @@ class Kernels(TrainingKernels, Protocol):
         """
         ...
 
+    @abstractmethod
     def delta_step(self, inputs: Sequence[Tensor], states: Tensor, slots: Tensor) -> Tensor:
         """Returns the gated delta rule's output for one more token of each sequence, [rows, value_heads, value_dim].
 
@@ -272,6 +243,7 @@ class Kernels(TrainingKernels, Protocol):
         """
         ...
 
+    @abstractmethod
     def sample(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Samples a token for each row, int64 [n].
 
@@ -293,11 +265,15 @@ def kernels_for(*tensors: Tensor) -> Kernels | None:
     return load_kernels()
 
 
-def device_kernels_for(x: Tensor) -> "Kernels | TritonKernels | None":
-    """Returns the kernels of x's device, or None if x needs torch's own operations."""
+def layer_kernels(x: Tensor) -> TorchKernels:
+    """Returns what computes the norms, rotations and gates of x: Triton's kernels on a GPU, those in C for float32 on
+    the CPU, else torch's own operations."""
+    found = None
     if x.is_cuda:
-        return load_triton_kernels(x.device)
-    return load_kernels() if x.is_cpu and x.dtype == torch.float32 else None
+        found = load_triton_kernels(x.device)
+    elif x.is_cpu and x.dtype == torch.float32:
+        found = load_kernels()
+    return _TORCH if found is None else found
 
 
 def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:
@@ -306,11 +282,6 @@ def load_kernels_for(dtype: torch.dtype, device: torch.device) -> None:
         load_triton_kernels(device)
     else:
         kernels_for(torch.empty(0, dtype=dtype, device=device))
-
-
-def triton_kernels_for(x: Tensor) -> "TritonKernels | None":
-    """Returns Triton's kernels, or None if x needs torch's own operations."""
-    return load_triton_kernels(x.device) if x.is_cuda else None
 
 
 def new_step_tape() -> StepRecorder | None:
@@ -330,9 +301,10 @@ def load_triton_kernels(device: torch.device) -> "TritonKernels | None":
     """Compiles one of the kernels for a GPU, and returns all; None, with a warning, if Triton does not work here."""
     x = torch.ones(1, 16, device=device)
     try:
+        from .fused import RmsNorm
         from .triton_kernels import TritonKernels
 
-        TritonKernels().add_rms_norm(x, None, x[0], 0.0)
+        TritonKernels().add_rms_norm(x, None, RmsNorm(x[0], x.new_zeros(())))
     except (ImportError, RuntimeError, OSError, subprocess.SubprocessError) as error:
         _log.warning(
             "Triton's kernels do not run here, so passes on %s take up to twice as long: %s. Install gcc or clang, and"

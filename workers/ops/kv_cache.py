@@ -23,10 +23,10 @@ from .attention import (
     pack_lengths,
 )
 from .chosen_attention import attend_to_copies
-from .kernels import PrefixGroups, kernels_for, triton_kernels_for
+from .kernels import PrefixGroups, kernels_for, load_triton_kernels
 from .libraries.latent_attention import FlashMla, LatentStep, flash_mla_for
 from .linear import soft_capped
-from .recurrence import Recurrence, StateKind
+from .recurrences.recurrence import Recurrence, StateKind
 from .token_index import IndexKind, IndexQueries, choose_for_each, choose_for_last, choose_in_row
 
 # The span of views is rounded up to a multiple of this, so that not every step needs new views.
@@ -148,7 +148,6 @@ class SlotTensors:
         return tuple(tensors[layer] for tensors in (self._keys, self._values) if layer in tensors)
 
     def state_copies(self, slot: int) -> Mapping[StateKind, Tensor]:
-        """Returns copies of the slot's states, each [*shape]."""
         return {kind: states[slot].clone() for kind, states in self._states.items()}
 
     def num_bytes(self) -> int:
@@ -235,7 +234,8 @@ class DecodeStep:
             )
             num_threads = self.num_threads if self.longest * key.numel() > _WORTH_THREADS else 1
             return kernels.decode_attention(query, key, value, *cached, kind, num_threads)
-        if kind.part is None and (triton := triton_kernels_for(key)) is not None:
+        triton = load_triton_kernels(key.device) if key.is_cuda and kind.part is None else None
+        if triton is not None:
             cached = (
                 *self.tensors.of_layer(kind.layer, key, kind.values_are_keys),
                 self.slots,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .attention import AttendingPacking, AttentionKind, Packing, attend
-from .recurrence import Recurrence, recur
+from .recurrences.recurrence import Recurrence, recur
 from .token_index import IndexKind, IndexQueries, choose
 
 
@@ -43,7 +43,6 @@ class SharingRow:
         return next(iter(self.kept(self._sources[layer])), None)
 
     def kept(self, layer: int | None) -> tuple[Tensor, ...]:
-        """Returns what is kept of a layer."""
         return () if layer is None else self._kept.get(layer, ())
 
     def keep(self, layer: int, kept: Sequence[Tensor]) -> None:

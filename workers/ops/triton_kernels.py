@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_kind import AttentionKind
+from .fused import Gate, RmsNorm, Rotation
 from .kernels import with_rows
+from .torch_kernels import TorchKernels
 
 # Triton 3.9 warns if this is not set, and 3.10 will not fuse multiplications with additions by default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -33,76 +35,64 @@ _TILE = 1024
 _BLOCK = 1024
 
 
-class TritonKernels:
+class TritonKernels(TorchKernels):
     """Launches the kernels on tensors of a GPU. The numbers of a row must be contiguous; else a copy is made."""
 
-    def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Returns x + update, or x if there is none, and its norm with weight [size]; all [tokens, size]."""
+    def add_rms_norm(self, x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor, None]:
         x, out, size = x.contiguous(), x.new_empty(x.shape), x.shape[1]
         total, added = (x, x) if update is None else (x.new_empty(x.shape), update.contiguous())
-        tensors = out, total, x, added, weight
-        launch(_add_rms_norm, x.shape[:1], *tensors, eps, size, update is not None, **_of_row(size))
-        return total, out
+        tensors = out, total, x, added, norm.weight
+        launch(_add_rms_norm, x.shape[:1], *tensors, norm.eps_number, size, update is not None, **_of_row(size))
+        return total, out, None
 
-    def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
-        """Returns the gradient of the norm's input x, plus the addend if there is one; all [tokens, size]."""
+    def rms_norm_gradient(
+        self, grad: Tensor, x: Tensor, norm: RmsNorm, addend: Tensor | None, inverse: Tensor | None = None
+    ) -> Tensor:
+        if norm.parameter.grad is not None:
+            return super().rms_norm_gradient(grad, x, norm, addend, inverse)
         grad, x = grad.contiguous(), x.contiguous()
         added = grad if addend is None else addend.contiguous()
         out = grad.new_empty(grad.shape)
-        tensors, size = (out, grad, added, x, weight), x.shape[1]
-        launch(_rms_norm_gradient, x.shape[:1], *tensors, eps, size, addend is not None, **_of_row(size))
+        tensors, size = (out, grad, added, x, norm.weight), x.shape[1]
+        launch(_rms_norm_gradient, x.shape[:1], *tensors, norm.eps_number, size, addend is not None, **_of_row(size))
         return out
 
-    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Returns the heads normed, if there is a weight, and rotated.
-
-        Args:
-            x: [tokens, heads, size].
-            cos: [tokens, 1, size].
-            sin: [tokens, 1, size / 2].
-            weight: [size] or [heads, size].
-        """
+    def rotate_heads(self, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> tuple[Tensor, Tensor | None]:
+        if rotation.cos.shape[-1] != x.shape[-1]:
+            return super().rotate_heads(x, rotation, norm)
         x = with_rows(x)
         out, (grid, sizes) = x.new_empty(x.shape), _of_heads(x)
-        tensors = out, x, cos, sin, x if weight is None else weight
-        launch(_rotate_heads, grid, *tensors, eps, x.stride(0), *_of_weight(weight), *x.shape[1:], **sizes)
-        return out
+        weight, eps, stride = _of_norm(norm, x)
+        tensors = out, x, rotation.cos, rotation.sin, weight
+        launch(_rotate_heads, grid, *tensors, eps, x.stride(0), stride, norm is not None, *x.shape[1:], **sizes)
+        return out, None
 
     def rotate_heads_gradient(
-        self, grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
+        self, grad: Tensor, x: Tensor | None, rotation: Rotation, norm: RmsNorm | None, inverse: Tensor | None = None
     ) -> Tensor:
-        """Returns the gradient of `rotate_heads`'s input x, which is needed if there is a weight."""
+        has_gradient = norm is not None and norm.parameter.grad is not None
+        if has_gradient or rotation.cos.shape[-1] != grad.shape[-1]:
+            return super().rotate_heads_gradient(grad, x, rotation, norm, inverse)
         grad, x = with_rows(grad), grad if x is None else with_rows(x)
         out, (grid, sizes) = grad.new_empty(grad.shape), _of_heads(grad)
-        strides, tensors = (grad.stride(0), x.stride(0)), (out, grad, x, cos, sin, x if weight is None else weight)
-        launch(_rotate_heads_gradient, grid, *tensors, eps, *strides, *_of_weight(weight), *x.shape[1:], **sizes)
+        weight, eps, stride = _of_norm(norm, x)
+        tensors, strides = (out, grad, x, rotation.cos, rotation.sin, weight), (grad.stride(0), x.stride(0), stride)
+        launch(_rotate_heads_gradient, grid, *tensors, eps, *strides, norm is not None, *x.shape[1:], **sizes)
         return out
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Returns silu(gate) * up; all [tokens, size]."""
-        return _gated(gate, up, "silu")
+    def gated(self, gate: Tensor, up: Tensor, kind: Gate, has_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+        gate, up = with_rows(gate), with_rows(up)
+        out, sizes = gate.new_empty(gate.shape), (gate.stride(0), up.stride(0), gate.shape[1])
+        launch(_gate, _of_blocks(gate), out, gate, up, *sizes, kind.alpha, kind.limit, kind.name, _BLOCK)
+        return out, None
 
-    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Returns gelu(gate) * up with the tanh approximation; all [tokens, size]."""
-        return _gated(gate, up, "gelu")
-
-    def swiglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of gate and up, which it may overwrite."""
-        return _gated_gradient(grad, gate, up, "silu")
-
-    def geglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of gate and up, which it may overwrite."""
-        return _gated_gradient(grad, gate, up, "gelu")
-
-    def clamped_swiglu(self, gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
-        """Returns the gate of gpt-oss, see clamped_swiglu in ../models/layers/activations.py; all [tokens, size]."""
-        return _gated(gate, up, "clamped", alpha, limit)
-
-    def clamped_swiglu_gradient(
-        self, grad: Tensor, gate: Tensor, up: Tensor, alpha: float, limit: float
+    def gated_gradient(
+        self, grad: Tensor, gate: Tensor, up: Tensor, kind: Gate, active: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the gradients of gate and up, which it may overwrite."""
-        return _gated_gradient(grad, gate, up, "clamped", alpha, limit)
+        grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
+        sizes = grad.stride(0), gate.stride(0), up.stride(0), gate.shape[1]
+        launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *sizes, kind.alpha, kind.limit, kind.name, _BLOCK)
+        return gate, up
 
     def decode_attention(
         self,
@@ -164,22 +154,6 @@ def _num_parts(num_programs: int, num_keys: int) -> int:
     return max(1, min(-(-_MIN_PROGRAMS // num_programs), -(-num_keys // _MIN_KEYS)))
 
 
-def _gated(gate: Tensor, up: Tensor, kind: str, alpha: float = 1.0, limit: float = 0.0) -> Tensor:
-    gate, up = with_rows(gate), with_rows(up)
-    out, sizes = gate.new_empty(gate.shape), (gate.stride(0), up.stride(0), gate.shape[1])
-    launch(_gate, _of_blocks(gate), out, gate, up, *sizes, alpha, limit, kind, _BLOCK)
-    return out
-
-
-def _gated_gradient(
-    grad: Tensor, gate: Tensor, up: Tensor, kind: str, alpha: float = 1.0, limit: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
-    sizes = grad.stride(0), gate.stride(0), up.stride(0), gate.shape[1]
-    launch(_gate_gradient, _of_blocks(gate), grad, gate, up, *sizes, alpha, limit, kind, _BLOCK)
-    return gate, up
-
-
 def _of_row(size: int) -> dict[str, int]:
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
@@ -192,9 +166,12 @@ def _of_heads(x: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     return (x.shape[0], triton.cdiv(x.shape[1], heads)), {"HEADS": heads, "BLOCK": block}
 
 
-def _of_weight(weight: Tensor | None) -> tuple[int, bool]:
-    """Returns the stride from a head's weight to the next, and whether there is one."""
-    return (weight.shape[-1] if weight is not None and weight.dim() > 1 else 0), weight is not None
+def _of_norm(norm: RmsNorm | None, x: Tensor) -> tuple[Tensor, float, int]:
+    """Returns the weight of a norm of heads, or x where there is none, eps, and the stride from a head's weight to the
+    next."""
+    if norm is None:
+        return x, 0.0, 0
+    return norm.weight, norm.eps_number, norm.head_stride
 
 
 def _of_blocks(x: Tensor) -> tuple[int, int]:

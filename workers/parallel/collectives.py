@@ -4,7 +4,9 @@ Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing acti
 transformer models (2022), section 4.2.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,44 +15,51 @@ from torch import Tensor
 from .expert_counts import ExpertCounts
 from .mesh import Team
 
+Exchange = Callable[[Tensor], Tensor]
+
 
 def copy_to_team(x: Tensor, team: Team) -> Tensor:
     """Returns x, which is equal on all ranks. Its gradient is summed over the ranks."""
-    return x if team.size == 1 or not torch.is_grad_enabled() else _apply(_Copied, x, team)
+    if team.size == 1 or not torch.is_grad_enabled():
+        return x
+    return _apply(x, lambda x: x.view_as(x), partial(_sum, team=team))
 
 
 def reduce_from_team(x: Tensor, team: Team) -> Tensor:
     """Returns the sum over all ranks; the gradient passes unchanged. Sums in place if gradients are disabled."""
     if team.size == 1:
         return x
-    return _apply(_Summed, x, team) if torch.is_grad_enabled() else team.all_reduce(x)
+    return _apply(x, partial(_sum, team=team), lambda grad: grad) if torch.is_grad_enabled() else team.all_reduce(x)
 
 
 def gather_rows(x: Tensor, team: Team) -> Tensor:
     """Gathers [n, ...] of each rank to [size * n, ...]. The gradient of a rank's rows is summed over all ranks."""
-    return x if team.size == 1 else _apply(_JoinedRows, x, team)
+    return x if team.size == 1 else _apply(x, team.all_gather, team.reduce_scatter)
 
 
 def reduce_scatter_rows(x: Tensor, team: Team) -> Tensor:
     """Reduces [size * n, ...] over all ranks and scatters the sum, [n, ...] to each rank."""
-    return x if team.size == 1 else _apply(_SummedRows, x, team)
+    return x if team.size == 1 else _apply(x, team.reduce_scatter, team.all_gather)
 
 
 def gather_replicated_rows(x: Tensor, team: Team) -> Tensor:
     """Gathers [n, ...] of each rank to [size * n, ...]. Each rank takes its rows of the gradient, which must be equal
     on all ranks."""
-    return x if team.size == 1 else _apply(_JoinedAlike, x, team)
+    return x if team.size == 1 else _apply(x, team.all_gather, team.part)
 
 
 def own_rows(x: Tensor, team: Team) -> Tensor:
     """Returns this rank's [n, ...] of [size * n, ...], which is equal on all ranks. The gradients of all ranks are
     gathered."""
-    return x if team.size == 1 else _apply(_OwnRows, x, team)
+    return x if team.size == 1 else _apply(x, team.part, team.all_gather)
 
 
 def all_to_all_rows(x: Tensor, team: Team, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
     """Calls Team.all_to_all; gradients travel back the same way."""
-    return x if team.size == 1 else _apply(_Exchanged, x, team, sent, received)
+    if team.size == 1:
+        return x
+    there = partial(team.all_to_all, sent=sent, received=received)
+    return _apply(x, there, partial(team.all_to_all, sent=received, received=sent))
 
 
 @dataclass(frozen=True)
@@ -87,88 +96,25 @@ class ResidualStream:
         return own_rows(x, self.team) if is_replicated else reduce_scatter_rows(x, self.team)
 
 
-def _apply(function: Any, *arguments: Any) -> Tensor:
-    result = function.apply(*arguments)
+class _Collective(torch.autograd.Function):
+    """Calls one function on x, and its transpose on the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Exchange, transpose: Exchange) -> Tensor:
+        ctx.transpose = transpose
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose(grads[0]), None, None
+
+
+def _apply(x: Tensor, function: Exchange, transpose: Exchange) -> Tensor:
+    result = _Collective.apply(x, function, transpose)
     assert isinstance(result, Tensor)
     return result
 
 
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        ctx.team = team
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.all_reduce(_own(grads[0])), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        return team.all_reduce(_own(x))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _JoinedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        ctx.team = team
-        return team.all_gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.reduce_scatter(grads[0]), None
-
-
-class _SummedRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        ctx.team = team
-        return team.reduce_scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.all_gather(grads[0]), None
-
-
-class _JoinedAlike(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        ctx.team = team
-        return team.all_gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.part(grads[0]), None
-
-
-class _OwnRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
-        ctx.team = team
-        return team.part(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.team.all_gather(grads[0]), None
-
-
-class _Exchanged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: Team, sent: list[int] | None, received: list[int] | None) -> Tensor:
-        ctx.team, ctx.sent, ctx.received = team, sent, received
-        return team.all_to_all(x, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.team.all_to_all(grads[0], ctx.received, ctx.sent), None, None, None
-
-
-def _own(x: Tensor) -> Tensor:
-    """Returns a copy that may be overwritten, since autograd still refers to x."""
-    return x.clone(memory_format=torch.contiguous_format)
+def _sum(x: Tensor, team: Team) -> Tensor:
+    """Returns the sum over all ranks, in a new tensor: autograd still refers to x."""
+    return team.all_reduce(x.clone(memory_format=torch.contiguous_format))

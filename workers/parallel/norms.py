@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.fused import RmsNorm, rms_norm
+from ..ops.fused import RmsNorm
 from .mesh import Team
 
 
@@ -22,7 +22,7 @@ class ShardedHeadNorms:
     def normed(self, query: Tensor, key: Tensor) -> Sequence[Tensor]:
         """Normalizes this rank's heads, [tokens, features] each. All ranks of the team call this together."""
         if self.team.size == 1:
-            return [rms_norm(x, norm) for x, norm in zip((query, key), self.parts, strict=True)]
+            return [norm(x) for x, norm in zip((query, key), self.parts, strict=True)]
         normed = _Normed.apply(query, key, self)
         assert isinstance(normed, tuple)
         return normed

@@ -111,7 +111,6 @@ class _BytesPerToken:
         return 2 * self._stream + max(part.kept_bytes(self._share) for part in parts) + in_order
 
     def _positions(self) -> int:
-        """Returns the bytes of cosines and sines, tokens and positions."""
         return rotation_bytes(self._shape) + 4 * _INT64
 
     def host(self) -> float:
@@ -132,12 +131,10 @@ class _BytesPerToken:
 
     @property
     def _layers(self) -> Sequence[Layer]:
-        """The different layers."""
         return tuple(dict.fromkeys(self._shape.layers))
 
     @property
     def _input(self) -> float:
-        """Returns the bytes of a layer's input, the sum of the residual stream."""
         return self._number * self._shape.hidden / self._stream_parts
 
     def _kept_of_layers(self) -> float:

@@ -51,7 +51,6 @@ class MemoryEstimate:
 
     @property
     def work(self) -> int:
-        """Returns the peak of temporary memory."""
         return max(self.in_pass, self.sampling, self.saving, self.step)
 
     @property
@@ -108,13 +107,11 @@ def _dequantized(table: Sequence[ParameterGroup], shape: ModelShape, load: Workl
 
 
 def num_learned(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
-    """Returns how many trained numbers a rank has."""
     is_full = load.training == "full"
     return load.slots * (full_size(shape, spec) if is_full else adapter_size(shape, spec, load.lora_rank))
 
 
 def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Workload) -> int:
-    """Returns how many tokens the KV cache of a rank holds."""
     return load.kv_cache_bytes // max(1, shape.cache_size(spec, load.number_bytes).bytes_per_token)
 
 

@@ -25,7 +25,13 @@ PHASES: tuple[Phase, ...] = ("sampling", *_PASS_OF_ROLE.values(), "step")
 # A role's runs that are trained.
 _TRAINED = ("policy", "critic")
 
-_FLOAT32 = 4
+_SHORTER = "lower --max-context-length and --micro-batch-tokens"
+_REMEDIES = {
+    "weights": "divide them among more ranks (tp), or pack them (--base-quantization nf4)",
+    "kv_cache": "lower --kv-cache-bytes",
+    "activations": _SHORTER,
+    "buffers": "use tp in place of fsdp",
+}
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,6 @@ class _Learned:
         )
 
     def of_copies(self) -> TrainableBytes:
-        """Returns the bytes of copies that are only sampled."""
         return self._frozen(self._load.slots * self._size)
 
     def _of_role(self, role: str) -> TrainableBytes:
@@ -182,3 +187,25 @@ class _Learned:
 
     def _frozen(self, numbers: int) -> TrainableBytes:
         return replace(self._each.times(numbers), gradients=0, optimizer=0)
+
+
+def largest_term(memory: RankBytes, load: Workload) -> str:
+    """Returns a sentence such as "most of it is key/value cache, 8.6 GB: lower --kv-cache-bytes"."""
+    name = _largest(memory)
+    return f"most of it is {term_words(name)}, {gigabytes(getattr(memory, name))}: {remedy_of(memory, load)}"
+
+
+def remedy_of(memory: RankBytes, load: Workload) -> str:
+    name = _largest(memory)
+    if name == "activations" and load.activations == "keep":
+        return f"use --activations recompute, or {_SHORTER}"
+    return _REMEDIES.get(name) or (f"lower {load.slots_flag}" if load.slots > 1 else "use larger devices")
+
+
+def term_words(name: str) -> str:
+    return name.replace("kv_cache", "key/value cache").replace("_", " ")
+
+
+def _largest(memory: RankBytes) -> str:
+    terms = asdict(memory)
+    return max(terms, key=terms.__getitem__)

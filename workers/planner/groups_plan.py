@@ -108,7 +108,6 @@ class DevicePlan:
 
     @property
     def heaviest(self) -> str:
-        """Returns the name of the group with the largest peak."""
         return max(self.ranks, key=lambda name: self.ranks[name] * self.memory[name].peak)
 
     @property
@@ -212,5 +211,4 @@ class GroupsPlan:
 
 
 def _power_of_two(size: int) -> int:
-    """Returns the smallest power of two that is not less."""
     return 1 << max(0, size - 1).bit_length()

@@ -12,8 +12,7 @@ from ..shapes.layouts.checks import divisors, valid_ep, valid_tp
 from ..shapes.model_shape import ModelShape
 from .device_rates import DEVICES_PER_NODE
 from .estimate import MemoryEstimate, estimate
-from .group_memory import RankBytes, group_memory
-from .largest_term import remedy_of
+from .group_memory import RankBytes, group_memory, remedy_of
 from .workload import Workload
 
 # The share of device memory for CUDA and its libraries, collectives' buffers, and fragmentation. An estimate.
@@ -47,7 +46,6 @@ class SamplerLayout:
 
 
 def usable_bytes(device_bytes: int) -> int:
-    """Returns how much of its device a rank may use."""
     return int(device_bytes * (1 - _RESERVE))
 
 
@@ -113,7 +111,6 @@ def loads_with_fewer_activations(load: Workload) -> list[Workload]:
 
 
 def smallest_memory_layout(shape: ModelShape, load: Workload, num_devices: int | None = None) -> PlannedLayout:
-    """Returns the layout whose ranks need the least memory."""
     return min((choice for choices in _by_ranks(shape, load, num_devices) for choice in choices), key=_need)
 
 
@@ -231,7 +228,6 @@ def largest_that_fits(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 def _by_ranks(shape: ModelShape, load: Workload, num_devices: int | None) -> Iterator[list[PlannedLayout]]:
-    """Yields all layouts, grouped by number of ranks in ascending order."""
     for num_ranks in numbers_of_ranks(num_devices or MAX_RANKS):
         yield [PlannedLayout(spec, load, estimate(shape, spec, load)) for spec in layouts(shape, num_ranks)]
 

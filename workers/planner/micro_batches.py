@@ -161,7 +161,6 @@ def rank_flops(shape: ModelShape, spec: ParallelSpec, load: Workload) -> float:
 
 
 def _adapter_flops(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> float:
-    """Returns the operations of the adapters' products in a forward pass, for each token."""
     features = sum(number * _adapter_features(layer, spec) for layer, number in Counter(shape.layers).items())
     return 2.0 * lora_rank * features
 

@@ -57,7 +57,6 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Returns the tokens of the largest micro-batch."""
         return max(self.micro_batch_tokens, self.longest)
 
     @property
@@ -66,7 +65,6 @@ class Workload:
 
     @property
     def slots_option(self) -> str:
-        """Returns the option that sets how many models are on the device at a time."""
         return "adapter_slots" if self.training == "lora" else "full_slots"
 
     @property

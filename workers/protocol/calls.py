@@ -163,45 +163,42 @@ class Failure:
 
 @dataclass(frozen=True)
 class DataShare:
-    """A rank's share of a part's data.
-
-    indices: index of each datum in the whole operation.
-    num_data: over all ranks.
-    """
+    """A rank's share of a part's data."""
 
     indices: Sequence[int]
+    """The index of each datum in the whole operation."""
     num_data: int
+    """Over all ranks."""
 
 
 @dataclass(frozen=True)
 class OperationPart:
-    """The part of an operation that runs in one pass: all of it, or a chunk of a large one.
-
-    operation_id: the same in all parts of an operation, and never reused.
-    request: holds this part's data only.
-    first_datum: index of the first of them in the whole operation.
-    last: true for the operation's final part.
-    shared: set if the request holds only this rank's share of the data.
-    """
+    """The part of an operation that runs in one pass: all of it, or a chunk of a large one."""
 
     operation_id: int
+    """The same in all parts of an operation, and never reused."""
     request: ForwardBackwardRequest
+    """Holds this part's data only."""
     first_datum: int = 0
+    """Index of the first of them in the whole operation."""
     last: bool = True
-    shared: DataShare | None = None
+    """True for the operation's final part."""
+    rank_share: DataShare | None = None
+    """Set if the request holds one rank's share of the data, None if all ranks get all of them."""
 
     @property
-    def share(self) -> DataShare:
+    def data_share(self) -> DataShare:
+        """Which of the operation's data the request holds."""
         num_data = len(self.request.data)
-        return self.shared or DataShare(range(self.first_datum, self.first_datum + num_data), num_data)
+        return self.rank_share or DataShare(range(self.first_datum, self.first_datum + num_data), num_data)
 
 
 Pass = tuple[OperationPart, ...]
 """A joint forward (and backward) of operations of several runs, in each run's order.
 
 Each part is answered by a Failure, which ends its operation (no more parts follow); by None while more parts follow; or
-by the ForwardBackwardOutput of the whole operation (RankOutput if it is shared). An operation's gradients reach its
-run's accumulator with its last part, and only if all parts succeeded.
+by the ForwardBackwardOutput of the whole operation (RankOutput if it has a rank's share of the data). An operation's
+gradients reach its run's accumulator with its last part, and only if all parts succeeded.
 """
 
 

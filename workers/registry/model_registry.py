@@ -204,7 +204,9 @@ class ModelRegistry:
             return nullcontext()
         assert all(model is own for model in of_trunk), "a model with weights of its own runs alone"
         learns = learns and own in models
-        return self._base.with_weights(own.vectors.weight_views(), own.gradients.of_lane().views if learns else None)
+        return self._base.weights.with_weights(
+            own.vectors.weight_views(), own.gradients.of_lane().views if learns else None
+        )
 
     def _check_full_models(self, model_id: str) -> None:
         """Raises OperationError if a copy with this id would exceed the limit on models with full weights."""

@@ -10,13 +10,13 @@ from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
 from ..protocol.calls import Failure, SampledPart, SampleJob
 from .batch import Batch
-from .logits.token_choice import logprobs_of
 from .rank_sync import RankSync
 from .requests.jobs import NOWHERE, Job, SequenceState
 from .requests.prompt_scores import top_logprobs
 from .requests.sequence_table import EndReason
+from .requests.token_choice import logprobs_of
 from .runner import PassOutput, VerifiedChunk
-from .sampling import AdapterSpan, SampledTokens
+from .sampling import AdapterSpan
 from .scheduler import SequenceScheduler
 from .shared_state import SharedState
 
@@ -86,9 +86,8 @@ class ActiveJobs:
         if job_id not in self._jobs:
             return
         if reason is EndReason.NOT_FINITE:
-            self.fail(
-                job_id, f"the model's output is not finite: check that the weights of {job.weights_name} are finite"
-            )
+            name = "the base model" if job.adapter_id is None else f"adapter {job.adapter_id}"
+            self.fail(job_id, f"the model's output is not finite: check that the weights of {name} are finite")
             return
         if reason is EndReason.CONSTRAINT_FAILED:
             matcher = sequence.matcher
@@ -127,9 +126,11 @@ class ActiveJobs:
         self._flops.add_batch(batch)
         for chunk in batch.chunks:
             self._scheduler.end_chunk(chunk)
-        if output.sampled is not None:
-            self._flops.add_scored(output.sampled.metadata.adapter_spans)
-            self._append(output.sampled)
+        if (sampled := output.sampled) is not None:
+            metadata, tokens = sampled.metadata, sampled.chosen.tokens.cpu().numpy()
+            self._flops.add_scored(metadata.adapter_spans)
+            logprobs = sampled.chosen.logprobs
+            self._append(metadata.sequences, metadata.lines, metadata.watched, tokens, logprobs, sampled.logits)
         self._accept(output)
 
     def write_back(self, batch: Batch) -> None:
@@ -138,12 +139,21 @@ class ActiveJobs:
             num_run = batch.decoding.positions() - num_passes
             self._flops.add_steps(batch.decoding.adapter_spans(), num_run, num_passes)
 
-    def _append(self, sampled: SampledTokens) -> None:
-        """Appends one token to each sequence."""
-        metadata, tokens = sampled.metadata, sampled.chosen.tokens.cpu().numpy()
-        ends = self._scheduler.table.append(metadata.lines, tokens, sampled.chosen.logprobs.cpu().numpy())
-        self._watch(metadata.sequences, metadata.watched, sampled.logits, tokens, ends)
-        self._end_all(metadata.sequences, ends)
+    def _append(
+        self,
+        sequences: Sequence[SequenceState],
+        lines: np.ndarray,
+        watched: list[int],
+        tokens: np.ndarray,
+        logprobs: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """Appends one token to each sequence, and ends those that it completes. watched: those that need a look."""
+        ends = self._scheduler.table.append(lines, tokens, logprobs.cpu().numpy())
+        self._watch(sequences, watched, logits, tokens, ends)
+        ended = {sequences[number]: EndReason(ends[number]) for number in np.flatnonzero(ends).tolist()}
+        for sequence in self._scheduler.slots.cache.in_removal_order(ended):
+            self.end(sequence, ended[sequence])
 
     def _accept(self, output: PassOutput) -> None:
         """Appends the draft tokens that are accepted, and a token after them.
@@ -179,9 +189,8 @@ class ActiveJobs:
             logits = torch.stack([each.logits[number] for each in going])
             chosen = torch.from_numpy(tokens).to(logits.device)
             lines = np.array([sequence.line for sequence in sequences], dtype=np.int64)
-            ends = table.append(lines, tokens, logprobs_of(chosen, logits).cpu().numpy())
-            self._watch(sequences, np.flatnonzero(table.is_watched[lines]).tolist(), logits, tokens, ends)
-            self._end_all(sequences, ends)
+            watched = np.flatnonzero(table.is_watched[lines]).tolist()
+            self._append(sequences, lines, watched, tokens, logprobs_of(chosen, logits), logits)
 
     def _watch(
         self,
@@ -206,8 +215,3 @@ class ActiveJobs:
                 ends[number] = EndReason.CONSTRAINT_FAILED if has_failed else EndReason.STOP
         if any(sequences[number].job.is_constrained for number in watched):
             ends[:] = self._ranks.from_leader(torch.from_numpy(ends)).numpy()
-
-    def _end_all(self, sequences: Sequence[SequenceState], ends: np.ndarray) -> None:
-        ended = {sequences[number]: EndReason(ends[number]) for number in np.flatnonzero(ends).tolist()}
-        for sequence in self._scheduler.slots.cache.in_removal_order(ended):
-            self.end(sequence, ended[sequence])

@@ -17,9 +17,9 @@ from ..ops.attention import Packing, pack_lengths
 from ..ops.kernels import PrefixGroups
 from ..ops.kv_cache import CachedRow, ContinuationChunk, DecodeStep, NewSequences
 from .cache.cache import CacheSlot, KVCache, SlotPool
-from .logits.token_choice import ChosenTokens, DraftTokens
 from .requests.jobs import Job, SequenceState
 from .requests.sequence_table import SequenceTable
+from .requests.token_choice import ChosenTokens, DraftTokens
 from .sampling import AdapterSpan, SampledTokens, adapter_spans
 
 
@@ -198,7 +198,6 @@ class DecodeRows:
         return np.array(places, np.int64) if len(places) == len(other.lines) else None
 
     def pools_of(self, rows: np.ndarray) -> Sequence[SlotPool]:
-        """Returns the pools with slots of these rows, bool [n]."""
         return [part.pool for part in self._pool_members if rows[part.members].any()]
 
     def place(self, steps: Sequence[DecodeStep], other: "DecodeRows", rows: np.ndarray, lengths: np.ndarray) -> None:
@@ -265,7 +264,6 @@ class Batch:
         return np.concatenate([self.decoding.positions(), *(np.arange(each.start, each.stop) for each in self.chunks)])
 
     def rows(self) -> list[tuple[slice, Chunk]]:
-        """Returns the chunks, and where their tokens are in the packed row."""
         stops = np.cumsum([len(self.decoding.lines), *(chunk.length for chunk in self.chunks)]).tolist()
         return [(slice(start, start + chunk.length), chunk) for start, chunk in zip(stops, self.chunks, strict=False)]
 

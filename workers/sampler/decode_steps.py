@@ -15,7 +15,7 @@ from ..ops.kernels import StepRecorder, new_step_tape
 from ..ops.kv_cache import CachedRow
 from .batch import DecodeRows
 from .cache.cache import SlotPool
-from .logits.noise import uniforms
+from .requests.token_choice import uniforms
 from .sampling import SamplingMetadata
 
 _log = logging.getLogger(__name__)

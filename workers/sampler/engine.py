@@ -16,7 +16,7 @@ from ..heads import LogprobHead
 from ..protocol.calls import Failure, SamplingSlice, SliceResult
 from ..state.vectors import FORWARD_VECTORS
 from .active_jobs import ActiveJobs
-from .rank_sync import RankFailures, RankSync
+from .rank_sync import RankSync
 from .runner import ModelRunner
 from .scheduler import KVCacheFull, SequenceScheduler
 from .shared_state import SharedState
@@ -110,7 +110,7 @@ class SamplingEngine:
             self._load_models(held)
             held.enter_context(self._base.threads.restored())
             began = time.monotonic()
-            held.enter_context(self._base.gathered())
+            held.enter_context(self._base.weights.gathered())
             deadline += time.monotonic() - began  # else gathering could leave little time for steps
             while not self._scheduler.is_idle:
                 has_run = self.step()
@@ -130,22 +130,17 @@ class SamplingEngine:
 
         An adapter that does not load fails its jobs; without its draft, on any rank, a sequence continues.
         """
-        adapter_ids = self._load_adapters(self._choose_adapters(), held)
-        drafts = self._load_drafts(held)
-        missing = frozenset(draft_id for draft_id, is_loaded in drafts.items() if not is_loaded)
-        merged = self._ranks.merge_failures(RankFailures(self._jobs.failures, missing))
-        for job_id, failure in merged.failures.items():
-            self._jobs.fail(job_id, failure.message, failure.category)
-        self._scheduler.serve(adapter_ids, drafts.keys() - merged.missing_drafts)
-
-    def _choose_adapters(self) -> list[str]:
-        """Returns the adapters of this slice, as many as the device holds.
-
-        Those of running sequences first, then those of waiting jobs in order of arrival.
-        """
+        # As many adapters as the device holds: those of running sequences first, then those of waiting jobs.
         admitted = [sequence.job for sequence in self._scheduler.admitted()]
         wanted = dict.fromkeys(job.adapter_id for job in (*admitted, *self._jobs))
-        return list(islice((one for one in wanted if one is not None), self._config.adapter_slots))
+        chosen = list(islice((one for one in wanted if one is not None), self._config.adapter_slots))
+        adapter_ids, drafts = self._load_adapters(chosen, held), self._load_drafts(held)
+        missing = {draft_id for draft_id, is_loaded in drafts.items() if not is_loaded}
+        for failures, missing_there in reversed(self._ranks.gathered((self._jobs.failures, missing))):
+            for job_id, failure in failures.items():
+                self._jobs.fail(job_id, failure.message, failure.category)
+            missing |= missing_there
+        self._scheduler.serve(adapter_ids, drafts.keys() - missing)
 
     def _load_adapters(self, adapter_ids: list[str], held: ExitStack) -> list[str]:
         """Loads the adapters to the device and returns those loaded; one that does not load fails its jobs."""

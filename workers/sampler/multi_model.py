@@ -71,7 +71,6 @@ class MultiModelSampler:
 
     @property
     def has_jobs(self) -> bool:
-        """True if the first cohort has jobs."""
         return bool(self._of_base.num_jobs or self._of_models)
 
     def _slice(self, work: SamplingSlice) -> SliceResult:
@@ -107,22 +106,17 @@ class MultiModelSampler:
         engine, work = self._of_models[model_id].engine, self._of_models[model_id].take(milliseconds)
         if model_id not in self._models:
             return engine.slice(work)  # which fails its jobs: the model was dropped
+        own = None
         with ExitStack() as held:
-            failure = self._bring(model_id, held)
+            try:
+                held.enter_context(self._models.resident([model_id], FORWARD_VECTORS))
+            except OperationError as error:
+                own = Failure.of(error)
+            [failure] = self._mesh.first_values([own])  # of the first rank that cannot load the model
             if failure is not None:
                 return engine.fail_all(work, failure)
             with self._models.with_weights_of([self._models.get(model_id)]):
                 return engine.slice(work)
-
-    def _bring(self, model_id: str, held: ExitStack) -> Failure | None:
-        """Loads the model to the device, on all ranks; returns the failure if one of them cannot."""
-        own = None
-        try:
-            held.enter_context(self._models.resident([model_id], FORWARD_VECTORS))
-        except OperationError as error:
-            own = Failure.of(error)
-        [failure] = self._mesh.first_values([own])
-        return failure
 
     def park(self) -> None:
         for engine in self._engines():

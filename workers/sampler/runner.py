@@ -13,9 +13,8 @@ from ..lora import Adapter, BatchPlan, Segment
 from ..ops.kv_cache import PendingInputs
 from .batch import Batch, Chunk, DecodeRows
 from .decode_steps import DecodeSteps, StepGraphs
-from .logits.noise import uniforms
-from .logits.token_choice import SamplingTensors, VerifyResult, choose, probabilities, verify
 from .rank_sync import RankSync
+from .requests.token_choice import SamplingTensors, VerifyResult, choose, probabilities, uniforms, verify
 from .sampling import AdapterSpan, SampledTokens, SamplingMetadata, adapter_spans
 from .shared_state import SharedState
 from .speculation import Proposer
@@ -83,7 +82,7 @@ class ModelRunner:
                 hidden = self._base.hidden_states(steps.tokens, steps.positions, steps.packing())
             return self._logits(hidden, steps.adapter_spans)
 
-        found = steps.run(logits, (steps.plan, self._base.num_moves))
+        found = steps.run(logits, (steps.plan, self._base.weights.num_moves))
         sampled = self._sample(steps.metadata, found, steps.noise())
         steps.advance(sampled.chosen.tokens)
         return sampled
@@ -118,11 +117,11 @@ class ModelRunner:
             return
         if self._proposer is not None:
             self._proposer.observe(chunk.sequence, chunk.start, rows, captured, prefill.tokens)
-        if (scores := prefill.job.scores) is not None:
+        if not prefill.job.scores.is_done:
             adapter_id = prefill.job.adapter_id
             model = None if adapter_id is None else self._models.get(adapter_id)
             logits_of = partial(self._head.logits, pair=model.unembed if isinstance(model, Adapter) else None)
-            scores.score(chunk.start, hidden[rows], logits_of, self._score_tokens)
+            prefill.job.scores.score(chunk.start, hidden[rows], logits_of, self._score_tokens)
 
     def _sample_after(self, batch: Batch, hidden: Tensor) -> SampledTokens | None:
         """Samples the next token of every sequence whose known tokens have all run, except those with draft tokens."""
@@ -165,7 +164,6 @@ class ModelRunner:
         return SampledTokens(metadata, logits, self._ranks.agree_on_tokens(chosen))
 
     def _logits(self, hidden: Tensor, spans: Sequence[AdapterSpan]) -> Tensor:
-        """Returns float32, [n, vocab]."""
         return self._head.logits_of_segments(hidden, self._segments(spans))
 
     def _plan_for(self, spans: Sequence[AdapterSpan], num_tokens: int, plan: BatchPlan | None = None) -> BatchPlan:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .logits.token_choice import ChosenTokens, SamplingTensors
 from .requests.jobs import SequenceState
 from .requests.sequence_table import SequenceTable
+from .requests.token_choice import ChosenTokens, SamplingTensors
 
 _TENANT_SECONDS = 0.25
 """The most processor time of a tenant's masks in one step, which other tenants' samples wait for."""

@@ -145,7 +145,6 @@ class SequenceScheduler:
         self._waiting = deque(sequence for sequence in self._waiting if sequence.job is not job)
 
     def preempt_all(self) -> None:
-        """Preempts all sequences. They keep their tokens."""
         for sequence in sorted(self.admitted(), key=lambda sequence: sequence.order, reverse=True):
             self._preempt(sequence)
 

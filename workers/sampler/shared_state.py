@@ -66,7 +66,6 @@ class SampledFlops:
         self._total = 0.0
 
     def take(self) -> float:
-        """Returns the operations since the last call."""
         total, self._total = self._total, 0.0
         return total
 

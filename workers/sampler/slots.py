@@ -137,7 +137,10 @@ class SequenceSlots:
         if needs_slot and not cached:
             return None
         if cached:
-            self._load_prefix(sequence, prefix)
+            if prefix.of_model:
+                self.cache.load_prefix(sequence, prefix.of_model)
+            if self.proposer is not None and prefix.of_draft:
+                self.proposer.restore(sequence, prefix.of_draft)
         prefill = Prefill([sequence], tokens, cached, weight_version, prefix.num_tokens if cached else 0, samples_next)
         prefill.borders = self._borders(prefill, proposer)
         if sequence.job.num_cache_hits is None:
@@ -289,13 +292,6 @@ class SequenceSlots:
             last = last // BLOCK * BLOCK  # the draft's prefixes end with a block
         known = self.cache.prefixes.known_blocks(prefill.weight_version, prefill.tokens[:last])
         return tuple(sorted({border for border in (num_tokens_of(known), last) if border > prefill.computed}))
-
-    def _load_prefix(self, sequence: SequenceState, prefix: CachedPrefix) -> None:
-        """Fills the sequence's slots with the prefix."""
-        if prefix.of_model:
-            self.cache.load_prefix(sequence, prefix.of_model)
-        if self.proposer is not None and prefix.of_draft:
-            self.proposer.restore(sequence, prefix.of_draft)
 
     def _forget_draft(self, sequence: SequenceState) -> None:
         if self.proposer is not None:

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ..heads import LogprobHead
 from .cache.prefix_cache import StoredRange
-from .logits.token_choice import DraftTokens
 from .rank_sync import RankSync
 from .requests.jobs import SequenceState
 from .requests.sequence_table import SequenceTable
+from .requests.token_choice import DraftTokens
 
 
 class Proposer(Protocol):
     """Proposes draft tokens for the sequences of one sampler; drafts register theirs by a row.
 
     A sequence uses its draft from its prefill on, as long as the draft's cache has room: the draft needs the captured
-    features of all tokens. What takes a sequence is called only for sequences that use a draft, unless it says more.
+    features of all tokens. Methods with "any sequence" may be called for those that use no draft.
     """
 
     def load(self, draft_ids: Iterable[str | None], most: int, held: ExitStack) -> dict[str, bool]:
@@ -27,9 +27,8 @@ class Proposer(Protocol):
         ...
 
     def serve(self, draft_ids: Collection[str]) -> None:
-        """Switches to these drafts, which are on the device.
-
-        Sequences of other drafts stop using them: they would miss captured features.
+        """Switches to these drafts, which are on the device. Sequences of others stop drafting: they would miss
+        captured features.
         """
 
     def uses_draft(self, sequence: SequenceState) -> bool:
@@ -41,19 +40,11 @@ class Proposer(Protocol):
         ...
 
     def pays(self, sequence: SequenceState, num_sampled: int) -> bool:
-        """True if enough draft tokens of the sequence are accepted.
-
-        Args:
-            num_sampled: sequences in a pass. The more there are, the less compute is spare.
-        """
+        """True if enough draft tokens are accepted. The more sequences a pass samples, the less compute is spare."""
         ...
 
     def may_pay(self, sequence: SequenceState, weight_version: int, num_sampled: int) -> bool:
-        """Like `pays`, for a sequence that has no draft tokens yet.
-
-        Args:
-            weight_version: of the sampled weights.
-        """
+        """Like `pays`, for a sequence without draft tokens yet. weight_version: of the sampled weights."""
         ...
 
     def num_logits(self, sequence: SequenceState) -> int:
@@ -79,12 +70,7 @@ class Proposer(Protocol):
     def find_prefix(
         self, sequence: SequenceState, weight_version: int, tokens: np.ndarray, most: int
     ) -> list[StoredRange]:
-        """Returns the longest prefix in the draft's prefix cache, at most `most` tokens long.
-
-        Args:
-            weight_version: of the sampled weights.
-            tokens: int64.
-        """
+        """Returns the longest prefix in the draft's prefix cache, at most `most` of the tokens, int64."""
         ...
 
     def restore(self, sequence: SequenceState, ranges: Sequence[StoredRange]) -> None:
@@ -100,9 +86,8 @@ class Proposer(Protocol):
     def observe(
         self, sequence: SequenceState, first: int, part: slice, captured: Mapping[int, Tensor], tokens: np.ndarray
     ) -> None:
-        """Gives the draft of any sequence the captured features of `tokens`, int64, that have run from `first` on.
-
-        If the draft missed earlier ones, the sequence stops using it.
+        """Gives the draft of any sequence the captured features of `tokens`, int64, that have run from `first` on. If
+        it missed earlier ones, the sequence stops using it.
         """
 
     def fork(self, leader: SequenceState, others: Sequence[SequenceState]) -> None:
@@ -113,11 +98,7 @@ class Proposer(Protocol):
         ...
 
     def accept(self, sequence: SequenceState, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
-        """Records that `num` draft tokens were accepted.
-
-        Args:
-            part: where the newest token and the draft tokens ran.
-        """
+        """Records that `num` draft tokens were accepted; they and the token before them ran at `part`."""
 
     def forget(self, sequence: SequenceState) -> None:
         """Stops using a draft for any sequence."""

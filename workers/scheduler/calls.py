@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from ...schemas.training import ForwardBackwardOutput
-from ..pools.base import RankTime
+from ..pools.base import RankTime, WorkerError
 from ..protocol.calls import Failure, OptimizerStep, SliceResult
 from ..protocol.methods import APPLY_STEPS, BEGIN_SNAPSHOT, ENDED_SNAPSHOTS, RUN_PASS, SAMPLE_SLICE, Activity
 from ..protocol.timeouts import CallTimeouts, cost_of
@@ -107,8 +107,11 @@ class StepsCall(RankCall[Sequence[dict[str, float] | Failure]]):
         super().__init__(works)
         self._steps = tuple(steps)
 
-    def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Sequence[dict[str, float] | Failure]]:
-        return ranks.call(APPLY_STEPS.name, self._steps, hang_seconds=timeouts.for_runs(len(self._steps)))
+    async def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Sequence[dict[str, float] | Failure]:
+        try:
+            return await ranks.call(APPLY_STEPS.name, self._steps, hang_seconds=timeouts.for_runs(len(self._steps)))
+        except WorkerError as error:  # some of the steps may have been taken
+            raise ranks.pool.kill(f"optimizer steps failed unexpectedly ({error})") from error
 
 
 class MethodCall(RankCall[Result]):

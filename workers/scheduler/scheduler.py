@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ...schemas.errors import OperationError
 from ..pools.base import WorkerDied
 from ..protocol.calls import Failure, OptimizerStep, SliceResult, WorkerLost
+from ..protocol.methods import CLEAR_GRADIENTS
 from .calls import BeginSnapshotCall, MethodCall, PassCall, PollSnapshotsCall, RankCall, SliceCall, StepsCall
 from .cohorts import Cohorts
 from .quarantine import SUSPECT_SHRINK_FACTOR, Suspects
@@ -204,7 +205,7 @@ class Scheduler:
             if not work.is_taken:
                 self.queue.remove(work)
             work.settle(answer)
-            self.suspect_runs.record_progress(work.key, work.request.seq_id or None)
+            self.suspect_runs.record_progress(work.key, work.suspect_position or None)
 
     def _finish_steps(self, call: StepsCall) -> None:
         works, answers = call.works, call.answer
@@ -214,7 +215,7 @@ class Scheduler:
             self.held.forget_tainted(work.key for work in works)
         for work, metrics in zip(works, answers, strict=True):
             work.settle(metrics)
-            self.suspect_runs.record_progress(work.key, work.step.seq_id or None)
+            self.suspect_runs.record_progress(work.key, work.suspect_position or None)
 
     def _finish_method(self, call: MethodCall[Any]) -> None:
         work = call.work
@@ -226,6 +227,8 @@ class Scheduler:
                 self.held.forget_tainted([work.key])
             if work.drops is not None:
                 self.held.remove(work.drops)
+        elif work.method is CLEAR_GRADIENTS:  # incomplete ones: steps that wait already must not use them
+            self.held.mark_tainted([work.key], call.answer.message)
         work.settle(call.answer)
 
     def _finish_snapshots(self, call: BeginSnapshotCall | PollSnapshotsCall) -> None:
@@ -283,14 +286,14 @@ class Scheduler:
     def _accuse(self, running: Iterable[AnyWork]) -> str:
         snapshots = (work.key for work in running if isinstance(work, SnapshotWork))
         self.suspect_snapshots.accuse(dict.fromkeys(snapshots))
-        runs: dict[str, int] = {}
+        runs: dict[str, float] = {}
         jobs: dict[str, int] = {}
         for work in running:
             if isinstance(work, SamplingWork):
                 jobs[work.job.job_id] = work.safe_position
-            elif (seq_id := work.suspect_position) is not None:
-                runs[work.key] = max(seq_id, runs.get(work.key, 0))
-        self.suspect_runs.accuse({key: seq_id or None for key, seq_id in runs.items()})
+            elif (position := work.suspect_position) is not None:
+                runs[work.key] = max(position, runs.get(work.key, 0))
+        self.suspect_runs.accuse({key: position or None for key, position in runs.items()})
         self.suspect_jobs.accuse(jobs)
         return _consequences("runs", runs, self.suspect_runs) + _consequences("requests", jobs, self.suspect_jobs)
 

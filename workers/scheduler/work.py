@@ -70,8 +70,8 @@ class RunWork(Work[Result]):
         return False
 
     @property
-    def suspect_position(self) -> int | None:
-        """Returns the seq_id up to which its run is suspect if the ranks die with this work; None if it is not."""
+    def suspect_position(self) -> float | None:
+        """Returns the position up to which its run is suspect if the ranks die with this work; None if it is not."""
         return None
 
 
@@ -80,6 +80,8 @@ class PassWork(RunWork[ForwardBackwardOutput]):
     """A forward or forward_backward, whose data are put into passes one datum at a time."""
 
     request: ForwardBackwardRequest
+    position: float | None = field(kw_only=True, default=None)
+    """In the run, if it shares its seq_id with others."""
     lengths: tuple[int, ...] = field(init=False)
     """Tokens of each datum."""
     chunk_start: int = field(init=False, default=0)
@@ -96,8 +98,8 @@ class PassWork(RunWork[ForwardBackwardOutput]):
         return self.num_taken > 0
 
     @property
-    def suspect_position(self) -> int | None:
-        return self.request.seq_id
+    def suspect_position(self) -> float | None:
+        return self.request.seq_id if self.position is None else self.position
 
     @property
     def is_taken(self) -> bool:
@@ -133,7 +135,7 @@ class StepWork(RunWork[dict[str, float]]):
     step: OptimizerStep
 
     @property
-    def suspect_position(self) -> int | None:
+    def suspect_position(self) -> float | None:
         return self.step.seq_id
 
 

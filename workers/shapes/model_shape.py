@@ -15,9 +15,9 @@ from ...schemas.adapters.tensor_file import TensorFile
 from ...schemas.bounds import load_json
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import ServedModel
-from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
+from .layouts.cache_size import CacheSize
 from .other_models import (
     LAYER_TYPES,
     left_out_of,
@@ -395,7 +395,6 @@ def _extends(kind: str, model_type: str, *, is_of_all_layers: bool) -> bool:
 
 
 def type_of(config: Mapping[str, object]) -> str:
-    """Returns the model_type that a config.json names."""
     return str(config.get("model_type", "unknown"))
 
 

@@ -10,9 +10,8 @@ from math import prod
 from typing import Any
 
 from .name_patterns import NamePatterns
-from .packed_format import Packed, Quantization, Tensors, packed_formats
+from .packed_format import Packed, Quantization, ReleasedFormat, Tensors, packed_formats
 from .quantization import conversion_error, quantization_of
-from .released_format import ReleasedFormat
 
 _EIGHT_BIT = {"F8_E4M3", "F8_E5M2", "I8", "U8"}
 """Dtypes of codes in files, as safetensors names them. A byte can also hold two numbers of 4 bits."""

@@ -40,7 +40,6 @@ class Split:
         return found
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """Returns this rank's part."""
         return torch.cat([one.chunk(self.size, dim)[self.index] for one in whole.split(self.sections, dim)], dim)
 
     def whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:

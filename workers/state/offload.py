@@ -85,7 +85,8 @@ class Offload:
         if self.is_offloaded:
             return
         started, storages = time.monotonic(), _movable(tensors)
-        if self._copy is None or not _are_same(storages, self._storages):
+        are_same = [each._cdata for each in storages] == [each._cdata for each in self._storages]
+        if self._copy is None or not are_same:
             self._drop_copy()
             self._copy = self._copied(storages)
             self.moved_bytes += sum(storage.nbytes() for storage in storages)
@@ -164,10 +165,6 @@ def _movable(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
     """
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return [storage for storage in storages.values() if storage.resizable() and storage.nbytes()]
-
-
-def _are_same(storages: Sequence[UntypedStorage], others: Sequence[UntypedStorage]) -> bool:
-    return [storage._cdata for storage in storages] == [storage._cdata for storage in others]
 
 
 def _bytes(storage: UntypedStorage, device: torch.device) -> Tensor:

@@ -71,7 +71,9 @@ def apply_steps(
     optimizer state (the window is then kept).
     """
     mesh = mesh or Mesh()
-    checked = _agreed([_check(model, step) for model, step in zip(models, steps, strict=True)], mesh)
+    checked = [_check(model, step) for model, step in zip(models, steps, strict=True)]
+    failures = mesh.first_values([each if isinstance(each, Failure) else None for each in checked])
+    checked = [failure or each for failure, each in zip(failures, checked, strict=True)]  # alike on all ranks
     updates = [each for each in checked if isinstance(each, PendingStep)]
     all_reduce_gradients([update.model for update in updates], mesh)
     _multiply([update.gradient for update in updates], [update.scale for update in updates])
@@ -149,12 +151,6 @@ def _region(model: Trainable, axes: tuple[str, ...]) -> Tensor:
     return model.gradients.accumulator[model.layout.regions.get(axes, slice(0, 0))]
 
 
-def _agreed(checked: list[PendingStep | Failure], mesh: Mesh) -> list[PendingStep | Failure]:
-    """Makes a step fail on all ranks if it fails on one."""
-    failures = mesh.first_values([each if isinstance(each, Failure) else None for each in checked])
-    return [failure or each for failure, each in zip(failures, checked, strict=True)]
-
-
 def refuse_window(model: Trainable, step: OptimizerStep) -> None:
     """Marks the window as incomplete if the step says that it lost an operation, even if the step then fails."""
     model.gradients.window.refused = model.gradients.window.refused or step.refusal_reason
@@ -164,7 +160,8 @@ def _check(model: Trainable, step: OptimizerStep) -> PendingStep | Failure:
     refuse_window(model, step)
     try:
         _refuse_unusable_window(model)
-        _refuse_vanishing_eps(step.params)
+        if step.params.eps < (tiny := torch.finfo(torch.float32).tiny):
+            raise OperationError(f"eps {step.params.eps} is zero in float32, where 0 / 0 is NaN: use at least {tiny}")
         scale = _gradient_scale(model.gradients.window, step.gradient_scale)
         _allocate_moments(model)
     except OperationError as error:
@@ -182,12 +179,6 @@ def _refuse_unusable_window(model: Trainable) -> None:
         )
     if not model.gradients.window.num_operations:
         raise OperationError("no gradients since the last step: call forward_backward first")
-
-
-def _refuse_vanishing_eps(params: AdamParams) -> None:
-    tiny = torch.finfo(torch.float32).tiny
-    if params.eps < tiny:
-        raise OperationError(f"eps {params.eps} is zero in float32, where 0 / 0 is NaN: use at least {tiny}")
 
 
 def _gradient_scale(window: GradientWindow, wanted: float | Literal["mean"] | None) -> float:
@@ -244,21 +235,14 @@ def _adamw(updates: Sequence[PendingStep]) -> None:
     """
     for update in updates:
         update.model.num_steps += 1
-    for key, group in groupby(sorted(updates, key=_hyper_parameters), key=_hyper_parameters):
-        learning_rate, beta1, beta2, weight_decay, eps = key
-        _step_together(
-            [update.model for update in group],
-            lr=learning_rate,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
-        )
 
+    def hyper_parameters(update: PendingStep) -> tuple[float, ...]:
+        params = update.params
+        return params.learning_rate, params.beta1, params.beta2, params.weight_decay, params.eps
 
-def _hyper_parameters(update: PendingStep) -> tuple[float, ...]:
-    params = update.params
-    return params.learning_rate, params.beta1, params.beta2, params.weight_decay, params.eps
+    for key, group in groupby(sorted(updates, key=hyper_parameters), key=hyper_parameters):
+        named = dict(zip(("lr", "beta1", "beta2", "weight_decay", "eps"), key, strict=True))
+        _step_together([update.model for update in group], **named)
 
 
 def _step_together(models: Sequence[Trainable], **hyper_parameters: float) -> None:

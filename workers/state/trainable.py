@@ -161,7 +161,10 @@ class Trainable(ABC):
     def fill(self, name: str, fill: Callable[[Tensor], None]) -> None:
         """Sets weights, exp_avg, exp_avg_sq or accumulator. `fill` writes all of its values to a float32 [P], or to one
         in the dtype of the weights if the model is not trained."""
-        vector = self._vector(name)
+        if name == "weights":
+            vector = self.weights
+        else:
+            vector = self.gradients.accumulator if name == "accumulator" else self._moment(name)
         if self.zero is None or not self._is_in_parts(name):
             values = self._float32(name, vector)
             fill(values)
@@ -192,11 +195,6 @@ class Trainable(ABC):
     def _is_in_parts(self, name: str) -> bool:
         """True if ranks that shard the vectors keep parts of this one."""
         return self.zero is not None and (name != "weights" or self._has_gathered)
-
-    def _vector(self, name: str) -> Tensor:
-        if name == "weights":
-            return self.weights
-        return self.gradients.accumulator if name == "accumulator" else self._moment(name)
 
     def _moment(self, name: str) -> Tensor:
         vector = self.vectors.get(name) or self.vectors.set(name, self.moments.zeros(self.local_weights))

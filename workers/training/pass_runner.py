@@ -6,7 +6,7 @@ PassStrategy how a micro-batch runs.
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -30,8 +30,7 @@ from ..resources.memory import bounded_memory
 from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
-from .rank_operation import FinishedParts, PartialResult, RankOperation
-from .rounds import rounds
+from .rank_part import FinishedParts, PartialResult, RankPart
 from .scoring_pass import RunMicroBatch, ScoringStrategy
 
 logger = logging.getLogger(__name__)
@@ -40,20 +39,20 @@ logger = logging.getLogger(__name__)
 class PassStrategy(Protocol):
     """Runs the micro-batches of a round in its own way."""
 
-    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
+    def read(self, operation: RankPart, limits: ModelLimits) -> None:
         """Validates the part's data into `operation.batch`, and finds what else it needs for `operation.prepared`.
 
         Raises OperationError if the part cannot run.
         """
         ...
 
-    def plan(self, operations: Sequence[RankOperation]) -> Any:
+    def plan(self, operations: Sequence[RankPart]) -> Any:
         """Returns what the ranks that share collectives must know of each other's operations before they run."""
         ...
 
     def start(
         self,
-        operations: Sequence[RankOperation],
+        operations: Sequence[RankPart],
         num_lanes: int,
         plans: Sequence[Any] = (),
     ) -> RunMicroBatch:
@@ -144,16 +143,16 @@ class PassRunner:
         captures = any(location is not None and location.draft is not None for location in locations)
         return self.strategies.get(kind) or self.strategies.get("captures" if captures else "", self.scoring)
 
-    def _begin(self, part: OperationPart, strategy: PassStrategy) -> RankOperation:
+    def _begin(self, part: OperationPart, strategy: PassStrategy) -> RankPart:
         """Returns the part's operation; it has failed already if it cannot run."""
-        operation = RankOperation(part, self._unfinished.get(part.operation_id) if part.first_datum else None)
+        operation = RankPart(part, self._unfinished.get(part.operation_id) if part.first_datum else None)
         try:
             self._read(operation, strategy)
         except Exception as error:
             self._fail_part(operation, batch_failure_of(error))
         return operation
 
-    def _read(self, operation: RankOperation, strategy: PassStrategy) -> None:
+    def _read(self, operation: RankPart, strategy: PassStrategy) -> None:
         """Reads the part's data. Raises OperationError if it cannot run."""
         if operation.run_id not in self._models:
             raise OperationError(f"run {operation.run_id} is not on this worker: create it first", "server")
@@ -174,15 +173,20 @@ class PassRunner:
                 "server",
             )
 
-    def _run_coupled(self, operations: list[RankOperation], strategy: PassStrategy) -> None:
+    def _run_coupled(self, operations: list[RankPart], strategy: PassStrategy) -> None:
         """Runs a round on ranks that share collectives in forward or backward.
 
         An exception inside a collective cannot be recovered, so the ranks first exchange what could fail, and then all
         of them run the same number of micro-batches, without the failed operations.
         """
         with ExitStack() as held:
-            loaded = self._load_models(_runnable(operations), held)
-            usable = _without_diverged(loaded)
+            usable = _runnable(operations)
+            for operation in usable:
+                try:
+                    held.enter_context(self._models.resident([operation.run_id], operation.vectors))
+                except OperationError as error:
+                    operation.abandon(Failure.of(error))
+            usable = _without_diverged([each for each in usable if not each.computed])
             token_budget = usable[0].token_budget if usable else 0
             lanes = pack([each.batch for each in usable], token_budget, self._base.device)
             num_micro_batches = sum(lane.num_micro_batches for lane in lanes)
@@ -193,16 +197,7 @@ class PassRunner:
                     operation.abandon(found[0])
             self._run([each for each in usable if not each.computed], strategy, token_budget, plans)
 
-    def _load_models(self, operations: list[RankOperation], held: ExitStack) -> list[RankOperation]:
-        """Moves the models to the device. Gives up operations whose model cannot be moved, and returns the others."""
-        for operation in operations:
-            try:
-                held.enter_context(self._models.resident([operation.run_id], operation.vectors))
-            except OperationError as error:
-                operation.abandon(Failure.of(error))
-        return [each for each in operations if not each.computed]
-
-    def _run_or_split(self, operations: list[RankOperation], strategy: PassStrategy) -> None:
+    def _run_or_split(self, operations: list[RankPart], strategy: PassStrategy) -> None:
         """Runs the operations together. After an error that any of them may have caused, runs each alone; after running
         out of memory, in smaller micro-batches."""
         together = _runnable(operations)
@@ -226,7 +221,7 @@ class PassRunner:
 
     def _run(
         self,
-        operations: list[RankOperation],
+        operations: list[RankPart],
         strategy: PassStrategy,
         token_budget: int,
         plans: Sequence[RankPlan] = (),
@@ -263,7 +258,7 @@ class PassRunner:
                 operation.add_earlier_gradient()
             operation.computed = True
 
-    def _fail_part(self, operation: RankOperation, failure: BatchFailure, token_budget: int | None = None) -> None:
+    def _fail_part(self, operation: RankPart, failure: BatchFailure, token_budget: int | None = None) -> None:
         """Ends the part with the error; `token_budget` is the size of the micro-batches that were too large."""
         message = failure.message
         if failure.out_of_memory and token_budget is not None:
@@ -272,7 +267,7 @@ class PassRunner:
             log_remote_failure(logger, f"an operation of run {operation.run_id} failed", failure.traceback)
         operation.abandon(Failure(message, failure.category))
 
-    def _finish(self, operation: RankOperation, result: PartialResult) -> PartAnswer:
+    def _finish(self, operation: RankPart, result: PartialResult) -> PartAnswer:
         """Ends a part, in the same way on all ranks.
 
         The last part commits the operation's gradients to the accumulator; earlier parts keep theirs until then. A
@@ -294,21 +289,61 @@ class PassRunner:
         return result.failure
 
 
-def _runnable(operations: Sequence[RankOperation]) -> list[RankOperation]:
+def rounds(
+    parts: Sequence[OperationPart], max_runs: int, is_exclusive: Callable[[str], bool] = lambda _: False
+) -> Iterator[list[int]]:
+    """Yields the rounds as indices of their parts; every part is in exactly one.
+
+    A round has parts of at most `max_runs` runs, all with or all without gradients. Parts of one run that need
+    gradients go to different rounds, in order, because they share the adapter's scratch. Those without share nothing.
+
+    Args:
+        is_exclusive: true for a run whose parts cannot be in a round with those of other runs.
+    """
+    waiting = list(range(len(parts)))
+    if len(parts) == 1:
+        yield waiting
+        return
+    while waiting:
+        chosen = _next_round(parts, waiting, max_runs, is_exclusive)
+        yield chosen
+        waiting = sorted(set(waiting).difference(chosen))
+
+
+def _next_round(
+    parts: Sequence[OperationPart], waiting: list[int], max_runs: int, is_exclusive: Callable[[str], bool]
+) -> list[int]:
+    """Returns the first waiting part and all that can run with it."""
+    first = parts[waiting[0]].request
+    runs: set[str] = set()
+    chosen = []
+    for i in waiting:
+        run_id = parts[i].request.model_id
+        if run_id in runs:
+            has_room = first.forward_only
+        else:
+            has_room = not runs or (len(runs) < max_runs and not (is_exclusive(run_id) or is_exclusive(first.model_id)))
+        if has_room and parts[i].request.forward_only == first.forward_only:
+            runs.add(run_id)
+            chosen.append(i)
+    return chosen
+
+
+def _runnable(operations: Sequence[RankPart]) -> list[RankPart]:
     """Returns the operations that have not failed, in order: neighbours in a micro-batch share matrix products if their
     models are alike, and loss computations if their losses agree."""
     runnable = [each for each in operations if not each.computed]
-    if len(runnable) > 1:
-        runnable.sort(key=_batching_key)
-    return runnable
+    if len(runnable) == 1:
+        return runnable
+
+    def key(operation: RankPart) -> tuple[Any, ...]:
+        batch, (layers, rank) = operation.batch, operation.model.batching_key
+        return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
+
+    return sorted(runnable, key=key)
 
 
-def _batching_key(operation: RankOperation) -> tuple[Any, ...]:
-    batch, (layers, rank) = operation.batch, operation.model.batching_key
-    return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
-
-
-def _without_diverged(operations: list[RankOperation]) -> list[RankOperation]:
+def _without_diverged(operations: list[RankPart]) -> list[RankPart]:
     """Gives up operations whose weights are not finite, and returns the others."""
     for operation in operations:
         if not operation.model.has_finite_weights():
@@ -320,7 +355,7 @@ def _without_diverged(operations: list[RankOperation]) -> list[RankOperation]:
     return [each for each in operations if not each.computed]
 
 
-def _until_all_failed(micro_batches: Iterable[MicroBatch], operations: Sequence[RankOperation]) -> Iterator[MicroBatch]:
+def _until_all_failed(micro_batches: Iterable[MicroBatch], operations: Sequence[RankPart]) -> Iterator[MicroBatch]:
     """Yields micro-batches in which no other rank takes part, until all operations have failed."""
     for micro_batch in micro_batches:
         if all(each.failure for each in operations):

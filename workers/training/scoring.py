@@ -165,9 +165,13 @@ def _score_divided_sequences(
 ) -> None:
     """Computes all scores first for sequence-wise losses whose tokens are in several chunks: the loss of a whole
     sequence must be known before any gradient."""
-    divided = [
-        each for each in scorings if each.objective.loss.sequence_wise and _is_divided(each.objective, spans, share)
-    ]
+    divided = []
+    for scoring in scorings:
+        objective, span = scoring.objective, [each for each in spans if each.start <= scoring.objective.start][-1]
+        bounds = objective.start - span.start, objective.stop - 1 - span.start
+        is_divided = share is not None or len({bound // span.head.chunk_tokens for bound in bounds}) > 1
+        if objective.loss.sequence_wise and is_divided:
+            divided.append(scoring)
     if not divided:
         return
     scores = _all_scores(spans, share)
@@ -176,12 +180,6 @@ def _score_divided_sequences(
         grad_scores = torch.empty_like(scores[tokens])
         scoring.backward(scores[tokens], tokens, grad_scores)
         scoring.grad_scores = in_shape_of(scoring.objective.targets, grad_scores)
-
-
-def _is_divided(objective: Objective, spans: Sequence[_HeadSpan], share: TokenShard | None) -> bool:
-    span = [each for each in spans if each.start <= objective.start][-1]
-    bounds = objective.start - span.start, objective.stop - 1 - span.start
-    return share is not None or len({bound // span.head.chunk_tokens for bound in bounds}) > 1
 
 
 def _evaluated(objective: Objective, scores: Tensor) -> ScoredTokens:

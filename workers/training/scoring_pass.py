@@ -17,7 +17,7 @@ from ..models.model import BaseModel
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard, overlap
-from .rank_operation import RankOperation
+from .rank_part import RankPart
 from .scoring import Heads, score
 
 RunMicroBatch = Callable[[MicroBatch], None]
@@ -38,18 +38,18 @@ class ScoringStrategy:
         # Ranks along tp route the same tokens.
         self._counts_experts = bool(base.experts) and mesh.along("tp").index == 0
 
-    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
+    def read(self, operation: RankPart, limits: ModelLimits) -> None:
         part = operation.part
         if part.request.features is not None:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        operation.batch = validate_request(part.request, limits, part.share, operation.model.program.losses)
+        operation.batch = validate_request(part.request, limits, part.data_share, operation.model.program.losses)
 
-    def plan(self, operations: Sequence[RankOperation]) -> None:
+    def plan(self, operations: Sequence[RankPart]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""
 
     def start(
         self,
-        operations: Sequence[RankOperation],
+        operations: Sequence[RankPart],
         num_lanes: int,
         plans: Sequence[object] = (),
         hidden_states: HiddenStates | None = None,
@@ -62,11 +62,16 @@ class ScoringStrategy:
         heads = self._heads
         if num_lanes > 1:
             heads = {name: head.split_budget(num_lanes) for name, head in heads.items()}
+        expert_adapters: list[Adapter] = []
+        if self._exchanges_experts:  # their tokens can arrive from other ranks, which list them in the same order
+            by_run = {operation.run_id: operation.model for operation in operations}
+            in_order = (by_run[run_id] for run_id in sorted(by_run))
+            expert_adapters = [model for model in in_order if isinstance(model, Adapter)]
         return _JointPass(
             self._adapters,
             heads,
             operations,
-            _expert_adapters(operations) if self._exchanges_experts else [],
+            expert_adapters,
             hidden_states or self._base.shared_hidden_states,
             self.shard_of,
             self._counts_experts,
@@ -77,7 +82,7 @@ class ScoringStrategy:
         """Returns this rank's shard of a micro-batch's tokens; None if it runs and scores all of them."""
         if self._has_all_tokens:
             return None
-        ring = self._base.sequence_split.ring
+        ring = self._base.loaded.sequence_split.ring
         return TokenShard(len(micro_batch.tokens), self.mesh, self._base.shards_activations, ring)
 
     @torch.no_grad()
@@ -94,13 +99,13 @@ class ScoringStrategy:
 class _JointPass:
     """Runs the micro-batches that operations share.
 
-    expert_adapters: see _expert_adapters.
+    expert_adapters: those whose tokens can arrive from another rank of the expert-parallel group.
     counts_experts: whether this rank counts the tokens of each expert. trains: whether they have gradients.
     """
 
     adapters: LoraLayers
     heads: Heads
-    operations: Sequence[RankOperation]
+    operations: Sequence[RankPart]
     expert_adapters: list[Adapter]
     hidden_states: HiddenStates
     shard_of: Callable[[MicroBatch], TokenShard | None]
@@ -110,7 +115,11 @@ class _JointPass:
     def run(self, micro_batch: MicroBatch) -> None:
         share = self.shard_of(micro_batch)
         segments, scored = _segments(micro_batch, self.operations, share)
-        counts = self._new_expert_counts(micro_batch, share) if self.counts_experts else None
+        counts = None
+        if self.counts_experts and micro_batch.segments:
+            own_tokens = slice(0, len(micro_batch.tokens)) if share is None else share.tokens
+            stops = [segment.stop for segment in micro_batch.segments]
+            counts = ExpertCounts(own_tokens, stops, micro_batch.tokens.device)
         with torch.set_grad_enabled(self.trains), self.adapters.applied(segments, self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, counts)
             own = hidden.detach() if share is None else share.select_scored(hidden.detach())
@@ -136,23 +145,9 @@ class _JointPass:
                 if hidden.requires_grad:
                     hidden.backward(grad_hidden)
 
-    def _new_expert_counts(self, micro_batch: MicroBatch, share: TokenShard | None) -> ExpertCounts | None:
-        if not micro_batch.segments:
-            return None
-        own = slice(0, len(micro_batch.tokens)) if share is None else share.tokens
-        return ExpertCounts(own, [segment.stop for segment in micro_batch.segments], micro_batch.tokens.device)
-
-
-def _expert_adapters(operations: Sequence[RankOperation]) -> list[Adapter]:
-    """Returns the adapters whose tokens can arrive from another rank of the expert-parallel group, in the same order on
-    all ranks."""
-    by_run = {operation.run_id: operation.model for operation in operations}
-    in_order = (by_run[run_id] for run_id in sorted(by_run))
-    return [model for model in in_order if isinstance(model, Adapter)]
-
 
 def _segments(
-    micro_batch: MicroBatch, operations: Sequence[RankOperation], share: TokenShard | None
+    micro_batch: MicroBatch, operations: Sequence[RankPart], share: TokenShard | None
 ) -> tuple[list[Segment], list[Segment]]:
     """Returns the segments of the tokens that this rank runs, and of those that it scores, with neighbours of the same
     model merged. No adapter adapts a share's padding."""

@@ -168,7 +168,7 @@ def default_micro_batch_tokens(
 
 
 def limits_of(base: BaseModel, config: WorkerConfig) -> ModelLimits:
-    longest, wanted = base.num_positions, config.max_context_length
+    longest, wanted = base.loaded.num_positions, config.max_context_length
     if wanted is not None:
         base.shape.check_context(wanted)
     length = wanted or longest

@@ -104,8 +104,8 @@ class RankMemory:
         """
         cache = self._sampler.cache_bytes()
         own = {
-            "base_weights": self._base.num_bytes,
-            "base_weights_on_device": self._base.num_bytes - self._weights.num_offloaded_bytes,
+            "base_weights": self._base.weights.num_bytes,
+            "base_weights_on_device": self._base.weights.num_bytes - self._weights.num_offloaded_bytes,
             "kv_cache": cache,
             "kv_cache_on_device": 0 if self._cache.is_offloaded else cache,
             "kv_cache_of_drafts": self._sampler.draft_cache_bytes(),
@@ -128,7 +128,7 @@ class RankMemory:
         ):
             self._residency.leave_device()
             self._cache.offload(self._sampler.offloadable_tensors())
-            self._weights.offload(self._base.movable_tensors())
+            self._weights.offload(self._base.weights.movable_tensors())
         release_freed_memory(self._base.device)
 
     def _bring(self, *parts: Offload) -> None:

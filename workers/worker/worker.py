@@ -129,10 +129,10 @@ class Worker:
             device=str(self._base.device),
             vocab_size=self._limits.vocab_size,
             max_context_length=self._limits.max_context_length,
-            num_parameters=self._base.num_parameters,
-            eos_token_ids=self._base.eos_token_ids,
+            num_parameters=self._base.weights.num_parameters,
+            eos_token_ids=self._base.loaded.eos_token_ids,
             micro_batch_tokens=self._micro_batch_tokens,
-            config_eos_token_ids=self._base.config_eos_token_ids,
+            config_eos_token_ids=self._base.loaded.config_eos_token_ids,
         )
 
     def create_run(self, spec: RunSpec) -> RunInfo:

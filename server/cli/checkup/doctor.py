@@ -1,6 +1,5 @@
 """`trainhouse doctor`: says what a server finds on this machine, what is wrong, and how fast it trains and samples."""
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,8 +14,7 @@ from ..errors import FAILED
 from ..options import AsJson, Status, new_app
 from ..output import print_json, print_table, spinner
 from ..server_flags import Sources, reads_state
-from .finding import Finding
-from .machine import configuration, devices, disks, installed, limits, port
+from .machine import Finding, configuration, devices, disks, installed, limits, port
 from .self_test import CPU, GPU, self_test
 
 app = new_app()
@@ -36,29 +34,22 @@ def doctor(
     The exit status is 1 if there is a problem.
     """
     findings: list[Finding] = []
+    flags, *_ = sources
+    host, number = (str(flags.get(name, OPTIONS[name].default)) for name in ("host", "port"))
     with spinner("looking at this machine"):
-        findings += _looks(sources)
+        findings += [*installed(), *devices(), configuration(sources), port(host, int(number)), limits()]
+        findings += disks(_state_dir(sources))
     if not no_self_test:
         with spinner("training and sampling a small model of random weights"):
             findings += self_test(CPU if cuda_devices() is None else GPU)
-    problems = [each for each in findings if each.status == "problem"]
+    problems = [finding for finding in findings if finding.status == "problem"]
     if as_json:
-        print_json({"findings": [asdict(each) for each in findings], "num_problems": len(problems)})
+        print_json({"findings": [asdict(finding) for finding in findings], "num_problems": len(problems)})
     else:
-        rows = [(each.topic, each.name, each.value, _advice(each)) for each in findings]
+        rows = [(finding.topic, finding.name, finding.value, _advice(finding)) for finding in findings]
         print_table(("", "", "FOUND", ""), rows)
         print(f"\n{len(problems)} problem{'' if len(problems) == 1 else 's'}")
     return FAILED if problems else 0
-
-
-def _looks(sources: Sources) -> Iterator[Finding]:
-    yield from installed()
-    yield from devices()
-    yield configuration(sources)
-    flags, *_ = sources
-    yield port(str(flags.get("host", OPTIONS["host"].default)), int(str(flags.get("port", OPTIONS["port"].default))))
-    yield limits()
-    yield from disks(_state_dir(sources))
 
 
 def _state_dir(sources: Sources) -> Path:

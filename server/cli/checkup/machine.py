@@ -13,8 +13,10 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from ....schemas.version import VERSION
 from ....workers.protocol.cache_directory import cache_directory
@@ -23,7 +25,6 @@ from ...config.option_values import ConfigError
 from ...config.server_config import OPTIONS
 from ...store import StoreConfig
 from ..server_flags import Sources
-from .finding import Finding
 
 _NEEDED = ("torch", "transformers", "ray", "fastapi", "uvicorn", "sqlalchemy", "safetensors")
 _OPTIONAL: Mapping[str, str] = {
@@ -45,6 +46,17 @@ print(json.dumps({"cuda": torch.version.cuda, "devices": found, "threads": torch
 """Printed by a process of its own: this one never loads torch."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One thing that `trainhouse doctor` looked at. status: "problem" for what a server cannot do without."""
+
+    topic: str
+    name: str
+    value: str
+    status: Literal["ok", "note", "problem"] = "ok"
+    remedy: str = ""
+
+
 def installed() -> Iterator[Finding]:
     python = f"{platform.python_version()} on {platform.machine()}"
     yield Finding("installed", "trainhouse", f"{VERSION}, Python {python}")
@@ -52,11 +64,10 @@ def installed() -> Iterator[Finding]:
         yield _package(name) or Finding("installed", name, "missing", "problem", "pip install 'trainhouse[server]'")
     for name, use in _OPTIONAL.items():
         yield _package(name) or Finding("installed", name, "missing", "note", use)
-    compiler = next((found for name in ("gcc", "clang", "cc") if (found := shutil.which(name))), None)
-    if compiler is None:
-        yield Finding("installed", "C compiler", "missing", "note", "install gcc: kernels for CPUs are built with it")
-    else:
+    if compiler := next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None):
         yield Finding("installed", "C compiler", compiler)
+    else:
+        yield Finding("installed", "C compiler", "missing", "note", "install gcc: kernels for CPUs are built with it")
 
 
 def _package(name: str) -> Finding | None:
@@ -109,9 +120,8 @@ def _answers(host: str, number: int) -> bool:
 def limits() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _OPEN_FILES:
-        return Finding(
-            "limits", "open files", str(hard), "problem", f"raise the hard limit to {_OPEN_FILES}: ulimit -Hn"
-        )
+        remedy = f"raise the hard limit to {_OPEN_FILES}: ulimit -Hn"
+        return Finding("limits", "open files", str(hard), "problem", remedy)
     return Finding("limits", "open files", "unlimited" if hard == resource.RLIM_INFINITY else str(hard))
 
 

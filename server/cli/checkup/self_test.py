@@ -14,7 +14,7 @@ from ....client.service import ServiceClient
 from ..child_server import served
 from ..errors import CommandFailed
 from ..remote.bench import Load, measure, rows_of
-from .finding import Finding
+from .machine import Finding
 
 MODEL = "trainhouse/self-test"
 

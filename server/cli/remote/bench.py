@@ -29,30 +29,30 @@ _TIMEOUT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Load:
-    """The work to measure. sequences: of a batch, and samples that are drawn at a time. length: of each, in tokens."""
+    """The work to measure."""
 
     sequences: int = 4
+    """Of a batch, and samples that are drawn at a time."""
     length: int = 256
+    """Tokens of each sequence."""
     steps: int = 5
     rank: int = 16
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The measured speeds; medians over the steps.
-
-    training_share, sampling_share: of the peak of the server's devices, a product of large matrices that it measured
-    when it loaded the model; None if the model runs by transformers' modules, or the key may not see the workers.
-    small_step_seconds: from the client's call to its answer, with one sequence of eight tokens.
-    """
+    """The measured speeds; medians over the steps. Shares are those of `peak_flops`."""
 
     step_seconds: float
     training_tokens_per_second: float
     training_share: float | None
     small_step_seconds: float
+    """From the client's call to its answer, with one sequence of eight tokens."""
     sampling_tokens_per_second: float
     sampling_share: float | None
     peak_flops: float | None
+    """A product of large matrices, measured when the server loaded the model; None if the model runs by transformers'
+    modules, or the key may not see the workers."""
 
 
 @app.command()
@@ -93,9 +93,9 @@ def measure(service: ServiceClient, model: str, load: Load) -> BenchResult:
     client = service.create_lora_training_client(model, rank=load.rank, seed=0)
     batch = [_datum(load.length, start) for start in range(load.sequences)]
     timed = [_step(client, batch) for _ in range(_WARM_STEPS + load.steps)][_WARM_STEPS:]
-    small = [_step(client, [_datum(8, 0)]).seconds for _ in range(_WARM_STEPS + _SMALL_STEPS)][_WARM_STEPS:]
-    seconds = statistics.median(one.seconds for one in timed)
-    shares = [one.share for one in timed if one.share is not None]
+    small = [_step(client, [_datum(8, 0)])[0] for _ in range(_WARM_STEPS + _SMALL_STEPS)][_WARM_STEPS:]
+    seconds = statistics.median(seconds for seconds, _ in timed)
+    shares = [share for _, share in timed if share is not None]
     sampler = client.save_weights_and_get_sampling_client()
     sampled = [_sampling_rate(sampler, load) for _ in range(2)][-1]
     try:
@@ -113,17 +113,12 @@ def measure(service: ServiceClient, model: str, load: Load) -> BenchResult:
     )
 
 
-@dataclass(frozen=True)
-class _TimedStep:
-    seconds: float
-    share: float | None
-
-
-def _step(client: TrainingClient, batch: list[Datum]) -> _TimedStep:
+def _step(client: TrainingClient, batch: list[Datum]) -> tuple[float, float | None]:
+    """Returns the seconds of a step, and the share of the peak that its pass reached."""
     began = time.perf_counter()
     passed = client.forward_backward(batch, "cross_entropy")
     client.optim_step(AdamParams(learning_rate=1e-5)).result(_TIMEOUT_SECONDS)
-    return _TimedStep(time.perf_counter() - began, passed.result().metrics.get("mfu:mean"))
+    return time.perf_counter() - began, passed.result().metrics.get("mfu:mean")
 
 
 def _datum(length: int, start: int) -> Datum:
@@ -135,4 +130,4 @@ def _sampling_rate(sampler: SamplingClient, load: Load) -> float:
     params = SamplingParams(max_tokens=load.length, min_tokens=load.length - 1, seed=0)
     began = time.perf_counter()
     answer = sampler.sample(_datum(8, 0).tokens, load.sequences, params).result(_TIMEOUT_SECONDS)
-    return sum(len(each.tokens) for each in answer.sequences) / (time.perf_counter() - began)
+    return sum(len(sequence.tokens) for sequence in answer.sequences) / (time.perf_counter() - began)

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from ....schemas.checkpoints import WeightsInfoResponse
 from ..options import new_app
 from ..output import print_json, print_table, size, spinner
 from .runs import Limit, Offset
@@ -27,10 +26,9 @@ def list_checkpoints(
     offset: Offset = 0,
 ) -> None:
     """List your checkpoints, the newest first; those of one run, the oldest first."""
-    with server.client() as service:
-        rest = service.create_rest_client()
-        listed = rest.list_user_checkpoints(limit, offset) if run is None else rest.list_checkpoints(run)
-        found = listed.result()
+    found = server.ask(
+        lambda rest: rest.list_user_checkpoints(limit, offset) if run is None else rest.list_checkpoints(run)
+    )
     rows = [
         (each.tinker_path, each.time, size(each.size_bytes), "public" if each.public else "private", each.expires_at)
         for each in found.checkpoints
@@ -42,13 +40,9 @@ def list_checkpoints(
 @through_server
 def show(server: Server, path: Checkpoint) -> None:
     """Show the base model, the role and the shape of a checkpoint."""
-    with server.client() as service:
-        found = service.create_rest_client().get_weights_info_by_tinker_path(path).result()
-    server.print(found, lambda: print_table(("", ""), list(_fields(found))))
-
-
-def _fields(found: WeightsInfoResponse) -> list[tuple[str, object]]:
-    return [(name, value) for name, value in found.model_dump().items() if value is not None]
+    found = server.ask(lambda rest: rest.get_weights_info_by_tinker_path(path))
+    rows = [(name, value) for name, value in found.model_dump().items() if value is not None]
+    server.print(found, lambda: print_table(("", ""), rows))
 
 
 @app.command()
@@ -79,8 +73,7 @@ def delete(
     """Delete a checkpoint and its files immediately."""
     if not yes and not typer.confirm(f"delete {path} and its files?", err=True):
         raise ValueError("nothing was deleted: confirm, or give --yes")
-    with server.client() as service:
-        service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+    server.ask(lambda rest: rest.delete_checkpoint_from_tinker_path(path))
     _print_done(server, path, "deleted")
 
 
@@ -88,8 +81,7 @@ def delete(
 @through_server
 def publish(server: Server, path: Checkpoint) -> None:
     """Make a checkpoint readable by every API key of the server."""
-    with server.client() as service:
-        service.create_rest_client().publish_checkpoint_from_tinker_path(path).result()
+    server.ask(lambda rest: rest.publish_checkpoint_from_tinker_path(path))
     _print_done(server, path, "published")
 
 
@@ -97,8 +89,7 @@ def publish(server: Server, path: Checkpoint) -> None:
 @through_server
 def unpublish(server: Server, path: Checkpoint) -> None:
     """Make a published checkpoint private again; copies that others have made are kept."""
-    with server.client() as service:
-        service.create_rest_client().unpublish_checkpoint_from_tinker_path(path).result()
+    server.ask(lambda rest: rest.unpublish_checkpoint_from_tinker_path(path))
     _print_done(server, path, "private")
 
 
@@ -112,8 +103,7 @@ def ttl(
     ] = None,
 ) -> None:
     """Set when a checkpoint is deleted."""
-    with server.client() as service:
-        service.create_rest_client().set_checkpoint_ttl_from_tinker_path(path, seconds).result()
+    server.ask(lambda rest: rest.set_checkpoint_ttl_from_tinker_path(path, seconds))
     _print_done(server, path, "kept" if seconds is None else f"kept for {seconds} seconds")
 
 
@@ -125,8 +115,8 @@ def copy(
     ttl: Annotated[int | None, typer.Option(metavar="SECONDS", help="Delete the copy after this time.")] = None,
 ) -> None:
     """Copy a published checkpoint or one of your own; the copy is yours."""
-    with server.client() as service, spinner(f"copying {path}"):
-        found = service.create_rest_client().copy_weights(path, ttl).result()
+    with spinner(f"copying {path}"):
+        found = server.ask(lambda rest: rest.copy_weights(path, ttl))
     server.print(found, lambda: print(found.tinker_path))
 
 

@@ -27,8 +27,8 @@ def import_adapter(
     name: Annotated[str, typer.Option(help="Name of the new checkpoint.")] = "imported",
 ) -> None:
     """Upload an adapter saved by PEFT, from a directory or a URL, to a running server."""
-    with spinner(f"uploading {source}"), _local(source) as directory, server.client() as service:
-        imported = service.create_rest_client().import_adapter(directory, base_model, name).result()
+    with spinner(f"uploading {source}"), _local(source) as directory:
+        imported = server.ask(lambda rest: rest.import_adapter(directory, base_model, name))
     server.print(imported, lambda: print(imported.tinker_path))
 
 

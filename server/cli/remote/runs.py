@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ....schemas.history import MetricSeries, RunMetrics
+from ....schemas.history import RunMetrics
 from ...text.spreadsheet import cell_text
 from ..options import new_app
 from ..output import print_table, size
@@ -31,8 +31,7 @@ def list_runs(
     offset: Offset = 0,
 ) -> None:
     """List your training runs, the last used first."""
-    with server.client() as service:
-        found = service.create_rest_client().list_training_runs(limit, offset, search).result()
+    found = server.ask(lambda rest: rest.list_training_runs(limit, offset, search))
     rows = [
         (run.training_run_id, run.display_name or "", run.base_model, run.model_role, run.lora_rank,
          run.last_request_time, "corrupted" if run.corrupted else "")
@@ -76,7 +75,11 @@ def metrics(
         found = RunReader(service.create_rest_client(), run).read()
     if csv is not None:
         csv.write_text("\n".join(_csv_lines(found)) + "\n")
-    server.print(found, lambda: print_table(*_table_of(found.training)))
+    series = found.training
+    shown = [name for name in ("loss:mean", "learning_rate", "unclipped_grad_l2:mean", "tokens", "tokens_per_second",
+                               "step_seconds", "queued_seconds") if name in series.metrics]  # fmt: skip
+    columns = [[None if value is None else f"{value:.6g}" for value in series.metrics[name]] for name in shown]
+    server.print(found, lambda: print_table(("STEP", *shown), zip(series.steps, *columns, strict=True)))
 
 
 def _csv_lines(found: RunMetrics) -> list[str]:
@@ -92,24 +95,11 @@ def _csv_lines(found: RunMetrics) -> list[str]:
     return lines
 
 
-def _table_of(series: MetricSeries) -> tuple[tuple[str, ...], list[list[object]]]:
-    shown = [name for name in ("loss:mean", "learning_rate", "unclipped_grad_l2:mean", "tokens", "tokens_per_second",
-                               "step_seconds", "queued_seconds") if name in series.metrics]  # fmt: skip
-    columns = [series.metrics[name] for name in shown]
-    rows = [[step, *map(_number, row)] for step, *row in zip(series.steps, *columns, strict=True)]
-    return ("STEP", *shown), rows
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.6g}"
-
-
 @app.command()
 @through_server
 def operations(server: Server, run: Run, limit: Limit = 20) -> None:
     """List the last operations of a run: how long each waited for others and ran, and why it failed."""
-    with server.client() as service:
-        found = service.create_rest_client().list_operations(run, limit=limit).result()
+    found = server.ask(lambda rest: rest.list_operations(run, limit=limit))
     rows = [
         (each.seq_id, each.kind, each.step, each.ended_at, f"{each.queued_seconds:.3f}", f"{each.busy_seconds:.3f}",
          each.num_tokens, each.error or "")

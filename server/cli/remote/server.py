@@ -6,18 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 from ....client.connection import reason_in
 from ....client.errors import APIConnectionError, APIStatusError, TrainhouseError, status_error
+from ....client.futures import APIFuture
+from ....client.rest import RestClient
 from ....client.service import ServiceClient, url_and_key
 from ....schemas.training import Wire
 from ....schemas.version import VERSION
 from ..errors import FAILED, NOT_FOUND, REFUSED, TRY_LATER, CommandFailed
 from ..options import Status, flag, with_options
 from ..output import print_json
+
+T = TypeVar("T")
 
 RETRY_SECONDS = 1.0  # short, because a user is waiting and can retry
 _READ_SECONDS = 300.0
@@ -35,6 +39,10 @@ class Server:
 
     def client(self) -> ServiceClient:
         return ServiceClient(self.base_url, self._api_key, retry_seconds=RETRY_SECONDS)
+
+    def ask(self, question: Callable[[RestClient], APIFuture[T]]) -> T:
+        with self.client() as service:
+            return question(service.create_rest_client()).result()
 
     @contextmanager
     def openai(self) -> Iterator[httpx.Client]:
@@ -59,7 +67,7 @@ def through_server(function: Callable[..., Status]) -> Callable[..., Status]:
     flags = [
         flag("base_url", "--base-url", "URL of the server (TRAINHOUSE_BASE_URL, http://127.0.0.1:8000).", "URL"),
         flag("api_key", "--api-key", "API key; the environment variable TRAINHOUSE_API_KEY is safer.", "KEY"),
-        flag("profile", "--profile", f"Table with base_url and api_key in {_shown()}.", "NAME"),
+        flag("profile", "--profile", "Table with base_url and api_key in ~/.config/trainhouse/profiles.toml.", "NAME"),
         flag("as_json", "--json", "Print one JSON object.", kind=bool),
     ]
 
@@ -84,26 +92,14 @@ def _status(error: TrainhouseError) -> int:
 
 def check_answer(response: httpx.Response) -> None:
     """Raises APIStatusError if the server refused a request of `Server.openai`, whose body it reads."""
-    if not response.is_success:
-        response.read()
-        raise status_error(response.status_code, _message_in(response))
-
-
-def _message_in(response: httpx.Response) -> str:
-    """Returns the message of an error in OpenAI's form."""
+    if response.is_success:
+        return
+    response.read()
     try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return reason_in(response)
-
-
-def profiles_file() -> Path:
-    directory = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(directory).expanduser() / "trainhouse" / "profiles.toml"
-
-
-def _shown() -> str:
-    return "~/.config/trainhouse/profiles.toml"
+        message = str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):  # not in OpenAI's form
+        message = reason_in(response)
+    raise status_error(response.status_code, message)
 
 
 def _of_profile(name: str, base_url: str | None, api_key: str | None) -> tuple[str, str]:
@@ -111,7 +107,7 @@ def _of_profile(name: str, base_url: str | None, api_key: str | None) -> tuple[s
 
     The environment does not count: a key that it has may be another server's.
     """
-    file = profiles_file()
+    file = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "trainhouse" / "profiles.toml"
     profile = _read(file).get(name)
     if not isinstance(profile, dict) or not isinstance(profile.get("base_url"), str):
         raise ValueError(f"{file} has no profile {name!r} with a base_url: add [{name}] with base_url and api_key")

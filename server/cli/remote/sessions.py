@@ -16,8 +16,7 @@ app = new_app("List sessions, and what is in them.")
 @through_server
 def list_sessions(server: Server, limit: Limit = 20, offset: Offset = 0) -> None:
     """List your sessions, the newest first."""
-    with server.client() as service:
-        found = service.create_rest_client().list_sessions(limit, offset).result()
+    found = server.ask(lambda rest: rest.list_sessions(limit, offset))
     rows = [(session, found.names.get(session, "")) for session in found.sessions]
     server.print(found, lambda: print_table(("SESSION", "NAME"), rows))
 
@@ -26,10 +25,10 @@ def list_sessions(server: Server, limit: Limit = 20, offset: Offset = 0) -> None
 @through_server
 def show(server: Server, session: Annotated[str, typer.Argument(metavar="SESSION", help="Id of the session.")]) -> None:
     """Show the training runs and samplers of a session."""
-    with server.client() as service:
-        found = service.create_rest_client().get_session(session).result()
-    rows = [("run", run) for run in found.training_run_ids] + [("sampler", each) for each in found.sampler_ids]
-    named = [("name", found.display_name)] if found.display_name else []
-    tags = [("tag", tag) for tag in found.tags or ()]
-    of_user = [(name, value) for name, value in (found.user_metadata or {}).items()]
-    server.print(found, lambda: print_table(("", ""), [*named, *tags, *of_user, *rows]))
+    found = server.ask(lambda rest: rest.get_session(session))
+    rows = [("name", found.display_name)] if found.display_name else []
+    rows += [("tag", tag) for tag in found.tags or ()]
+    rows += (found.user_metadata or {}).items()
+    rows += [("run", run) for run in found.training_run_ids]
+    rows += [("sampler", sampler) for sampler in found.sampler_ids]
+    server.print(found, lambda: print_table(("", ""), rows))

@@ -14,10 +14,10 @@ def usage(server: Server) -> None:
     """Show the limits of the API key and how much of them is in use."""
     with server.client() as service:
         found = service.get_limits()
-    limits = [(name, limit) for name in type(found).model_fields if isinstance(limit := getattr(found, name), Limit)]
-    rows = [(name, _shown(name, limit.used), _shown(name, limit.limit) or "none") for name, limit in limits]
 
     def print_text() -> None:
+        limits = [(name, limit) for name, limit in found if isinstance(limit, Limit)]
+        rows = [(name, _shown(name, limit.used), _shown(name, limit.limit) or "none") for name, limit in limits]
         print(f"tenant {found.tenant}")
         print_table(("", "USED", "LIMIT"), rows)
 

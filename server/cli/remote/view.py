@@ -47,8 +47,9 @@ def view(
     """Show data as the model is trained on them: tokens that only are read are dim, others coloured by weight."""
     with _tokenizer(server, model, tokenizer) as loaded:
         data = itertools.islice(_data(source, loaded, train_on), skip, skip + first)
-        text_of = _numbers if loaded is None else lambda token: loaded.decode([token])
-        viewed = [view_datum(datum, text_of) for datum in data]
+        viewed = [
+            view_datum(datum, lambda token: f"{token} " if loaded is None else loaded.decode([token])) for datum in data
+        ]
     if not viewed:
         raise ValueError(f"{source} has no datum, chat or row{f' behind the first {skip}' if skip else ''}")
     if server.as_json:
@@ -112,11 +113,6 @@ def _of_object(value: dict[str, Any], tokenizer: Any, train_on: TrainOn) -> Iter
         raise ValueError("a chat or a row needs a tokenizer: name a served model with --model, or give --tokenizer")
     else:
         yield Datum.from_row(value, tokenizer, train_on)
-
-
-def _numbers(token: int) -> str:
-    """Returns what stands for a token's text where no tokenizer is named."""
-    return f"{token} "
 
 
 def _print_rows(viewed: ViewedDatum) -> None:

@@ -1,6 +1,8 @@
 """Follows the metrics of a run: draws curves on a terminal, and prints a line for each step elsewhere."""
 
+import itertools
 import json
+import math
 import shutil
 import sys
 import time
@@ -8,10 +10,13 @@ from collections.abc import Iterator, Sequence
 
 from ....client.rest import RestClient
 from ....schemas.history import MetricSeries, RunMetrics
-from .curves import curve
 
 _USUAL = ("loss:mean", "unclipped_grad_l2:mean", "tokens_per_second", "learning_rate")
 _CURVE_LINES = 6
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of the dots of a Braille character by row and column."""
+_BRAILLE = 0x2800
+_LABEL_WIDTH = 10
 
 
 class RunReader:
@@ -98,13 +103,12 @@ def _print_steps(
 
 
 def _line(kind: str, series: MetricSeries, number: int, names: Sequence[str], as_json: bool) -> str:
+    step, time = series.steps[number], series.times[number]
     values = {name: column[number] for name, column in series.metrics.items() if column[number] is not None}
     if as_json:
-        return json.dumps(
-            {"series": kind, "step": series.steps[number], "time": series.times[number], "metrics": values}
-        )
+        return json.dumps({"series": kind, "step": step, "time": time, "metrics": values})
     shown = [name for name in names or (_USUAL if kind == "training" else values) if name in values]
-    return f"step {series.steps[number]}  " + "  ".join(f"{name} {values[name]:.6g}" for name in shown)
+    return f"step {step}  " + "  ".join(f"{name} {values[name]:.6g}" for name in shown)
 
 
 def _has_reached(found: RunMetrics, last_step: int | None) -> bool:
@@ -130,3 +134,47 @@ def _drawn(found: RunMetrics, names: Sequence[str]) -> list[tuple[str, MetricSer
     chosen = names or dict.fromkeys((_USUAL[0], *found.logged.metrics, *_USUAL))
     both = (found.training, found.logged)
     return [(name, series) for name in chosen for series in both if name in series.metrics]
+
+
+def curve(steps: Sequence[int], values: Sequence[float | None], width: int, height: int) -> Iterator[str]:
+    """Yields the lines of a chart of finite values by step, with the range at its left and the steps below it.
+
+    Args:
+        width, height: of the whole chart in characters; at least 14 and 3.
+    """
+    points = [
+        (step, value) for step, value in zip(steps, values, strict=True) if value is not None and math.isfinite(value)
+    ]
+    if not points:
+        yield "no values yet"
+        return
+    columns, rows = width - _LABEL_WIDTH - 1, height - 1
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    first, last = min(step for step, _ in points), max(step for step, _ in points)
+    cells = [[0] * columns for _ in range(rows)]
+    dots = [
+        (
+            _scaled(step, first, last, 2 * columns - 1),
+            4 * rows - 1 - _scaled(value, low, high, 4 * rows - 1),
+        )
+        for step, value in points
+    ]
+    for x, y in _joined(dots):
+        cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    for number, row in enumerate(cells):
+        label = f"{high:.4g}" if number == 0 else f"{low:.4g}" if number == rows - 1 else ""
+        yield f"{label:>{_LABEL_WIDTH}} " + "".join(chr(_BRAILLE + bits) for bits in row)
+    ends = f"step {first}", str(last)
+    yield " " * (_LABEL_WIDTH + 1) + ends[0] + ends[1].rjust(columns - len(ends[0]))
+
+
+def _scaled(value: float, low: float, high: float, most: int) -> int:
+    return most // 2 if high == low else round((value - low) / (high - low) * most)
+
+
+def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields the dots and those on the straight lines between them."""
+    yield from dots[:1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(dots):
+        num = max(abs(x1 - x0), abs(y1 - y0), 1)
+        yield from ((x0 + (x1 - x0) * k // num, y0 + (y1 - y0) * k // num) for k in range(1, num + 1))

@@ -24,16 +24,12 @@ def workers(server: Server, context: typer.Context) -> None:
     def print_text() -> None:
         rows = [(name, purpose, number) for name, held in found.groups.items() for purpose, number in held.items()]
         print_table(("GROUP", "", ""), rows)
-        used = [
-            (name, f"{one.peak_flops:.3g}", _percent(one.training), _percent(one.sampling))
-            for name, one in found.utilization.items()
-        ]
+        used = []
+        for name, one in found.utilization.items():
+            shares = ("" if share is None else f"{share:.1%}" for share in (one.training, one.sampling))
+            used.append((name, f"{one.peak_flops:.3g}", *shares))
         if used:
             print()
             print_table(("GROUP", "PEAK FLOP/S", "TRAINING", "SAMPLING"), used)
 
     server.print(found, print_text)
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ...config.option_values import is_url
@@ -33,8 +34,13 @@ async def check_checkpoints(state: VerifiedState) -> AsyncIterator[Problem]:
 
 
 async def _damaged(state: VerifiedState, path: str, directory: str, reason: str) -> Problem:
+    async def restore() -> None:
+        async with state.files.reading(directory) as here:
+            if is_url(directory):
+                await state.object_store.upload(here, directory)
+
     copies = await state.copies_of(directory)
-    repair = Repair("restores it from its mirror", lambda: _restore(state, directory)) if copies else None
+    repair = Repair("restores it from its mirror", restore, "restored from its mirror") if copies else None
     lacks = "no mirror has a whole copy" if copies else "it has no copy at a mirror"
     remedy = f"{lacks}: restore {directory} from a backup, or {_deletion(path)}"
     return Problem(path, f"is damaged: {reason}", remedy, repair)
@@ -42,13 +48,6 @@ async def _damaged(state: VerifiedState, path: str, directory: str, reason: str)
 
 def _deletion(path: str) -> str:
     return f"delete it: tinker checkpoint delete {path}"
-
-
-async def _restore(state: VerifiedState, directory: str) -> str:
-    async with state.files.reading(directory) as here:
-        if is_url(directory):
-            await state.object_store.upload(here, directory)
-    return "restored from its mirror"
 
 
 async def check_copies(state: VerifiedState) -> AsyncIterator[Problem]:
@@ -61,10 +60,6 @@ async def check_copies(state: VerifiedState) -> AsyncIterator[Problem]:
         except ObjectStoreError as error:
             waiting = replace(CheckpointCopyRecord(**row._mapping), state="waiting", num_tries=0)
             meaning = f"the copy of {paths.get(row.directory, row.directory)} is damaged: {error.reason}"
-            repair = Repair("has it copied again", lambda waiting=waiting: _copy_again(state, waiting))
+            again = partial(state.store.copies.put, waiting)
+            repair = Repair("has it copied again", again, "the server will copy it again")
             yield Problem(row.url, meaning, "delete it there, and run with --repair", repair)
-
-
-async def _copy_again(state: VerifiedState, waiting: CheckpointCopyRecord) -> str:
-    await state.store.copies.put(waiting)
-    return "the server will copy it again"

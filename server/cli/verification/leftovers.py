@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...config.option_values import is_url
 from ...files.directories import STAGING, directory_name
 from ...files.manifest import MANIFEST, check_directory, read_manifest
 from ...files.object_store import ObjectStoreError
-from .problem import Problem, Repair, remove
+from .problem import Problem, Repair, removal
 from .state import VerifiedState
 
 _UNKNOWN = "no row of this database refers to it: it belongs to another database, or is left over"
@@ -30,7 +31,8 @@ async def check_leftovers(state: VerifiedState) -> AsyncIterator[Problem]:
             yield await _unlisted(state, path)
         elif path.name.startswith(STAGING) or is_ours:
             yield _leftover(path, "a checkpoint that was never published, or that was deleted")
-    for path in sorted(path for name in ("snapshots", "loaded", "evaluations") for path in _of_runs(root / name)):
+    roots = [root / name for name in ("snapshots", "loaded", "evaluations")]
+    for path in sorted(path for one in roots for path in (*one.glob("*"), *one.glob(f"*/{STAGING}*"))):
         if path.name.startswith(STAGING) or path.name not in live:
             yield _leftover(path, "files of a run that has ended, or that were never finished")
     for path in sorted(root.glob("ephemeral/*")):
@@ -38,13 +40,8 @@ async def check_leftovers(state: VerifiedState) -> AsyncIterator[Problem]:
             yield _leftover(path, "the weights of a sampler that has ended, or that were never finished")
 
 
-def _of_runs(root: Path) -> list[Path]:
-    """Returns the directories of runs and the staging directories in them."""
-    return [*root.glob("*"), *root.glob(f"*/{STAGING}*")]
-
-
 def _leftover(path: Path, what: str) -> Problem:
-    return Problem(str(path), f"left over: {what}", "delete it by hand", Repair("removes it", lambda: remove(path)))
+    return Problem(str(path), f"left over: {what}", "delete it by hand", removal(path))
 
 
 def _is_ours(state: VerifiedState, path: Path) -> bool:
@@ -65,16 +62,16 @@ async def _unlisted(state: VerifiedState, path: Path) -> Problem:
 
 
 def _lost_row(state: VerifiedState, directory: str, manifest: Mapping[str, Any], path: str, remedy: str) -> Problem:
-    repair = Repair("restores its row", lambda: _restore_row(state, directory, manifest))
+    async def restore() -> None:
+        checked = manifest
+        if is_url(directory):
+            checked = await state.object_store.check(directory)
+        else:
+            await asyncio.to_thread(check_directory, Path(directory))
+        await restore_row(state.store, directory, checked)
+
+    repair = Repair("restores its row", restore, f"{path} has its row again")
     return Problem(directory, f"is whole, but the database has no row of {path}", remedy, repair)
-
-
-async def _restore_row(state: VerifiedState, directory: str, manifest: Mapping[str, Any]) -> str:
-    if is_url(directory):
-        manifest = await state.object_store.check(directory)
-    else:
-        await asyncio.to_thread(check_directory, Path(directory))
-    return f"{await restore_row(state.store, directory, manifest)} has its row again"
 
 
 async def check_leftovers_at_url(state: VerifiedState) -> AsyncIterator[Problem]:
@@ -96,7 +93,7 @@ async def check_leftovers_at_url(state: VerifiedState) -> AsyncIterator[Problem]
         elif key.partition("/")[0] not in state.run_directories:
             yield Problem(url, _UNKNOWN, _BY_HAND)
         else:
-            repair = Repair("removes it", lambda url=url: _remove_at(state, url))
+            repair = Repair("removes it", partial(state.object_store.remove, url), "removed")
             yield Problem(url, "left over: never published, or deleted", "delete it there by hand", repair)
 
 
@@ -107,8 +104,3 @@ async def _unlisted_at(state: VerifiedState, url: str) -> Problem:
         return Problem(url, f"{_UNKNOWN}, and damaged: {error.reason}", _BY_HAND)
     lost = await path_of_lost_row(state.store, url, manifest, is_ours_alone=False)
     return Problem(url, _UNKNOWN, _BY_HAND) if lost is None else _lost_row(state, url, manifest, lost, _BY_HAND)
-
-
-async def _remove_at(state: VerifiedState, url: str) -> str:
-    await state.object_store.remove(url)
-    return "removed"

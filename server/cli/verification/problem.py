@@ -12,34 +12,31 @@ UNTIL_ITS_END = "this is reported until its session ends"
 
 @dataclass(frozen=True)
 class Repair:
-    """A repair that --repair makes.
-
-    does: shown before the repair, as in "run with --repair, which ...".
-    work: makes the repair and returns what it did; raises OperationError, ObjectStoreError or OSError if it cannot.
-    """
+    """A repair that --repair makes."""
 
     does: str
-    work: Callable[[], Awaitable[str]]
+    """Shown before the repair, as in "run with --repair, which ..."."""
+    work: Callable[[], Awaitable[object]]
+    """Raises OperationError, ObjectStoreError or OSError if it cannot be made."""
+    done: str
+    """Shown after the repair."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem that verify found.
-
-    path: of a checkpoint, a file or a directory, or a URL.
-    meaning: what is wrong, and the consequence.
-    remedy: what to do if there is no repair, or it fails.
-    """
+    """A problem that verify found."""
 
     path: str
+    """A checkpoint, a file, a directory or a URL."""
     meaning: str
+    """What is wrong, and the consequence."""
     remedy: str
+    """What to do if there is no repair, or it fails."""
     repair: Repair | None = None
 
     def __str__(self) -> str:
         return f"{self.path}: {self.meaning}"
 
 
-async def remove(path: Path) -> str:
-    await asyncio.to_thread(remove_tree, path)
-    return "removed"
+def removal(path: Path) -> Repair:
+    return Repair("removes it", lambda: asyncio.to_thread(remove_tree, path), "removed")

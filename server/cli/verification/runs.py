@@ -10,7 +10,7 @@ from ...files.directories import directory_name
 from ...files.manifest import ManifestMismatch, check_directory, read_manifest
 from ...journal.journal import read_journal
 from ...sampling.ephemeral_weights import EphemeralWeights, check_weights
-from .problem import UNTIL_ITS_END, Problem, Repair, remove
+from .problem import UNTIL_ITS_END, Problem, removal
 from .state import VerifiedState
 
 _NEW_RUN = f"start a new run from a checkpoint of it; {UNTIL_ITS_END}"
@@ -25,8 +25,8 @@ async def check_snapshots(state: VerifiedState) -> AsyncIterator[Problem]:
         for path, error in damaged.items():
             can_go = bool(whole) or run.run_id in begun
             meaning = f"a snapshot of {run.run_id} is damaged: {error.reason}"
-            repair = Repair("removes it", lambda path=path: remove(path)) if can_go else None
-            yield Problem(str(path), meaning, "delete it by hand" if can_go else _NEW_RUN, repair)
+            remedy, repair = ("delete it by hand", removal(path)) if can_go else (_NEW_RUN, None)
+            yield Problem(str(path), meaning, remedy, repair)
         if not whole and run.run_id not in begun:
             meaning = f"{run.run_id} cannot be rebuilt: neither a whole snapshot nor its first operation is left"
             yield Problem(str(directory), meaning, _NEW_RUN)
@@ -54,11 +54,8 @@ async def check_evaluations(state: VerifiedState) -> AsyncIterator[Problem]:
 def _check_all(
     directories: Sequence[Path], pins: Path | None = None
 ) -> tuple[list[Path], dict[Path, ManifestMismatch]]:
-    """Returns the directories that match their manifests, and the error of each other one.
-
-    Args:
-        pins: where the targets are that manifests of snapshots name.
-    """
+    """Returns the directories that match their manifests, and the error of each other one. `pins` has the targets that
+    manifests of snapshots name."""
     damaged = {}
     for directory in directories:
         try:
@@ -71,7 +68,6 @@ def _check_all(
 
 
 def _runs_from_their_beginning(journal: Path) -> set[str]:
-    """Returns the ids of the runs whose first operation is in the journal."""
     entries = (entry for path in sorted(journal.glob("*.segment")) for entry in read_journal(path))
     return {entry.header.run_id for entry in entries if entry.header.kind.startswith("create_model")}
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Connection, delete
@@ -53,13 +54,9 @@ def _segment_problems(path: Path) -> Iterator[Problem]:
         yield Problem(str(path), f"is damaged at byte {damage.offset}: {what}{whose}", remedy)
     if num_bytes < size:
         meaning = f"is torn: its last {size - num_bytes} bytes are not a whole record, and no request depends on them"
-        repair = Repair("cuts them off", lambda: _cut(path, num_bytes, size))
+        done = f"the last {size - num_bytes} bytes cut off"
+        repair = Repair("cuts them off", lambda: asyncio.to_thread(truncate_segment, path, num_bytes), done)
         yield Problem(str(path), meaning, "do nothing: servers ignore them", repair)
-
-
-async def _cut(path: Path, num_bytes: int, size: int) -> str:
-    await asyncio.to_thread(truncate_segment, path, num_bytes)
-    return f"the last {size - num_bytes} bytes cut off"
 
 
 async def check_results(state: VerifiedState) -> AsyncIterator[Problem]:
@@ -73,7 +70,8 @@ async def check_results(state: VerifiedState) -> AsyncIterator[Problem]:
         lost = [request_id for offset, request_id in wanted if there.get(offset) != request_id]
         if lost:
             meaning = f"{len(lost)} results are missing from it, such as that of {lost[0]}: polls for them fail"
-            repair = Repair("drops their rows", lambda lost=lost: _drop_results(state, lost))
+            drop = partial(state.store.write, partial(_drop_results, request_ids=lost))
+            repair = Repair("drops their rows", drop, f"{len(lost)} rows dropped")
             yield Problem(str(path), meaning, "they cannot be restored", repair)
 
 
@@ -84,10 +82,6 @@ def _request_ids(segment: Path) -> Mapping[int, object]:
     return {one.offset: one.header.get("request_id") for one in scan_segment(segment) if not isinstance(one, Damage)}
 
 
-async def _drop_results(state: VerifiedState, request_ids: Collection[str]) -> str:
-    def statements(connection: Connection) -> None:
-        for request_id in request_ids:
-            connection.execute(delete(results).where(results.c.request_id == request_id))
-
-    await state.store.write(statements)
-    return f"{len(request_ids)} rows dropped"
+def _drop_results(connection: Connection, request_ids: Collection[str]) -> None:
+    for request_id in request_ids:
+        connection.execute(delete(results).where(results.c.request_id == request_id))

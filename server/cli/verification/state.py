@@ -1,5 +1,6 @@
 """The state that verify checks: its rows and files, and what several checks ask of them."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,11 +16,7 @@ from ...store import RunRecord, Store
 
 
 class VerifiedState:
-    """A state directory with its database and the stores of its checkpoints.
-
-    moves: former directories of checkpoints -> the present ones, which rows may not name yet.
-    run_directories: names of the directories of all runs in the database.
-    """
+    """A state directory with its database and the stores of its checkpoints."""
 
     def __init__(
         self, store: Store, state_dir: Path, object_store: ObjectStore, config: CheckpointStorageConfig
@@ -32,11 +29,13 @@ class VerifiedState:
         self.mirror = CheckpointMirrors(store, object_store, config)
         self.files = CheckpointFiles(state_dir, config, object_store, self.copies_of)
         self.moves: Mapping[str, str] = {}
+        """Former directories of checkpoints -> the present ones, which rows may not name yet."""
         self.run_directories: set[str] = set()
+        """Those of all runs in the database, by name."""
 
     async def read_names(self) -> None:
         """Reads the moves and the runs, which change while a server runs."""
-        self.moves = await self.files.follow_moved_root(await self.store.checkpoints.list_directories())
+        self.moves = await asyncio.to_thread(self.files.moves, await self.store.checkpoints.list_directories())
         self.run_directories = {directory_name(run_id) for run_id in await self.store.runs.list_ids()}
 
     async def rows(self, table: Table) -> Sequence[Row]:

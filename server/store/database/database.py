@@ -5,17 +5,15 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from sqlalchemy import Column, Connection, Engine, Table, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, select
 from sqlalchemy.exc import OperationalError
-from sqlalchemy.sql import ColumnElement, Select
 
 from .database_errors import LeaseLost
 from .records import LeaseRecord
-from .rows import Record, record_of, row_values
 from .schema import leases
 from .tenant_queue import TenantQueue
 
@@ -30,10 +28,7 @@ _MAX_PAUSE_SECONDS = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class PageInfo:
-    """A slice of a listing.
-
-    total_count: entries of the whole listing.
-    """
+    """A slice of a listing, which has `total_count` entries in all."""
 
     offset: int
     limit: int
@@ -75,67 +70,15 @@ class Database:
         self._writing.dispose()
 
     async def check_integrity(self) -> None:
-        """Raises ValueError if the stored data is damaged. Does nothing for databases that check their data
-        themselves.
-        """
+        """Raises ValueError if the stored data is damaged. Databases that check it themselves do nothing."""
 
     def clock(self, connection: Connection, now: float) -> float:
         """Returns the seconds since the epoch by which servers compare leases. `now` is the caller's clock."""
         return now
 
-    async def insert(self, table: Table, record: object) -> None:
-        await self.write(lambda connection: connection.execute(insert(table).values(row_values(record))))
-
-    async def update(self, table: Table, which: ColumnElement[bool], values: Mapping[str, object]) -> int:
-        """Returns the number of rows that were updated."""
-        changed = update(table).where(which).values(**values)
-        return await self.write(lambda connection: connection.execute(changed).rowcount)
-
-    async def delete(self, table: Table, which: ColumnElement[bool]) -> None:
-        await self.write(lambda connection: connection.execute(delete(table).where(which)))
-
-    async def select_one(self, record_type: type[Record], query: Select) -> Record | None:
-        row = await self.read(lambda connection: connection.execute(query).first())
-        return None if row is None else record_of(record_type, row)
-
-    async def select_all(self, record_type: type[Record], query: Select) -> tuple[Record, ...]:
-        def statements(connection: Connection) -> tuple[Record, ...]:
-            return tuple(record_of(record_type, row) for row in connection.execute(query))
-
-        return await self.read(statements)  # converted there, too: thousands of rows would block the event loop
-
-    async def select_page(
-        self, record_type: type[Record], query: Select, offset: int, limit: int
-    ) -> tuple[tuple[Record, ...], PageInfo]:
-        """Returns one page. `query` must have an order without ties, so that pages neither overlap nor skip rows."""
-        count = select(func.count()).select_from(query.order_by(None).subquery())
-
-        def statements(connection: Connection) -> tuple[tuple[Record, ...], PageInfo]:
-            rows = connection.execute(query.offset(offset).limit(limit))
-            records = tuple(record_of(record_type, row) for row in rows)
-            return records, PageInfo(offset, limit, connection.execute(count).scalar_one())
-
-        return await self.read(statements)
-
-    async def search_page(
-        self, record_type: type[Record], found: Select, key: Column[str], page: PageInfo, tenant_id: str
-    ) -> tuple[tuple[Record, ...], PageInfo]:
-        """Like `select_page`, for a query that reads all rows of a tenant. One search runs at a time, of any tenant, so
-        the other readers stay free; each tenant has at most one search waiting for that.
-
-        Args:
-            found: a query with an order.
-            key: of the records.
-        """
-
-        def statements(connection: Connection) -> tuple[tuple[Record, ...], PageInfo]:
-            keys = connection.execute(found.with_only_columns(key)).scalars().all()
-            shown = keys[page.offset : page.offset + page.limit]
-            rows = connection.execute(select(key.table).where(key.in_(shown)))
-            records = {getattr(row, key.name): record_of(record_type, row) for row in rows}
-            found_now = tuple(records[one] for one in shown if one in records)  # one may have been deleted since
-            return found_now, PageInfo(page.offset, page.limit, len(keys))
-
+    async def search(self, statements: Callable[[Connection], T], tenant_id: str) -> T:
+        """Reads all rows of a tenant. One search runs at a time, of any tenant, so the other readers stay free; each
+        tenant has at most one search waiting for that."""
         async with self._searches.turn(tenant_id), self._search:
             await asyncio.sleep(self._search_again_at - time.monotonic())
             began_at = time.monotonic()
@@ -161,20 +104,13 @@ class Database:
                     raise _first(write.error)
 
     def _require_lease(self, connection: Connection) -> None:
-        """Called at the beginning of every write transaction. Raises LeaseLost if another server has the needed
-        lease.
-        """
-        lease = self.required_lease
-        if lease is None:
+        """Called at the beginning of every write transaction. Raises LeaseLost if another server has the lease."""
+        if (lease := self.required_lease) is None:
             return
         same = (leases.c.base_model == lease.base_model) & (leases.c.holder == lease.holder)
         mine = select(leases.c.epoch).where(same, leases.c.epoch == lease.epoch)
         if connection.execute(mine.with_for_update(read=True, key_share=True)).first() is None:
             raise LeaseLost(f"this server no longer has the lease of epoch {lease.epoch}: another server has taken it")
-
-    def _write_until_closed(self) -> None:
-        while group := self._next_group():
-            self._commit_and_resolve([write for write in group if write.done.set_running_or_notify_cancel()])
 
     def _next_group(self) -> "list[PendingWrite]":
         """Waits for a write and returns it with those already queued; empty after the store is closed."""
@@ -186,6 +122,10 @@ class Database:
                 break
             group.append(write)
         return group
+
+    def _write_until_closed(self) -> None:
+        while group := self._next_group():
+            self._commit_and_resolve([write for write in group if write.done.set_running_or_notify_cancel()])
 
     def _commit_and_resolve(self, group: "Sequence[PendingWrite]") -> None:
         try:
@@ -200,9 +140,9 @@ class Database:
 
 def _first(error: OperationalError) -> OperationalError:
     """Returns the first OperationalError of a chain of contexts."""
-    first, each = error, error.__context__
-    while each is not None:
-        first, each = each if isinstance(each, OperationalError) else first, each.__context__
+    first, cause = error, error.__context__
+    while cause is not None:
+        first, cause = cause if isinstance(cause, OperationalError) else first, cause.__context__
     return first
 
 
@@ -216,9 +156,7 @@ class PendingWrite:
         self._result: object = None
 
     def run(self, connection: Connection) -> None:
-        """Runs the statements in a savepoint, so that an error rolls back no other caller's. If run twice, the last run
-        counts.
-        """
+        """Runs the statements in a savepoint, so that an error rolls back no other caller's. The last run counts."""
         try:
             with connection.begin_nested():
                 self._result = self._statements(connection)

@@ -8,9 +8,7 @@ class DatabaseUnreachable(SQLAlchemyError):
 
 
 class LeaseLost(SQLAlchemyError):
-    """Another server has the lease that this store's writes need. Nothing was written, and no later write will
-    succeed.
-    """
+    """Another server has the lease that this store's writes need. Nothing was written, and no later write will be."""
 
 
 OUTAGE_ERRORS = (OperationalError, DatabaseUnreachable)
@@ -21,7 +19,6 @@ OUTAGE_RETRY_SECONDS = 2.0
 
 
 def outage_message(error: SQLAlchemyError) -> str:
-    """Returns the reason that clients get while the database is away."""
     return f"the server's database cannot be used ({driver_message(error)})"
 
 

@@ -6,7 +6,7 @@ Times are seconds since the epoch (UTC); None means that the event has not happe
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import JsonValue
 
@@ -19,39 +19,56 @@ SessionEnd = Literal["success", "errored", "interrupted", "expired"]
 
 
 @dataclass(frozen=True)
-class TenantRecord:
-    """An owner of sessions, runs and checkpoints. Names are unique."""
+class Stored:
+    """The column of a field, as far as the field's type does not say it."""
 
-    tenant_id: str
-    name: str
+    is_key: bool = False
+    """A part of the table's primary key."""
+    refers_to: str | None = None
+    """The column of the foreign key."""
+    is_unique: bool = False
+    is_indexed: bool = False
+    is_small: bool = False
+    """An integer of 32 bits."""
+    may_lack: bool = False
+    """NULL in older rows, for the default."""
+
+
+Key = Annotated[str, Stored(is_key=True)]
+Unique = Annotated[str, Stored(is_unique=True)]
+TenantId = Annotated[str, Stored(refers_to="tenants.tenant_id")]
+SessionId = Annotated[str, Stored(refers_to="sessions.session_id", is_indexed=True)]
+
+
+@dataclass(frozen=True)
+class TenantRecord:
+    """An owner of sessions, runs and checkpoints."""
+
+    tenant_id: Key
+    name: Unique
     created_at: float
 
 
 @dataclass(frozen=True)
 class ApiKeyRecord:
-    """An API key belongs to a tenant. The key itself is never stored.
+    """An API key belongs to a tenant. The key itself is never stored."""
 
-    key_id: assigned by the store.
-    key_hash: sha256 of the key, in hex.
-    scopes: None for all.
-    requests_per_minute: None for no limit specific to this key.
-    """
-
-    key_id: int
-    tenant_id: str
-    key_hash: str
+    key_id: Annotated[int, Stored(is_key=True, is_small=True)]
+    """Assigned by the store."""
+    tenant_id: TenantId
+    key_hash: Unique
+    """sha256 of the key, in hex."""
     created_at: float
     revoked_at: float | None = None
     scopes: tuple[str, ...] | None = None
-    requests_per_minute: int | None = None
+    """None for all."""
+    requests_per_minute: Annotated[int | None, Stored(is_small=True)] = None
+    """None for no limit specific to this key."""
 
 
 @dataclass(frozen=True)
 class KeyCounts:
-    """Counts the API keys of all tenants.
-
-    created: includes revoked keys.
-    """
+    """Counts the API keys of all tenants; `created` includes revoked ones."""
 
     created: int
     revoked: int
@@ -63,16 +80,14 @@ class KeyCounts:
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session of a tenant.
+    """A session of a tenant."""
 
-    last_heartbeat_at: for display only; Sessions keeps the expiry clock in memory.
-    """
-
-    session_id: str
-    tenant_id: str
+    session_id: Key
+    tenant_id: TenantId
     created_at: float
     last_heartbeat_at: float
-    finished_at: float | None = None
+    """For display only; Sessions keeps the expiry clock in memory."""
+    finished_at: Annotated[float | None, Stored(is_indexed=True)] = None
     end: SessionEnd | None = None
     end_detail: str | None = None
     tags: tuple[str, ...] = ()
@@ -85,53 +100,48 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A training run, whose id `<session_id>:train:<model_seq_id>` is the `model_id` on the wire.
+    """A training run, whose id `<session_id>:train:<model_seq_id>` is the `model_id` on the wire."""
 
-    training: its seed has been drawn if the request had none.
-    target_path: the checkpoint that a draft model is trained for; None for the bare base model, or if the run is no
-        draft.
-    asked: hash of the request that created it; None for runs of older versions and runs that no such request created.
-    schedules: what is done after its optimizer steps.
-    """
-
-    run_id: str
-    session_id: str
-    tenant_id: str
+    run_id: Key
+    session_id: SessionId
+    tenant_id: TenantId
     base_model: str
     training: TrainingConfig
+    """Its seed has been drawn if the request had none."""
     created_at: float
     last_request_at: float
     user_metadata: dict[str, str] | None = None
     role: Role = "policy"
     target_path: str | None = None
+    """The checkpoint that a draft is trained for; None for the bare base model, and for other runs."""
     asked: str | None = None
-    schedules: RunSchedules = NO_SCHEDULES
+    """Hash of the request that created it; None for older runs and those that no such request created."""
+    schedules: Annotated[RunSchedules, Stored(may_lack=True)] = NO_SCHEDULES
+    """What is done after its optimizer steps."""
 
     def request_id(self, seq_id: int) -> str:
-        """Returns the id of the run's operation with this seq_id."""
         return f"{self.run_id}:{seq_id}"
 
 
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
-    """Returns the path by which clients name a checkpoint."""
     return f"tinker://{run_id}/{kind}/{name}"
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A published checkpoint. Its files and a manifest.json are in `directory`. Key: (run_id, kind, name).
+    """A published checkpoint. Its files and a manifest.json are in `directory`.
 
     target_path: RunRecord.target_path at the time of the save.
     """
 
-    run_id: str
-    tenant_id: str
-    kind: CheckpointKind
-    name: str
+    run_id: Annotated[str, Stored(is_key=True, refers_to="runs.run_id")]
+    kind: Annotated[CheckpointKind, Stored(is_key=True)]
+    name: Key
+    tenant_id: TenantId
     directory: str
     size_bytes: int
     created_at: float
-    expires_at: float | None
+    expires_at: Annotated[float | None, Stored(is_indexed=True)]
     public: bool
     user_metadata: dict[str, str] | None
     base_model: str
@@ -151,22 +161,19 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class CheckpointCopyRecord:
-    """A copy that a mirror has, or will have, of a checkpoint. Key: (directory, mirror).
+    """A copy that a mirror has, or will have, of a checkpoint."""
 
-    directory: the checkpoint's.
-    mirror: the URL below which all copies are stored.
-    url: of this copy.
-    error: why the last of num_tries attempts failed.
-    updated_at: when the state last changed or an attempt ended.
-    """
-
-    directory: str
-    mirror: str
+    directory: Key
+    """Of the checkpoint."""
+    mirror: Key
+    """The URL below which all copies are stored."""
     url: str
     state: CopyState
     error: str | None
-    num_tries: int
+    """Why the last of num_tries attempts failed."""
+    num_tries: Annotated[int, Stored(is_small=True)]
     updated_at: float
+    """When the state last changed or an attempt ended."""
 
 
 LIVE_STATE = ""
@@ -175,14 +182,14 @@ LIVE_STATE = ""
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """Records which server does the work of a base model. Key: base_model.
+    """Records which server does the work of a base model.
 
     url: where other servers reach the holder.
     epoch: counts the holders, from 1.
     expires_at: by the clock of LeaseTable.acquire; 0 if released.
     """
 
-    base_model: str
+    base_model: Key
     holder: str
     url: str
     epoch: int
@@ -199,9 +206,9 @@ class SamplerRecord:
     draft_path: the draft model used where a request names no other.
     """
 
-    sampler_id: str
-    session_id: str
-    tenant_id: str
+    sampler_id: Key
+    session_id: SessionId
+    tenant_id: TenantId
     base_model: str
     created_at: float
     kind: Literal["base", "checkpoint", "snapshot", "inflight"] = "base"
@@ -215,7 +222,7 @@ class SamplerRecord:
 
     @property
     def adapter_id(self) -> str | None:
-        """Returns the workers' id of the weights to sample from, or None for the bare base model."""
+        """The workers' id of the weights to sample from; None for the bare base model."""
         match self.kind:
             case "base":
                 return None
@@ -228,22 +235,21 @@ class SamplerRecord:
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """Locates the durable result of a request.
+    """Locates the durable result of a request."""
 
-    place: file and offset, in the writer's own format.
-    """
-
-    request_id: str
-    tenant_id: str
+    request_id: Key
+    tenant_id: TenantId
     place: str
+    """File and offset, in the writer's own format."""
     size_bytes: int
     encoding: str
-    created_at: float
+    created_at: Annotated[float, Stored(is_indexed=True)]
 
 
 @dataclass(frozen=True)
 class OperationRecord:
-    """An operation of a run that has ended. Key: (run_id, seq_id).
+    """An operation of a run that has ended; no foreign key, since rows are written in batches, which one unknown run
+    must not fail.
 
     queued_seconds: that it waited for the ranks while others had them: from when it had arrived and the operations
         before it in its run had ended, to the first pass or step that it was part of.
@@ -254,10 +260,10 @@ class OperationRecord:
     metrics: of its result. Older steps have those of the passes before them, too (see RunHistory).
     """
 
-    run_id: str
-    seq_id: int
+    run_id: Key
+    seq_id: Annotated[int, Stored(is_key=True)]
     kind: str
-    ended_at: float
+    ended_at: Annotated[float, Stored(is_indexed=True)]
     queued_seconds: float
     busy_seconds: float
     num_tokens: int
@@ -268,17 +274,17 @@ class OperationRecord:
 
 @dataclass(frozen=True)
 class LoggedMetricsRecord:
-    """Metrics that a client logged for a step of a run. Key: (run_id, step). num_bytes: of the row."""
+    """Metrics that a client logged for a step of a run. num_bytes: of the row."""
 
-    run_id: str
-    step: int
-    logged_at: float
+    run_id: Key
+    step: Annotated[int, Stored(is_key=True)]
+    logged_at: Annotated[float, Stored(is_indexed=True)]
     num_bytes: int
     metrics: dict[str, float]
 
 
 def string_metadata(metadata: Mapping[str, JsonValue] | None) -> dict[str, str] | None:
-    """Converts JSON values to strings: requests may carry any values, but responses must have strings."""
+    """Converts JSON values to strings: requests may carry any values, responses must have strings."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

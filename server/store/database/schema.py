@@ -1,11 +1,13 @@
-"""The tables of the newest format. Large payloads are stored in files; rows only locate them.
+"""The tables of the newest format, with a column for each field of their records. Large payloads are stored in files;
+rows only locate them.
 
-A change here needs a new FORMAT_VERSION and a migration: see migrations.py.
+A change of a record needs a new FORMAT_VERSION and a migration: see migrations.py.
 """
 
 import json
 import re
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import JsonValue
 from sqlalchemy import (
@@ -27,6 +29,21 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql import ColumnElement
 from sqlalchemy.types import TypeEngine
+
+from .records import (
+    ApiKeyRecord,
+    CheckpointCopyRecord,
+    CheckpointRecord,
+    LeaseRecord,
+    LoggedMetricsRecord,
+    OperationRecord,
+    ResultRecord,
+    RunRecord,
+    SamplerRecord,
+    SessionRecord,
+    Stored,
+    TenantRecord,
+)
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
@@ -84,159 +101,46 @@ metadata = MetaData()
 
 format_table = Table("format", metadata, Column("version", Integer, nullable=False))
 
-tenants = Table(
-    "tenants",
-    metadata,
-    Column("tenant_id", PortableText, primary_key=True),
-    Column("name", PortableText, nullable=False, unique=True),
-    Column("created_at", Float, nullable=False),
-)
+_TYPES = {str: PortableText, float: Float, int: BigInteger, bool: Boolean}
 
-api_keys = Table(
-    "api_keys",
-    metadata,
-    Column("key_id", Integer, primary_key=True, autoincrement=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("key_hash", PortableText, nullable=False, unique=True),
-    Column("created_at", Float, nullable=False),
-    Column("revoked_at", Float),
-    Column("scopes", PortableJson(none_as_null=True)),
-    Column("requests_per_minute", Integer),
-)
 
-sessions = Table(
+def _table(name: str, record: type, *constraints: Index | UniqueConstraint) -> Table:
+    """Returns a table with a column for each field of the record."""
+    hints = get_type_hints(record, include_extras=True)
+    return Table(name, metadata, *(_column(field, hint) for field, hint in hints.items()), *constraints)
+
+
+def _column(name: str, hint: Any) -> Column[Any]:
+    kind, stored = (hint.__origin__, hint.__metadata__[0]) if get_origin(hint) is Annotated else (hint, Stored())
+    is_optional = NoneType in get_args(kind)
+    if is_optional:
+        kind, _ = get_args(kind)
+    form = PortableText if get_origin(kind) is Literal else _TYPES.get(kind)
+    if form is None:
+        is_optional |= stored.may_lack
+        form = PortableJson(none_as_null=is_optional)
+    type_or_key = ForeignKey(stored.refers_to) if stored.refers_to else Integer if stored.is_small else form
+    rules = {"primary_key": stored.is_key, "nullable": is_optional, "unique": stored.is_unique or None}
+    return Column(name, type_or_key, **rules, index=stored.is_indexed or None)
+
+
+tenants = _table("tenants", TenantRecord)
+api_keys = _table("api_keys", ApiKeyRecord)
+sessions = _table(
     "sessions",
-    metadata,
-    Column("session_id", PortableText, primary_key=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("last_heartbeat_at", Float, nullable=False),
-    Column("finished_at", Float, index=True),
-    Column("end", PortableText),
-    Column("end_detail", PortableText),
-    Column("tags", PortableJson, nullable=False),
-    Column("user_metadata", PortableJson(none_as_null=True)),
-    Column("sdk_version", PortableText),
-    Column("project_id", PortableText),
-    Column("display_name", PortableText),
-    Column("idempotency_key", PortableText),
+    SessionRecord,
     UniqueConstraint("tenant_id", "idempotency_key"),
     Index("sessions_by_tenant", "tenant_id", "created_at"),
 )
-
-runs = Table(
-    "runs",
-    metadata,
-    Column("run_id", PortableText, primary_key=True),
-    Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("base_model", PortableText, nullable=False),
-    Column("training", PortableJson, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("last_request_at", Float, nullable=False),
-    Column("user_metadata", PortableJson(none_as_null=True)),
-    Column("role", PortableText, nullable=False),
-    Column("target_path", PortableText),
-    Column("asked", PortableText),
-    Column("schedules", PortableJson(none_as_null=True)),
-    Index("runs_by_tenant", "tenant_id", "last_request_at"),
-)
-
-checkpoints = Table(
-    "checkpoints",
-    metadata,
-    Column("run_id", ForeignKey("runs.run_id"), primary_key=True),
-    Column("kind", PortableText, primary_key=True),
-    Column("name", PortableText, primary_key=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("directory", PortableText, nullable=False),
-    Column("size_bytes", BigInteger, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float, index=True),
-    Column("public", Boolean, nullable=False),
-    Column("user_metadata", PortableJson(none_as_null=True)),
-    Column("base_model", PortableText, nullable=False),
-    Column("training", PortableJson, nullable=False),
-    Column("has_optimizer", Boolean, nullable=False),
-    Column("role", PortableText, nullable=False),
-    Column("target_path", PortableText),
-    Index("checkpoints_by_tenant", "tenant_id", "created_at"),
-)
-
-samplers = Table(
-    "samplers",
-    metadata,
-    Column("sampler_id", PortableText, primary_key=True),
-    Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("base_model", PortableText, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("kind", PortableText, nullable=False),
-    Column("model_path", PortableText),
-    Column("run_id", PortableText),
-    Column("draft_path", PortableText),
-)
-
-results = Table(
-    "results",
-    metadata,
-    Column("request_id", PortableText, primary_key=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("place", PortableText, nullable=False),
-    Column("size_bytes", BigInteger, nullable=False),
-    Column("encoding", PortableText, nullable=False),
-    Column("created_at", Float, nullable=False, index=True),
-)
-
-# No foreign keys to runs: rows of both tables are written in batches, which one unknown run must not fail.
-operations = Table(
-    "operations",
-    metadata,
-    Column("run_id", PortableText, primary_key=True),
-    Column("seq_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("kind", PortableText, nullable=False),
-    Column("ended_at", Float, nullable=False, index=True),
-    Column("queued_seconds", Float, nullable=False),
-    Column("busy_seconds", Float, nullable=False),
-    Column("num_tokens", BigInteger, nullable=False),
-    Column("step", BigInteger),
-    Column("error", PortableText),
-    Column("metrics", PortableJson, nullable=False),
-)
-
-logged_metrics = Table(
-    "logged_metrics",
-    metadata,
-    Column("run_id", PortableText, primary_key=True),
-    Column("step", BigInteger, primary_key=True, autoincrement=False),
-    Column("logged_at", Float, nullable=False, index=True),
-    Column("num_bytes", BigInteger, nullable=False),
-    Column("metrics", PortableJson, nullable=False),
-)
-
-checkpoint_copies = Table(
-    "checkpoint_copies",
-    metadata,
-    Column("directory", PortableText, primary_key=True),
-    Column("mirror", PortableText, primary_key=True),
-    Column("url", PortableText, nullable=False),
-    Column("state", PortableText, nullable=False),
-    Column("error", PortableText),
-    Column("num_tries", Integer, nullable=False),
-    Column("updated_at", Float, nullable=False),
-)
-
-leases = Table(
-    "leases",
-    metadata,
-    Column("base_model", PortableText, primary_key=True),
-    Column("holder", PortableText, nullable=False),
-    Column("url", PortableText, nullable=False),
-    Column("epoch", BigInteger, nullable=False),
-    Column("expires_at", Float, nullable=False),
-)
+runs = _table("runs", RunRecord, Index("runs_by_tenant", "tenant_id", "last_request_at"))
+checkpoints = _table("checkpoints", CheckpointRecord, Index("checkpoints_by_tenant", "tenant_id", "created_at"))
+samplers = _table("samplers", SamplerRecord)
+results = _table("results", ResultRecord)
+operations = _table("operations", OperationRecord)
+logged_metrics = _table("logged_metrics", LoggedMetricsRecord)
+checkpoint_copies = _table("checkpoint_copies", CheckpointCopyRecord)
+leases = _table("leases", LeaseRecord)
 
 
 def unexpired(now: float) -> ColumnElement[bool]:
-    """True for checkpoints that have not expired at this time."""
     return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > now)

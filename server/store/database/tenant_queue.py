@@ -20,16 +20,11 @@ class TenantQueue:
         self._num_waiting: dict[str, int] = {}
 
     def is_free(self, tenant_id: str) -> bool:
-        """True if no request of the tenant has its turn or waits for it."""
         return tenant_id not in self._num_waiting
 
     @asynccontextmanager
     async def turn(self, tenant_id: str) -> AsyncIterator[None]:
-        """Waits until no other request of the tenant has its turn.
-
-        Raises:
-            RequestError: 429 if the tenant has MAX_WAITING requests already.
-        """
+        """Waits until no other request of the tenant has its turn. Raises RequestError 429 if MAX_WAITING wait."""
         num = self._num_waiting.get(tenant_id, 0)
         if num >= MAX_WAITING:
             raise RequestError(

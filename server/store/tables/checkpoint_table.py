@@ -5,21 +5,19 @@ from collections.abc import Collection, Mapping
 from sqlalchemy import Connection, delete, func, insert, not_, select, update
 from sqlalchemy.sql import ColumnElement
 
-from ..database.database import Database, PageInfo
+from ..database.database import PageInfo
 from ..database.records import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord
 from ..database.rows import record_of, row_values
 from ..database.schema import checkpoints, runs, sessions, unexpired
+from .record_table import RecordTable
 from .session_table import same_request
 
 
-class CheckpointTable:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class CheckpointTable(RecordTable[CheckpointRecord]):
+    table, record_type = checkpoints, CheckpointRecord
 
     async def put(self, checkpoint: CheckpointRecord, overwrite: bool) -> CheckpointRecord | None:
-        """Inserts the checkpoint. With `overwrite`, replaces and returns one of the same name; else that is an
-        IntegrityError.
-        """
+        """Inserts the checkpoint. With `overwrite`, replaces and returns one of the same name, else an error."""
         same = _same_name(checkpoint.run_id, checkpoint.kind, checkpoint.name)
 
         def statements(connection: Connection) -> CheckpointRecord | None:
@@ -29,7 +27,7 @@ class CheckpointTable:
             connection.execute(insert(checkpoints).values(row_values(checkpoint)))
             return None if row is None else record_of(CheckpointRecord, row)
 
-        return await self._database.write(statements)
+        return await self.database.write(statements)
 
     async def insert_copied(self, session: SessionRecord, run: RunRecord, checkpoint: CheckpointRecord) -> None:
         """Inserts a copied checkpoint with its run and its session, all or nothing."""
@@ -38,22 +36,20 @@ class CheckpointTable:
             for table, record in ((sessions, session), (runs, run), (checkpoints, checkpoint)):
                 connection.execute(insert(table).values(row_values(record)))
 
-        await self._database.write(statements)
+        await self.database.write(statements)
 
     async def find_copied(self, session: SessionRecord) -> CheckpointRecord | None:
-        """Returns the copy made for the same tenant under the same idempotency key."""
         copies = select(checkpoints).join(runs, runs.c.run_id == checkpoints.c.run_id).join(sessions)
-        return await self._database.select_one(CheckpointRecord, copies.where(same_request(session)))
+        return await self._one(copies.where(same_request(session)))
 
     async def get(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
         """Returns the checkpoint, even if it has expired but is not deleted yet."""
-        query = select(checkpoints).where(_same_name(run_id, kind, name))
-        return await self._database.select_one(CheckpointRecord, query)
+        return await self._one(select(checkpoints).where(_same_name(run_id, kind, name)))
 
     async def list_of_runs(self, run_ids: Collection[str], unexpired_at: float) -> tuple[CheckpointRecord, ...]:
         """Returns the runs' unexpired checkpoints, oldest first."""
         of_runs = select(checkpoints).where(checkpoints.c.run_id.in_(run_ids), unexpired(unexpired_at))
-        return await self._database.select_all(CheckpointRecord, of_runs.order_by(checkpoints.c.created_at))
+        return await self._all(of_runs.order_by(checkpoints.c.created_at))
 
     async def list_of_tenant(
         self, tenant_id: str, unexpired_at: float, offset: int, limit: int
@@ -61,28 +57,25 @@ class CheckpointTable:
         """Returns the tenant's unexpired checkpoints, newest first."""
         query = select(checkpoints).where(checkpoints.c.tenant_id == tenant_id, unexpired(unexpired_at))
         order = (checkpoints.c.created_at.desc(), *checkpoints.primary_key)
-        return await self._database.select_page(CheckpointRecord, query.order_by(*order), offset, limit)
+        return await self._page(query.order_by(*order), offset, limit)
 
     async def stock_of_tenant(
         self, tenant_id: str, unexpired_at: float, without: CheckpointRecord | None = None
     ) -> tuple[int, int]:
-        """Returns the number of the tenant's unexpired checkpoints, without that of the same name as `without`, and
-        their bytes."""
+        """Returns the number and bytes of the tenant's unexpired checkpoints, except the one named like `without`."""
         of_tenant = (checkpoints.c.tenant_id == tenant_id) & unexpired(unexpired_at)
         if without is not None:
             of_tenant &= not_(_same_name(without.run_id, without.kind, without.name))
         query = select(func.count(), func.coalesce(func.sum(checkpoints.c.size_bytes), 0)).where(of_tenant)
-        num, num_bytes = await self._database.read(lambda connection: connection.execute(query).one())
+        num, num_bytes = await self.database.read(lambda connection: connection.execute(query).one())
         return num, int(num_bytes)  # PostgreSQL's sum is a Decimal
 
     async def list_expired(self, now: float) -> tuple[CheckpointRecord, ...]:
-        query = select(checkpoints).where(checkpoints.c.expires_at <= now)
-        return await self._database.select_all(CheckpointRecord, query)
+        return await self._all(select(checkpoints).where(checkpoints.c.expires_at <= now))
 
     async def list_directories(self) -> frozenset[str]:
-        """Returns the directories of all checkpoints of all tenants."""
         query = select(checkpoints.c.directory)
-        return await self._database.read(lambda connection: frozenset(connection.execute(query).scalars()))
+        return await self.database.read(lambda connection: frozenset(connection.execute(query).scalars()))
 
     async def move_directories(self, moves: Mapping[str, str]) -> None:
         """Changes directories, old -> new."""
@@ -91,17 +84,17 @@ class CheckpointTable:
             for old, new in moves.items():
                 connection.execute(update(checkpoints).where(checkpoints.c.directory == old).values(directory=new))
 
-        await self._database.write(statements)
+        await self.database.write(statements)
 
     async def set_public(self, checkpoint: CheckpointRecord, public: bool) -> None:
-        await self._database.update(checkpoints, _same_version(checkpoint), {"public": public})
+        await self._update(_same_version(checkpoint), public=public)
 
     async def set_expiry(self, checkpoint: CheckpointRecord, expires_at: float | None) -> None:
-        await self._database.update(checkpoints, _same_version(checkpoint), {"expires_at": expires_at})
+        await self._update(_same_version(checkpoint), expires_at=expires_at)
 
     async def delete(self, checkpoint: CheckpointRecord) -> None:
         """Deletes this version of the checkpoint, but not one that was saved under the same name since."""
-        await self._database.delete(checkpoints, _same_version(checkpoint))
+        await self._delete(_same_version(checkpoint))
 
 
 def _same_name(run_id: str, kind: str, name: str) -> ColumnElement[bool]:

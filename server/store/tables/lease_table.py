@@ -4,15 +4,14 @@ from collections.abc import Collection
 
 from sqlalchemy import Connection, insert, select, update
 
-from ..database.database import Database
 from ..database.records import LeaseRecord
 from ..database.rows import record_of
 from ..database.schema import leases
+from .record_table import RecordTable
 
 
-class LeaseTable:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class LeaseTable(RecordTable[LeaseRecord]):
+    table, record_type = leases, LeaseRecord
 
     async def acquire(
         self, base_models: Collection[str], holder: str, url: str, now: float, seconds: float
@@ -27,22 +26,23 @@ class LeaseTable:
         of_these = select(leases).where(leases.c.base_model.in_(base_models)).order_by(leases.c.base_model)
 
         def statements(connection: Connection) -> tuple[LeaseRecord, ...] | None:
-            rows = connection.execute(of_these.with_for_update()).all()
+            rows = connection.execute(of_these.with_for_update())
             known = {row.base_model: record_of(LeaseRecord, row) for row in rows}
-            clock = self._database.clock(connection, now)
+            clock = self.database.clock(connection, now)
             if any(lease.holder != holder and lease.expires_at > clock for lease in known.values()):
                 return None
-            taken = tuple(
-                LeaseRecord(name, holder, url, _next_epoch(known.get(name), holder), clock + seconds)
-                for name in base_models
-            )
-            for lease in taken:
-                same = leases.c.base_model == lease.base_model
-                is_known = lease.base_model in known
-                connection.execute((update(leases).where(same) if is_known else insert(leases)).values(**vars(lease)))
-            return taken
+            taken = []
+            for name in base_models:
+                if (lease := known.get(name)) is None:
+                    epoch, change = 1, insert(leases)
+                else:
+                    epoch = lease.epoch if lease.holder == holder else lease.epoch + 1
+                    change = update(leases).where(leases.c.base_model == name)
+                taken.append(LeaseRecord(name, holder, url, epoch, clock + seconds))
+                connection.execute(change.values(**vars(taken[-1])))
+            return tuple(taken)
 
-        return await self._database.write(statements)
+        return await self.database.write(statements)
 
     async def renew(self, holder: str, now: float, seconds: float) -> bool:
         """Extends the holder's leases by `seconds`, by the clock of `acquire`. False if one has expired.
@@ -55,24 +55,18 @@ class LeaseTable:
             # key_share: this holder's own writes, which lock the row to check the lease, can run concurrently.
             mine = select(leases.c.expires_at).where(his).with_for_update(key_share=True)
             expiries = connection.execute(mine).scalars().all()
-            clock = self._database.clock(connection, now)
+            clock = self.database.clock(connection, now)
             if not expiries or min(expiries) <= clock:
                 return False
             connection.execute(update(leases).where(his).values(expires_at=clock + seconds))
             return True
 
-        return await self._database.write(statements)
+        return await self.database.write(statements)
 
     async def release(self, holder: str) -> None:
         """Expires the holder's leases, so that any server may take them. Their epochs stay."""
-        await self._database.update(leases, leases.c.holder == holder, {"expires_at": 0.0})
+        await self._update(leases.c.holder == holder, expires_at=0.0)
 
     async def list_all(self) -> tuple[LeaseRecord, ...]:
         """Returns all leases that were ever taken, by base model; expired and released ones included."""
-        return await self._database.select_all(LeaseRecord, select(leases).order_by(leases.c.base_model))
-
-
-def _next_epoch(lease: LeaseRecord | None, holder: str) -> int:
-    if lease is None:
-        return 1
-    return lease.epoch if lease.holder == holder else lease.epoch + 1
+        return await self._all(select(leases).order_by(leases.c.base_model))

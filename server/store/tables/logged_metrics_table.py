@@ -5,27 +5,23 @@ from collections.abc import Mapping
 
 from sqlalchemy import Connection, delete, func, insert, select
 
-from ..database.database import Database
 from ..database.records import LoggedMetricsRecord
 from ..database.rows import row_values
 from ..database.schema import logged_metrics
+from .record_table import RecordTable
 
 _ROW_BYTES = 100
 """Approximate size of a row without its metrics."""
 
 
-class LoggedMetricsTable:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class LoggedMetricsTable(RecordTable[LoggedMetricsRecord]):
+    table, record_type = logged_metrics, LoggedMetricsRecord
 
     async def merge(
         self, run_id: str, logged_at: float, by_step: Mapping[int, Mapping[str, float]], max_growth: int
     ) -> int | None:
-        """Adds metrics to those of the steps; a metric that a step has is replaced.
-
-        Returns the bytes by which the run's metrics have grown; None, with nothing stored, if these are more than
-        `max_growth`.
-        """
+        """Adds metrics to those of the steps, replacing equal ones. Returns the bytes by which the run's metrics have
+        grown; None, with nothing stored, if these are more than `max_growth`."""
         named = (logged_metrics.c.run_id == run_id) & logged_metrics.c.step.in_(by_step)
 
         def statements(connection: Connection) -> int | None:
@@ -41,20 +37,20 @@ class LoggedMetricsTable:
             connection.execute(insert(logged_metrics), [row_values(one) for one in merged])
             return growth
 
-        return await self._database.write(statements)
+        return await self.database.write(statements)
 
     async def num_bytes(self, run_id: str) -> int:
         query = select(func.coalesce(func.sum(logged_metrics.c.num_bytes), 0)).where(logged_metrics.c.run_id == run_id)
-        return int(await self._database.read(lambda connection: connection.execute(query).scalar_one()))
+        return int(await self._scalar(query))
 
     async def list_of_run(self, run_id: str, after: int, limit: int) -> tuple[LoggedMetricsRecord, ...]:
         """Returns the metrics of the steps after `after`, in the order of steps."""
         query = select(logged_metrics).where(logged_metrics.c.run_id == run_id, logged_metrics.c.step > after)
-        return await self._database.select_all(LoggedMetricsRecord, query.order_by(logged_metrics.c.step).limit(limit))
+        return await self._all(query.order_by(logged_metrics.c.step).limit(limit))
 
     async def count_steps(self, run_id: str, after: int) -> int:
         query = select(func.count()).where(logged_metrics.c.run_id == run_id, logged_metrics.c.step > after)
-        return await self._database.read(lambda connection: connection.execute(query).scalar_one())
+        return await self._scalar(query)
 
     async def delete(self, logged_before: float) -> dict[str, int]:
         """Deletes what was logged before; returns the deleted bytes of each run."""
@@ -67,7 +63,7 @@ class LoggedMetricsTable:
             connection.execute(delete(logged_metrics).where(old))
             return deleted
 
-        return await self._database.write(statements)
+        return await self.database.write(statements)
 
 
 def _record(run_id: str, step: int, logged_at: float, metrics: dict[str, float]) -> LoggedMetricsRecord:

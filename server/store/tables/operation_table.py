@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
-from ..database.database import Database
 from ..database.records import OperationRecord
 from ..database.schema import operations
+from .record_table import RecordTable
 
 _seq_id = operations.c.seq_id
 _MAX_READ = 20_000
@@ -15,32 +15,27 @@ _MAX_READ = 20_000
 _DELETE_SAME = delete(operations).where(operations.c.run_id == bindparam("run"), _seq_id == bindparam("seq"))
 
 
-class OperationTable:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class OperationTable(RecordTable[OperationRecord]):
+    table, record_type = operations, OperationRecord
 
     @staticmethod
     def put(connection: Connection, ended: Sequence[OperationRecord]) -> None:
         """Inserts the operations in the caller's transaction, replacing earlier records of the same ones."""
         if ended:
-            rows = [{**vars(one)} for one in ended]
             connection.execute(_DELETE_SAME, [{"run": one.run_id, "seq": one.seq_id} for one in ended])
-            connection.execute(insert(operations), rows)
+            connection.execute(insert(operations), [{**vars(one)} for one in ended])
 
     async def list_newest(
         self, run_id: str, before: int | None, limit: int, failed: bool = False
     ) -> tuple[OperationRecord, ...]:
-        """Returns operations of the run, those with the highest seq_id first.
-
-        Args:
-            before: only with a lower seq_id. failed: only failed ones.
-        """
+        """Returns operations of the run with a seq_id below `before`, if `failed` only failed ones, the highest seq_id
+        first."""
         query = select(operations).where(operations.c.run_id == run_id)
         if before is not None:
             query = query.where(_seq_id < before)
         if failed:
             query = query.where(operations.c.error.is_not(None))
-        return await self._database.select_all(OperationRecord, query.order_by(_seq_id.desc()).limit(limit))
+        return await self._all(query.order_by(_seq_id.desc()).limit(limit))
 
     async def list_of_steps(self, run_id: str, after: int, num_steps: int) -> tuple[OperationRecord, ...]:
         """Returns the operations after a seq_id, in order, up to and including the `num_steps`-th optimizer step.
@@ -51,35 +46,33 @@ class OperationTable:
         steps = select(_seq_id).where(ahead, operations.c.step.is_not(None)).order_by(_seq_id).limit(num_steps)
         last = select(func.max(steps.subquery().c.seq_id)).scalar_subquery()
         query = select(operations).where(ahead, _seq_id <= last).order_by(_seq_id).limit(_MAX_READ)
-        return await self._database.select_all(OperationRecord, query)
+        return await self._all(query)
 
     async def list_between(self, run_id: str, after: int, last: int, limit: int) -> tuple[OperationRecord, ...]:
         """Returns the operations after a seq_id, up to and including `last`, those with the lowest seq_id first."""
         between = (operations.c.run_id == run_id) & (_seq_id > after) & (_seq_id <= last)
         query = select(operations).where(between).order_by(_seq_id).limit(limit)
-        return await self._database.select_all(OperationRecord, query)
+        return await self._all(query)
 
     async def count_steps(self, run_id: str, after: int) -> int:
         ahead = (operations.c.run_id == run_id) & (_seq_id > after)
         query = select(func.count()).where(ahead, operations.c.step.is_not(None))
-        return await self._database.read(lambda connection: connection.execute(query).scalar_one())
+        return await self._scalar(query)
 
     async def newest_seq_id(self, run_id: str) -> int:
         """Returns the highest seq_id of the run's operations, -1 if it has none."""
         query = select(func.coalesce(func.max(_seq_id), -1)).where(operations.c.run_id == run_id)
-        return await self._database.read(lambda connection: connection.execute(query).scalar_one())
+        return await self._scalar(query)
 
     async def newest_step(self, run_id: str) -> OperationRecord | None:
-        """Returns the last optimizer step of the run."""
         steps = select(operations).where(operations.c.run_id == run_id, operations.c.step.is_not(None))
-        return await self._database.select_one(OperationRecord, steps.order_by(_seq_id.desc()).limit(1))
+        return await self._one(steps.order_by(_seq_id.desc()).limit(1))
 
     async def last_seq_id_of_steps_only(self, run_id: str) -> int:
-        """Returns the seq_id up to which the run has only steps (see keep_only), or one before; -1 if it has none
-        such."""
+        """Returns the seq_id up to which the run has only steps (see keep_only), or one before; -1 for none."""
         others = (operations.c.run_id == run_id) & operations.c.step.is_(None)
         query = select(func.coalesce(func.min(_seq_id), 0) - 1).where(others)
-        return await self._database.read(lambda connection: connection.execute(query).scalar_one())
+        return await self._scalar(query)
 
     async def keep_only(self, run_id: str, kept: Sequence[OperationRecord], last: int) -> None:
         """Replaces these operations of the run, and deletes its other ones up to the seq_id `last`, except for steps.
@@ -96,7 +89,7 @@ class OperationTable:
             for one in kept:
                 connection.execute(update(operations).where(of_run, _seq_id == one.seq_id).values(**vars(one)))
 
-        await self._database.write(statements)
+        await self.database.write(statements)
 
     async def delete(self, ended_before: float) -> None:
-        await self._database.delete(operations, operations.c.ended_at < ended_before)
+        await self._delete(operations.c.ended_at < ended_before)

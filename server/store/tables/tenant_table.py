@@ -2,15 +2,14 @@
 
 from sqlalchemy import Connection, insert, select
 
-from ..database.database import Database
 from ..database.records import TenantRecord
 from ..database.rows import row_values
 from ..database.schema import tenants
+from .record_table import RecordTable
 
 
-class TenantTable:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+class TenantTable(RecordTable[TenantRecord]):
+    table, record_type = tenants, TenantRecord
 
     async def ensure(self, tenant: TenantRecord) -> None:
         """Inserts the tenant unless its id exists."""
@@ -20,13 +19,13 @@ class TenantTable:
             if known.first() is None:
                 connection.execute(insert(tenants).values(row_values(tenant)))
 
-        await self._database.write(statements)
+        await self.database.write(statements)
 
     async def get(self, tenant_id: str) -> TenantRecord | None:
-        return await self._database.select_one(TenantRecord, select(tenants).where(tenants.c.tenant_id == tenant_id))
+        return await self._one(select(tenants).where(tenants.c.tenant_id == tenant_id))
 
     async def find(self, name: str) -> TenantRecord | None:
-        return await self._database.select_one(TenantRecord, select(tenants).where(tenants.c.name == name))
+        return await self._one(select(tenants).where(tenants.c.name == name))
 
     async def list_all(self) -> tuple[TenantRecord, ...]:
-        return await self._database.select_all(TenantRecord, select(tenants))
+        return await self._all(select(tenants))

@@ -14,8 +14,7 @@ import pytest
 from trainhouse import AdamParams, Datum, ServiceClient
 from trainhouse.server.cli.commands import main
 from trainhouse.server.cli.output import for_terminal, print_table
-from trainhouse.server.cli.remote.curves import curve
-from trainhouse.server.cli.remote.watching import RunReader
+from trainhouse.server.cli.remote.watching import RunReader, curve
 
 from ...live import LiveServer
 from ..api import needs_openai

@@ -131,7 +131,7 @@ async def test_signing_out_revoking_the_key_and_time_end_a_session(api: Api) -> 
         client.cookies.update(cookies)
         assert (await client.get("/console/runs")).status_code == 303, "the cookie that was kept is worth nothing"
         assert (await other.get("/console/runs")).status_code == 200
-        record = await api.services.auth.key_of(key)
+        record = (await api.services.auth.identify(key)).key
         assert record is not None
         await api.services.auth.revoke(record)
         assert (await other.get("/console/runs")).status_code == 303

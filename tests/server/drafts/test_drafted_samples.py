@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from trainhouse.schemas.sampling import ModelInput, SampleRequest
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.journal import Header, Journal
 from trainhouse.server.sampling.draft_loader import DraftLoader, draft_id
+from trainhouse.server.sampling.sampler import Sampler
+from trainhouse.server.store import CheckpointRecord
 from trainhouse.server.tenants.auth import Tenant
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
@@ -66,14 +69,22 @@ def config_of(model: Path, state_dir: Path, **options: Any) -> ServerConfig:
     return config.with_options(base_models=(*config.models.base_models, ServedModel(OTHER, str(model))))
 
 
+@asynccontextmanager
+async def recording_dispatch(config: ServerConfig) -> AsyncIterator[RecordingDispatch]:
+    dispatch = RecordingDispatch(config)
+    await dispatch.start(lambda message: None)
+    try:
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
 @pytest.fixture(scope="module")
 async def dispatch(
     model: Path, tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
 ) -> AsyncIterator[RecordingDispatch]:
-    dispatch = RecordingDispatch(config_of(model, tmp_path_factory.mktemp("unused")))
-    await dispatch.start(lambda message: None)
-    yield dispatch
-    await dispatch.close()
+    async with recording_dispatch(config_of(model, tmp_path_factory.mktemp("unused"))) as dispatch:
+        yield dispatch
 
 
 @pytest.fixture
@@ -126,6 +137,11 @@ async def kill_worker(dispatch: WorkerDispatch) -> None:
     os.kill(dispatch.pids(MODEL)[0], signal.SIGKILL)
     while dispatch.is_up(MODEL):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
+
+
+def damage_checkpoints(config: ServerConfig) -> None:
+    for file in (config.store.state_dir / "checkpoints").rglob("*.safetensors"):
+        file.write_bytes(b"damaged")
 
 
 async def wait_for_drops(server: Server, dispatch: RecordingDispatch, number: int) -> None:
@@ -311,11 +327,32 @@ async def test_a_draft_is_loaded_once_and_dropped_with_its_last_sampler(
     assert dispatch.loaded == [loaded, loaded]
 
 
-async def test_a_draft_without_samplers_is_dropped_after_a_timeout(server: Server, dispatch: RecordingDispatch) -> None:
-    run_id, kind, name = (await saved_draft(server)).removeprefix("tinker://").split("/")
-    checkpoint = await server.services.store.checkpoints.get(run_id, kind, name)  # pyright: ignore[reportArgumentType]
-    assert checkpoint is not None
+async def loader_of_a_draft(
+    server: Server, dispatch: RecordingDispatch
+) -> tuple[DraftLoader, CheckpointRecord, Sampler]:
+    """Returns a loader that drops unused drafts at once, the checkpoint of one, and a sampler that names it."""
+    sampler = server.services.samplers.find(await create_sampler(server, draft_path=await saved_draft(server)))
+    assert sampler is not None
     drafts = DraftLoader(dispatch, server.services.checkpoints, unused_seconds=0.0)
+    return drafts, await drafts.find(sampler.record.tenant_id, str(sampler.record.draft_path), MODEL), sampler
+
+
+class Held:
+    """Makes calls of a method wait: the first for the first event, the others for the last one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, dispatch: RecordingDispatch, name: str, num: int = 1) -> None:
+        self.is_called, self.may_run = asyncio.Event(), [asyncio.Event() for _ in range(num)]
+        self._call, self._waiting = getattr(dispatch, name), chain(self.may_run, repeat(self.may_run[-1]))
+        monkeypatch.setattr(dispatch, name, self)
+
+    async def __call__(self, *arguments: Any) -> None:
+        self.is_called.set()
+        await next(self._waiting).wait()
+        await self._call(*arguments)
+
+
+async def test_a_draft_without_samplers_is_dropped_after_a_timeout(server: Server, dispatch: RecordingDispatch) -> None:
+    drafts, checkpoint, _ = await loader_of_a_draft(server, dispatch)
     for number in (1, 2):
         async with drafts.use(checkpoint) as first, drafts.use(checkpoint) as second:
             assert first == second == draft_id(checkpoint)
@@ -328,40 +365,31 @@ async def test_a_draft_without_samplers_is_dropped_after_a_timeout(server: Serve
 async def test_a_load_of_a_cancelled_request_is_shared_or_dropped_at_its_end(
     server: Server, dispatch: RecordingDispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafts, samplers = server.services.drafts, server.services.samplers
-    sampler = samplers.find(await create_sampler(server, draft_path=await saved_draft(server)))
-    assert sampler is not None
-    checkpoint = await drafts.draft_for(sampler, REQUEST)
-    assert checkpoint is not None
-    load, may_load, is_loading = dispatch.load_draft, asyncio.Event(), asyncio.Event()
-
-    async def loading(*arguments: Any) -> None:
-        is_loading.set()
-        await may_load.wait()
-        await load(*arguments)
+    _, checkpoint, sampler = await loader_of_a_draft(server, dispatch)
+    drafts = server.services.drafts
+    assert await drafts.draft_for(sampler, REQUEST) == checkpoint
+    held = Held(monkeypatch, dispatch, "load_draft", 2)
 
     async def use() -> None:
         async with drafts.use(checkpoint):
             assert dispatch.has_weights(MODEL, draft_id(checkpoint))
 
-    monkeypatch.setattr(dispatch, "load_draft", loading)
     asking = [asyncio.create_task(use()) for _ in range(2)]
-    await is_loading.wait()
+    await held.is_called.wait()
     asking[0].cancel()
     await asyncio.sleep(0.05)
-    may_load.set()
+    held.may_run[0].set()
     await asking[1]
     assert len(dispatch.loaded) == 1
     await dispatch.drop_draft(MODEL, draft_id(checkpoint))
-    for event in (may_load, is_loading):
-        event.clear()
+    held.is_called.clear()
     asking = asyncio.create_task(use())
-    await is_loading.wait()
+    await held.is_called.wait()
     asking.cancel()
     await asyncio.wait({asking})
     drafts.release_of(sampler)
     await asyncio.sleep(0.05)
-    may_load.set()
+    held.may_run[1].set()
     await asyncio.gather(*drafts._tasks)
     assert len(dispatch.loaded) == len(dispatch.dropped) == 2
     assert not dispatch.has_weights(MODEL, draft_id(checkpoint))
@@ -370,28 +398,17 @@ async def test_a_load_of_a_cancelled_request_is_shared_or_dropped_at_its_end(
 async def test_a_draft_in_use_again_is_not_dropped_by_an_earlier_user(
     server: Server, dispatch: RecordingDispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = server.services.samplers.find(await create_sampler(server, draft_path=await saved_draft(server)))
-    assert sampler is not None
-    drafts = DraftLoader(dispatch, server.services.checkpoints, unused_seconds=0.0)
-    checkpoint = await drafts.find(sampler.record.tenant_id, str(sampler.record.draft_path), MODEL)
-    drop, is_dropping, first, second = dispatch.drop_draft, asyncio.Event(), asyncio.Event(), asyncio.Event()
-    may_drop = chain((first, second), repeat(second))
-
-    async def dropping(*arguments: Any) -> None:
-        is_dropping.set()
-        await next(may_drop).wait()
-        await drop(*arguments)
-
-    monkeypatch.setattr(dispatch, "drop_draft", dropping)
+    drafts, checkpoint, sampler = await loader_of_a_draft(server, dispatch)
+    held = Held(monkeypatch, dispatch, "drop_draft", 2)
     async with drafts.use(checkpoint):
         pass
-    await is_dropping.wait()
+    await held.is_called.wait()
     assert await drafts.draft_for(sampler, REQUEST) == checkpoint
     drafts.release_of(sampler)
-    first.set()
+    held.may_run[0].set()
     await wait_for_drops(server, dispatch, 1)
     async with drafts.use(checkpoint):
-        second.set()
+        held.may_run[1].set()
         await asyncio.sleep(0.05)
         assert dispatch.has_weights(MODEL, draft_id(checkpoint))
     await drafts.close()
@@ -400,31 +417,22 @@ async def test_a_draft_in_use_again_is_not_dropped_by_an_earlier_user(
 async def test_a_draft_that_is_being_dropped_is_loaded_again_before_it_is_used(
     server: Server, dispatch: RecordingDispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = server.services.samplers.find(await create_sampler(server, draft_path=await saved_draft(server)))
-    assert sampler is not None
-    drafts = DraftLoader(dispatch, server.services.checkpoints, unused_seconds=0.0)
-    checkpoint = await drafts.find(sampler.record.tenant_id, str(sampler.record.draft_path), MODEL)
-    drop, is_dropping, may_drop = dispatch.drop_draft, asyncio.Event(), asyncio.Event()
-
-    async def dropping(*arguments: Any) -> None:
-        is_dropping.set()
-        await may_drop.wait()
-        await drop(*arguments)
+    drafts, checkpoint, _ = await loader_of_a_draft(server, dispatch)
+    held = Held(monkeypatch, dispatch, "drop_draft")
 
     async def use() -> bool:
         async with drafts.use(checkpoint):
-            may_drop.set()
+            held.may_run[0].set()
             await wait_for_drops(server, dispatch, 1)
             await asyncio.sleep(0.2)
             return dispatch.has_weights(MODEL, draft_id(checkpoint))
 
-    monkeypatch.setattr(dispatch, "drop_draft", dropping)
     async with drafts.use(checkpoint):
         pass
-    await is_dropping.wait()
+    await held.is_called.wait()
     using = asyncio.create_task(use())
     await asyncio.sleep(0.05)
-    may_drop.set()
+    held.may_run[0].set()
     assert await using and len(dispatch.loaded) == 2
     await drafts.close()
 
@@ -474,8 +482,7 @@ async def test_a_deleted_draft_is_used_while_it_is_loaded(server: Server, dispat
 async def test_a_damaged_draft_fails_the_sample(server: Server, dispatch: RecordingDispatch) -> None:
     path = await saved_draft(server)
     sampler_id = await create_sampler(server, draft_path=path)
-    for file in (server.services.config.store.state_dir / "checkpoints").rglob("*.safetensors"):
-        file.write_bytes(b"damaged")
+    damage_checkpoints(server.services.config)
     failed = await server.result((await server.post("asample", sample_request(sampler_id)))["request_id"])
     assert f"{path} cannot be read: its files are lost" in failed["error"] and failed["category"] == "server"
 
@@ -519,8 +526,7 @@ async def test_a_recovered_request_continues_without_a_damaged_draft(
         path = await saved_draft(former)
         sampler_id = await create_sampler(former, draft_path=path)
         tenant = await former.services.auth.authenticate(ALICE)
-    for file in (config.store.state_dir / "checkpoints").rglob("*.safetensors"):
-        file.write_bytes(b"damaged")
+    damage_checkpoints(config)
     await journal_sample(config, tenant, sampler_id, 1)
     with caplog.at_level(logging.WARNING):
         async with running_server(config, dispatch) as latter:
@@ -576,8 +582,7 @@ async def test_openai_errors_name_the_draft(server: Server) -> None:
         assert whole.json() == streamed.json()
         return whole.json()["error"]
 
-    for file in (server.services.config.store.state_dir / "checkpoints").rglob("*.safetensors"):
-        file.write_bytes(b"damaged")
+    damage_checkpoints(server.services.config)
     cases = [({"draft_path": "nothing"}, 400), ({"draft_path": of_policy}, 400), ({"draft_path": f"{path}-not"}, 404)]
     for fields, status in [*cases, ({"draft_path": path}, 503), ({"model": own}, 503)]:
         error = await refused(status, **fields)
@@ -594,40 +599,28 @@ async def test_openai_errors_name_the_draft(server: Server) -> None:
 @pytest.mark.slow
 async def test_every_sampler_group_loads_the_draft(model: Path, tmp_path: Path) -> None:
     config = server_config(model, tmp_path, sampler_workers=2)
-    dispatch = RecordingDispatch(config)
-    await dispatch.start(lambda message: None)
-    try:
-        async with running_server(config, dispatch) as server:
-            path = await saved_draft(server)
-            drafted, plain = await create_sampler(server, draft_path=path), await create_sampler(server)
-            expected = await draw(server, sample_request(plain))
+    async with recording_dispatch(config) as dispatch, running_server(config, dispatch) as server:
+        path = await saved_draft(server)
+        drafted, plain = await create_sampler(server, draft_path=path), await create_sampler(server)
+        expected = await draw(server, sample_request(plain))
+        answers = await asyncio.gather(*(draw(server, sample_request(drafted)) for _ in range(6)))
+        assert all(tokens_of(each) == tokens_of(expected) and "guesses" in each for each in answers)
+        (loaded,) = dispatch.loaded
+        os.kill(dispatch.pids(MODEL)[-1], signal.SIGKILL)
+        for _ in range(3):
             answers = await asyncio.gather(*(draw(server, sample_request(drafted)) for _ in range(6)))
-            assert all(tokens_of(each) == tokens_of(expected) and "guesses" in each for each in answers)
-            (loaded,) = dispatch.loaded
-            os.kill(dispatch.pids(MODEL)[-1], signal.SIGKILL)
-            for _ in range(3):
-                answers = await asyncio.gather(*(draw(server, sample_request(drafted)) for _ in range(6)))
-                assert all(tokens_of(each) == tokens_of(expected) for each in answers)
-            async with asyncio.timeout(30):
-                while not dispatch.has_weights(MODEL, loaded):
-                    await draw(server, sample_request(drafted))
-    finally:
-        await dispatch.close()
+            assert all(tokens_of(each) == tokens_of(expected) for each in answers)
+        async with asyncio.timeout(30):
+            while not dispatch.has_weights(MODEL, loaded):
+                await draw(server, sample_request(drafted))
 
 
 async def test_drafts_are_refused_with_vllm(model: Path, tmp_path: Path) -> None:
     """vLLM is not called at all."""
     config = server_config(model, tmp_path, sampler="vllm", vllm_url="http://127.0.0.1:9")
-    dispatch = RecordingDispatch(config)
-    await dispatch.start(lambda message: None)
-    try:
-        async with running_server(config, dispatch) as server:
-            path = await saved_draft(server)
-            failed = await server.post("asample", sample_request(await create_sampler(server, draft_path=path)))
-            answer = await server.result(failed["request_id"])
-            assert (
-                "draft_path is not supported by a vLLM that started without a draft" in answer["error"]
-                and answer["category"] == "user"
-            )
-    finally:
-        await dispatch.close()
+    async with recording_dispatch(config) as dispatch, running_server(config, dispatch) as server:
+        path = await saved_draft(server)
+        failed = await server.post("asample", sample_request(await create_sampler(server, draft_path=path)))
+        answer = await server.result(failed["request_id"])
+        assert "draft_path is not supported by a vLLM that started without a draft" in answer["error"]
+        assert answer["category"] == "user"

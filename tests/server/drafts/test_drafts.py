@@ -725,15 +725,10 @@ async def test_drafts_can_run_in_a_separate_rank_group(
     config: ServerConfig, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, role_groups=(parse_role_group("draft=single"),))
-    dispatch = WorkerDispatch(with_noting_worker(config.dispatch_config()))
-    await dispatch.start(lambda message: None)
-    try:
-        async with running_server(config, dispatch) as server:
-            target = await saved_policy(server, 3)
-            draft, policy = await create_draft(server, target_path=target), await create_policy(server, 4)
-            groups = await dispatch.memory()
-            assert policy.model_id in groups[MODEL] and draft.model_id not in groups[MODEL]
-            assert draft.model_id in groups[f"{MODEL} (draft)"]
-            assert (await draft_metrics(draft))["target_seed"] == 3
-    finally:
-        await dispatch.close()
+    async with started_dispatch(config, with_noting_worker) as dispatch, running_server(config, dispatch) as server:
+        target = await saved_policy(server, 3)
+        draft, policy = await create_draft(server, target_path=target), await create_policy(server, 4)
+        groups = await dispatch.memory()
+        assert policy.model_id in groups[MODEL] and draft.model_id not in groups[MODEL]
+        assert draft.model_id in groups[f"{MODEL} (draft)"]
+        assert (await draft_metrics(draft))["target_seed"] == 3

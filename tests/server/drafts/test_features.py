@@ -7,12 +7,14 @@ import asyncio
 import errno
 import json
 import resource
+import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -71,12 +73,13 @@ async def server(config: ServerConfig, dispatch: WorkerDispatch, clock: Clock) -
         yield running
 
 
-@asynccontextmanager
-async def serving(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], state_dir: Path, **options: Any
-) -> AsyncIterator[Server]:
-    async with running_server(config_of(tiny_models, state_dir, **options), dispatch) as running:
-        yield running
+Serving = Callable[..., AbstractAsyncContextManager[Server]]
+
+
+@pytest.fixture
+def serving(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> Serving:
+    """Returns what runs a server with these options; run again, it is the same server after a restart."""
+    return lambda **options: running_server(config_of(tiny_models, tmp_path, **options), dispatch)
 
 
 def some_data(seed: int, number: int = 3) -> list[dict[str, Any]]:
@@ -126,6 +129,10 @@ async def hold(run: Run, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 async def feature_stats(server: Server) -> dict[str, int]:
     return (await server.clients[ALICE].get("workers")).json()["features"]
+
+
+async def limits_of(server: Server) -> dict[str, Any]:
+    return (await server.clients[ALICE].get("limits")).json()
 
 
 def feature_files(server: Server) -> list[str]:
@@ -231,10 +238,8 @@ async def test_references_expire(server: Server, clock: Clock) -> None:
     assert answer["expires_at"] == pytest.approx(expires_at, abs=30)
 
 
-async def test_ttl_is_limited_by_the_server_except_for_accepted_captures(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    async with serving(dispatch, tiny_models, tmp_path) as server:
+async def test_ttl_is_limited_by_the_server_except_for_accepted_captures(serving: Serving) -> None:
+    async with serving() as server:
         draft = await create_draft(server)
         for seconds in (10**12, 86400.5, 1e300):
             refusal = await draft.submit("capture", status=400, data=some_data(1), ttl_seconds=seconds)
@@ -244,7 +249,7 @@ async def test_ttl_is_limited_by_the_server_except_for_accepted_captures(
             )
         answer = await draft.do("capture", data=some_data(1), ttl_seconds=86400)
         assert "error" not in answer, "refused captures do not block later ones"
-    async with serving(dispatch, tiny_models, tmp_path, feature_ttl_seconds=60.0) as server:
+    async with serving(feature_ttl_seconds=60.0) as server:
         draft.server = server
         again = {"data": some_data(1), "ttl_seconds": 86400, "seq_id": 4}
         submitted = await draft.submit("capture", **again)
@@ -356,7 +361,7 @@ async def test_features_found_by_a_capture_are_kept_until_it_is_answered(
 
 
 async def test_room_released_during_a_capture_is_freed_after_it(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: WorkerDispatch, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward_backward, may_end = dispatch.forward_backward, asyncio.Event()
 
@@ -366,7 +371,7 @@ async def test_room_released_during_a_capture_is_freed_after_it(
         return output
 
     options = {"tenant_feature_bytes": 2 * BATCH_BYTES + 100, "feature_wait_seconds": 30}
-    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+    async with serving(**options) as server:
         draft, other = [await create_draft(server) for _ in range(2)]
         await capture(draft, some_data(1))
         monkeypatch.setattr(dispatch, "forward_backward", held_up)
@@ -383,10 +388,10 @@ async def test_room_released_during_a_capture_is_freed_after_it(
 
 
 @pytest.fixture
-async def tight_server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> AsyncIterator[Server]:
+async def tight_server(serving: Serving) -> AsyncIterator[Server]:
     """A server with room for one batch of each tenant."""
     options = {"tenant_feature_bytes": BATCH_BYTES + 100, "feature_wait_seconds": 0.3}
-    async with serving(dispatch, tiny_models, tmp_path, **options) as running:
+    async with serving(**options) as running:
         yield running
 
 
@@ -423,16 +428,14 @@ async def test_a_capture_waits_for_room_that_is_released(tight_server: Server) -
 async def test_limits_show_the_bytes_of_a_tenant_and_of_all(tight_server: Server) -> None:
     for key in (ALICE, BOB):
         await capture(await create_draft(tight_server, key), some_data(2))
-    limits = (await tight_server.clients[ALICE].get("limits")).json()
+    limits = await limits_of(tight_server)
     assert limits["feature_bytes"]["limit"] == BATCH_BYTES + 100
     assert 0 < limits["feature_bytes"]["used"] <= BATCH_BYTES
     assert limits["server_feature_bytes"]["used"] == 2 * limits["feature_bytes"]["used"]
 
 
-async def test_all_tenants_together_have_a_limit(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    async with serving(dispatch, tiny_models, tmp_path, feature_bytes=BATCH_BYTES) as server:
+async def test_all_tenants_together_have_a_limit(serving: Serving) -> None:
+    async with serving(feature_bytes=BATCH_BYTES) as server:
         draft, of_bob = await create_draft(server), await create_draft(server, BOB)
         await capture(draft, some_data(1))
         throttled = await of_bob.submit("capture", status=429, data=some_data(1))
@@ -443,7 +446,7 @@ async def test_all_tenants_together_have_a_limit(
 
 
 async def test_a_capture_waits_for_the_creation_of_its_draft(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dispatch: WorkerDispatch, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_create, create_run = asyncio.Event(), dispatch.create_run
 
@@ -453,7 +456,7 @@ async def test_a_capture_waits_for_the_creation_of_its_draft(
 
     monkeypatch.setattr(dispatch, "create_run", creating)
     options = {"tenant_feature_bytes": BATCH_BYTES + 100, "feature_wait_seconds": 2}
-    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+    async with serving(**options) as server:
         session_id = await server.create_session()
         body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
         draft = Run(server, (await server.post("create_model", body))["request_id"].rpartition(":")[0], session_id)
@@ -490,22 +493,22 @@ async def test_accepted_captures_keep_their_room_after_a_restart(
             await policy.submit("forward", data=with_targets(some_data(2)), **of_pass),
         ]
     async with running_server(config, dispatch) as server:
-        limits = (await server.clients[ALICE].get("limits")).json()
+        limits = await limits_of(server)
         assert limits["feature_bytes"]["used"] == limits["server_feature_bytes"]["used"] == 2 * BATCH_BYTES
     monkeypatch.undo()
     async with running_server(config, dispatch) as server:
         for each in accepted:
             assert "error" not in await server.result(each["request_id"])
         await until(lambda: not server.services.runs.is_busy)
-        limits = (await server.clients[ALICE].get("limits")).json()
+        limits = await limits_of(server)
         assert limits["feature_bytes"]["used"] == (await feature_stats(server))["num_bytes"] < 2 * BATCH_BYTES
 
 
 async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"tenant_feature_bytes": BATCH_BYTES + 100, "feature_wait_seconds": 1}
-    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+    async with serving(**options) as server:
         policy, twin = [await create_policy(server, 3) for _ in range(2)]
         draft = await create_draft(server)
         asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
@@ -527,11 +530,11 @@ async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
 
 
 async def test_a_pass_accepted_without_room_captures_nothing_after_a_restart(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The released features would leave room by then."""
     options = {"tenant_feature_bytes": BATCH_BYTES + 100}
-    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+    async with serving(**options) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
         await capture(draft, some_data(1))
         await hold(policy, monkeypatch)
@@ -539,7 +542,7 @@ async def test_a_pass_accepted_without_room_captures_nothing_after_a_restart(
         accepted = await policy.submit("forward_backward", data=with_targets(some_data(2)), **asked)
         await server.post("release_features", {"model_id": draft.model_id})
     monkeypatch.undo()
-    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+    async with serving(**options) as server:
         assert (await server.result(accepted["request_id"]))["feature_refs"] == [None] * 3
         assert (await feature_stats(server))["num_references"] == 0 and feature_files(server) == []
         policy.server = server
@@ -547,12 +550,10 @@ async def test_a_pass_accepted_without_room_captures_nothing_after_a_restart(
         assert None not in output["feature_refs"], "the next one has room"
 
 
-async def test_a_capture_waits_for_the_step_that_frees_room(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+async def test_a_capture_waits_for_the_step_that_frees_room(serving: Serving) -> None:
     """Each batch is captured for one use, with room for a single batch."""
     options = {"tenant_feature_bytes": BATCH_BYTES + 100, "feature_wait_seconds": 30}
-    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+    async with serving(**options) as server:
         draft = await create_draft(server)
         for seed in range(4):
             data = await capture(draft, some_data(seed), uses=1)
@@ -563,13 +564,11 @@ async def test_a_capture_waits_for_the_step_that_frees_room(
         assert (await feature_stats(server))["num_bytes"] == 0
 
 
-async def test_capture_tokens_count_towards_the_rate_limit(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    async with serving(dispatch, tiny_models, tmp_path, tenant_tokens_per_minute=1000) as server:
+async def test_capture_tokens_count_towards_the_rate_limit(serving: Serving) -> None:
+    async with serving(tenant_tokens_per_minute=1000) as server:
         draft = await create_draft(server)
         await capture(draft, some_data(1))
-        used = (await server.clients[ALICE].get("limits")).json()["tokens_per_minute"]["used"]
+        used = (await limits_of(server))["tokens_per_minute"]["used"]
         assert 0 < used <= 3 * LENGTH, "usage decays with time"
 
 
@@ -780,72 +779,57 @@ async def test_a_policy_trains_although_the_disk_is_full(server: Server) -> None
     assert len(await capture(draft, some_data(2))) == 3, "the disk has room again"
 
 
-async def test_a_policy_trains_without_a_usable_features_directory(server: Server) -> None:
+def after_passes(server: Server, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Acts after each pass of the worker, before the server reads the answer."""
+    forward_backward = server.services.dispatch.forward_backward
+
+    async def acting(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
+        output = await forward_backward(request, *rest)
+        act()
+        return output
+
+    monkeypatch.setattr(server.services.dispatch, "forward_backward", acting)
+
+
+@pytest.mark.parametrize("obstacle", ["no directory", "files disappear", "files cannot be checked"])
+async def test_a_policy_trains_although_its_features_are_lost(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, obstacle: str
+) -> None:
     policy, draft = await create_policy(server, 3), await create_draft(server)
     await capture(draft, some_data(2))
     await server.post("release_features", {"model_id": draft.model_id})
     directory = tenant_directory(server)
-    directory.rmdir()
-    directory.write_text("in the way")
-    body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
-    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
+    if obstacle == "no directory":
+        directory.rmdir()
+        directory.write_text("in the way")
+    elif obstacle == "files disappear":
+        after_passes(server, monkeypatch, lambda: shutil.rmtree(directory))
+    else:
+        stale = OSError(errno.ESTALE, "Stale file handle")
+        monkeypatch.setattr(FeatureFiles, "exist", Mock(side_effect=stale))
+    body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy", "capture_for": draft.model_id}
+    output = await policy.do("forward_backward", **body)
     assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
-    failed = await draft.do("capture", data=some_data(2))
-    assert failed["category"] == "server" and f"'{directory}': make room on this disk" in failed["error"]
-
-
-async def test_a_policy_trains_although_its_captured_files_disappear(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, draft = await create_policy(server, 3), await create_draft(server)
-    forward_backward = server.services.dispatch.forward_backward
-
-    async def delete_afterwards(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
-        output = await forward_backward(request, *rest)
-        for path in (server.services.config.store.state_dir / "features").glob("*/*"):
-            path.unlink()
-        return output
-
-    monkeypatch.setattr(server.services.dispatch, "forward_backward", delete_afterwards)
-    body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
-    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
-    assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
+    if obstacle == "no directory":
+        failed = await draft.do("capture", data=some_data(2))
+        assert failed["category"] == "server" and f"'{directory}': make room on this disk" in failed["error"]
+        return
+    if obstacle == "files cannot be checked":
+        assert f"run {policy.model_id} captures nothing for {draft.model_id}: [Errno" in caplog.text
+    monkeypatch.undo()
+    assert None not in (await policy.do("forward_backward", **body))["feature_refs"]
 
 
 async def test_a_capture_whose_files_disappear_is_an_error(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft, forward_backward = await create_draft(server), server.services.dispatch.forward_backward
-
-    async def delete_afterwards(request: ForwardBackwardRequest, *rest: Any) -> ForwardBackwardOutput:
-        output = await forward_backward(request, *rest)
-        next(tenant_directory(server).iterdir()).unlink()
-        return output
-
+    draft = await create_draft(server)
     with monkeypatch.context() as patch:
-        patch.setattr(server.services.dispatch, "forward_backward", delete_afterwards)
+        after_passes(server, patch, lambda: next(tenant_directory(server).iterdir()).unlink())
         failed = await draft.do("capture", data=some_data(1))
     assert failed["category"] == "server" and f"have disappeared from {tenant_directory(server)}" in failed["error"]
     assert (await feature_stats(server))["num_sequences"] == 0 and feature_files(server) == [], (
         "the other files are deleted as well"
     )
     assert len(await capture(draft, some_data(1))) == 3
-
-
-async def test_a_policy_trains_although_captured_files_cannot_be_checked(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    policy, draft = await create_policy(server, 3), await create_draft(server)
-
-    def stale(*_: object) -> bool:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(FeatureFiles, "exist", stale)
-    body = {"data": with_targets(some_data(1)), "loss_fn": "cross_entropy"}
-    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
-    assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
-    assert f"run {policy.model_id} captures nothing for {draft.model_id}: [Errno" in caplog.text
-    monkeypatch.undo()
-    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
-    assert None not in output["feature_refs"]
 
 
 async def test_capture_for_must_name_a_draft_of_the_tenant(server: Server) -> None:

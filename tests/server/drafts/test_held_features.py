@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -23,7 +22,6 @@ from .test_drafts import create_draft
 from .test_features import (
     LOSS,
     capture,
-    config_of,
     feature_files,
     feature_stats,
     hold,
@@ -31,15 +29,11 @@ from .test_features import (
     some_data,
     train_draft,
 )
+from .test_features import config as config
 
 pytestmark = pytest.mark.anyio
 
 USED_UP = "and none is left"
-
-
-@pytest.fixture
-def config(tiny_models: dict[str, Path], tmp_path: Path) -> ServerConfig:
-    return config_of(tiny_models, tmp_path)
 
 
 async def learn(draft: Run, data: list[dict[str, Any]]) -> None:

@@ -50,12 +50,12 @@ def padded(body: bytes, num_bytes: int) -> bytes:
 
 
 async def test_a_large_body_is_decoded_in_another_process() -> None:
-    assert await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES - 1), UNLIMITED), eval) == os.getpid()
-    assert await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), eval) != os.getpid()
+    assert await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES - 1), UNLIMITED), Decoder(eval)) == os.getpid()
+    assert await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), Decoder(eval)) != os.getpid()
     compressed = Body(zstandard.compress(padded(PROCESS_ID, PROCESS_JSON_BYTES)), UNLIMITED, content_encoding="zstd")
-    assert await decode_body(compressed, eval) != os.getpid()
-    for decode, is_here in ((Decoder(eval, PROCESS_JSON_BYTES + 1), True), (Decoder(eval, PROCESS_JSON_BYTES), False)):
-        where = await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), decode)
+    assert await decode_body(compressed, Decoder(eval)) != os.getpid()
+    for most, is_here in ((PROCESS_JSON_BYTES + 1, True), (PROCESS_JSON_BYTES, False)):
+        where = await decode_body(Body(padded(PROCESS_ID, PROCESS_JSON_BYTES), UNLIMITED), Decoder(eval, most))
         assert (where == os.getpid()) == is_here
     assert decoder_of(FORWARD_BACKWARD, JSON).process_bytes == PROCESS_JSON_BYTES
     assert decoder_of(FORWARD_BACKWARD, PROTOBUF).process_bytes == PROCESS_PROTOBUF_BYTES
@@ -65,8 +65,8 @@ async def test_another_process_decodes_to_the_same_result() -> None:
     inputs = {"target_tokens": np.arange(3), "weights": np.ones(3, np.float32)}
     data = tuple(Datum(np.arange(3, dtype=np.int32), inputs) for _ in range(20))
     body = encode_forward_backward_request(ForwardBackwardRequest("m", 1, data, "cross_entropy"))
-    decode = decoder_of(FORWARD, PROTOBUF)
-    here, apart = decode(body), await decode_in_process(decode.decode, body, None, 1 << 20)
+    decode = decoder_of(FORWARD, PROTOBUF).decode
+    here, apart = decode(body), await decode_in_process(decode, body, None, 1 << 20)
     assert isinstance(apart, ForwardBackwardRequest) and apart.forward_only and len(apart.data) == 20
     for one, other in zip(here.data, apart.data, strict=True):
         assert np.array_equal(one.tokens, other.tokens) and other.tokens.flags.writeable

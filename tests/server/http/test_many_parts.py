@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 from google.protobuf.message import Message
 from pydantic import BaseModel
-from trainhouse.schemas import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.checkpoints import SaveWeightsExternalRequest, SaveWeightsRequest
 from trainhouse.schemas.codec import JSON, PROTOBUF, decode_model
+from trainhouse.schemas.codec import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest, ReleaseFeaturesRequest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.models import CreateModelRequest, CreateSessionRequest
@@ -26,9 +26,10 @@ from trainhouse.server.http.bodies import (
     QUICK_BYTES,
     UNLIMITED,
     Body,
+    Decoder,
     decode_body,
 )
-from trainhouse.server.http.digests import digesting
+from trainhouse.server.http.digests import decode_with_digest
 from trainhouse.server.journal.request_decoding import decoder_of
 
 MOST_UNITS = 10
@@ -60,7 +61,7 @@ def unit() -> float:
 def units_of(decode: Decode, body: bytes) -> float:
     def run() -> None:
         try:
-            digesting(decode)(body)
+            decode_with_digest(decode, body)
         except RequestError:
             return
 
@@ -177,9 +178,9 @@ JSON_PARTS: dict[str, tuple[type[BaseModel] | None, str, str, str]] = {
 def body_of(name: str, size: int) -> tuple[Decode, bytes]:
     """Returns a body of about this size, and its decoder."""
     if name in PROTOBUF_PARTS:
-        return decoder_of(FORWARD_BACKWARD, PROTOBUF), protobuf_of(name, size)
+        return decoder_of(FORWARD_BACKWARD, PROTOBUF).decode, protobuf_of(name, size)
     model, before, part, after = JSON_PARTS[name]
-    decode = decoder_of(FORWARD_BACKWARD, JSON) if model is None else partial(decode_model, model)
+    decode = decoder_of(FORWARD_BACKWARD, JSON).decode if model is None else partial(decode_model, model)
     return decode, filled(before, part, after, size)
 
 
@@ -210,5 +211,5 @@ def test_the_first_wrong_part_ends_the_decoding_of_a_large_body(name: str) -> No
 async def test_larger_bodies_are_decoded_in_a_thread() -> None:
     here = threading.get_ident()
     for size in (QUICK_BYTES - 1, QUICK_BYTES):
-        where = await decode_body(Body(bytes(size), UNLIMITED), lambda body: threading.get_ident())
+        where = await decode_body(Body(bytes(size), UNLIMITED), Decoder(lambda body: threading.get_ident()))
         assert (where == here) == (size < QUICK_BYTES)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from trainhouse.schemas import codec
 from trainhouse.schemas.codec.clip_bounds import check_clip_bounds
-from trainhouse.schemas.codec.rules import Invalid
+from trainhouse.schemas.codec.formats import Invalid
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.dispatch import WorkerDispatch

@@ -307,11 +307,11 @@ async def test_requests_waiting_for_a_former_holder_are_answered_503(
 ) -> None:
     asking = asyncio.create_task(client.post("/poll", content=b"{}"))
     await holder.heard.wait()
-    standby.drop_others()
+    standby.drop(keeps_present=True)
     await asyncio.sleep(0.1)
     assert not asking.done()
     lease.holder_url = "http://127.0.0.1:9"
-    standby.drop_others()
+    standby.drop(keeps_present=True)
     answer = await asyncio.wait_for(asking, 30)
     assert answer.status_code == 503 and "the holder changed" in answer.json()["detail"]
     await asyncio.wait_for(holder.client_left.wait(), 30)
@@ -320,7 +320,7 @@ async def test_requests_waiting_for_a_former_holder_are_answered_503(
 async def test_a_stopping_standby_answers_503(holder: Holder, standby: Standby, client: httpx.AsyncClient) -> None:
     asking = [asyncio.create_task(client.post("/poll", content=b"{}")) for _ in range(3)]
     await wait_until(lambda: len(holder.scopes) == 3)
-    standby.drop_all()
+    standby.drop(keeps_present=False)
     assert [(await one).status_code for one in asking] == [503] * 3
 
 

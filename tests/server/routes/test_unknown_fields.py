@@ -14,8 +14,8 @@ import tinker
 from fastapi import FastAPI
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
-from trainhouse.schemas import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.codec import JSON, PROTOBUF, decode_forward_backward, decode_model
+from trainhouse.schemas.codec import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.errors import RequestError, UnknownField
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardRequest, Request, parts_of

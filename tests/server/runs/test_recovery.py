@@ -132,6 +132,30 @@ async def test_operations_are_repeated_in_order_however_long_a_strike_takes_to_w
     assert performed_since_rebuild(bench) == ["create", 1, 2, 3]
 
 
+async def test_an_operation_that_the_workers_answered_before_they_died_is_repeated_by_the_rebuild(
+    make_bench: MakeBench,
+) -> None:
+    """Its result is still being encoded, or published, when a later operation finds that the run is lost."""
+    bench = await make_bench()
+    await bench.result(0)
+    CrashingOperations(bench, (2,))
+    perform, may_end = bench.operations.perform, asyncio.Event()
+
+    async def ending_late(run: RunRecord, operation: object, seq_id: int) -> Result:
+        result = await perform(run, operation, seq_id)
+        if seq_id == 1:
+            await may_end.wait()
+        return result
+
+    bench.operations.perform = ending_late  # pyright: ignore[reportAttributeAccessIssue]
+    await asyncio.gather(bench.forward_backward(1), bench.forward_backward(2))
+    await asyncio.sleep(0.1)
+    assert "create" not in bench.operations.performed
+    may_end.set()
+    await bench.result(2)
+    assert performed_since_rebuild(bench) == ["create", 1, 2]
+
+
 async def test_an_operation_says_whether_its_workers_restart_or_its_run_is_rebuilt(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.forward_backward(1)
@@ -797,3 +821,34 @@ async def test_a_submit_repeated_after_a_restart_gets_the_same_response(make_ben
     repeated = await bench.submit(2, SaveWeightsRequest(model_id=RUN_ID, path="a", seq_id=2), SAVE)
     assert repeated.request_id == f"{RUN_ID}:2"
     assert await bench.result(2) == {"seq_id": 2}
+
+
+@pytest.mark.parametrize("is_chained", [False, True])
+async def test_gradients_that_could_not_be_cleared_taint_the_next_step_too(
+    make_bench: MakeBench, is_chained: bool
+) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    await bench.run.refuse(2, RefusedOperation("forward_backward", "bad", taints=True))
+    clear, left = bench.operations.clear_gradients, [1]
+
+    async def failing(run: RunRecord, seq_id: int) -> None:
+        if left:
+            left.pop()
+            raise OperationError("there is no memory for the run", "server")
+        await clear(run, seq_id)
+
+    bench.operations.clear_gradients = failing  # pyright: ignore[reportAttributeAccessIssue]
+    await bench.optim_step(3)
+    if not is_chained:
+        assert "no memory" in (await bench.result(3))["error"]
+    await bench.forward_backward(4)
+    await bench.optim_step(5)
+    assert "not taken" in (await bench.result(5))["error"]
+    await bench.forward_backward(6)
+    await bench.optim_step(7)
+    assert await bench.result(7) == {"seq_id": 7}
+    CrashingOperations(bench, (8,))
+    await bench.forward_backward(8)
+    assert await bench.result(8) == {"seq_id": 8}
+    assert performed_since_rebuild(bench) == ["create", 1, 4, "clear", 6, 7, 8]

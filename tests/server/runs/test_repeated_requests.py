@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.journal import Journal
@@ -140,6 +141,11 @@ async def test_a_model_seq_id_of_a_load_belongs_to_one_request(restarting: Resta
         server = await restarting.start()
 
 
+async def set_asked(server: Server, model_id: str, asked: str | None) -> None:
+    changed = update(runs).where(runs.c.run_id == model_id).values(asked=asked)
+    await server.services.store.write(lambda connection: connection.execute(changed))
+
+
 async def test_models_of_earlier_versions_are_compared_as_far_as_they_are_known(restarting: Restarting) -> None:
     """These stored a hash of the request without its kind and, before that, nothing."""
     server = await restarting.start()
@@ -148,12 +154,12 @@ async def test_models_of_earlier_versions_are_compared_as_far_as_they_are_known(
     other = body | {"lora_config": {"rank": 8}}
     hashed = {"kind": "create_model", "session_id": body["session_id"], "model_seq_id": 0, "base_model": MODEL} | LORA
     asked = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
-    await server.services.store.update(runs, runs.c.run_id == model_id, {"asked": asked})
+    await set_asked(server, model_id, asked)
     server = await restarting.start()
     assert await create_model(server, body) == model_id
     refused = await server.post("create_model", other, status=400)
     assert "was a different request, this is a create_model" in refused["detail"]
-    await server.services.store.update(runs, runs.c.run_id == model_id, {"asked": None})
+    await set_asked(server, model_id, None)
     server = await restarting.start()
     assert await create_model(server, other) == model_id
 

@@ -1,5 +1,7 @@
 """The replay log: which operations must be replayed to rebuild a run, and when the journal may release them."""
 
+import math
+
 import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.server.files.segment_log import RecordPosition
@@ -98,7 +100,7 @@ def test_the_journal_releases_what_is_answered_and_covered() -> None:
     made.mark_result_stored(waiting)
     assert released == [1, 2, 3, 4]
     assert replays(made) == [(5, REPLAY)]
-    made.close()
+    made.cover(math.inf)
     assert released == [1, 2, 3, 4, 5]
 
 

@@ -17,7 +17,7 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.sampling import SampleRequest, SamplingParams
 from trainhouse.schemas.training import AdamParams
 from trainhouse.schemas.verbs import CREATE_MODEL
-from trainhouse.server.http.digests import digesting
+from trainhouse.server.http.digests import decode_with_digest
 from trainhouse.server.http.verbs import VERBS
 from trainhouse.server.journal.request_decoding import decoder_of
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -300,10 +300,10 @@ def is_valid(verb: str, body: dict[str, Any]) -> bool:
     decode = (
         partial(decode_model, {**MODELS, "sample": SampleRequest}[verb])
         if verb in (*MODELS, "sample")
-        else decoder_of(VERBS[verb], JSON)
+        else decoder_of(VERBS[verb], JSON).decode
     )
     try:
-        digesting(decode)(json.dumps(body).encode())
+        decode_with_digest(decode, json.dumps(body).encode())
     except RequestError:
         return False
     return True

@@ -639,7 +639,7 @@ async def test_sessions_without_checkpoints_are_deleted_with_their_runs_and_samp
         await store.runs.insert(RunRecord(f"{session_id}:train:0", session_id, "t", "m", LORA, 1.0, 1.0))
         await store.samplers.insert(SamplerRecord(f"{session_id}:sample:0", session_id, "t", "m", 1.0))
     checkpoint = CheckpointRecord(
-        "saved:train:0", "t", "weights", "a", "d", 1, 1.0, None, False, None, "m", LORA, has_optimizer=False
+        "saved:train:0", "weights", "a", "t", "d", 1, 1.0, None, False, None, "m", LORA, has_optimizer=False
     )
     await store.checkpoints.put(checkpoint, overwrite=False)
 

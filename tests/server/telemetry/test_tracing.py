@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from trainhouse import AdamParams, Datum, SamplingParams
 from trainhouse.server.config.option_values import ConfigError
-from trainhouse.server.telemetry.ended_sample import EndedSample
 from trainhouse.server.telemetry.open_tracing import opened_tracing, wants_traces
+from trainhouse.server.telemetry.server_metrics import EndedSample
 from trainhouse.server.telemetry.tracing import Tracing
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.work_context import WorkContext

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 from tinker.cli.auth_api import SelfApiKeyResponse
@@ -206,6 +206,10 @@ async def test_a_look_up_begun_before_a_revocation_does_not_cache_the_key(watche
         await auth.authenticate(key)
 
 
+async def admitted_request(auth: Auth, key: str) -> Request:
+    return Request({"type": "http", "state": {"key": await auth.identify(key, "1.2.3.4")}})
+
+
 async def revoke_all(store: Store) -> None:
     for info in await list_keys(store):
         await revoke_key(store, info.key_id)
@@ -217,14 +221,14 @@ async def test_no_request_trusts_a_key_while_it_is_being_found_out_whether_keys_
     clock = Clock()
     auth = Auth(watched, loopback=False, clock=clock)
     key = await create_key(watched, "team")
-    admitted = await auth.identify(key, "1.2.3.4")
+    request = await admitted_request(auth, key)
     await revoke_all(watched)
     clock.now += 3600
     before = watched.keys.num_counts
 
     found = await asyncio.gather(
         *(auth.authenticate(key) for _ in range(3)),
-        *(auth.confirm(admitted) for _ in range(3)),
+        *(auth.confirm(request) for _ in range(3)),
         auth.tenant_of(key),
         return_exceptions=True,
     )
@@ -240,7 +244,7 @@ async def test_a_count_of_keys_that_began_too_early_is_repeated(
     clock, keys = Clock(), watched.keys
     auth = Auth(watched, loopback=False, clock=clock)
     key = await create_key(watched, "team")
-    admitted = await auth.identify(key, "1.2.3.4")
+    request = await admitted_request(auth, key)
     clock.now += 3600
     keys.has_counted.clear()
     keys.may_count.clear()
@@ -249,7 +253,7 @@ async def test_a_count_of_keys_that_began_too_early_is_repeated(
 
     await revoke_all(watched)
     clock.now += seconds
-    late = asyncio.create_task(auth.authenticate(key) if checked == "a look-up" else auth.confirm(admitted))
+    late = asyncio.create_task(auth.authenticate(key) if checked == "a look-up" else auth.confirm(request))
     await asyncio.sleep(0)
     keys.may_count.set()
 

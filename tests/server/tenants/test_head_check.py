@@ -6,9 +6,9 @@ import httpx
 import pytest
 from fastapi import Request
 from trainhouse.server.config.server_config import ServerConfig
+from trainhouse.server.routes.gate import is_local_request
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.tenants.auth import create_key
-from trainhouse.server.tenants.head_check import is_local_request
 from trainhouse.server.tenants.rate_limits import UnauthenticatedLimits
 from trainhouse.server.tenants.scopes import ROUTE_SCOPES
 from trainhouse.workers.dispatch import WorkerDispatch

@@ -45,7 +45,7 @@ BODIES: dict[str, object] = {
 
 
 async def revoke_here(services: Services, key: str) -> None:
-    record = await services.auth.key_of(key)
+    record = (await services.auth.identify(key)).key
     assert record is not None
     await services.auth.revoke(record)
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from trainhouse.server.text.sample_text import SampleText
-from trainhouse.server.text.stop_strings import StopSearch, StopString
+from trainhouse.server.text.sample_text import SampleText, StopSearch, StopString
 from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
 
 from ...letters import SPECIAL, VOCAB, letter_tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainhouse.client.export_checkpoint import loaded_by
 from trainhouse.client.merged_model import merge_into_base
 from trainhouse.schemas.adapters.adapter_files import write_for_cookbook, write_for_peft
-from trainhouse.schemas.adapters.peft_config import PeftConfig
+from trainhouse.schemas.adapters.peft import PeftConfig
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.checkpoint import TrainedState, read_new_model, read_saved, save

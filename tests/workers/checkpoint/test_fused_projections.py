@@ -8,7 +8,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
-from trainhouse.schemas.adapters.adapter_files import CONFIG, DESCRIPTION, WEIGHTS, write_for_peft
+from trainhouse.schemas.adapters.adapter_files import write_for_peft
+from trainhouse.schemas.adapters.peft import CONFIG, DESCRIPTION, WEIGHTS
 from transformers import AutoModelForCausalLM
 
 from ..adapted import peft_logits, quieten_peft, sequences

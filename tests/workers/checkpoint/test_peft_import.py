@@ -15,10 +15,10 @@ from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trainhouse.schemas.adapters import peft_config
+from trainhouse.schemas.adapters import peft as peft_rules
 from trainhouse.schemas.adapters.adapter_files import write_for_peft
 from trainhouse.schemas.errors import OperationError, RequestError
-from trainhouse.schemas.models import GATE_UP_PATTERN, LoraConfig
+from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.checkpoint import read_new_model
 from trainhouse.workers.checkpoint.peft_import import import_adapter
 from trainhouse.workers.protocol.calls import AdapterFile, Failure, RunSpec
@@ -54,7 +54,7 @@ def made_by_peft(model: Path, directory: Path, **config: Any) -> PeftModel:
 
 def imported(adapted: Adapted, source: Path, target: Path, **changes: Any) -> Path:
     target.mkdir()
-    config = peft_config.PeftConfig.read(json.loads((source / "adapter_config.json").read_text()))
+    config = peft_rules.PeftConfig.read(json.loads((source / "adapter_config.json").read_text()))
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0).model_copy(update=changes)
     file = AdapterFile(str(source / "adapter_model.safetensors"), config.peft_version, config.parameters)
     import_adapter(adapted.lora, lora, file, target, "tiny/model")
@@ -327,7 +327,7 @@ def test_exports_of_earlier_versions_which_name_no_version_of_peft_are_imported(
 
 def test_experts_whose_gate_and_up_mix_ranks_are_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     config = {"target_modules": ["o_proj"], "target_parameters": EXPERTS}
-    config |= {"rank_pattern": {GATE_UP_PATTERN: 8}, "alpha_pattern": {GATE_UP_PATTERN: 12}}
+    config |= {"rank_pattern": {peft_rules.GATE_UP_PATTERN: 8}, "alpha_pattern": {peft_rules.GATE_UP_PATTERN: 12}}
     made_by_peft(tiny_models["mistral4"], tmp_path / "peft", **config)
     with pytest.raises(OperationError, match="has 8 ranks for several parts of a layer that all use them"):
         imported(Adapted(tiny_models["mistral4"]), tmp_path / "peft", tmp_path / "here")
@@ -399,11 +399,11 @@ def test_a_rank_beyond_the_limit_is_refused(tiny_models: dict[str, Path], tmp_pa
 )
 def test_settings_that_change_the_computation_are_refused_by_name(key: str, value: object) -> None:
     config = PeftConfig(r=4, target_modules=["q_proj"]).to_dict()
-    assert peft_config.PeftConfig.read(config) == peft_config.PeftConfig(4, 8.0, None, peft.__version__), (
+    assert peft_rules.PeftConfig.read(config) == peft_rules.PeftConfig(4, 8.0, None, peft.__version__), (
         "peft's own defaults pass"
     )
     with pytest.raises(RequestError, match=f"adapter_config.json has {key} "):
-        peft_config.PeftConfig.read(config | {key: value})
+        peft_rules.PeftConfig.read(config | {key: value})
 
 
 @pytest.mark.full

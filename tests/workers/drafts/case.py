@@ -12,10 +12,9 @@ from trainhouse.workers.drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
 from trainhouse.workers.drafts.losses import DRAFT_LOSSES
 from trainhouse.workers.drafts.losses.draft_scores import DraftGradients
-from trainhouse.workers.drafts.sequences.features import DraftInputs, TargetHead
-from trainhouse.workers.drafts.sequences.labels import Labels
+from trainhouse.workers.drafts.sequences.features import DraftInputs, Labels, TargetHead
 from trainhouse.workers.drafts.sequences.sequence_shard import SequenceShard
-from trainhouse.workers.drafts.sequences.target_distribution import TargetDistribution
+from trainhouse.workers.drafts.sequences.target_form import TargetDistribution
 from trainhouse.workers.heads.head import chunks
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.shapes.logit_budget import LogitBudget

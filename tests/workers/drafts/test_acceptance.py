@@ -61,15 +61,6 @@ def test_passes_equal_a_pass_by_pass_simulation(depth: int) -> None:
         assert found[f"acceptance_length/{kind}"] == pytest.approx((tokens, passes), rel=1e-12)
 
 
-def test_more_passes_begin_where_draft_tokens_are_bad() -> None:
-    num_tokens = 2000
-    values, weights = random_survivals(num_tokens, 4), np.ones(num_tokens, np.float32)
-    found = acceptance_lengths([Survivals(np.arange(num_tokens), values)], weights, [num_tokens])
-    for (tokens, passes), mean in zip(found.values(), 1 + values.sum(2).mean(1), strict=True):
-        assert tokens == num_tokens - 1
-        assert tokens / passes < 0.95 * mean
-
-
 def test_greedy_passes_follow_a_hand_computed_example() -> None:
     survivals = np.zeros((2, 12, 3), np.float32)
     survivals[0, [2, 4, 5, 6], 0] = 1

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.schemas.training import TargetRepr
-from trainhouse.workers.drafts.sequences.target_distribution import TargetDistribution
-from trainhouse.workers.drafts.sequences.target_form import TargetForm, target_form
+from trainhouse.workers.drafts.sequences.target_form import TargetDistribution, TargetForm, target_form
 
 VOCAB_SIZE = 60
 SOME = torch.arange(3, 43, 2)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from trainhouse.schemas.adapters.adapter_files import CONFIG, WEIGHTS, pairs_of, write_for_cookbook
+from trainhouse.schemas.adapters.adapter_files import write_for_cookbook
+from trainhouse.schemas.adapters.peft import CONFIG, WEIGHTS, pairs_of
 from trainhouse.schemas.adapters.tensor_file import TensorFile
 from trainhouse.schemas.adapters.vllm_form import VllmForm
 from trainhouse.workers.engines.vllm.adapters import VllmVersion, link_files

@@ -52,7 +52,7 @@ def written(layout: str, directory: Path, kind: str = "qwen3_moe") -> tuple[Path
 
 
 def parameters(directory: Path, dtype: Literal["float32", "bfloat16"] = "float32") -> dict[str, Tensor]:
-    return BaseModel(a_config(directory, dtype)).own_parameters()
+    return BaseModel(a_config(directory, dtype)).weights.own_parameters()
 
 
 def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
@@ -283,9 +283,9 @@ def test_releases_of_modelopt_that_say_so_in_another_file_load(tmp_path: Path) -
 def test_a_released_base_is_one_of_the_numbers_it_stands_for(tmp_path: Path) -> None:
     packed, plain = written("Kimi's INT4", tmp_path)
     base = BaseModel(a_config(packed))
-    assert not hasattr(base.config, "quantization_config") and not base.is_quantized
-    assert loaded_bytes(a_config(packed)) == loaded_bytes(a_config(plain)) == base.num_bytes
-    assert loaded_bytes(a_config(packed, "bfloat16")) == base.num_bytes // 2
+    assert not hasattr(base.config, "quantization_config") and not base.weights.is_quantized
+    assert loaded_bytes(a_config(packed)) == loaded_bytes(a_config(plain)) == base.weights.num_bytes
+    assert loaded_bytes(a_config(packed, "bfloat16")) == base.weights.num_bytes // 2
 
 
 @pytest.mark.parametrize("layout", RELEASES)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.frozen.packing import pack
+from trainhouse.workers.shapes.packed_format import ReleasedFormat
 from trainhouse.workers.shapes.packed_weights import ReleasedWeights
-from trainhouse.workers.shapes.released_format import ReleasedFormat
 
 from .releases import RELEASES
 

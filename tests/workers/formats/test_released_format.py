@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+from trainhouse.workers.shapes.packed_format import ReleasedFormat
 from trainhouse.workers.shapes.packed_weights import ReleasedWeights
-from trainhouse.workers.shapes.released_format import ReleasedFormat
 
 GPT_OSS: dict[str, Any] = {
     "quant_method": "mxfp4",

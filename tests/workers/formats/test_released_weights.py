@@ -71,10 +71,10 @@ def check_equal(directory: Path) -> Worker:
     ours, theirs = a_worker(directory, "released"), a_worker(directory, "none")
     expected = numbers(theirs)
     assert same(numbers(ours), expected)
-    codes = ours._base._quantized[0].tensors[0]
+    codes = ours._base.weights._quantized[0].tensors[0]
     codes.view(torch.uint8)[0, 0, :4] ^= 1
     changed = a_worker(directory, "released")
-    changed._base._quantized[0].tensors[0].copy_(codes)
+    changed._base.weights._quantized[0].tensors[0].copy_(codes)
     assert not same(numbers(changed), expected)
     return ours
 
@@ -84,7 +84,7 @@ def test_training_and_sampling_equal_those_of_the_unpacked_base(release: str, tm
     directory = released(release, tmp_path)
     ours = check_equal(directory)
     weights = ours.memory()["base_weights"]
-    assert weights == ours._base.num_bytes == planned_bytes(directory)
+    assert weights == ours._base.weights.num_bytes == planned_bytes(directory)
     assert weights < 0.6 * a_worker(directory, "none").memory()["base_weights"]
 
 
@@ -103,9 +103,9 @@ def test_experts_of_gpt_oss_are_held_as_released(tmp_path: Path) -> None:
     config["quantization_config"]["modules_to_not_convert"] = ["model.layers.*.self_attn", "lm_head"]
     (directory / "config.json").write_text(json.dumps(config))
     base = check_equal(directory)._base
-    assert base.num_bytes == planned_bytes(directory)
+    assert base.weights.num_bytes == planned_bytes(directory)
     attention = next(name for name, _ in base.model.named_parameters() if name.endswith("q_proj.weight"))
-    assert base._num_unpacked == 8 and attention.startswith("model.layers.0")
+    assert base.weights._num_unpacked == 8 and attention.startswith("model.layers.0")
 
 
 def test_layers_that_a_release_leaves_unpacked_are_planned_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.workers.lora import Adapter, LoraLinear, MergedLoraLinear, Segment
-from trainhouse.workers.lora.batch_plan import GroupTerms, LinearSite, fold
+from trainhouse.workers.lora.batch_plan import LinearSite, fold
 from trainhouse.workers.lora.segment import RowGroup, group_segments
 from trainhouse.workers.lora.segmented_matmul import PaddedLengths, RaggedLengths, SegmentedMatmul, SingleAdapter
 
@@ -158,8 +158,7 @@ def test_a_single_adapter_is_added_to_the_weight_in_long_rows(
     segments = segments_of([adapted.create("a", rank=5)], [num_tokens])
     for module, parts in ((linears[0], linears[:1]), (MergedLoraLinear(linears), linears)):
         terms = adapted.lora.plan(segments).terms(module.site, num_tokens)
-        assert isinstance(terms, GroupTerms)
-        assert terms.is_long == adds_to_weight
+        assert terms is not None and terms.is_long == adds_to_weight
         assert_equal_to_naive(module, parts, adapted, segments)
         with pytest.raises(AssertionError):
             assert_equal_to_naive(module, parts, adapted, segments, tolerance=1e-9)

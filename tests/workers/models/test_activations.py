@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
-from trainhouse.workers.models.layers.activations import ACTIVATIONS, Activation, clamped_swiglu, relu2
+from trainhouse.workers.ops.fused import EXPERT_ACTIVATIONS, Activation, Gate, Relu2
 
 from ..adapted import relative_error
 
@@ -22,10 +22,13 @@ def naive_clamped(gate: Tensor, up: Tensor) -> Tensor:
 
 
 CASES: dict[str, tuple[Activation, Callable[..., Tensor]]] = {
-    "silu": (ACTIVATIONS["silu"], lambda gate, up: silu(gate) * up),
-    "gelu_pytorch_tanh": (ACTIVATIONS["gelu_pytorch_tanh"], lambda gate, up: gelu(gate, approximate="tanh") * up),
-    "relu2": (ACTIVATIONS["relu2"], lambda up: up.relu() ** 2),
-    "clamped": (clamped_swiglu(1.702, 0.7), naive_clamped),
+    "silu": (EXPERT_ACTIVATIONS["silu"], lambda gate, up: silu(gate) * up),
+    "gelu_pytorch_tanh": (
+        EXPERT_ACTIVATIONS["gelu_pytorch_tanh"],
+        lambda gate, up: gelu(gate, approximate="tanh") * up,
+    ),
+    "relu2": (EXPERT_ACTIVATIONS["relu2"], lambda up: up.relu() ** 2),
+    "clamped": (Gate("clamped", 1.702, 0.7), naive_clamped),
 }
 
 
@@ -34,7 +37,7 @@ def random(columns: int, seed: int) -> Tensor:
 
 
 def features_of(activation: Activation) -> Tensor:
-    return random(2 * SIZE if activation.is_gated else SIZE, seed=1)
+    return random(2 * SIZE if isinstance(activation, Gate) else SIZE, seed=1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,7 +49,7 @@ def test_values_and_gradients_are_those_of_the_formula(name: str, dtype: torch.d
     wanted = naive(*activation.parts(leaf))
     (of_features,) = torch.autograd.grad(wanted, leaf, grad.double())
     with torch.no_grad():
-        found = activation.value(*activation.parts(features))
+        found = activation(*activation.parts(features))
         activation.overwrite(grad, *activation.parts(features))
     for one, other in ((found, wanted), (features, of_features)):
         assert one.dtype == dtype
@@ -61,7 +64,7 @@ def test_nonfinite_values_stay_in_their_row(name: str) -> None:
     for value in (0.5, math.nan, math.inf):
         features, grad = features_of(activation).float(), random(SIZE, seed=2).float()
         features[3] = value
-        found = activation.value(*activation.parts(features))
+        found = activation(*activation.parts(features))
         activation.overwrite(grad, *activation.parts(features))
         results.append(torch.cat((found, features), -1))
     others = [0, 1, 2, 4, 5, 6]
@@ -72,6 +75,6 @@ def test_nonfinite_values_stay_in_their_row(name: str) -> None:
 
 def test_relu2_of_a_layer_has_its_gradient() -> None:
     leaf, grad = random(SIZE, seed=1), random(SIZE, seed=2)
-    (found,) = torch.autograd.grad(relu2(x := leaf.clone().requires_grad_()), x, grad)
+    (found,) = torch.autograd.grad(Relu2()(x := leaf.clone().requires_grad_()), x, grad)
     (wanted,) = torch.autograd.grad((y := leaf.clone().requires_grad_()).relu() ** 2, y, grad)
     assert relative_error(found, wanted) < 1e-6

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from trainhouse.workers.lora import Adapter, Segment
 from trainhouse.workers.models.fused_decoder import fused_trunk
-from trainhouse.workers.models.layers import token_indexer
+from trainhouse.workers.models.layers import latent_attention
 from trainhouse.workers.ops.attention import ATTENTION, Packing, pack_lengths
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from trainhouse.workers.shapes.other_models import logit_scale_of
@@ -172,8 +172,8 @@ def test_tokens_that_an_indexer_leaves_out_are_those_of_transformers(kind: str, 
 def test_the_check_at_load_finds_a_wrong_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config("deepseek_v32", index_topk=256)
     random_model(config, tmp_path)
-    right = token_indexer.choose
-    monkeypatch.setattr(token_indexer, "choose", lambda queries, key, *rest: right(queries, -key, *rest))
+    right = latent_attention.choose
+    monkeypatch.setattr(latent_attention, "choose", lambda queries, key, *rest: right(queries, -key, *rest))
     with pytest.raises(ValueError, match=r"sequences that share a pass are 0\.\d+ of their spread"):
         random_model(config, tmp_path)
 

@@ -123,7 +123,9 @@ def test_the_context_of_phi_moe_ends_at_the_original_length(tmp_path: Path) -> N
     settings = json.loads((directory / "config.json").read_text())
     settings["rope_parameters"]["original_max_position_embeddings"] = 64
     (directory / "config.json").write_text(json.dumps(settings))
-    assert model_module.BaseModel(WorkerConfig(ServedModel("m", str(directory)), device="cpu")).num_positions == 64
+    assert (
+        model_module.BaseModel(WorkerConfig(ServedModel("m", str(directory)), device="cpu")).loaded.num_positions == 64
+    )
 
 
 def sample(worker: Worker, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trainhouse.workers.models.text_parts import text_config_of
+from trainhouse.workers.models.stored.text_parts import text_config_of
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model, refusal_of
 from trainhouse.workers.shapes.other_models import TEXT_PARTS
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -67,7 +67,7 @@ def test_a_text_part_with_its_own_head_runs_as_the_whole_does(kind: str, tmp_pat
     assert adapted.base.runs_own_layers
     assert distance(adapted, theirs) < 1e-5
     names = {name for name, _ in whole.named_parameters()}
-    ours = {adapted.base.saved_name(name) for name, _ in adapted.base.model.named_parameters()}
+    ours = {adapted.base.loaded.saved_name(name) for name, _ in adapted.base.model.named_parameters()}
     assert ours <= names
     assert not [name for name in names - ours if name.startswith("language_model.")]
     assert_adapts_modules_of(adapted, whole)
@@ -120,7 +120,7 @@ def test_the_text_part_of_other_models_runs_as_the_whole_does(model_type: str, t
     assert adapted.base.runs_own_layers
     assert_adapts_modules_of(adapted, whole, part)
     names = {name for name, _ in whole.named_parameters()}
-    ours = {adapted.base.saved_name(name) for name, _ in adapted.base.model.named_parameters()}
+    ours = {adapted.base.loaded.saved_name(name) for name, _ in adapted.base.model.named_parameters()}
     assert ours == {name for name in names if name.startswith(("lm_head.", f"model.{part}."))}
     assert distance(adapted, whole) < 1e-5
     with torch.no_grad():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from trainhouse.workers.models import model as model_module
 from trainhouse.workers.models import twin
-from trainhouse.workers.models.layers import softmax_attention, token_indexer
+from trainhouse.workers.models.layers import latent_attention, softmax_attention
 from trainhouse.workers.shapes.model_shape import ModelShape, describe_model
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -64,8 +64,8 @@ def test_wrong_scales_of_attention_are_found(model_type: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_wrong_choice_of_an_indexer_is_found(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = token_indexer.choose
-    monkeypatch.setattr(token_indexer, "choose", lambda queries, key, *rest: choose(queries, -key, *rest))
+    choose = latent_attention.choose
+    monkeypatch.setattr(latent_attention, "choose", lambda queries, key, *rest: choose(queries, -key, *rest))
     source, config, shape = of_type(model_type)
     assert twin.needs_twin(shape, torch.bfloat16, is_shared=False)
     assert not twin.needs_twin(shape, torch.float32, is_shared=False)  # the model itself is compared

@@ -12,10 +12,10 @@ from trainhouse.workers.ops.attention import (
     Packing,
     pack_lengths,
     packed_attention,
-    row_kernels_for,
 )
 from trainhouse.workers.ops.attention import attend as attend_row
 from trainhouse.workers.ops.attention_kind import AttentionKind
+from trainhouse.workers.ops.kernels import kernels_for
 from trainhouse.workers.shapes.parts import windows
 from transformers import AutoModelForCausalLM
 
@@ -113,7 +113,7 @@ def test_rows_attend_in_kernels_whatever_their_sizes(
     query, key, value = leaves = [x[:, :-1].requires_grad_() for x in wider]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     kind, packing = AttentionKind(0, HEAD_DIM**-0.5, window), Packing(pack_lengths(LONG))
-    assert row_kernels_for(query, key, value, kind) is not None
+    assert kernels_for(query, key, value) is not None
 
     def exactly(window: int | None) -> tuple[Tensor, ...]:
         q, k, v = (x.transpose(0, 1)[None] for x in exact)

@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 from trainhouse.workers.ops.fused import (
+    GATES,
     RmsNorm,
     RotaryTable,
     Rotation,
-    add_rms_norm,
-    geglu,
-    rms_norm,
     rotate_heads,
     swiglu,
 )
-from trainhouse.workers.ops.norms.layer_norm import LayerNorm, layer_norm
+from trainhouse.workers.ops.norms.layer_norm import LayerNorm
 
 from ..adapted import relative_error
 
@@ -68,14 +66,14 @@ def norm(dtype: torch.dtype) -> RmsNorm:
 
 # name -> (fused, naive, shapes of the arguments)
 CASES: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
-    "rms_norm": (lambda x: rms_norm(x, norm(x.dtype)), lambda x: naive_norm(x, weight(x.dtype)), [(TOKENS, SIZE)]),
+    "rms_norm": (lambda x: norm(x.dtype)(x), lambda x: naive_norm(x, weight(x.dtype)), [(TOKENS, SIZE)]),
     "add_rms_norm": (
-        lambda x, y: torch.cat(add_rms_norm(x, y, norm(x.dtype))),
+        lambda x, y: torch.cat(norm(x.dtype).add(x, y)),
         lambda x, y: torch.cat((x + y, naive_norm(x + y, weight(x.dtype)))),
         [(TOKENS, SIZE)] * 2,
     ),
     "the norm alone of add_rms_norm": (
-        lambda x, y: add_rms_norm(x, y, norm(x.dtype))[1],
+        lambda x, y: norm(x.dtype).add(x, y)[1],
         lambda x, y: naive_norm(x + y, weight(x.dtype)),
         [(TOKENS, SIZE)] * 2,
     ),
@@ -86,17 +84,17 @@ CASES: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
         [(TOKENS, HEADS, SIZE)],
     ),
     "layer_norm": (
-        lambda x: layer_norm(x, centering(weight(x.dtype))),
+        lambda x: centering(weight(x.dtype))(x),
         lambda x: naive_layer_norm(x, weight(x.dtype)),
         [(TOKENS, SIZE)],
     ),
     "layer_norm with weights for each head": (
-        lambda x: layer_norm(x, centering(weights_of_heads(x.dtype))),
+        lambda x: centering(weights_of_heads(x.dtype))(x),
         lambda x: naive_layer_norm(x, weights_of_heads(x.dtype)),
         [(TOKENS, HEADS, SIZE)],
     ),
     "swiglu": (swiglu, lambda gate, up: silu(gate) * up, [(TOKENS, SIZE)] * 2),
-    "geglu": (geglu, lambda gate, up: gelu(gate, approximate="tanh") * up, [(TOKENS, SIZE)] * 2),
+    "geglu": (GATES["gelu_pytorch_tanh"], lambda gate, up: gelu(gate, approximate="tanh") * up, [(TOKENS, SIZE)] * 2),
 }
 
 

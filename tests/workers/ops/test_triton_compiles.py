@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton", reason="only CUDA builds of torch bring T
 
 from trainhouse.workers.ops import triton_kernels  # noqa: E402
 from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks  # noqa: E402
+from trainhouse.workers.ops.fused import Gate, RmsNorm, Rotation, swiglu  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -22,23 +23,23 @@ def wide(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16)
 
 
-COS, SIN = torch.zeros(4, 1, 64), torch.zeros(4, 1, 32)
+ROTATION = Rotation(torch.zeros(4, 1, 64), torch.zeros(4, 1, 32))
+NORM, HEAD_NORM = (RmsNorm(wide(size), torch.tensor(1e-6)) for size in (96, 64))
+GELU, CLAMPED = Gate("gelu"), Gate("clamped", 1.7, 7.0)
 CALLS = {
-    "norm": lambda: KERNELS.add_rms_norm(wide(4, 96), None, wide(96), 1e-6),
-    "norm of a sum": lambda: KERNELS.add_rms_norm(wide(4, 96), wide(4, 96), wide(96), 1e-6),
-    "gradient of a norm": lambda: KERNELS.rms_norm_gradient(wide(4, 96), wide(4, 96), wide(96), 1e-6, None),
-    "rotation": lambda: KERNELS.rotate_heads(wide(4, 3, 64), COS, SIN, wide(64), 1e-6),
+    "norm": lambda: KERNELS.add_rms_norm(wide(4, 96), None, NORM),
+    "norm of a sum": lambda: KERNELS.add_rms_norm(wide(4, 96), wide(4, 96), NORM),
+    "gradient of a norm": lambda: KERNELS.rms_norm_gradient(wide(4, 96), wide(4, 96), NORM, None),
+    "rotation": lambda: KERNELS.rotate_heads(wide(4, 3, 64), ROTATION, HEAD_NORM),
     "gradient of a rotation": lambda: KERNELS.rotate_heads_gradient(
-        wide(4, 3, 64), wide(4, 3, 64), COS, SIN, wide(64), 1e-6
+        wide(4, 3, 64), wide(4, 3, 64), ROTATION, HEAD_NORM
     ),
-    "swiglu": lambda: KERNELS.swiglu(wide(4, 96), wide(4, 96)),
-    "gradient of swiglu": lambda: KERNELS.swiglu_gradient(wide(4, 96), wide(4, 96), wide(4, 96)),
-    "geglu": lambda: KERNELS.geglu(wide(4, 96), wide(4, 96)),
-    "gradient of geglu": lambda: KERNELS.geglu_gradient(wide(4, 96), wide(4, 96), wide(4, 96)),
-    "clamped swiglu": lambda: KERNELS.clamped_swiglu(wide(4, 96), wide(4, 96), 1.7, 7.0),
-    "gradient of clamped swiglu": lambda: KERNELS.clamped_swiglu_gradient(
-        wide(4, 96), wide(4, 96), wide(4, 96), 1.7, 7.0
-    ),
+    "swiglu": lambda: KERNELS.gated(wide(4, 96), wide(4, 96), swiglu),
+    "gradient of swiglu": lambda: KERNELS.gated_gradient(wide(4, 96), wide(4, 96), wide(4, 96), swiglu),
+    "geglu": lambda: KERNELS.gated(wide(4, 96), wide(4, 96), GELU),
+    "gradient of geglu": lambda: KERNELS.gated_gradient(wide(4, 96), wide(4, 96), wide(4, 96), GELU),
+    "clamped swiglu": lambda: KERNELS.gated(wide(4, 96), wide(4, 96), CLAMPED),
+    "gradient of clamped swiglu": lambda: KERNELS.gated_gradient(wide(4, 96), wide(4, 96), wide(4, 96), CLAMPED),
     "attention": lambda: attend(100),
     "attention in parts": lambda: attend(4000),
     "attention with sinks and a cap": lambda: attend(100, sinks=Sinks(torch.zeros(4), None), cap=30.0, window=8),

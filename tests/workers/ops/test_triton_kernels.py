@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU: TRITON_INTERPRET=1 runs the kernels on the CPU", allow_module_level=True)
 
 from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks  # noqa: E402
+from trainhouse.workers.ops.fused import Gate, RmsNorm, Rotation  # noqa: E402
 from trainhouse.workers.ops.triton_kernels import TritonKernels  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -52,15 +52,10 @@ def naive_clamped(gate: Tensor, up: Tensor) -> Tensor:
     return (up.clamp(-1.5, 1.5) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-# The kernel, its gradient, and the formula.
-GATES: dict[str, tuple[Callable[..., Tensor], Callable[..., object], Callable[..., Tensor]]] = {
-    "silu": (KERNELS.swiglu, KERNELS.swiglu_gradient, lambda gate, up: silu(gate) * up),
-    "gelu": (KERNELS.geglu, KERNELS.geglu_gradient, lambda gate, up: gelu(gate, approximate="tanh") * up),
-    "clamped": (
-        partial(KERNELS.clamped_swiglu, alpha=1.702, limit=1.5),
-        partial(KERNELS.clamped_swiglu_gradient, alpha=1.702, limit=1.5),
-        naive_clamped,
-    ),
+GATES: dict[Gate, Callable[..., Tensor]] = {
+    Gate("silu"): lambda gate, up: silu(gate) * up,
+    Gate("gelu"): lambda gate, up: gelu(gate, approximate="tanh") * up,
+    Gate("clamped", 1.702, 1.5): naive_clamped,
 }
 
 
@@ -73,11 +68,12 @@ def naive_norm(x: Tensor, weight: Tensor) -> Tensor:
 def test_norms(dtype: torch.dtype, rows: int, size: int) -> None:
     x, update, weight = (random(*shape, dtype=dtype, seed=n) for n, shape in enumerate([(rows, size)] * 2 + [(size,)]))
     grad, addend = random(rows, size, dtype=dtype, seed=4), random(rows, size, dtype=dtype, seed=5)
+    norm = RmsNorm(weight, torch.tensor(EPS))
     out, of_x = differentiate(lambda x: naive_norm(x, weight), grad, x)
-    assert_near(KERNELS.add_rms_norm(x, None, weight, EPS)[1], out)
-    assert_near(KERNELS.rms_norm_gradient(grad, x, weight, EPS, None), of_x)
-    assert_near(KERNELS.rms_norm_gradient(grad, x, weight, EPS, addend), of_x + addend.double())
-    total, normed = KERNELS.add_rms_norm(x, update, weight, EPS)
+    assert_near(KERNELS.add_rms_norm(x, None, norm)[1], out)
+    assert_near(KERNELS.rms_norm_gradient(grad, x, norm, None), of_x)
+    assert_near(KERNELS.rms_norm_gradient(grad, x, norm, addend), of_x + addend.double())
+    total, normed, _ = KERNELS.add_rms_norm(x, update, norm)
     assert_near(total, x.double() + update.double())
     # The interpreter does not round to the nearest bfloat16, as a GPU does.
     assert DEVICE == "cpu" or torch.equal(total, x + update)
@@ -101,22 +97,22 @@ def test_rotation_of_part_of_a_wider_row(dtype: torch.dtype, heads: int, size: i
         return torch.cat((first * wide_cos - second * wide_sin, second * wide_cos + first * wide_sin), -1)
 
     out, of_x = differentiate(rotate, grad, x)
-    assert_near(KERNELS.rotate_heads(x, cos, sin, weight, EPS), out)
+    rotation, norms = Rotation(cos, sin), None if weight is None else RmsNorm(weight, torch.tensor(EPS))
+    assert_near(KERNELS.rotate_heads(x, rotation, norms)[0], out)
     kept = None if weight is None else x
-    assert_near(KERNELS.rotate_heads_gradient(grad, kept, cos, sin, weight, EPS), of_x)
+    assert_near(KERNELS.rotate_heads_gradient(grad, kept, rotation, norms), of_x)
 
 
 @DTYPES
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 1024), (3, 1500)])
-@pytest.mark.parametrize("kind", ["silu", "gelu", "clamped"])
-def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize("kind", GATES, ids=lambda kind: kind.name)
+def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, kind: Gate) -> None:
     both = random(rows, 2 * size, dtype=dtype).mul_(2)
     gate, up = both.chunk(2, -1)
     grad = random(rows, size, dtype=dtype, seed=1)
-    value, gradient, naive = GATES[kind]
-    out, of_gate, of_up = differentiate(naive, grad, gate, up)
-    assert_near(value(gate, up), out)
-    gradient(grad, gate, up)
+    out, of_gate, of_up = differentiate(GATES[kind], grad, gate, up)
+    assert_near(KERNELS.gated(gate, up, kind)[0], out)
+    KERNELS.gated_gradient(grad, gate, up, kind)
     assert_near(both, torch.cat((of_gate, of_up), -1))
 
 

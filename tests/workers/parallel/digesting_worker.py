@@ -12,7 +12,7 @@ DIGESTING = "trainhouse.tests.workers.parallel.digesting_worker:DigestingWorker"
 class DigestingWorker(Worker):
     def digests(self) -> dict[str, str]:
         """Returns a digest of this rank's part of each base weight."""
-        own = self._base.own_parameters()
+        own = self._base.weights.own_parameters()
         return {name: sha256(weight.contiguous().numpy().tobytes()).hexdigest() for name, weight in own.items()}
 
     def draft_weights(self, run_id: str) -> dict[str, np.ndarray]:

@@ -11,8 +11,8 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import SamplingSlice, SliceResult
-from trainhouse.workers.sampler.logits.token_choice import DraftTokens, VerifyResult
 from trainhouse.workers.sampler.rank_sync import RankSync
+from trainhouse.workers.sampler.requests.token_choice import DraftTokens, VerifyResult
 from trainhouse.workers.state.vectors import FORWARD_VECTORS
 
 from .watched_worker import ERRORS, WatchedWorker

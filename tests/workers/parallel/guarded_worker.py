@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainhouse.workers.models.layers import decoder_layer
+from trainhouse.workers.ops.fused import RmsNorm
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep, PartAnswer, Pass, SamplingSlice, SliceResult
 from trainhouse.workers.worker.worker import Worker
@@ -52,13 +52,14 @@ class GuardedWorker(Worker):
 
     def _load(self, mesh: Mesh) -> None:
         super()._load(mesh)
-        add_norm = decoder_layer.add_norm
+        add = RmsNorm.add
 
-        def watched(hidden: Tensor, *others: Any) -> Any:
-            self._operations("pass" if torch.is_grad_enabled() else "decode").normed_tokens.add(len(hidden))
-            return add_norm(hidden, *others)
+        def watched(norm: RmsNorm, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+            if hidden.shape[-1] == self._base.unembedding.shape[1]:  # no norm of latent vectors or heads
+                self._operations("pass" if torch.is_grad_enabled() else "decode").normed_tokens.add(len(hidden))
+            return add(norm, hidden, update)
 
-        decoder_layer.add_norm = watched
+        RmsNorm.add = watched
 
     def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
         with _Watch(self._operations("pass")):

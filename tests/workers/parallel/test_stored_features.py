@@ -342,7 +342,7 @@ def test_only_one_rank_of_a_team_writes_features(case: Case, tiny_models: dict[s
         capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=captures)
         share = DataShare(range(len(LENGTHS)), len(LENGTHS))
         for request in (pair.capturing(tmp_path), capture):
-            answers = where.answers("run_pass", (OperationPart(where._new_operation(), request, shared=share),))
+            answers = where.answers("run_pass", (OperationPart(where._new_operation(), request, rank_share=share),))
             by_rank = [sum(FEATURES in each for each in output.outputs.values()) for (output,) in answers]
             assert by_rank == [len(LENGTHS), *[0] * (case.parallel.num_ranks - 1)]
 

@@ -8,9 +8,8 @@ import pytest
 from trainhouse.schemas.models import Role
 from trainhouse.workers.planner.activations import activations, forward_activations
 from trainhouse.workers.planner.estimate import estimate
-from trainhouse.workers.planner.group_memory import RankBytes, group_memory
+from trainhouse.workers.planner.group_memory import RankBytes, group_memory, largest_term
 from trainhouse.workers.planner.groups_plan import GroupsPlan, PlannedGroup
-from trainhouse.workers.planner.largest_term import largest_term
 from trainhouse.workers.planner.trainable_memory import adapter_size, value_head_size
 from trainhouse.workers.planner.workload import Workload
 from trainhouse.workers.protocol.calls import RunSpec

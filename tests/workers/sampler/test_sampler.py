@@ -20,9 +20,14 @@ from trainhouse.workers.protocol.calls import Failure, OperationPart, SampleJob,
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import shared_state
 from trainhouse.workers.sampler.engine import SamplingEngine
-from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
-from trainhouse.workers.sampler.logits.token_choice import SamplingSettings, SamplingTensors, choose
 from trainhouse.workers.sampler.requests.text import StopStrings
+from trainhouse.workers.sampler.requests.token_choice import (
+    SamplingSettings,
+    SamplingTensors,
+    choose,
+    noise_key,
+    uniforms,
+)
 from trainhouse.workers.sampler.shared_state import SharedState
 from trainhouse.workers.training.pass_runner import PassRunner
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -682,7 +687,7 @@ def test_gathering_layers_does_not_count_against_a_slices_time(
 
         return running
 
-    monkeypatch.setattr(adapted.base, "gathered", gathered)
+    monkeypatch.setattr(adapted.base.weights, "gathered", gathered)
     monkeypatch.setattr(adapted.base, "hidden_states", taking_a_second(adapted.base.hidden_states))
     if (tape := new_step_tape()) is not None:
         monkeypatch.setattr(type(tape), "repeat", taking_a_second(type(tape).repeat))

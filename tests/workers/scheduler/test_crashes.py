@@ -15,11 +15,11 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.tests.workers.recording_worker import RECORDING
+from trainhouse.tests.workers.recording_worker import RECORDING, RecordingWorker
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools import local
 from trainhouse.workers.pools.children import Child
-from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec, SampleJob, WorkerLost
+from trainhouse.workers.protocol.calls import Failure, OptimizerStep, RunSpec, SampleJob, WorkerLost
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
 MAX_STRIKES = 3
@@ -30,10 +30,10 @@ def run(test: Coroutine[object, object, None]) -> None:
 
 
 @asynccontextmanager
-async def recording_dispatch(*runs: str) -> AsyncIterator[WorkerDispatch]:
+async def recording_dispatch(*runs: str, worker: str = RECORDING) -> AsyncIterator[WorkerDispatch]:
     """Starts a dispatch with passes of 800 tokens and a backoff so small that crashing often costs no time."""
     model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu")
-    dispatch = WorkerDispatch(DispatchConfig((model,), worker=RECORDING, slice_milliseconds=5, pass_tokens=800))
+    dispatch = WorkerDispatch(DispatchConfig((model,), worker=worker, slice_milliseconds=5, pass_tokens=800))
     dispatch._own["tiny"].group.supervisor.backoff.first = 0.01
     await dispatch.start(lambda _: None)
     try:
@@ -218,6 +218,29 @@ def test_a_shutdown_is_not_a_crash() -> None:
         with pytest.raises(OperationError, match="shutting down") as failed:
             await running
         assert not isinstance(failed.value, WorkerLost)
+
+    run(check())
+
+
+class FailingSteps(RecordingWorker):
+    """Fails in the middle of optimizer steps, as of those in a later chunk."""
+
+    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
+        if any(step.run_id == "fails" for step in steps):
+            raise KeyError("unforeseen")
+        return super().apply_steps(steps)
+
+
+def test_runs_are_lost_if_their_steps_fail_unexpectedly() -> None:
+    """Steps of which nobody knows whether they were taken cannot be answered."""
+
+    async def check() -> None:
+        async with recording_dispatch("a", "fails", worker=f"{__name__}:{FailingSteps.__name__}") as dispatch:
+            async with busy(dispatch, "a"):
+                steps = [asyncio.create_task(dispatch.optim_step(step(run_id))) for run_id in ("a", "fails")]
+            assert await were_alone(*steps) == [False, False]
+            await recreate(dispatch, "a")
+            await dispatch.optim_step(step("a"))
 
     run(check())
 

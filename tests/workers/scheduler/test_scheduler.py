@@ -100,6 +100,13 @@ def test_a_step_is_refused_if_a_whole_pass_failed() -> None:
     assert group.scheduler.held.with_refusal(step("a").step).refusal_reason is None
 
 
+def test_a_step_is_refused_if_gradients_could_not_be_cleared() -> None:
+    group = Group()
+    group.add(MethodWork("a", "alice", CLEAR_GRADIENTS, ("a",)))
+    group.do(Failure("no memory", "server"))
+    assert group.scheduler.held.with_refusal(step("a").step).refusal_reason == "no memory"
+
+
 def test_kinds_of_calls_share_the_time() -> None:
     group = Group()
     group.add(sampling("job"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from huggingface_hub import try_to_load_from_cache
 from trainhouse.schemas.adapters.model_files import model_directory
-from trainhouse.workers.models.text_parts import text_config_of
+from trainhouse.workers.models.stored.text_parts import text_config_of
 from trainhouse.workers.protocol.worker_config import ServedModel
 from trainhouse.workers.shapes.layouts.parameters import num_parameters
 from trainhouse.workers.shapes.model_shape import (

@@ -155,7 +155,7 @@ def test_every_gradient_and_three_steps_equal_those_of_transformers(kind: str, t
             wanted.copy_(weights)
     # The shared base is untouched.
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for name, weights in worker._base.own_parameters().items():
+    for name, weights in worker._base.weights.own_parameters().items():
         assert torch.equal(weights, dict(loaded.named_parameters())[name].detach()), name
 
 

@@ -106,8 +106,8 @@ class TenantRuns:
     is_dense: the model has no experts, whose batches would depend on other tokens.
     """
 
-    def __init__(self, directory: Path, **knobs: int) -> None:
-        self.worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1, **knobs))
+    def __init__(self, directory: Path, **options: int) -> None:
+        self.worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1, **options))
         self.directory, self.is_dense = directory, "moe" not in directory.name
         for run_id, tenant in TENANTS.items():
             self.add(run_id, tenant.lora)
@@ -190,11 +190,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("knobs", [{}, {"micro_batch_tokens": 64, "head_chunk_tokens": 16}, {"adapter_slots": 3}])
+@pytest.mark.parametrize("options", [{}, {"micro_batch_tokens": 64, "head_chunk_tokens": 16}, {"adapter_slots": 3}])
 def test_each_operation_of_a_mixed_pass_equals_itself_alone(
-    knobs: dict[str, int], tenant_runs: TenantRuns, alone: Results
+    options: dict[str, int], tenant_runs: TenantRuns, alone: Results
 ) -> None:
-    assert_same(TenantRuns(tenant_runs.directory, **knobs).run(*requests().values()), alone)
+    assert_same(TenantRuns(tenant_runs.directory, **options).run(*requests().values()), alone)
 
 
 def test_a_segment_off_by_one_token_is_detected(tenant_runs: TenantRuns, alone: Results) -> None:

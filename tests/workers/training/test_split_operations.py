@@ -14,7 +14,7 @@ from trainhouse.workers.lora import Adapter
 from trainhouse.workers.losses import LOSSES, LossOutput
 from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerStep, PartAnswer, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.training.rounds import rounds
+from trainhouse.workers.training.pass_runner import rounds
 from trainhouse.workers.worker.worker import Worker
 
 from ..requests import repeatable

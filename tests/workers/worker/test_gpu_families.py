@@ -33,9 +33,9 @@ def own_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def new_worker(tiny_models: dict[str, Path], kind: str, device: str, dtype: str, **knobs: Any) -> Worker:
-    model, knobs = ServedModel("tiny", str(tiny_models[kind])), {"kv_cache_bytes": 64 << 20} | knobs
-    return Worker(WorkerConfig(model, device=device, dtype=dtype, **knobs))
+def new_worker(tiny_models: dict[str, Path], kind: str, device: str, dtype: str, **options: Any) -> Worker:
+    model, options = ServedModel("tiny", str(tiny_models[kind])), {"kv_cache_bytes": 64 << 20} | options
+    return Worker(WorkerConfig(model, device=device, dtype=dtype, **options))
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

@@ -15,8 +15,7 @@ from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
 from ..losses.draft_scores import DraftGradients, DraftScores
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
-from ..sequences.features import DraftInputs
-from ..sequences.labels import Labels, Options
+from ..sequences.features import DraftInputs, Labels, Options
 from .draft_shape import DraftShape
 
 # Weights by name.
@@ -24,8 +23,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class DraftPass(Protocol):
-    """A draft's training pass over the sequences of a micro-batch. Rows are scored and differentiated in chunks;
-    `close` ends the pass."""
+    """A draft's training pass over a micro-batch. Rows are scored and differentiated in chunks; `close` ends it."""
 
     @property
     def num_rows(self) -> int: ...
@@ -42,8 +40,7 @@ class DraftPass(Protocol):
         ...
 
     def label_indices(self, rows: slice) -> Tensor:
-        """Returns the index into the labels of each predicted token, int64 [m, depth]; arbitrary where no token is
-        predicted."""
+        """Returns the index of each predicted token's label, int64 [m, depth]; arbitrary where none is predicted."""
         ...
 
     def backward(self, gradients: DraftGradients) -> None:
@@ -67,37 +64,27 @@ class DraftNetwork(Protocol):
         ...
 
     def propose(self, observed: TargetStates, num_draft_tokens: int, ends: TargetEnds, draw: Draw) -> None:
-        """Adds the observed tokens to the KV cache, then drafts `num_draft_tokens` after the last of
-        `observed.next_tokens`."""
+        """Adds the observed tokens to the KV cache, then drafts tokens after the last of `observed.next_tokens`."""
         ...
 
 
 class DraftAlgorithm(Protocol):
-    """Defines a draft algorithm."""
+    default_target_repr: TargetRepr | None
+    """The form in which drafts read the target's distribution unless their configuration names another; None if they do
+    not read it."""
+    scoring_parameters: Collection[str]
+    """The weights whose gradients a pass computes while it scores, without autograd."""
 
     def draft_lengths(self, shape: DraftShape) -> DraftLengths:
         """Returns how many tokens its drafts propose at a time while sampling."""
         ...
 
-    @property
-    def default_target_repr(self) -> TargetRepr | None:
-        """Returns in which form its drafts read the target's distribution unless their configuration names another,
-        None if they do not read it."""
-        ...
-
-    @property
-    def scoring_parameters(self) -> Collection[str]:
-        """Returns the names of the weights whose gradients a pass computes while it scores, without autograd."""
-        ...
-
     def lookahead(self, options: Options) -> int:
-        """Returns the look-ahead in tokens: how far after a token the predictions from it read. `options` are the
-        loss's."""
+        """Returns how many tokens after a token the predictions from it read. `options` are the loss's."""
         ...
 
     def with_defaults(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
-        """Returns the configuration with all defaults filled in. Raises OperationError if it is not possible for this
-        target."""
+        """Fills in all defaults. Raises OperationError if the configuration is not possible for this target."""
         ...
 
     def inference_config(self, config: DraftConfig) -> Mapping[str, Any]:
@@ -122,6 +109,6 @@ class DraftAlgorithm(Protocol):
 
         Args:
             recomputes: whether activations are recomputed in the backward pass instead of kept.
-            team: the ranks that have parts of its layers (see parameter_sharding.py) and run the same tokens.
+            team: the ranks that have parts of its layers and run the same tokens.
         """
         ...

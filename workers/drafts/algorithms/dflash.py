@@ -6,7 +6,7 @@ to a - 1, and position k of the block predicts x_(a+k). Embedding and output hea
 those of the released drafts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ from ..losses.draft_scores import DraftGradients, DraftScores
 from ..sequences.block_attention import KeyValues, attend_blocks
 from ..sequences.blocks import Blocks
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
-from ..sequences.features import DraftInputs, TargetHead
-from ..sequences.labels import Labels, Options
+from ..sequences.features import DraftInputs, Labels, Options, TargetHead
 from ..sequences.sequence_shard import shard_slice
 from .algorithm import Tensors
 from .draft_shape import DraftShape, with_defaults
@@ -49,7 +48,7 @@ class DFlash:
     """Implements DraftAlgorithm for DFlash drafts."""
 
     default_target_repr: TargetRepr | None = None
-    scoring_parameters = ()
+    scoring_parameters: Collection[str] = ()
 
     def draft_lengths(self, shape: DraftShape) -> DraftLengths:
         assert shape.block_size is not None

@@ -11,8 +11,7 @@ from .eagle3 import Eagle3
 
 @dataclass(frozen=True, kw_only=True)
 class DraftProgram(Program):
-    """A program whose model is no head over the base model's final hidden states, but a model that reads the hidden
-    states of its target."""
+    """A program whose model is no head over the base model, but reads the hidden states of its target."""
 
     algorithm: DraftAlgorithm
 

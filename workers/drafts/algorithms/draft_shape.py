@@ -54,7 +54,6 @@ class DraftShape(DraftSizes):
 
     @property
     def scaling(self) -> float:
-        """Returns the scale of attention scores."""
         return self.head_dim**-0.5
 
     def rotation(self, device: torch.device) -> tuple[Tensor, float]:

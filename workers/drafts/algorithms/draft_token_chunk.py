@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...ops.linear import add_product
 from ..losses.draft_scores import DraftGradients, DraftScores
-from ..sequences.target_distribution import TargetDistribution
+from ..sequences.target_form import TargetDistribution
 
 
 class DraftTokenChunk:

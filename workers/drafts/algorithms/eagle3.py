@@ -6,12 +6,13 @@ token before; the first one reads a projection of the target's hidden states at 
 at t+1+i. Parameter names are those of published drafts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from ....schemas.errors import OperationError
@@ -27,15 +28,13 @@ from ...shapes.logit_budget import LogitBudget
 from ...state.parameter import ModelParameter
 from ..losses.draft_scores import DraftGradients, DraftScores
 from ..sequences.drafting import DraftLengths, Draw, TargetEnds, TargetStates
-from ..sequences.features import DraftInputs
-from ..sequences.labels import Labels, Options
+from ..sequences.features import DraftInputs, Labels, Options
 from ..sequences.sequence_shard import SequenceShard, shard_slice
 from ..sequences.unrolled_attention import attend_unrolled
 from .algorithm import Tensors
 from .draft_shape import DraftShape, with_defaults
 from .draft_token_chunk import AcceptanceProducts, DraftTokenChunk
 from .modules import DraftModules, initialize, rotated
-from .recompute import RunPart, run_keeping, run_recomputing
 
 _LAYER = "midlayer"
 
@@ -44,7 +43,7 @@ class Eagle3:
     """Implements DraftAlgorithm for EAGLE-3 drafts."""
 
     default_target_repr: TargetRepr | None = "hidden_state"
-    scoring_parameters = ("lm_head.weight",)
+    scoring_parameters: Collection[str] = ("lm_head.weight",)
 
     def draft_lengths(self, shape: DraftShape) -> DraftLengths:
         return DraftLengths(default=4, most=16)
@@ -107,11 +106,10 @@ class Eagle3Network(DraftModules):
     """The modules of an EAGLE-3 draft."""
 
     def __init__(
-        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False, team: Team = ALONE
+        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool, team: Team
     ) -> None:
         super().__init__(shape, parameters, team)
-        self.vocabulary = vocabulary
-        self._run: RunPart = run_recomputing if recomputes else run_keeping
+        self.vocabulary, self._recomputes = vocabulary, recomputes
         self._kind = AttentionKind(0, shape.scaling)
 
     def training_pass(self, inputs: DraftInputs, labels: Labels, options: Options, budget: LogitBudget) -> "Eagle3Pass":
@@ -162,14 +160,22 @@ class Eagle3Network(DraftModules):
                 cache = _cached_packing(observed.scratch_chunks(1, number))
                 state, hidden = self._step(state, ends.embedded(tokens), positions, cache)
 
+    def _run(self, part: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a part of the unrolling. To recompute, only its arguments are kept, and it runs again in the backward
+        pass, with the same numbers to the last bit: drafts draw no random numbers, so no random state is restored.
+
+        Chen et al., Training deep nets with sublinear memory cost (2016), https://arxiv.org/abs/1604.06174.
+        """
+        if not self._recomputes:
+            return part(*arguments)
+        return checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)
+
     def _first_step(self, observed: TargetStates, ends: TargetEnds) -> tuple[Tensor, Tensor]:
-        """Runs `_step` over all observed tokens and returns its result."""
         state, embedded = self._initial_state(observed.captured), ends.embedded(observed.next_tokens)
         return self._step(state, embedded, observed.positions(), _cached_packing(observed.chunks))
 
     def _initial_state(self, captured: Tensor) -> Tensor:
-        """Returns the state [tokens, hidden] from which the first draft token is predicted: the projected features of
-        the target."""
+        """Returns the state before the first draft token, [tokens, hidden]: the projected features of the target."""
         return linear(captured, self.parameters["fc.weight"])
 
     def _step(
@@ -193,7 +199,6 @@ class Eagle3Network(DraftModules):
         return self._layer_output(state, attended)
 
     def _layer_output(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the state after a token, and the output head's input."""
         state = self.finish_layer(state, attended, _LAYER)
         return state, self.normed(state, "norm")
 
@@ -282,8 +287,7 @@ class Eagle3Pass:
         return rows[counts[rows + depth] > counts[rows]]
 
     def _sources(self) -> Tensor:
-        """Returns the tokens from which the predictions started, int64 [m, depth]; an arbitrary one where this rank has
-        no such token."""
+        """Returns the tokens from which predictions started, int64 [m, depth]; any where this rank has none."""
         return self._unbounded_sources().clamp_(0, len(self._outputs[0]) - 1)
 
     def _exists(self) -> Tensor:

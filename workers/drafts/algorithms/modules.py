@@ -37,8 +37,7 @@ class DraftModules:
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
     def finish_layer(self, state: Tensor, attended: Tensor, layer: str) -> Tensor:
-        """Returns the state after a layer: adds the projected output of attention, [tokens, heads, head_dim], and the
-        MLP's."""
+        """Adds the projected output of attention, [tokens, heads, head_dim], and the MLP's to the state."""
         update = linear(attended.flatten(1), self.parameters[f"{layer}.self_attn.o_proj.weight"])
         state = state + reduce_from_team(update, self.team)
         gate, up, down = (self.parameters[f"{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -47,7 +46,6 @@ class DraftModules:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies a rotary embedding to x [tokens, heads, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...losses.loss import Config, Loss, LossOutput, count_problem
-from .draft_metrics import draft_token_metrics
 from .draft_scores import DraftScores
 
 
@@ -29,7 +28,7 @@ def dflash(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
         decay = torch.exp(-steps / config["gamma"])
         denominator = (decay * weights).sum()
     return LossOutput(
-        decay * weights * cross_entropy, ratios=draft_token_metrics(scores, inputs["weights"]), denominator=denominator
+        decay * weights * cross_entropy, ratios=scores.metrics(inputs["weights"]), denominator=denominator
     )
 
 

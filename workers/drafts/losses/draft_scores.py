@@ -29,10 +29,26 @@ class DraftScores:
     sampled: Tensor
 
     def where(self, is_counted: Tensor) -> "DraftScores":
-        """Returns the scores with a cross_entropy and an acceptance of 0 at uncounted draft tokens, [m, depth], so that
-        no NaN is multiplied by 0."""
+        """Zeroes cross_entropy and acceptance of uncounted draft tokens, so that no NaN is multiplied by 0."""
         cross_entropy, acceptance = (torch.where(is_counted, x, 0.0) for x in (self.cross_entropy, self.acceptance))
         return replace(self, cross_entropy=cross_entropy, acceptance=acceptance)
+
+    def metrics(self, weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Returns for each metric and position, from 1, the sum over predictions with a weight, and their number."""
+        is_counted = (self.exists * weights) != 0
+        kinds = {
+            "accuracy": self.correct,
+            "acceptance": self.acceptance.detach(),
+            "greedy": self.greedy,
+            "sampled": self.sampled,
+        }
+        sums = {name: torch.where(is_counted, values, 0.0).sum(0) for name, values in kinds.items()}
+        nums = is_counted.sum(0).to(self.exists.dtype)
+        return {
+            f"{name}/{number + 1}": (values[number], nums[number])
+            for name, values in sums.items()
+            for number in range(len(nums))
+        }
 
     def leaves(self) -> tuple["DraftScores", list[Tensor]]:
         """Returns a copy of the scores, and the two tensors in it by which losses have gradients."""

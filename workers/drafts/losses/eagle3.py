@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...losses.loss import Config, Loss, LossOutput, count_problem
-from .draft_metrics import draft_token_metrics
 from .draft_scores import DraftScores
 
 # Replaces an acceptance of 0, which has no logarithm.
@@ -28,7 +27,7 @@ def eagle3(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) ->
     depth = counted.shape[1]
     decay = torch.as_tensor([config["decay"] ** k for k in range(depth)], dtype=counted.dtype, device=counted.device)
     losses = counted * decay * _token_losses(scores.where(counted != 0), config)
-    return LossOutput(losses, ratios=draft_token_metrics(scores, inputs["weights"]), denominator=counted[:, 0].sum())
+    return LossOutput(losses, ratios=scores.metrics(inputs["weights"]), denominator=counted[:, 0].sum())
 
 
 def _token_losses(scores: DraftScores, config: Config) -> Tensor:

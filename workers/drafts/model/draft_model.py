@@ -1,6 +1,7 @@
 """A draft model: its trained weights, its vocabulary and the target whose tokens it predicts."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,19 +12,25 @@ from torch import Tensor
 from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
 from ...models.model import BaseModel
+from ...parallel.mesh import Mesh
+from ...shapes.draft_sizes import DIVIDED_DIMS
+from ...shapes.split import Split
 from ...state.backward_sums import BackwardSums
 from ...state.flat_params import FlatLayout
 from ...state.moments import MomentFormat
+from ...state.parameter import DimensionSplit, ModelParameter
 from ...state.trainable import SEED_MASK, Trainable
 from ...state.zero import ZeroShards
 from ..algorithms.algorithm import DraftNetwork
 from ..algorithms.draft_programs import DraftProgram
 from ..algorithms.draft_shape import DraftShape
-from ..algorithms.parameter_sharding import shard_parameters
 from ..sequences.captured_features import FeatureKind
-from ..sequences.labels import Options
+from ..sequences.features import Options
 from ..sequences.target_form import TargetForm, target_form
 from .groups import DraftGroups
+
+# Modules that are whole on each rank, while each rank has only a summand of their gradient.
+_SUMMED = ("lm_head", "q_norm", "k_norm")
 
 
 class DraftModel(Trainable):
@@ -63,7 +70,7 @@ class DraftModel(Trainable):
         self.draft_lengths = program.algorithm.draft_lengths(self.shape)
         is_alone = groups.mesh.is_single
         layout = FlatLayout(
-            shard_parameters(program.algorithm.parameters(self.shape), groups.mesh),
+            [_own_part(each, groups.mesh) for each in program.algorithm.parameters(self.shape)],
             multiple_of=1 if is_alone else ZeroShards.multiple_of(groups.mesh),
         )
         zero = None if is_alone else ZeroShards(layout, groups.mesh, groups.sums_in_backward)
@@ -93,7 +100,6 @@ class DraftModel(Trainable):
 
     @property
     def has_full_vocabulary(self) -> bool:
-        """True if the draft uses the target's full vocabulary."""
         return self.shape.vocabulary == self.shape.target_vocabulary
 
     @property
@@ -131,7 +137,7 @@ class DraftModel(Trainable):
         generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)
         whole = self.layout.unsharded
         drawn = weights if whole is self.layout else torch.zeros(whole.size)
-        with self._base.whole_unembedding():
+        with self._base.weights.whole_unembedding():
             self._algorithm.initialize(_by_name(whole, drawn), self._base, self.vocabulary, generator)
         if drawn is not weights:
             self.layout.copy_parts(weights, whole.named_views(drawn))
@@ -198,8 +204,7 @@ class DraftModel(Trainable):
         return self._algorithm.network(self.shape, weights, self.vocabulary, recomputes, team)
 
     def sum_collected_gradients(self) -> None:
-        """Sums over ranks the gradients that the last network's pass has computed while it scored, unless that is left
-        to the end of the operation."""
+        """Sums the gradients of the last pass's scoring over ranks, unless that is left to the end of the operation."""
         if self._sums is not None:
             self._sums.sum_collected(self._algorithm.scoring_parameters)
 
@@ -224,3 +229,26 @@ def _trainable_leaf(weight: Tensor, gradient: Tensor | None = None) -> Tensor:
     leaf.grad_dtype = torch.float32
     leaf.grad = gradient
     return leaf
+
+
+def _own_part(parameter: ModelParameter, mesh: Mesh) -> ModelParameter:
+    """Returns this rank's part of a whole parameter: ranks along tp divide attention heads and the features of the MLP.
+
+    Shoeybi et al., Megatron-LM (2019), https://arxiv.org/abs/1909.08053, section 3. All other weights are whole on each
+    rank. For the output head, each rank contributes the gradients of the draft tokens that it scores.
+    """
+    module, team = parameter.key.split(".")[-2], mesh.along("tp")
+    if mesh.spec.tp == 1:
+        return parameter
+    if module not in DIVIDED_DIMS:
+        return replace(parameter, is_replicated_over_tp=module not in _SUMMED)
+    dim = DIVIDED_DIMS[module]
+    if parameter.shape[dim] % team.size:
+        raise OperationError(
+            f"tp={team.size} of this server cannot divide a draft's {module} evenly: it has {parameter.shape[dim]}"
+            " features; choose an intermediate_size that is a multiple of tp"
+        )
+    split = Split("tp", team.size, team.index, (parameter.shape[dim],))
+    shape = list(parameter.shape)
+    shape[dim] = split.own_size
+    return replace(parameter, shape=tuple(shape), cuts=(DimensionSplit(dim, split, {"tp": team.size}),))

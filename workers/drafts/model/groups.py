@@ -52,17 +52,14 @@ class DraftGroups:
 
     @staticmethod
     def alone() -> "DraftGroups":
-        """Returns the groups of a draft that only this rank has."""
         return DraftGroups(Mesh(), Mesh().along(), 1, sums_in_backward=False)
 
     @property
     def num_micro_batches(self) -> int:
-        """Returns the number of micro-batches in the feature team."""
         return self.feature_team.size // self.num_sharing
 
     @property
     def num_shard_groups(self) -> int:
-        """Returns the number of shard groups in the feature team."""
         return self.feature_team.size // self._shard_group_size
 
     def shard_group_of(self, index: int) -> int:

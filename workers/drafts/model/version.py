@@ -32,43 +32,36 @@ class TargetVersions:
         self._base = base
 
     def of(self, target: Trainable | None) -> str:
-        """Returns the version of this rank's part of the target, None = the bare base model."""
-        return self._of_base if target is None else learned_version(self._of_base, target)
+        """Returns the version of this rank's part of the target, None = the bare base model.
+
+        That of a trained model is a hash of the base model's version and of its own weights, which must be on the
+        device. The seed is left out.
+        """
+        if target is None:
+            return self._of_base
+        shape = target.training.model_dump_json(exclude={"seed"})
+        digest = hashlib.sha256(f"{self._of_base} {target.program.role} {shape}".encode())
+        for piece in _pieces(target.weights):
+            digest.update(piece.numpy().data)
+        return digest.hexdigest()[:_DIGITS]
 
     @cached_property
     def _of_base(self) -> str:
-        return base_version(self._base)
-
-
-def base_version(base: BaseModel) -> str:
-    """Returns the version of the bare base model, a hash of its config, its precision and samples of its weight
-    files."""
-    config = {name: value for name, value in base.config.to_dict().items() if name != "_name_or_path"}
-    digest = hashlib.sha256(f"{json.dumps(config, sort_keys=True, default=str)} {base.precision}".encode())
-    directory = model_directory(base.source)
-    for path in sorted(directory.iterdir()) if directory else ():
-        if path.suffix in _WEIGHTS:
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-            for piece in _ends(path):
-                digest.update(piece)
-    return digest.hexdigest()[:_DIGITS]
-
-
-def learned_version(base: str, model: Trainable) -> str:
-    """Returns the version of a trained model on the base model with version `base`.
-
-    The hash covers this rank's part of the weights, which must be on the device. The seed is left out.
-    """
-    shape = model.training.model_dump_json(exclude={"seed"})
-    digest = hashlib.sha256(f"{base} {model.program.role} {shape}".encode())
-    for piece in _pieces(model.weights):
-        digest.update(piece.numpy().data)
-    return digest.hexdigest()[:_DIGITS]
+        """The version of the bare base model: a hash of its config, its precision and samples of its weight files."""
+        base = self._base
+        config = {name: value for name, value in base.config.to_dict().items() if name != "_name_or_path"}
+        digest = hashlib.sha256(f"{json.dumps(config, sort_keys=True, default=str)} {base.loaded.precision}".encode())
+        directory = model_directory(base.source)
+        for path in sorted(directory.iterdir()) if directory else ():
+            if path.suffix in _WEIGHTS:
+                digest.update(f"{path.name} {path.stat().st_size}".encode())
+                for piece in _ends(path):
+                    digest.update(piece)
+        return digest.hexdigest()[:_DIGITS]
 
 
 def version_of_parts(versions: Sequence[str]) -> str:
-    """Returns the version of the whole model, given those of all ranks. Equal versions mean that each rank has the
-    whole model."""
+    """Returns the whole model's version from those of all ranks, which are equal if each has all of it."""
     if len(set(versions)) == 1:
         return versions[0]
     return hashlib.sha256(" ".join(versions).encode()).hexdigest()[:_DIGITS]
@@ -98,8 +91,7 @@ def _pieces(vector: Tensor) -> Iterator[Tensor]:
 
 
 def sums_of(chunk: Tensor) -> Tensor:
-    """Hashes float32 [n] to int64 [blocks, 2]. Two different vectors have equal hashes with a probability of about
-    2^-64."""
+    """Hashes float32 [n] to int64 [blocks, 2]. Hashes of different vectors are equal with probability 2^-64."""
     factors = np.random.PCG64(0).random_raw(2 * _BLOCK).view(np.int64) | 1
     by_block = pad(chunk, (0, -len(chunk) % _BLOCK)).view(torch.int32).unflatten(0, (-1, _BLOCK)).long()
     both = torch.from_numpy(factors).to(chunk.device).unflatten(0, (2, _BLOCK))

@@ -134,7 +134,6 @@ def _by_block(x: Tensor, kv_heads: int, size: int) -> Tensor:
 
 
 def _by_token(x: Tensor, size: int) -> Tensor:
-    """Inverts `_by_block`."""
     return x.unflatten(2, (size, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...ops.attention import Packing
-from .labels import Labels, Options
+from .features import Labels, Options
 
 _MASK = (1 << 64) - 1
 
@@ -69,8 +69,7 @@ class Blocks:
         return Blocks(self.anchors[chosen], anchors, self.stops[chosen], self.size, spans)
 
     def label_indices(self) -> Tensor:
-        """Returns the index into the labels of each predicted token, int64 [m, size - 1]; the anchor beyond the end of
-        the sequence."""
+        """Returns the index of each predicted token's label, int64 [m, size - 1]; the anchor beyond the sequence."""
         return torch.where(self.exists(), self._unbounded_indices(), self.anchors[:, None])
 
     def exists(self) -> Tensor:

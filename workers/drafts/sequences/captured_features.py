@@ -51,12 +51,10 @@ class FeatureKind:
 
     @property
     def columns(self) -> Mapping[str, FeatureColumn]:
-        """Returns the stored tensors, by name."""
         return feature_columns(len(self.layers), self.hidden, {} if self.form is None else self.form.columns)
 
     @property
     def stores_logits(self) -> bool:
-        """True if something computed from the target's logits is stored."""
         return self.form is not None and self.form.stores_logits
 
     @property
@@ -65,7 +63,6 @@ class FeatureKind:
 
     @property
     def parts(self) -> str:
-        """Returns the captured parts of the target, as text."""
         return ", ".join(map(str, self.layers)) + (f" with {self.form.name}" if self.form else "")
 
     @property
@@ -124,8 +121,7 @@ class CapturedFeatures:
 
     @staticmethod
     def find(directory: Path, address: str) -> "CapturedFeatures | None":
-        """Returns the features at an address, None if they do not exist or were not written completely, as after a
-        power cut."""
+        """Returns the features at an address, None if they are missing or incomplete, as after a power cut."""
         if not address.isalnum():
             return None
         try:
@@ -174,8 +170,7 @@ class CapturedFeatures:
             return False
 
     def check(self, kind: FeatureKind, address: str, number: int) -> None:
-        """Raises OperationError if these are not the features of this kind at this address. `number` is the datum's,
-        for the message."""
+        """Raises OperationError if these are not the features of this kind at this address, for datum `number`."""
         if self.address == address:
             return
         other_tokens = "captured from other tokens than its model_input: capture these tokens, or send those"

@@ -28,7 +28,6 @@ class DraftLengths:
     block: int | None = None
 
     def num_passes(self, num_draft_tokens: float) -> float:
-        """Returns the draft's forward passes for this many draft tokens."""
         return num_draft_tokens if self.block is None else 1
 
     def num_ahead(self, num_draft_tokens: int) -> int:
@@ -77,11 +76,9 @@ class TargetEnds(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the target's logits for the draft's final hidden states of the m sequences, [m, k, hidden] -> float32
-        [m, k, vocabulary]."""
+        """Returns the target's logits of final hidden states, [m, k, hidden] -> float32 [m, k, vocabulary]."""
         ...
 
 
 def _stop(chunk: ContinuationChunk) -> int:
-    """Returns the length of the chunk's sequence, including the chunk."""
     return chunk.cached + chunk.stop - chunk.start

@@ -1,6 +1,7 @@
-"""The target's hidden states and outputs that a draft is trained with, for the packed sequences of a micro-batch."""
+"""Inputs of a draft's training for the packed sequences of a micro-batch: the tokens that it learns to predict, and the
+target's hidden states and outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,23 +9,38 @@ from torch import Tensor
 
 from ...ops.attention import Packing
 from .sequence_shard import SequenceShard
-from .target_distribution import TargetDistribution
+from .target_form import TargetDistribution
 
 # Computes the target's distribution at m of its tokens, int64 [m].
 Distribution = Callable[[Tensor], TargetDistribution]
+
+
+Options = Mapping[str, float | str]
+"""Options of a loss, by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """Targets and weights of n tokens.
+
+    targets: int64 [n], the token after each. weights: float32 [n], those of the targets.
+    datum_indices: of the sequences, in their operation.
+    """
+
+    targets: Tensor
+    weights: Tensor
+    datum_indices: Sequence[int]
 
 
 class TargetHead(Protocol):
     """The target's output head, which is frozen, applied to hidden states of a draft."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits for a draft's final hidden states, [m, hidden] -> at least float32, [m, vocabulary]. The
-        caller bounds m."""
+        """Returns logits of final hidden states, [m, hidden] -> at least float32, [m, vocabulary]."""
         ...
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient by the hidden states, [m, hidden]. `gradient` is that by the logits that were returned
-        last."""
+        """Returns the gradient by the hidden states, [m, hidden], from that by the logits that were returned last."""
         ...
 
 

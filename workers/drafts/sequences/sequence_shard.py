@@ -15,8 +15,7 @@ from ...parallel.mesh import Team
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
-    """Splits `num_tokens` tokens into contiguous shards of equal size, one for each rank of the team. None = one rank
-    has all tokens."""
+    """Splits tokens into contiguous shards of equal size, one for each rank of the team, if there is one."""
 
     num_tokens: int
     team: Team | None = None
@@ -78,7 +77,6 @@ class SequenceShard:
         return self.own.stop - self.own.start
 
     def _filled(self, x: Tensor, size: int) -> Tensor:
-        """Pads x with rows of zeros."""
         return x if len(x) == size else pad(x, (0, 0) * (x.dim() - 1) + (0, size - len(x)))
 
 

@@ -1,4 +1,4 @@
-"""The forms in which a draft reads its target's distribution.
+"""The target's distribution at some positions, and the forms in which a draft reads it.
 
 Logits of the target pass through `kept` and then `distribution`, both if the target runs in the pass and if what is
 kept was stored before. So both give the same numbers.
@@ -14,12 +14,48 @@ from torch import Tensor
 from ....schemas.training import TargetRepr
 from ...ops.linear import soft_capped
 from ...shapes.draft_features import FeatureColumn, target_columns, vocabulary_hash
-from .target_distribution import TargetDistribution
 
 HIDDEN_STATE = "hidden_state"
 
 Kept = Mapping[str, Tensor]
 """Tensors [m, width] by name: those parts of the logits of m tokens that are kept."""
+
+
+@dataclass(frozen=True, eq=False)
+class TargetDistribution:
+    """The target's distribution at m positions.
+
+    restricted: [m, V], its distribution restricted to the draft's vocabulary.
+    share: [m, 1], the probability that it gives to the draft's vocabulary.
+    top_token: int64 [m], the likeliest among all tokens.
+    covered: bool [m], True where the draft's vocabulary contains it.
+    """
+
+    restricted: Tensor
+    share: Tensor
+    top_token: Tensor
+    covered: Tensor
+
+    @staticmethod
+    def of(logits: Tensor, vocabulary: Tensor) -> "TargetDistribution":
+        """Returns the distribution of logits [m, target's vocabulary] for the draft's tokens, int64 [V], ascending."""
+        top_token = logits.argmax(-1)
+        if len(vocabulary) == logits.shape[1]:
+            covered = torch.ones_like(top_token, dtype=torch.bool)
+            return TargetDistribution(logits.softmax(-1), logits.new_ones(len(logits), 1), top_token, covered)
+        return TargetDistribution.within(
+            logits[:, vocabulary], logits.logsumexp(-1, keepdim=True), top_token, vocabulary
+        )
+
+    @staticmethod
+    def within(own: Tensor, logsumexp: Tensor, top_token: Tensor, vocabulary: Tensor) -> "TargetDistribution":
+        """Returns the distribution with these logits of the draft's vocabulary, [m, V].
+
+        Args:
+            logsumexp: [m, 1], of the logits of all tokens.
+        """
+        share = (own.logsumexp(-1, keepdim=True) - logsumexp).exp()
+        return TargetDistribution(own.softmax(-1), share, top_token, torch.isin(top_token, vocabulary))
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +78,7 @@ class TargetForm:
         return self.name != HIDDEN_STATE
 
     def kept(self, logits: Tensor) -> Kept:
-        """Returns what is kept of logits before the cap, [m, target's vocabulary], in the target's precision. May
-        overwrite them."""
+        """Returns what is kept of the target's logits before the cap, [m, target's vocabulary]. May overwrite them."""
         return {"logits": logits}
 
     def distribution(self, kept: Kept) -> TargetDistribution:

@@ -7,6 +7,7 @@ https://arxiv.org/abs/2211.17192: the distribution of the samples does not chang
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,18 +19,43 @@ from ...lora import Segment
 from ...models.model import BaseModel
 from ...ops.kv_cache import ContinuationChunk
 from ...registry.model_registry import ModelRegistry
+from ...sampler.cache.cache import CacheBudget, KVCache, size_of_config
 from ...sampler.cache.prefix_cache import StoredRange, num_tokens_of
-from ...sampler.logits.token_choice import DraftTokens
 from ...sampler.rank_sync import RankSync
 from ...sampler.requests.jobs import SequenceState
 from ...sampler.requests.sequence_table import SequenceTable
+from ...sampler.requests.token_choice import (
+    DRAFT_STREAM,
+    DraftTokens,
+    SamplingTensors,
+    derive_keys,
+    invert_cdf,
+    probabilities,
+    uniforms,
+)
 from ...state.trainable import Trainable
 from ...state.vectors import FORWARD_VECTORS
 from ..model.draft_model import DraftModel
 from ..sequences.drafting import TargetStates
-from .draft_caches import DraftCaches
-from .draft_sampling import DraftSampling
 from .payoff import DraftPayoff, draft_of
+
+
+class DraftCaches:
+    """Holds one cache per draft, which is freed with the draft."""
+
+    def __init__(self, base: BaseModel, budget: CacheBudget) -> None:
+        self._bytes_per_value, self._budget = base.dtype.itemsize, budget
+        self._caches: WeakKeyDictionary[DraftModel, KVCache] = WeakKeyDictionary()
+
+    def of(self, draft: DraftModel) -> KVCache:
+        """Returns the draft's cache. A token's entry depends on the next token too (num_ahead in PrefixCache)."""
+        if draft not in self._caches:
+            size = size_of_config(draft.shape.config, self._bytes_per_value)
+            self._caches[draft] = KVCache(size, self._budget, num_ahead=1)
+        return self._caches[draft]
+
+    def clear(self) -> None:
+        self._caches.clear()
 
 
 @dataclass(eq=False)
@@ -65,7 +91,8 @@ class DraftProposer:
         self._payoff = DraftPayoff(base, models)
 
     def load(self, draft_ids: Iterable[str | None], most: int, held: ExitStack) -> dict[str, bool]:
-        known = [one for one in dict.fromkeys(draft_ids) if one is not None and self._is_draft(one)]
+        wanted = [one for one in dict.fromkeys(draft_ids) if one is not None and one in self._models]
+        known = [draft_id for draft_id in wanted if isinstance(self._models.get(draft_id), DraftModel)]
         is_loaded = dict.fromkeys(known[:most], False)
         for draft_id in is_loaded:
             with suppress(OperationError):
@@ -208,9 +235,6 @@ class DraftProposer:
         num = self.num_next(sequence, count)
         return len(sequence.job.prompt) + count - 1 + (draft.draft_lengths.num_ahead(num) if num > 0 else 0)
 
-    def _is_draft(self, draft_id: str) -> bool:
-        return draft_id in self._models and isinstance(self._models.get(draft_id), DraftModel)
-
     def _draft(self, sequence: SequenceState) -> DraftModel:
         return draft_of(sequence, self._models)
 
@@ -219,7 +243,7 @@ class DraftProposer:
     ) -> list[DraftTokens]:
         waiting = [torch.cat(self._states[sequence].pending_features) for sequence in sequences]
         following = [table.last_tokens(sequence, len(each)) for sequence, each in zip(sequences, waiting, strict=True)]
-        sampling = DraftSampling(draft, sequences, table, self._base.device, self._ranks)
+        sampling = _DraftSampling(draft, sequences, table, self._base.device, self._ranks)
         draft_input = self._draft_input(sequences, waiting, following)
         draft.network(trains=False).propose(draft_input, num, self._ends(sequences), sampling.draw)
         for sequence in sequences:
@@ -238,23 +262,16 @@ class DraftProposer:
         chunks, start = [], 0
         for sequence, each in zip(sequences, waiting, strict=True):
             state, stop = self._states[sequence], start + len(each)
-            chunks.append(self._chunk(sequence, start, stop, state.num_cached))
+            slot = self._caches.of(state.draft).slot_of(sequence)
+            chunks.append(ContinuationChunk(start, stop, slot.tensors, slot.index, state.num_cached))
             state.num_cached, start = state.num_cached + len(each), stop
-        return TargetStates(torch.cat(list(waiting)), self._tensor(np.concatenate(following)), chunks)
+        next_tokens = torch.as_tensor(np.concatenate(following), dtype=torch.int64).to(self._base.device)
+        return TargetStates(torch.cat(list(waiting)), next_tokens, chunks)
 
     def _ends(self, sequences: Sequence[SequenceState]) -> "_Ends":
-        return _Ends(self._base, self._head, [self._model(sequence) for sequence in sequences])
-
-    def _model(self, sequence: SequenceState) -> Trainable | None:
-        """Returns the sampled adapter or model; None for the base model."""
-        return None if sequence.job.adapter_id is None else self._models.get(sequence.job.adapter_id)
-
-    def _chunk(self, sequence: SequenceState, start: int, stop: int, cached: int) -> ContinuationChunk:
-        slot = self._caches.of(self._states[sequence].draft).slot_of(sequence)
-        return ContinuationChunk(start, stop, slot.tensors, slot.index, cached)
-
-    def _tensor(self, integers: np.ndarray) -> Tensor:
-        return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
+        adapter_ids = [sequence.job.adapter_id for sequence in sequences]
+        models = [None if adapter_id is None else self._models.get(adapter_id) for adapter_id in adapter_ids]
+        return _Ends(self._base, self._head, models)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,6 +289,41 @@ class _Ends:
         num = hidden.shape[1]
         segments = [Segment(at * num, (at + 1) * num, model) for at, model in enumerate(self.models)]
         return self.head.logits_of_segments(hidden.flatten(0, 1), segments).unflatten(0, (-1, num))
+
+
+class _DraftSampling:
+    """Samples draft tokens, one position of all sequences at a time."""
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        sequences: Sequence[SequenceState],
+        table: SequenceTable,
+        device: torch.device,
+        ranks: RankSync,
+    ) -> None:
+        lines = np.array([sequence.line for sequence in sequences], dtype=np.int64)
+        self._vocabulary, self._ranks = draft.vocabulary, ranks
+        with_filters = table.settings(lines)
+        none, all_mass = np.zeros_like(with_filters.min_p), np.ones_like(with_filters.top_p)
+        # The target applies the filters when it verifies.
+        settings = replace(with_filters, min_p=none, top_k=np.zeros_like(with_filters.top_k), top_p=all_mass)
+        self._choice = SamplingTensors.of(settings, draft.shape.vocabulary, device)
+        self._keys, self._lengths = derive_keys(table.noise_key[lines], DRAFT_STREAM), table.length[lines]
+        self._tokens: list[Tensor] = []
+        self._probabilities: list[Tensor] = []
+
+    def draw(self, logits: Tensor) -> Tensor:
+        of_draft = probabilities(logits.float(), self._choice)
+        noise = torch.from_numpy(uniforms(self._keys, self._lengths + len(self._tokens))).to(of_draft)
+        drawn = self._ranks.from_leader(invert_cdf(of_draft, noise[:, None]).squeeze(1))
+        self._tokens.append(self._vocabulary[drawn])
+        self._probabilities.append(of_draft)
+        return self._tokens[-1]
+
+    def draft_tokens(self) -> list[DraftTokens]:
+        tokens, of_draft = torch.stack(self._tokens, dim=1).cpu().numpy(), torch.stack(self._probabilities, dim=1)
+        return [DraftTokens(row, each, self._vocabulary) for row, each in zip(tokens, of_draft, strict=True)]
 
 
 def _draft_weight_version(draft: DraftModel, target_version: int) -> int:

@@ -71,7 +71,7 @@ class DraftPayoff:
             return True
         draft = draft_of(sequence, self._models)
         num = stats.num_draft_tokens / stats.num_passes
-        of_draft = draft.draft_lengths.num_passes(num) * draft.layout.num_weights / self._base.num_parameters
+        of_draft = draft.draft_lengths.num_passes(num) * draft.layout.num_weights / self._base.weights.num_parameters
         to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])
         return stats.acceptance_length >= 1 + of_draft + num * to_check
 

@@ -47,8 +47,7 @@ class SurvivalTable:
         self._values[:, anchors, steps] = torch.stack([scores.greedy, scores.sampled]).to(self._values.dtype)
 
     def survivals(self, tokens: np.ndarray) -> Survivals:
-        """Returns what was collected. `tokens`, int64 [num_tokens], maps positions of this table to positions in the
-        draft batch."""
+        """Returns what was collected. `tokens`: int64, the position in the draft batch of each of this table."""
         values = self._values[:, :-1].cpu().numpy()
         is_anchor = ~np.isnan(values).all(axis=(0, 2))
         return Survivals(tokens[is_anchor], values[:, is_anchor])

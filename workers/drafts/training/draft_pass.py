@@ -17,7 +17,7 @@ from ...batch.validated import ModelLimits, ValidatedBatch, validate_request
 from ...heads import LogprobHead
 from ...heads.head import chunks
 from ...lora import LoraPair, Segment
-from ...losses.loss import LossOutput
+from ...losses.loss import Config, Loss, LossOutput
 from ...models.model import BaseModel
 from ...ops.linear import soft_cap_derivatives
 from ...protocol.calls import Failure
@@ -25,26 +25,23 @@ from ...registry.model_registry import ModelRegistry
 from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...training.rank_operation import PartialResult, RankOperation
+from ...training.rank_part import PartialResult, RankPart
 from ...training.scoring import ScoredTokens
 from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
 from ..algorithms.algorithm import DraftPass
-from ..losses import CAPTURES
 from ..losses.draft_scores import DraftGradients, DraftScores
 from ..model.draft_model import DraftModel
 from ..sequences.captured_features import CapturedFeatures, Checksums, address_of
 from ..sequences.features import DraftInputs
-from ..sequences.target_distribution import TargetDistribution
+from ..sequences.target_form import TargetDistribution
 from .acceptance import Survivals, SurvivalTable, acceptance_lengths
 from .feature_capture import (
-    TargetChunks,
     capture_directory,
     examples_of,
     store_features,
     stored_of,
-    write_failure_message,
 )
-from .feature_source import FeatureSource, HookedTarget, StoredFeatureSource, TargetFeatures
+from .feature_source import HookedTarget, TargetFeatures, stored_features
 from .pass_flops import DraftSequence, draft_pass_flops
 from .sharding import (
     DraftBatch,
@@ -56,6 +53,18 @@ from .sharding import (
     tokens_by_rank,
 )
 from .target_outputs import TargetLogits
+
+
+def _no_loss(scores: object, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    raise AssertionError("a capture pass computes no loss")
+
+
+# A capture pass stores the target's features for later passes, and predicts nothing.
+_CAPTURES = {
+    "capture": Loss(
+        _no_loss, required=(), optional={"weights": lambda inputs, config: 1.0}, counted_by="weights", scores="features"
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,6 @@ class NeededSources:
 
     @staticmethod
     def for_examples(stored: Sequence[CapturedFeatures | None]) -> "NeededSources":
-        """Returns the sources needed for these examples, of which each has captured features or None."""
         return NeededSources(any(each is None for each in stored), any(each is not None for each in stored))
 
     @staticmethod
@@ -96,12 +104,12 @@ class DraftStrategy:
         self._budget = LogitBudget.on(base.device.type == "cpu", head.chunk_tokens)
         self._flops = ModelFlops(base.shape) if isinstance(base.shape, ModelShape) else None
 
-    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
+    def read(self, operation: RankPart, limits: ModelLimits) -> None:
         """Validates the part's data and finds the captured features of its examples."""
         draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
-        losses = CAPTURES if location is not None and location.captures else draft.program.losses
-        operation.batch = validate_request(part.request, limits, part.share, losses)
-        if losses is not CAPTURES and draft.missing_state is not None:
+        losses = _CAPTURES if location is not None and location.captures else draft.program.losses
+        operation.batch = validate_request(part.request, limits, part.data_share, losses)
+        if losses is not _CAPTURES and draft.missing_state is not None:
             raise OperationError(draft.missing_state)
         if location is not None:
             operation.prepared = self.find_stored(part.request, location, operation.batch.datum_indices)
@@ -134,7 +142,7 @@ class DraftStrategy:
                     stored[example] = features
         return stored
 
-    def plan(self, operations: Sequence[RankOperation]) -> DraftPlan:
+    def plan(self, operations: Sequence[RankPart]) -> DraftPlan:
         """Returns the sources of features that this rank's share of the data needs, and what it has found."""
         found = [stored_of(each).get(example) for each in operations for example in range(len(each.batch.examples))]
         stored = {each.part.operation_id: frozenset(stored_of(each)) for each in operations if stored_of(each)}
@@ -142,7 +150,7 @@ class DraftStrategy:
 
     def start(
         self,
-        operations: Sequence[RankOperation],
+        operations: Sequence[RankPart],
         num_lanes: int,
         plans: Sequence[DraftPlan] = (),
     ) -> RunMicroBatch:
@@ -157,7 +165,7 @@ class DraftStrategy:
 
     def _run(
         self,
-        operations: Sequence[RankOperation],
+        operations: Sequence[RankPart],
         trains: bool,
         needed: NeededSources | None,
         micro_batch: MicroBatch,
@@ -210,7 +218,7 @@ class DraftStrategy:
             for _ in range(draft.groups.num_micro_batches - len(batches)):
                 draft.end_backward()  # other ranks may have more
 
-    def _num_flops(self, target: ModelFlops, operation: RankOperation) -> float:
+    def _num_flops(self, target: ModelFlops, operation: RankPart) -> float:
         """Returns the operations that this rank's share of an operation's data needs."""
         batch = operation.batch
         sequences = [
@@ -221,24 +229,23 @@ class DraftStrategy:
         return draft_pass_flops(draft, target, sequences, batch.config, trains=not operation.forward_only)
 
     def _features_of_all_tokens(
-        self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, operations: Sequence[RankOperation]
+        self, draft: DraftModel, needed: NeededSources, micro_batch: MicroBatch, operations: Sequence[RankPart]
     ) -> TargetFeatures:
         """Returns the features of all tokens. The target runs only over examples without stored features."""
         stored, hooked = _stored(micro_batch, operations), self._hooked(draft)
         if not needed.stored:
             return hooked.features(micro_batch)
-        reader = StoredFeatureSource(self._base, draft, [features for features in stored if features is not None])
+        read = partial(stored_features, self._base, draft, [features for features in stored if features is not None])
         if not needed.target:
-            return reader.features(micro_batch)
+            return read(micro_batch)
         parts: list[tuple[Tensor, TargetFeatures]] = []
         tokens_of = [tokens for segment in micro_batch.segments for _, tokens in examples_of(segment)]
         examples = [(tokens.start, tokens.stop) for tokens in tokens_of]
-        sources: list[tuple[FeatureSource, bool]] = [(hooked, False), (reader, True)]
-        for source, is_stored in sources:
+        for features_of, is_stored in ((hooked.features, False), (read, True)):
             own = [bounds for bounds, each in zip(examples, stored, strict=True) if (each is not None) is is_stored]
             tokens = [torch.arange(*bounds, device=self._base.device) for bounds in own]
             of_source = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *tokens])
-            parts.append((of_source, source.features(select_examples(micro_batch, own))))
+            parts.append((of_source, features_of(select_examples(micro_batch, own))))
         return TargetFeatures.join(parts)
 
     def _draft(self, run_id: str) -> DraftModel:
@@ -250,19 +257,20 @@ class DraftStrategy:
         return HookedTarget(self._base, self._models.lora, draft, self._shard_of)
 
     def _store(
-        self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankOperation]
+        self, draft: DraftModel, features: TargetFeatures, micro_batch: MicroBatch, operations: Sequence[RankPart]
     ) -> None:
         """Stores the features of operations that capture. They must cover all tokens."""
         kind, share = draft.feature_kind, self._shard_of(micro_batch)
-        own = features if share is None or share.is_first else None
-        chunks_of = TargetChunks(self._logits(draft), self._budget.chunk_rows(1, draft.shape.target_vocabulary))
+        chunk_tokens = self._budget.chunk_rows(1, draft.shape.target_vocabulary)
+        chunks_of = partial(features.stored, kind=kind, logits=self._logits(draft), chunk_tokens=chunk_tokens)
+        stores = share is None or share.is_first  # else another rank does
         with self._head.gathered() if kind.stores_logits else nullcontext():
             for segment in micro_batch.segments:
                 operation = operations[segment.operation]
-                if (directory := capture_directory(operation)) is not None:
-                    error = store_features(directory, kind, operation, segment, own, chunks_of)
-                    if error is not None:
-                        operation.fail(Failure(write_failure_message(directory, error), "server"))
+                if (directory := capture_directory(operation)) is not None and stores:
+                    failure = store_features(directory, kind, operation, segment, chunks_of)
+                    if failure is not None:
+                        operation.fail(Failure(failure, "server"))
 
     def _logits(self, draft: DraftModel) -> TargetLogits:
         return lambda hidden: self._head.uncapped_logits(hidden, [Segment(0, len(hidden), draft)])
@@ -289,7 +297,7 @@ class DraftStrategy:
             return features.mapped(lambda whole: whole[own])
         if covers_all and (share := self._shard_of(micro_batch)) is not None:
             features = features.mapped(share.of_scored)
-        computed = tokens_by_rank(groups, lengths, self._base.sequence_split.ring)
+        computed = tokens_by_rank(groups, lengths, self._base.loaded.sequence_split.ring)
         return features.exchanged(FeatureExchange(groups.feature_team, computed, needed, self._base.device).exchange)
 
     def _mask_embedding(self, draft: DraftModel) -> Tensor | None:
@@ -336,7 +344,7 @@ class DraftStrategy:
             draft_pass.close()
 
 
-def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
+def _drop_partly_stored(operations: Sequence[RankPart], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
     """Drops stored features that another rank of the same examples has not found, so that the target runs over these
     examples on all of them.
 
@@ -350,8 +358,7 @@ def _drop_partly_stored(operations: Sequence[RankOperation], of_ranks: Sequence[
             operation.prepared = {example: each for example, each in stored.items() if example in on_all}
 
 
-def _stored(micro_batch: MicroBatch, operations: Sequence[RankOperation]) -> list[CapturedFeatures | None]:
-    """Returns the stored features of each example, in order."""
+def _stored(micro_batch: MicroBatch, operations: Sequence[RankPart]) -> list[CapturedFeatures | None]:
     segments = micro_batch.segments
     return [stored_of(operations[each.operation]).get(example) for each in segments for example in each.examples]
 

@@ -5,9 +5,10 @@ forward serves both.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from shutil import disk_usage
@@ -30,15 +31,15 @@ from ...registry.model_registry import ModelRegistry
 from ...resources.machine import gigabytes
 from ...shapes.logit_budget import LogitBudget
 from ...state.trainable import Trainable
-from ...training.rank_operation import FinishedParts, RankOperation
+from ...training.rank_part import FinishedParts, RankPart
 from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
 from ..algorithms.draft_programs import DRAFT_PROGRAMS
 from ..model.draft_kind import target_versions
 from ..model.version import version_of_parts
 from ..sequences.captured_features import CapturedFeatures, FeatureKind
-from ..sequences.target_form import target_form
+from ..sequences.target_form import Kept, target_form
 from .feature_source import TargetFeatures
-from .target_outputs import TargetLogits, TargetOutputs
+from .target_outputs import TargetOutputs
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +47,11 @@ FEATURES = "features"
 """Key of a datum's output that holds the address of its features and their size in bytes."""
 
 
-@dataclass(frozen=True)
-class TargetChunks:
-    """Computes the target's logits, of at most `num_tokens` tokens at a time."""
-
-    logits: TargetLogits
-    num_tokens: int
-
-
-def stored_of(operation: RankOperation) -> Mapping[int, CapturedFeatures]:
-    """Returns the captured features of the part's examples, by their indices."""
+def stored_of(operation: RankPart) -> Mapping[int, CapturedFeatures]:
     return operation.prepared or {}
 
 
-def capture_directory(operation: RankOperation) -> Path | None:
+def capture_directory(operation: RankPart) -> Path | None:
     """Returns the directory for features if the part only captures, else None."""
     location = operation.part.request.features
     return Path(location.directory) if location is not None and location.captures else None
@@ -68,39 +60,34 @@ def capture_directory(operation: RankOperation) -> Path | None:
 def store_features(
     directory: Path,
     kind: FeatureKind,
-    operation: RankOperation,
+    operation: RankPart,
     segment: MicroBatchSegment,
-    target_features: TargetFeatures | None,
-    chunks: TargetChunks,
-) -> OSError | None:
+    chunks_of: Callable[[slice], Iterable[Kept]],
+) -> str | None:
     """Stores the features of the segment's examples that have none yet.
 
     Args:
-        target_features: those of the micro-batch; None if another rank stores them.
-        chunks: of the segment's target.
+        chunks_of: computes what is stored of these tokens of the micro-batch, chunk by chunk.
     Returns:
-        The error of the last example that could not be stored.
+        Why the last example that could not be stored could not; None if all are.
     """
-    if target_features is None:
-        return None
-    failure: OSError | None = None
+    failure: str | None = None
     for example, tokens in examples_of(segment):
         features = stored_of(operation).get(example)
         try:
             if features is None:
                 address = kind.address(operation.batch.examples[example].tokens)
-                parts = target_features.stored(tokens, kind, chunks.logits, chunks.num_tokens)
-                features = CapturedFeatures.store(directory, address, kind, tokens.stop - tokens.start, parts)
+                num_tokens = tokens.stop - tokens.start
+                features = CapturedFeatures.store(directory, address, kind, num_tokens, chunks_of(tokens))
             address = f"{features.address} {features.num_bytes}".encode()
             outputs = operation.finished.outputs.setdefault(operation.batch.datum_indices[example], {})
             outputs[FEATURES] = np.frombuffer(address, np.uint8)
         except OSError as error:
-            failure = error
+            failure = _write_failure(directory, error)
     return failure
 
 
-def write_failure_message(directory: Path, error: OSError) -> str:
-    """Returns the error message for features that could not be stored."""
+def _write_failure(directory: Path, error: OSError) -> str:
     try:
         free = f"{gigabytes(disk_usage(directory).free)} are free there"
     except OSError:
@@ -124,18 +111,18 @@ class CapturingPassRunner:
         self._versions: WeakKeyDictionary[Trainable, tuple[int, str]] = WeakKeyDictionary()
         self._warned: WeakSet[FinishedParts] = WeakSet()
 
-    def read(self, operation: RankOperation, limits: ModelLimits) -> None:
+    def read(self, operation: RankPart, limits: ModelLimits) -> None:
         part, location, program = operation.part, operation.part.request.features, operation.model.program
         if location is None or location.draft is None:
             self._scoring.read(operation, limits)
             return
-        operation.batch = validate_request(part.request, limits, part.share, program.losses)
+        operation.batch = validate_request(part.request, limits, part.data_share, program.losses)
         if not program.samples:
             raise OperationError(f"capture_for is only for policies, and this is a {program.role}: leave it out")
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)
         assert all(layer < num_layers for layer in location.draft.layers), "the draft has the same base model"
 
-    def plan(self, operations: Sequence[RankOperation]) -> dict[str, str]:
+    def plan(self, operations: Sequence[RankPart]) -> dict[str, str]:
         """Returns the version by run of this rank's part of the weights, for runs that capture features.
 
         These runs must be on the device.
@@ -145,7 +132,7 @@ class CapturingPassRunner:
 
     def start(
         self,
-        operations: Sequence[RankOperation],
+        operations: Sequence[RankPart],
         num_lanes: int,
         plans: Sequence[Mapping[str, str]] = (),
     ) -> RunMicroBatch:
@@ -195,7 +182,7 @@ class _PolicyCapture:
 
     base: BaseModel
     head: LogprobHead
-    operations: Sequence[RankOperation]
+    operations: Sequence[RankPart]
     kinds: Sequence[FeatureKind | None]
     num_lanes: int
     warned: WeakSet[FinishedParts]
@@ -242,20 +229,21 @@ class _PolicyCapture:
         outputs = None if last is None else TargetOutputs(last)
         features = TargetFeatures(captured, captured, outputs if kind.form is not None else None)
         budget = LogitBudget.on(self.base.device.type == "cpu", self.head.chunk_tokens)
-        chunks = TargetChunks(
-            lambda each: self.head.uncapped_logits(each, [Segment(0, len(each), operation.model)]),
-            budget.chunk_rows(self.num_lanes, self.num_lanes * self.base.vocab_size),
+        chunks_of = partial(
+            features.stored,
+            kind=kind,
+            logits=lambda each: self.head.uncapped_logits(each, [Segment(0, len(each), operation.model)]),
+            chunk_tokens=budget.chunk_rows(self.num_lanes, self.num_lanes * self.base.vocab_size),
         )
-        failure = store_features(directory, kind, operation, segment, features, chunks)
+        failure = store_features(directory, kind, operation, segment, chunks_of)
         if failure is not None and operation.finished not in self.warned:
             self.warned.add(operation.finished)
-            message = write_failure_message(directory, failure)
             logger.warning(
-                "run %s continues without the features it should have captured: %s", operation.run_id, message
+                "run %s continues without the features it should have captured: %s", operation.run_id, failure
             )
 
 
-def _wanted_features(operation: RankOperation) -> DraftFeatures | None:
+def _wanted_features(operation: RankPart) -> DraftFeatures | None:
     """Returns the features that a policy's part captures in addition to training, None if it does not."""
     location = operation.part.request.features
     return None if location is None else location.draft

@@ -6,7 +6,6 @@ Both give the same numbers, bit for bit, if the target ran over the same sequenc
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,8 +61,7 @@ class TargetFeatures:
 
     @staticmethod
     def join(parts: Sequence[tuple[Tensor, "TargetFeatures"]]) -> "TargetFeatures":
-        """Joins parts, given with the int64 rows of the whole that each covers. Rows of a part beyond these are
-        padding."""
+        """Joins parts, each with the int64 rows of the whole that it covers; its rows beyond these are padding."""
         order = torch.cat([rows for rows, _ in parts]).argsort()
         embedded, captured = (
             torch.cat([getattr(part, name)[: len(rows)] for rows, part in parts])[order]
@@ -74,15 +72,8 @@ class TargetFeatures:
         return TargetFeatures(embedded, captured, joined)
 
 
-class FeatureSource(Protocol):
-    def features(self, micro_batch: MicroBatch) -> TargetFeatures:
-        """Returns the features of a draft's micro-batch. All ranks call this together, each with its own
-        micro-batch."""
-        ...
-
-
 class HookedTarget:
-    """Runs the draft's target, without gradients."""
+    """Runs the draft's target, without gradients. All ranks call this together, each with its own micro-batch."""
 
     def __init__(
         self,
@@ -115,40 +106,33 @@ class HookedTarget:
         return features if shard is None else features.mapped(shard.select_scored)
 
 
-class StoredFeatureSource:
-    """Reads captured features.
+@torch.no_grad()
+def stored_features(
+    base: BaseModel, draft: DraftModel, stored: Sequence[CapturedFeatures], micro_batch: MicroBatch
+) -> TargetFeatures:
+    """Reads captured features. stored: those of the micro-batch's sequences, in their order."""
+    embedded, kind = base.embedded(micro_batch.tokens), draft.feature_kind
+    empty = {
+        name: embedded.new_empty(0, column.width, dtype=kind.dtype_of(column)) for name, column in kind.columns.items()
+    }
+    captured = _read(stored, CAPTURED, empty[CAPTURED])
+    if kind.form is None:
+        return TargetFeatures(embedded, captured, None)
+    if not kind.form.stores_logits:
+        hidden = _read(stored, HIDDEN_STATE, empty[HIDDEN_STATE])
+        return TargetFeatures(embedded, captured, TargetOutputs(hidden))
+    of_outputs = {name: empty[name] for name in kind.form.columns}
+    files = [{name: features.tensor(name) for name in of_outputs} for features in stored]
+    places = [
+        torch.stack([torch.full((num,), number), torch.arange(num)], dim=1)
+        for number, num in enumerate((len(file[next(iter(of_outputs))]) for file in files), 1)
+    ]
+    whole = torch.cat([torch.empty(0, 2, dtype=torch.int64), *places]).to(embedded.device)
+    return TargetFeatures(embedded, captured, TargetOutputs(None, StoredOutputs(files, whole, of_outputs)))
 
-    stored: those of the micro-batch's sequences, in their order.
-    """
 
-    def __init__(self, base: BaseModel, draft: DraftModel, stored: Sequence[CapturedFeatures]) -> None:
-        self._base, self._draft, self._stored = base, draft, stored
-
-    @torch.no_grad()
-    def features(self, micro_batch: MicroBatch) -> TargetFeatures:
-        embedded, kind = self._base.embedded(micro_batch.tokens), self._draft.feature_kind
-        empty = {
-            name: embedded.new_empty(0, column.width, dtype=kind.dtype_of(column))
-            for name, column in kind.columns.items()
-        }
-        return TargetFeatures(embedded, self._read(CAPTURED, empty[CAPTURED]), self._outputs(kind, empty))
-
-    def _outputs(self, kind: FeatureKind, empty: Kept) -> TargetOutputs | None:
-        if kind.form is None:
-            return None
-        if not kind.form.stores_logits:
-            return TargetOutputs(self._read(HIDDEN_STATE, empty[HIDDEN_STATE]))
-        of_outputs = {name: empty[name] for name in kind.form.columns}
-        files = [{name: each.tensor(name) for name in of_outputs} for each in self._stored]
-        places = [
-            torch.stack([torch.full((num,), number), torch.arange(num)], dim=1)
-            for number, num in enumerate((len(file[next(iter(of_outputs))]) for file in files), 1)
-        ]
-        device = empty[CAPTURED].device
-        whole = torch.cat([torch.empty(0, 2, dtype=torch.int64), *places]).to(device)
-        return TargetOutputs(None, StoredOutputs(files, whole, of_outputs))
-
-    def _read(self, name: str, empty: Tensor) -> Tensor:
-        """Reads one tensor of all sequences. `empty` sets device and dtype."""
-        tensors = {each.address: each.tensor(name) for each in self._stored}
-        return torch.cat([empty, *(tensors[each.address].to(empty.device, non_blocking=True) for each in self._stored)])
+def _read(stored: Sequence[CapturedFeatures], name: str, empty: Tensor) -> Tensor:
+    """Reads one tensor of all sequences. `empty` sets device and dtype."""
+    tensors = {features.address: features.tensor(name) for features in stored}
+    on_device = (tensors[features.address].to(empty.device, non_blocking=True) for features in stored)
+    return torch.cat([empty, *on_device])

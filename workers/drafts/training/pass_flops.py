@@ -13,7 +13,7 @@ from ...shapes.draft_sizes import Shapes, dflash_shapes, eagle3_shapes
 from ...shapes.layouts.flops import ModelFlops, OwnFlops
 from ..model.draft_model import DraftModel
 from ..sequences.blocks import TokenRandom, sample_anchors
-from ..sequences.labels import Options
+from ..sequences.features import Options
 
 # Four for each feature of a pair of tokens: a query with a key, and a probability with a value.
 _SCORE = 4.0

@@ -15,7 +15,7 @@ from ...ops.attention import Packing, pack_lengths
 from ...parallel.mesh import Team
 from ...parallel.token_shard import scored_tokens
 from ..model.groups import DraftGroups
-from ..sequences.labels import Labels
+from ..sequences.features import Labels
 from ..sequences.sequence_shard import SequenceShard, shard_slice
 
 
@@ -43,7 +43,6 @@ class DraftBatch:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Returns the position of each sequence's first token."""
         return np.cumsum((0, *self.lengths[:-1]))
 
 
@@ -59,10 +58,6 @@ class DraftBatchShare:
     sequences: Sequence[int]
     tokens: np.ndarray
     needed: slice
-
-    @property
-    def num_needed(self) -> int:
-        return self.needed.stop - self.needed.start
 
     @property
     def lengths(self) -> list[int]:
@@ -107,12 +102,12 @@ class DraftDistribution:
         """Yields this rank's share of each batch, and where it is among all tokens whose features this rank needs."""
         first = 0
         for share in self._shares(self._groups.feature_team.index):
-            yield share, slice(first, first + share.num_needed)
-            first += share.num_needed
+            stop = first + share.needed.stop - share.needed.start
+            yield share, slice(first, stop)
+            first = stop
 
     def needed_tokens(self, index: int) -> np.ndarray:
-        """Returns the tokens whose features a rank of the feature team needs, int64, in order, numbered over all
-        batches."""
+        """Returns the tokens whose features a rank of the team needs, int64, numbered over all batches."""
         firsts = np.cumsum([0, *(batch.num_tokens for batch in self._batches)])
         return np.concatenate([
             first + share.tokens[share.needed]
@@ -191,8 +186,7 @@ def draft_batches(micro_batch: MicroBatch, datum_indices: Sequence[Sequence[int]
 def gather_draft_batches(
     groups: DraftGroups, own: Sequence[DraftBatch], device: torch.device
 ) -> list[list[DraftBatch]]:
-    """Returns the draft batches of each micro-batch of the feature team. Ranks that share a micro-batch contribute it
-    once."""
+    """Returns the draft batches of each micro-batch of the feature team; ranks may share one."""
     if groups.num_micro_batches == 1:
         return [list(own)]
     of_ranks = groups.feature_team.all_gather_object([batch.for_other_rank("cpu") for batch in own])

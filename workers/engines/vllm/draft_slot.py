@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from ....schemas.adapters.adapter_files import DESCRIPTION
+from ....schemas.adapters.peft import DESCRIPTION
 from ....schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
 from ....schemas.bounds import load_json
 from ....schemas.errors import OperationError

@@ -4,7 +4,7 @@ from .decoder_layer import DecoderLayer, is_recognised
 from .expert_weights import activation_of
 from .experts import GroupedExperts
 from .merge import Merge
-from .norms import add_norm, norm_of
+from .norms import norm_of
 from .token_inputs import TokenInputs
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Merge",
     "TokenInputs",
     "activation_of",
-    "add_norm",
     "is_recognised",
     "norm_of",
 ]

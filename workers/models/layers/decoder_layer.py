@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ...ops.attention import AttendingPacking, Packing
-from ...ops.fused import RmsNorm, Rotations, rms_norm
+from ...ops.fused import RmsNorm, Rotations
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
@@ -27,10 +27,9 @@ from .gated_delta import GatedDeltaMixer
 from .latent_attention import LatentMixer
 from .mamba import MambaMixer
 from .merge import Merge
-from .normed_sparse import NormedSparseFeedForward
-from .norms import add_norm, norm_of
+from .norms import NoNorm, norm_of
 from .softmax_attention import SoftmaxMixer
-from .sparse import SparseFeedForward
+from .sparse import NormedSparseFeedForward, SparseFeedForward
 from .token_inputs import LayerEnd
 
 
@@ -81,9 +80,11 @@ class DecoderLayer:
     def __init__(self, module: Any, layer: Layer, number: int, family: Family, mesh: Mesh) -> None:
         names = layer.norms
         self._norms = {name: norm_of(getattr(module, name), family) for name in names.names}
-        self._before_mixer, self._after_mixer, self._before_mlp, self._after_mlp = (
-            None if name is None else self._norms[name]
-            for name in (names.before_mixer, names.after_mixer, names.before_mlp, names.after_mlp)
+        self._before_mixer, self._before_mlp = (
+            NoNorm() if name is None else self._norms[name] for name in (names.before_mixer, names.before_mlp)
+        )
+        self._after_mixer, self._after_mlp = (
+            None if name is None else self._norms[name] for name in (names.after_mixer, names.after_mlp)
         )
         self._mixers = [_mixer(part, module, number, family, mesh) for part in layer.mixers]
         feed_forward = layer.feed_forward
@@ -133,14 +134,14 @@ class DecoderLayer:
             the same pair after this layer.
         """
         if self._is_parallel:
-            hidden, x = add_norm(hidden, update, self._before_mixer)
+            hidden, x = self._before_mixer.add(hidden, update)
             assert self._feed_forward is not None
             return hidden, self._mixed(x, rotations, packing, stream) + self._feed_forward.forward(x, stream)
         if self._mixers:
-            hidden, x = add_norm(hidden, update, self._before_mixer)
+            hidden, x = self._before_mixer.add(hidden, update)
             update = self._mixed(x, rotations, packing, stream)
         if self._feed_forward is not None:
-            hidden, x = add_norm(hidden, update, self._before_mlp)
+            hidden, x = self._before_mlp.add(hidden, update)
             update = _finished(self._feed_forward.forward(x, stream), self._after_mlp, self._scales[-1])
         assert update is not None
         return (hidden, update) if self._end is None else self._end.forward(hidden, update, token_input)
@@ -158,7 +159,7 @@ class DecoderLayer:
 
 def _finished(update: Tensor, norm: RmsNorm | None, scale: float) -> Tensor:
     """Returns a part's output normed, if there is a norm, and scaled."""
-    normed = update if norm is None else rms_norm(update, norm)
+    normed = update if norm is None else norm(update)
     return normed if scale == 1 else normed * scale
 
 

@@ -1,15 +1,14 @@
 """Runs a dense feed-forward part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from ...ops.fused import GATES
+from ...ops.fused import GATES, UNGATED
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.parts import Dense
-from .activations import UNGATED
 from .merge import Merge, MergedProjection
 
 
@@ -34,17 +33,13 @@ class DenseFeedForward:
 
     def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
         x = stream.enter(x, self._is_replicated)
-        hidden = self._activated(*self._features(x))
-        return stream.leave(getattr(self._module, self._down)(hidden), self._is_replicated)
-
-    def _features(self, x: Tensor) -> Sequence[Tensor]:
-        """Returns gate, if there is one, and up of x [tokens, hidden], [tokens, features] each."""
         if self._merged.suits(x):
             features = self._merged.forward(x).split(self._merged.out_features, dim=-1)
         elif self._part.is_fused:
             features = getattr(self._module, self._before[0])(x).chunk(2, dim=-1)
         else:
             features = [getattr(self._module, name)(x) for name in self._before]
-        if self._part.gate_scale == 1:
-            return features
-        return features[0] * self._part.gate_scale, features[1]
+        if self._part.gate_scale != 1:
+            features = features[0] * self._part.gate_scale, features[1]
+        hidden = self._activated(*features)
+        return stream.leave(getattr(self._module, self._down)(hidden), self._is_replicated)

@@ -12,9 +12,9 @@ from transformers import activations as of_transformers
 from transformers.integrations.moe import _default_apply_gate
 
 from ...ops.frozen.quantized import dequantized
+from ...ops.fused import EXPERT_ACTIVATIONS, Activation, Gate
 from ...ops.grouped_gemm import GroupedRows
 from ...shapes.parts import RoutedExperts
-from .activations import ACTIVATIONS, Activation, clamped_swiglu
 
 _NAMES: Mapping[type[nn.Module], str] = {
     nn.SiLU: "silu",
@@ -43,14 +43,14 @@ def activation_of(experts: Any, part: RoutedExperts | None = None) -> Activation
     gate = type(experts)._apply_gate
     if gate is not _default_apply_gate:
         clamped = _CLAMPED.get(gate.__module__)
-        return clamped_swiglu(*(getattr(experts, name) for name in clamped)) if clamped is not None else None
+        return None if clamped is None else Gate("clamped", *(getattr(experts, name) for name in clamped))
     activation = _plain_activation(experts)
-    return activation if activation is not None and activation.is_gated == experts.has_gate else None
+    return activation if activation is not None and isinstance(activation, Gate) == experts.has_gate else None
 
 
 def _plain_activation(experts: Any) -> Activation | None:
     names = [name for kind, name in _NAMES.items() if type(experts.act_fn) is kind]
-    return ACTIVATIONS[names[0]] if names else None
+    return EXPERT_ACTIVATIONS[names[0]] if names else None
 
 
 class ExpertWeights:
@@ -62,15 +62,14 @@ class ExpertWeights:
 
     def __init__(self, experts: Any, activation: Activation, part: RoutedExperts | None) -> None:
         """Takes the part as activation_of does."""
-        self.activation = activation
-        self.names = "gate_up_proj" if activation.is_gated else "up_proj", "down_proj"
+        self.activation, has_gates = activation, isinstance(activation, Gate)
+        self.names = "gate_up_proj" if has_gates else "up_proj", "down_proj"
         self._experts = experts
         self._is_transposed = experts.is_transposed if part is None else part.is_transposed
-        self._alternates = activation.is_gated and not experts.is_concatenated if part is None else part.alternates
+        self._alternates = has_gates and not experts.is_concatenated if part is None else part.alternates
 
     @property
     def num_own(self) -> int:
-        """Experts of this rank."""
         return self._parameter(self.names[0]).shape[0]
 
     @property
@@ -85,7 +84,7 @@ class ExpertWeights:
     @property
     def plain(self) -> tuple[Tensor, Tensor] | None:
         """The matrices [experts, in, out], if silu gates are all that is between their products."""
-        if self.activation is not ACTIVATIONS["silu"] or self._alternates:
+        if self.activation is not EXPERT_ACTIVATIONS["silu"] or self._alternates:
             return None
         gate_up, down = (self._parameter(name) for name in self.names)
         has_bias = any(self._bias(name) is not None for name in self.names)
@@ -103,7 +102,6 @@ class ExpertWeights:
         return self._product(groups, hidden, self.names[1])
 
     def output_backward(self, groups: GroupedRows, grad: Tensor) -> Tensor:
-        """Returns the gradient of `output`'s input."""
         return groups.matmul(grad, self._matrices(self.names[1]).mT)
 
     def features_backward(self, groups: GroupedRows, grad: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.grouped_gemm import GroupedRows
-from ...ops.kernels import FEW_ROWS, ExpertFactors, kernels_for, load_kernels
+from ...ops.kernels import FEW_ROWS, ExpertFactors, Kernels, kernels_for, load_kernels
 from ...parallel.collectives import ResidualStream, all_to_all_rows, reduce_from_team
 from ...parallel.mesh import Team
 from ...shapes.parts import RoutedExperts
@@ -108,7 +108,6 @@ class GroupedExperts:
 
     @property
     def num_experts(self) -> int:
-        """Experts on all ranks together."""
         return self._experts.num_experts
 
     @property
@@ -272,7 +271,7 @@ class _LocalPairs:
         if (kernels := kernels_for(weights, *of_pairs)) is not None:
             weights = weights.expand(self._shape)
             if torch.is_grad_enabled():
-                return [_Combined.apply(each, self._places, weights) for each in of_pairs]  # pyright: ignore[reportReturnType]
+                return [_Combined.apply(each, self._places, weights, kernels) for each in of_pairs]  # pyright: ignore
             return [kernels.combine_pairs(each, self._places, weights) for each in of_pairs]
         return [_weighted(_by_token(each, self._places, self._shape), weights) for each in of_pairs]
 
@@ -345,7 +344,7 @@ class _ExpertMlp(torch.autograd.Function):
         if terms is not None:
             terms.add_gate_up(features, rows, *of_reduced or [None])
         del rows
-        hidden = activation.value(*activation.parts(features))
+        hidden = activation(*activation.parts(features))
         y = weights.output(pairs.groups, hidden)
         z = None if terms is None else terms.add_down(y, hidden)
         ctx.weights, ctx.pairs, ctx.terms = weights, pairs, terms
@@ -361,7 +360,7 @@ class _ExpertMlp(torch.autograd.Function):
         parts = weights.activation.parts(features)
         grad_hidden = weights.output_backward(pairs.groups, grad)
         if terms is not None or weights.are_learned:
-            hidden = weights.activation.value(*parts)
+            hidden = weights.activation(*parts)
             weights.add_output_gradients(pairs.groups, grad, hidden)
             if terms is not None:
                 terms.down_backward(grad, grads[1], hidden, grad_hidden)
@@ -385,19 +384,15 @@ class _Combined(torch.autograd.Function):
     """Runs Kernels.combine_pairs."""
 
     @staticmethod
-    def forward(ctx: Any, of_pairs: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        kernels = kernels_for(of_pairs)
-        assert kernels is not None
+    def forward(ctx: Any, of_pairs: Tensor, places: Tensor, weights: Tensor, kernels: Kernels) -> Tensor:
+        ctx.kernels = kernels
         ctx.save_for_backward(of_pairs, places, weights)
         return kernels.combine_pairs(of_pairs, places, weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor]:
-        of_pairs, places, weights = ctx.saved_tensors
-        kernels = kernels_for(of_pairs)
-        assert kernels is not None
-        of_x, of_weights = kernels.combine_pairs_gradient(grads[0], of_pairs, places, weights)
-        return of_x, None, of_weights
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor, None]:
+        grad_x, grad_weights = ctx.kernels.combine_pairs_gradient(grads[0], *ctx.saved_tensors)
+        return grad_x, None, grad_weights, None
 
 
 def _sort_pairs(keys: Tensor, first: int, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -433,7 +428,6 @@ def _weighted(by_token: Tensor, weights: Tensor) -> Tensor:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Joins [rows, n] of each along the columns."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=1)
 
 

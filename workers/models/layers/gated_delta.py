@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing
-from ...ops.fused import Rotations, rms_norm, swiglu
-from ...ops.recurrence import recur
+from ...ops.fused import Rotations, swiglu
 from ...ops.recurrences import gated_delta
 from ...ops.recurrences.convolution import CausalConvolution
+from ...ops.recurrences.recurrence import recur
 from ...parallel.mesh import Mesh, Team
 from ...parallel.sequence import ShardedPacking
 from ...shapes.parts import GatedDelta
@@ -53,7 +53,7 @@ class GatedDeltaMixer:
             out = packing.by_heads([*self._heads(mixed), *by_head], self._mixed_share)
         else:
             out = self._mixed(mixed, by_head, packing, self._module.conv1d.weight)
-        normed = rms_norm(out.flatten(0, 1), self._norm)
+        normed = self._norm(out.flatten(0, 1))
         return self._module.out_proj(swiglu(gate.reshape(normed.shape), normed).view(len(x), -1))
 
     def _mixed(

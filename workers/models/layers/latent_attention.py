@@ -1,4 +1,4 @@
-"""Runs latent attention: expanded to keys and values of all heads in training, on latent vectors in sampling."""
+"""Runs latent attention and its indexer: on keys and values of all heads in training, on latent vectors in sampling."""
 
 from typing import Any
 
@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...ops.attention import AttendingPacking, Packing, attend, row_kernels_for
+from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind
 from ...ops.frozen.quantized import dequantized
-from ...ops.fused import Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
+from ...ops.fused import Rotation, Rotations, pairs_apart, rotate_heads
+from ...ops.kernels import kernels_for
 from ...ops.shared_keys import SharingRow
+from ...ops.token_index import IndexKind, IndexQueries, choose
 from ...parallel.mesh import Mesh
 from ...parallel.sequence import ShardedPacking
-from ...shapes.parts import LatentAttention
+from ...shapes.parts import Indexer, LatentAttention
 from .merge import Merge
 from .norms import rms_norm_of
-from .token_indexer import TokenIndexer
 
 
 class LatentMixer:
@@ -53,8 +54,8 @@ class LatentMixer:
         query = rotation.scaled(projection(latent_query).unflatten(-1, (-1, part.key_dim)))
         plain, rotated = query.split([part.plain_dim, part.rotary_dim], -1)
         latent, shared = self._module.kv_a_proj_with_mqa(x).split([part.kv_rank, part.rotary_dim], -1)
-        latent = rms_norm(latent.contiguous(), self._latent_norm)
-        rotated, shared = (self._rotated(each, rotation) for each in (rotated, shared.unsqueeze(1)))
+        latent = self._latent_norm(latent.contiguous())
+        rotated, shared = (_rotated(each, rotation, part, part.rotary_dim) for each in (rotated, shared.unsqueeze(1)))
         row = packing.packing if isinstance(packing, SharingRow) else packing
         if isinstance(row, Packing | ShardedPacking):
             attended = self._expanded(plain, rotated, latent, shared, row, self._kind.choosing(chosen))
@@ -64,7 +65,7 @@ class LatentMixer:
 
     def _latent_query(self, x: Tensor) -> Tensor:
         """Returns the latent vectors of queries; x itself if there are none."""
-        return x if self._query_norm is None else rms_norm(self._module.q_a_proj(x), self._query_norm)
+        return x if self._query_norm is None else self._query_norm(self._module.q_a_proj(x))
 
     def _chosen(
         self, x: Tensor, latent_query: Tensor, rotation: Rotation, packing: Packing | AttendingPacking
@@ -76,12 +77,6 @@ class LatentMixer:
             return None
         assert isinstance(packing, SharingRow)
         return packing.chosen_before(self._number)
-
-    def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotates [tokens, heads, rotary_dim]; interleaved pairs are moved apart, for queries and keys alike."""
-        if self._part.is_interleaved:
-            x = pairs_apart(x, self._part.rotary_dim)
-        return rotate_heads(x.contiguous(), rotation, None)
 
     def _expanded(
         self,
@@ -99,7 +94,8 @@ class LatentMixer:
         key, value = expanded.split([part.plain_dim, part.value_dim], -1)
         query = torch.cat((plain, rotated), -1)
         key = torch.cat((key, shared.expand(-1, key.shape[1], -1)), -1)
-        if isinstance(packing, Packing) and row_kernels_for(query, key, value, kind) is not None:
+        may_differ = isinstance(packing, Packing) and kind.chosen is None
+        if may_differ and kernels_for(query, key, value) is not None:
             return attend(query, key, value, packing, kind)
         size = max(part.key_dim, part.value_dim)
         query, key, value = (pad(each, (0, size - each.shape[-1])) for each in (query, key, value))
@@ -122,3 +118,44 @@ class LatentMixer:
         key = torch.cat((latent.unsqueeze(1), shared), -1)
         attended = attend(query, key, key, packing, kind)[..., : part.kv_rank]
         return torch.bmm(attended.transpose(0, 1), to_value.mT).transpose(0, 1)
+
+
+class TokenIndexer:
+    """Chooses the tokens that the tokens of a layer see. Nothing in it has a gradient."""
+
+    def __init__(self, part: Indexer, module: Any, number: int, rotary_dim: int) -> None:
+        """Takes transformers' module of the indexer, the layer's number, and how many features of a head rotate."""
+        self._part, self._module, self._rotary_dim = part, module, rotary_dim
+        self._kind = IndexKind(number, part.most)
+        self._scale = (part.heads * part.head_dim) ** -0.5
+
+    @torch.no_grad()
+    def choose(
+        self, x: Tensor, latent_query: Tensor, rotation: Rotation, packing: Packing | AttendingPacking
+    ) -> Tensor | None:
+        """Returns what each token of the row sees, see token_index.choose.
+
+        Args:
+            x: input of attention, [tokens, hidden].
+            latent_query: [tokens, query_rank].
+        """
+        row = packing.packing if isinstance(packing, SharingRow) else packing
+        sees_all = row.longest <= self._part.most
+        if sees_all and isinstance(row, Packing | ShardedPacking):
+            return None
+        key = self._module.k_norm(self._module.wk(x)).unsqueeze(1)
+        queries = None if sees_all else self._queries(x, latent_query, rotation)
+        return choose(queries, _rotated(key, rotation, self._part, self._rotary_dim), packing, self._kind)
+
+    def _queries(self, x: Tensor, latent_query: Tensor, rotation: Rotation) -> IndexQueries:
+        module = self._module
+        query = module.wq_b(latent_query).unflatten(-1, (-1, self._part.head_dim))
+        weights = module.weights_proj(x.to(module.weights_proj.weight.dtype)).float() * self._scale
+        return IndexQueries(_rotated(query, rotation, self._part, self._rotary_dim), weights)
+
+
+def _rotated(heads: Tensor, rotation: Rotation, part: LatentAttention | Indexer, rotary_dim: int) -> Tensor:
+    """Rotates the first features of heads [tokens, heads, features]; interleaved pairs are moved apart, for queries and
+    keys alike."""
+    apart = pairs_apart(heads, rotary_dim) if part.is_interleaved else heads
+    return rotate_heads(apart.contiguous(), rotation, None)

@@ -9,8 +9,8 @@ from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
-from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rms_norm, rotate_heads
-from ...ops.norms.layer_norm import HeadLayerNorms, LayerNorm, layer_norm
+from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rotate_heads
+from ...ops.norms.layer_norm import HeadLayerNorms, LayerNorm
 from ...ops.shared_keys import SharingRow
 from ...parallel.mesh import Mesh, Team
 from ...parallel.norms import ShardedHeadNorms
@@ -132,7 +132,7 @@ class SoftmaxMixer:
             query = self._rotated(query, rotation, self._query_norm)
             key = self._rotated(key, rotation, self._key_norm)
         if self._value_norm is not None:
-            value = rms_norm(value.flatten(0, 1), self._value_norm).view_as(value)
+            value = self._value_norm(value.flatten(0, 1)).view_as(value)
         attended = attend(rotation.scaled(query), key, value, packing, self._kind)
         if self._part.gate is not None:
             attended = self._gated(attended, x, self._part.gate)
@@ -173,7 +173,7 @@ class SoftmaxMixer:
     def _rotated(self, heads: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
         """Rotates [tokens, heads, head_dim], and applies each head's norm, if there is one."""
         if isinstance(norm, LayerNorm):
-            heads, norm = layer_norm(heads, norm), None
+            heads, norm = norm(heads), None
         if self._part.is_interleaved:
             heads = pairs_apart(heads, self._part.rotary_dim)
         if norm is None and self._part.rotation is None:
@@ -181,4 +181,4 @@ class SoftmaxMixer:
         if norm is None or not self._part.norms_after_rotation:
             return rotate_heads(heads, rotation, norm)
         rotated = rotate_heads(heads, rotation, None)
-        return rms_norm(rotated.flatten(0, 1), norm).view_as(rotated)
+        return norm(rotated.flatten(0, 1)).view_as(rotated)

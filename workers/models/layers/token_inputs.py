@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from ...ops.fused import rms_norm
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Team
 from .norms import rms_norm_of
@@ -31,7 +30,6 @@ class TokenInputs:
         self._norm = rms_norm_of(trunk.per_layer_projection_norm)
 
     def refresh(self) -> None:
-        """Updates the norm, after its parameter was replaced."""
         self._norm.refresh()
 
     def of_layers(
@@ -61,7 +59,7 @@ class TokenInputs:
         """Returns [own tokens, layers, size]."""
         trunk = self._trunk
         projected = trunk.per_layer_model_projection(embedded) * trunk.per_layer_model_projection_scale
-        normed = rms_norm(projected.view(-1, self._size), self._norm).view(len(embedded), -1, self._size)
+        normed = self._norm(projected.view(-1, self._size)).view(len(embedded), -1, self._size)
         return (normed + looked_up.view_as(normed)) * trunk.per_layer_input_scale
 
 
@@ -104,5 +102,5 @@ class LayerEnd:
             assert token_input is not None
             hidden = hidden + update
             gate = gelu(module.per_layer_input_gate(hidden), approximate="tanh")
-            update = rms_norm(module.per_layer_projection(gate * token_input), self._norm)
+            update = self._norm(module.per_layer_projection(gate * token_input))
         return hidden * scale, update * scale

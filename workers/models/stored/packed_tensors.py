@@ -4,23 +4,20 @@ transformers reads a model's tensors as slices of files, each rank its own part.
 the codes and scales of that part alone, and dequantizes them.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
-from transformers import PreTrainedConfig, modeling_utils
+from transformers import PreTrainedConfig
 
 from ...protocol.plugins import plugin_rows
 from ...shapes.packed_format import Quantization, TensorHeader
 from ...shapes.packed_weights import packed_weights, unpacked_names
 from ...shapes.quantization import read_quantization
 from .fused_projections import split_projections
-from .stored_tensor import StoredTensor
+from .stored_tensor import StoredTensor, Tensors, converting
 
 
-@contextmanager
-def dequantizing(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[None]:
+def dequantizing(config: PreTrainedConfig, dtype: torch.dtype) -> AbstractContextManager[None]:
     """Makes `from_pretrained` with this config read packed weights as numbers of `dtype`, while inside.
 
     Removes the config's `quantization_config`, so that the model counts as one that never was quantized.
@@ -29,25 +26,15 @@ def dequantizing(config: PreTrainedConfig, dtype: torch.dtype) -> Iterator[None]
     for each in (config, config.get_text_config()):
         for key in ("quantization_config", "quantization"):
             vars(each).pop(key, None)
-    hooked: Any = modeling_utils
-    load = hooked.convert_and_load_state_dict_in_model
 
-    def load_dequantized(model: Any, state_dict: Mapping[str, StoredTensor], **options: Any) -> Any:
-        tensors = dequantized_tensors(state_dict, quantization, dtype)
-        if config.model_type == "sarvam_moe":
-            tensors = split_projections(tensors, config)
-        return load(model=model, state_dict=tensors, **options)
+    def dequantize(stored: Tensors) -> Tensors:
+        tensors = dequantized_tensors(stored, quantization, dtype)
+        return split_projections(tensors, config) if config.model_type == "sarvam_moe" else tensors
 
-    hooked.convert_and_load_state_dict_in_model = load_dequantized
-    try:
-        yield
-    finally:
-        hooked.convert_and_load_state_dict_in_model = load
+    return converting(dequantize)
 
 
-def dequantized_tensors(
-    stored: Mapping[str, StoredTensor], quantization: Quantization, dtype: torch.dtype
-) -> dict[str, StoredTensor]:
+def dequantized_tensors(stored: Tensors, quantization: Quantization, dtype: torch.dtype) -> dict[str, StoredTensor]:
     """Returns the tensors of files by name, packed ones as dequantized numbers of `dtype`.
 
     Raises:

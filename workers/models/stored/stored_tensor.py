@@ -1,10 +1,12 @@
 """A tensor in a file, and views of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import modeling_utils
 
 # Numbers that are dequantized at a time: their float32 and those of their scales stay in a core's cache.
 NUMBERS_AT_ONCE = 1 << 18
@@ -18,6 +20,25 @@ class StoredTensor(Protocol):
     def get_shape(self) -> Sequence[int]: ...
     def get_dtype(self) -> str: ...
     def __getitem__(self, index: Index) -> Tensor: ...
+
+
+Tensors = Mapping[str, StoredTensor]
+
+
+@contextmanager
+def converting(convert: Callable[[Tensors], Tensors]) -> Iterator[None]:
+    """Makes `from_pretrained` read what `convert` returns for the tensors of files by name, while inside."""
+    hooked: Any = modeling_utils
+    load = hooked.convert_and_load_state_dict_in_model
+
+    def load_converted(model: Any, state_dict: Tensors, **options: Any) -> Any:
+        return load(model=model, state_dict=convert(state_dict), **options)
+
+    hooked.convert_and_load_state_dict_in_model = load_converted
+    try:
+        yield
+    finally:
+        hooked.convert_and_load_state_dict_in_model = load
 
 
 class Mirrored:

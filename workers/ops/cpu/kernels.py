@@ -9,6 +9,7 @@ from torch import Tensor
 from ...resources.lanes import lane_threads
 from ...resources.threads import WORTH_ALL
 from ..attention_kind import AttentionKind
+from ..fused import Gate, RmsNorm, Rotation
 from ..kernels import ExpertFactors, PrefixGroups, with_rows
 from .library import CompiledLibrary, load_library
 from .step_tape import StepTape
@@ -61,7 +62,7 @@ class _ExpertTerms(ctypes.Structure):
 
 
 class CpuKernels(CpuTrainingKernels):
-    """`Kernels` in C. Tensors whose rows are not contiguous are copied."""
+    """All kernels in C. Tensors whose rows are not contiguous are copied."""
 
     def __init__(self, library: CompiledLibrary) -> None:
         super().__init__(library)
@@ -70,30 +71,30 @@ class CpuKernels(CpuTrainingKernels):
         # On registers of 16 numbers (AVX-512) torch's products are as fast, and faster if all dimensions are large.
         self.outdo_torch = library.register_size() < _WIDE_REGISTER
 
-    def add_rms_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(self, x: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor, None]:
         x, out = x.contiguous(), x.new_empty(x.shape)
-        if update is None:
-            self.library.add_rms_norm(out, None, x, None, weight, eps, *x.shape, threads_for(x))
-            return x, out
-        update, total = update.contiguous(), x.new_empty(x.shape)
-        self.library.add_rms_norm(out, total, x, update, weight, eps, *x.shape, threads_for(x))
-        return total, out
+        update = None if update is None else update.contiguous()
+        total = None if update is None else x.new_empty(x.shape)
+        self.library.add_rms_norm(*(out, total, x, update, norm.weight, norm.eps_number), *x.shape, threads_for(x))
+        return x if total is None else total, out, None
 
-    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        tokens, heads, size = x.shape
+    def rotate_heads(self, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> tuple[Tensor, Tensor | None]:
+        (tokens, heads, size), cos = x.shape, rotation.cos
         x, out = with_rows(x), x.new_empty(x.shape)
-        stride = size if weight is not None and weight.dim() > 1 else 0
-        sizes = tokens, heads, size, cos.shape[-1]
-        self.library.rotate_heads(out, x, x.stride(0), weight, stride, eps, cos, sin, *sizes, threads_for(x))
-        return out
+        weights = (None, 0, 0.0) if norm is None else (norm.weight, norm.head_stride, norm.eps_number)
+        inputs = x, x.stride(0), *weights, cos, rotation.sin
+        self.library.rotate_heads(out, *inputs, tokens, heads, size, cos.shape[-1], threads_for(x))
+        return out, None
 
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+    def gated(self, gate: Tensor, up: Tensor, kind: Gate, has_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+        if kind.name != "silu":
+            return super().gated(gate, up, kind, has_gradient)
         gate, up = with_rows(gate), with_rows(up)
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
         out = gate.new_empty(gate.shape)
         self.library.swiglu(out, gate, up, gate.stride(0), *gate.shape, threads_for(gate))
-        return out
+        return out, None
 
     def decode_attention(
         self,

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..attention_kind import AttentionKind
-from ..kernels import with_rows
+from ..fused import Gate, RmsNorm, Rotation
+from ..kernels import Kernels, with_rows
 from .library import CompiledLibrary
 
 # With fewer numbers than this, waking up other threads does not pay.
@@ -39,31 +40,41 @@ class _Attention(ctypes.Structure):
     _fields_ = (*((name, _SIZE) for name in _names), ("scaling", _FLOAT))
 
 
-class CpuTrainingKernels:
-    """`TrainingKernels` in C, on as many threads as torch's operations on this thread."""
+class CpuTrainingKernels(Kernels):
+    """The kernels of training in C, on as many threads as torch's operations on this thread."""
 
     def __init__(self, library: CompiledLibrary) -> None:
         library.declare(_ARGUMENTS, _FALLIBLE)
         self.library = library
 
-    def rms_norm_gradient(self, grad: Tensor, x: Tensor, weight: Tensor, eps: float, addend: Tensor | None) -> Tensor:
+    def rms_norm_gradient(
+        self, grad: Tensor, x: Tensor, norm: RmsNorm, addend: Tensor | None, inverse: Tensor | None = None
+    ) -> Tensor:
+        if norm.parameter.grad is not None:
+            return super().rms_norm_gradient(grad, x, norm, addend, inverse)
         grad, x, out = grad.contiguous(), x.contiguous(), x.new_empty(x.shape)
         addend = None if addend is None else addend.contiguous()
-        self.library.rms_norm_gradient(out, grad, addend, x, weight, eps, *x.shape, threads_for(x))
+        self.library.rms_norm_gradient(out, grad, addend, x, norm.weight, norm.eps_number, *x.shape, threads_for(x))
         return out
 
     def rotate_heads_gradient(
-        self, grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
+        self, grad: Tensor, x: Tensor | None, rotation: Rotation, norm: RmsNorm | None, inverse: Tensor | None = None
     ) -> Tensor:
-        tokens, heads, size = grad.shape
+        if norm is not None and norm.parameter.grad is not None:
+            return super().rotate_heads_gradient(grad, x, rotation, norm, inverse)
+        (tokens, heads, size), cos = grad.shape, rotation.cos
         grad, out = with_rows(grad), grad.new_empty(grad.shape)
         x = grad if x is None else with_rows(x)
-        stride = size if weight is not None and weight.dim() > 1 else 0
-        inputs = grad, grad.stride(0), x, x.stride(0), weight, stride, eps, cos, sin
+        weights = (None, 0, 0.0) if norm is None else (norm.weight, norm.head_stride, norm.eps_number)
+        inputs = grad, grad.stride(0), x, x.stride(0), *weights, cos, rotation.sin
         self.library.rotate_heads_gradient(out, *inputs, tokens, heads, size, cos.shape[-1], threads_for(grad))
         return out
 
-    def swiglu_gradient(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    def gated_gradient(
+        self, grad: Tensor, gate: Tensor, up: Tensor, kind: Gate, active: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if kind.name != "silu":
+            return super().gated_gradient(grad, gate, up, kind, active)
         grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
         if gate.stride(0) != up.stride(0):
             gate, up = gate.contiguous(), up.contiguous()
@@ -71,10 +82,14 @@ class CpuTrainingKernels:
         return gate, up
 
     def log_softmax(self, x: Tensor, out: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            return super().log_softmax(x, out)
         self.library.log_softmax(out, x, *x.shape, threads_for(x))
         return out
 
     def scaled_exponentials(self, x: Tensor, factors: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            return super().scaled_exponentials(x, factors)
         self.library.scaled_exponentials(x, factors.contiguous(), *x.shape, threads_for(x))
         return x
 

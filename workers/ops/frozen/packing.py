@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...shapes.released_format import Codes, ReleasedFormat
+from ...shapes.packed_format import Codes, ReleasedFormat
 from .released import FLOAT4, PackedNumbers, ReleasedWeight, float_scales, matrices_of, parts
 
 # Numbers whose intervals exist at a time: on the CPU they stay in a core's cache.

@@ -34,11 +34,9 @@ class QuantizedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """The packed numbers and the scales."""
         return self._packed, self._state.absmax
 
     def dequantize(self) -> Tensor:
-        """Returns the dequantized weight in its original dtype."""
         return bitsandbytes_functional().dequantize_4bit(self._packed, self._state).view(self.shape)
 
 
@@ -53,7 +51,6 @@ class JoinedWeight:
         self.shape = torch.Size((sum(each.shape[0] for each in joined), *joined[0].shape[1:]))
 
     def dequantize(self) -> Tensor:
-        """Returns the rows of all parts."""
         return to_product_layout(torch.cat([dequantized(each) for each in self._joined]))
 
 

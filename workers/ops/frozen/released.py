@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ...shapes.released_format import ReleasedFormat, Scales
+from ...shapes.packed_format import ReleasedFormat, Scales
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The sizes of numbers of 4 bits, by the lower three bits of their codes; the highest is the sign."""
@@ -73,7 +73,6 @@ class ReleasedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The codes, the scales and their factors."""
         return self._packed.tensors
 
     def dequantize(self) -> Tensor:

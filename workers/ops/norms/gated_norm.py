@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..fused import RmsNorm, inverse_rms, norm_gradient
+from ..fused import RmsNorm
+from ..torch_kernels import inverse_rms, norm_gradient
 
 
 def gated_group_norm(x: Tensor, gate: Tensor, norm: RmsNorm, gates_first: bool) -> Tensor:

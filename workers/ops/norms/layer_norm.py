@@ -19,6 +19,13 @@ class LayerNorm(RmsNorm):
         super().__init__(parameter, eps, adds_one)
         self.bias = bias
 
+    def add(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Like RmsNorm.add, also for the heads of x [tokens, heads, size]."""
+        total = x if update is None else x + update
+        if torch.is_grad_enabled():
+            return total, _LayerNorm.apply(total, self)  # pyright: ignore[reportReturnType]
+        return total, _normalized(total, self)[0]
+
     def add_bias_gradient(self, grad: Tensor) -> None:
         """Adds to the bias's gradient, if it has one, given the gradient of the norm's output [..., size]."""
         if self.bias is not None and self.bias.grad is not None:
@@ -39,13 +46,6 @@ class HeadLayerNorms(LayerNorm):
         for parameter, of_head in zip(self._parameters, (grad * x).mul_(inverse).sum(0), strict=True):
             if parameter.grad is not None:
                 parameter.grad.add_(of_head)
-
-
-def layer_norm(x: Tensor, norm: LayerNorm) -> Tensor:
-    """Returns the norm of x [tokens, size] or [tokens, heads, size]."""
-    if torch.is_grad_enabled():
-        return _LayerNorm.apply(x, norm)  # pyright: ignore[reportReturnType]
-    return _normalized(x, norm)[0]
 
 
 def _normalized(x: Tensor, norm: LayerNorm) -> tuple[Tensor, Tensor, Tensor]:

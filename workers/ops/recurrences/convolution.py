@@ -13,8 +13,8 @@ from ..attention import Packing
 from ..kernels import kernels_for
 from ..libraries.convolution import CausalConv1d, numbered
 from ..libraries.probe import Comparison, probed, random_on, report_misfit
-from ..recurrence import StateKind
 from .comparison import LENGTHS, compare_recurrence
+from .recurrence import StateKind
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, ends: "Ends") -> T
     for distance in range(width):
         if distance:
             # The tokens at this distance before them are not of their sequence.
-            grad = grad.index_fill(0, ends.tokens_at(distance - 1), 0)
+            grad = grad.index_fill(0, ends.at_distance[distance - 1], 0)
         columns.append((grad[distance:] * x[: len(x) - distance]).sum(0))
     return torch.stack(columns[::-1], dim=1).view(weight.shape)
 
@@ -148,7 +148,8 @@ class Ends:
         self.first = NearTokens(torch.where(inside, starts + distance, starts), inside)
         self.last = NearTokens(torch.where(inside, stops - 1 - distance, starts), inside)
         self._earlier = (stops - starts + distance).clamp_(max=reach - 1).unsqueeze(2)
-        self._at_distance = [column[ok] for column, ok in zip(self.first.tokens.t(), inside.t(), strict=True)]
+        self.at_distance = [column[ok] for column, ok in zip(self.first.tokens.t(), inside.t(), strict=True)]
+        """The token of each sequence at each distance from its first one, if it has so many; int64."""
 
     def last_inputs(self, x: Tensor, earlier: Tensor | None) -> Tensor:
         """Returns the last inputs of each sequence, [sequences, reach, channels], given those before the row."""
@@ -156,10 +157,6 @@ class Ends:
         if earlier is None:
             return inputs.masked_fill_(inside.logical_not(), 0)
         return torch.where(inside, inputs, earlier.gather(1, self._earlier.expand(inputs.shape)))
-
-    def tokens_at(self, distance: int) -> Tensor:
-        """Returns the token of each sequence at this distance from its first one, if it has so many; int64."""
-        return self._at_distance[distance]
 
 
 class NearTokens:

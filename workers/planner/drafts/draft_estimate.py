@@ -79,7 +79,6 @@ class DraftMemory:
 
     @property
     def held(self) -> int:
-        """Returns the bytes between passes."""
         return self.target + self.policy + self.rotations + self.kv_cache + self.vectors.kept
 
     @property

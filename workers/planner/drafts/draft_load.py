@@ -39,7 +39,6 @@ class DraftLoad:
     stored: Mapping[str, FeatureColumn] = field(default_factory=dict[str, FeatureColumn])
 
     def shapes(self, tp: int = 1) -> Mapping[str, tuple[int, ...]]:
-        """Returns the shapes of a rank's weights, by module."""
         return {name: own_shape(name, shape, tp) for name, shape in _SHAPES[self.algorithm](self.sizes).items()}
 
     def vector_size(self, tp: int, num_shards: int) -> int:

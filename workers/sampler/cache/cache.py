@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from ...models.model import BaseModel
 from ...ops.kv_cache import SlotTensors
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, WorkerConfig
-from ...shapes.cache_size import CacheSize
+from ...shapes.layouts.cache_size import CacheSize
 from ...shapes.model_shape import ModelShape
 from ..requests.jobs import SequenceState
 from .prefix_cache import PrefixCache, StoredRange, restore
@@ -212,7 +212,6 @@ class KVCache:
             slot.tensors.copy_slot(slot.index, target.tensors, target.index)
 
     def free(self, sequence: SequenceState) -> None:
-        """Frees the sequence's slot, if it has one."""
         if slot := self._slots.pop(sequence, None):
             self._leave(slot)
 
@@ -225,7 +224,6 @@ class KVCache:
         )
 
     def load_prefix(self, sequence: SequenceState, ranges: Sequence[StoredRange]) -> None:
-        """Fills the sequence's slot with a cached prefix."""
         slot = self._slots[sequence]
         restore(ranges, slot.tensors, slot.index)
 

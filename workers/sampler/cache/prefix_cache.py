@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from ...ops.kv_cache import SlotTensors
-from ...ops.recurrence import StateKind
-from ...shapes.cache_size import CacheSize
+from ...ops.recurrences.recurrence import StateKind
+from ...shapes.layouts.cache_size import CacheSize
 
 BLOCK = 32
 
@@ -155,12 +155,8 @@ class PrefixCache:
         for digest in stored.missing.digests:
             if self._places[digest][0] is stored:
                 del self._places[digest]
-        if end := stored.missing.end:
-            self._drop_end(end, stored)
-
-    def _drop_end(self, end: PrefixEnd, stored: StoredTokens) -> None:
-        tails = self._ends[end.digest]
-        if tails[end.tail] is stored:
+        end = stored.missing.end
+        if end and (tails := self._ends[end.digest])[end.tail] is stored:
             del tails[end.tail]
             if not tails:
                 del self._ends[end.digest]
@@ -211,7 +207,6 @@ class PrefixCache:
 
 
 def _root(weight_version: int) -> bytes:
-    """Returns the hash before the first block."""
     return weight_version.to_bytes(8, "little")
 
 

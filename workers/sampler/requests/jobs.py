@@ -10,9 +10,9 @@ import numpy as np
 from ....schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ...batch.validated import ModelLimits
 from ...protocol.calls import SampledPart, SampleJob
-from ..logits.noise import SAMPLE_STREAM, noise_keys
-from .prompt_scores import PromptScores, PromptScoring, wants_scores
+from .prompt_scores import PromptScores
 from .text import LazyTokenizer, StopStrings
+from .token_choice import SAMPLE_STREAM, noise_keys
 
 if TYPE_CHECKING:
     from .structured_output import Matcher
@@ -82,12 +82,10 @@ class SequenceState:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Order of arrival, for admission and preemption."""
         return self.job.number, self.sample
 
     @property
     def length(self) -> int:
-        """Number of prompt and sampled tokens."""
         return len(self.job.prompt) + len(self.tokens)
 
     @property
@@ -120,7 +118,6 @@ class SequenceState:
         return not (self.needs_processors or self.without_draft)
 
     def token_ids(self) -> np.ndarray:
-        """Returns prompt and sampled tokens, int64."""
         return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt
 
     def stops_after(self, token: int, count: int) -> bool:
@@ -177,7 +174,7 @@ class Job:
         self.max_new_tokens = spec.max_tokens
         # The model never samples tokens outside its vocabulary.
         self.stop_token_ids = frozenset(i for i in spec.stop_token_ids if 0 <= i < limits.vocab_size)
-        self.scores = PromptScoring(spec) if wants_scores(spec) else None
+        self.scores = PromptScores(spec)
         self.num_cache_hits: int | None = None
         self.text = text
         constraint = spec.params.constraint
@@ -199,13 +196,9 @@ class Job:
         return self.adapter_id or ""
 
     @property
-    def weights_name(self) -> str:
-        return "the base model" if self.adapter_id is None else f"adapter {self.adapter_id}"
-
-    @property
     def num_reusable(self) -> int:
         """Prompt tokens that the prefix cache may replace: hidden states are needed where the prompt is scored."""
-        return len(self.prompt) if self.scores is None or self.scores.is_done else self.scores.first_position
+        return len(self.prompt) if self.scores.is_done else self.scores.first_position
 
     @cached_property
     def biases(self) -> tuple[np.ndarray, np.ndarray]:
@@ -219,21 +212,19 @@ class Job:
 
     @cached_property
     def prompt_vocabulary(self) -> np.ndarray:
-        """The distinct tokens of the prompt, int64."""
         return np.unique(self.prompt)
 
     def take_new_parts(self) -> tuple[SampledPart, ...]:
         return tuple(part for sequence in self.sequences if (part := sequence.take_new_part()) is not None)
 
     def result(self) -> SampleResponse:
-        scores = self.scores.scores if self.scores is not None else PromptScores()
         return SampleResponse(
             sequences=tuple(sequence.result() for sequence in self.sequences),
-            prompt_logprobs=scores.logprobs,
-            topk_prompt_logprobs=scores.top,
-            target_prompt_logprobs=scores.targets,
-            prompt_alt_tokens=scores.alternative_tokens,
-            prompt_alt_logprobs=scores.alternative_logprobs,
+            prompt_logprobs=self.scores.logprobs,
+            topk_prompt_logprobs=self.scores.top,
+            target_prompt_logprobs=self.scores.targets,
+            prompt_alt_tokens=self.scores.alternative_tokens,
+            prompt_alt_logprobs=self.scores.alternative_logprobs,
             prompt_cache_hit_tokens=self.num_cache_hits or 0,
             guesses=_counts([sequence.draft_stats for sequence in self.sequences]),
         )

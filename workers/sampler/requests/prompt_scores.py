@@ -1,7 +1,6 @@
 """Scores of a prompt: log-probabilities of its own, the likeliest, given and sampled tokens at each position."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,41 +8,33 @@ from torch import Tensor
 
 from ....schemas.sampling import TopkLogprobs
 from ...protocol.calls import SampleJob
-from ..logits.noise import ALTERNATIVE_STREAM, noise_keys, uniforms
-from ..logits.token_choice import invert_cdf, is_greedy
+from .token_choice import ALTERNATIVE_STREAM, invert_cdf, is_greedy, noise_keys, uniforms
 
 _EMPTY_LOGPROB = -99999.0
 
 
-@dataclass
 class PromptScores:
-    """The fields of SampleResponse; None if not requested."""
-
-    logprobs: np.ndarray | None = None
-    top: TopkLogprobs | None = None
-    targets: np.ndarray | None = None
-    alternative_tokens: np.ndarray | None = None
-    alternative_logprobs: np.ndarray | None = None
-
-
-def wants_scores(spec: SampleJob) -> bool:
-    targets = spec.target_prompt_tokens is not None
-    return spec.prompt_logprobs or spec.topk_prompt_logprobs > 0 or targets or spec.prompt_alt_tokens_k > 0
-
-
-class PromptScoring:
     """Scores a prompt from its hidden states, which arrive in order and perhaps repeatedly.
 
-    first_position: the first position whose hidden state is needed; it predicts the next token.
+    The arrays are fields of SampleResponse, None if they are not requested.
     """
 
     def __init__(self, spec: SampleJob) -> None:
-        self.scores = _empty_scores(spec)
+        length, targets, k = len(spec.prompt), spec.target_prompt_tokens, spec.prompt_alt_tokens_k
+        self.logprobs = np.full(length, np.nan, np.float32) if spec.prompt_logprobs else None
+        top_k = spec.topk_prompt_logprobs
+        ids, values = np.zeros((length, top_k), np.int32), np.full((length, top_k), _EMPTY_LOGPROB, np.float32)
+        self.top = TopkLogprobs(ids, values) if top_k else None
+        self.targets = None if targets is None else np.zeros(targets.shape, np.float32)
+        self.alternative_tokens = np.zeros((length - 1, k), np.int32) if k else None
+        self.alternative_logprobs = np.zeros((length - 1, k), np.float32) if k else None
         self._spec = spec
-        self._last_position = len(spec.prompt) - 1
+        self._last_position = length - 1
         self._first_scored = self._last_position - (spec.prompt_logprobs_last_n or self._last_position)
-        scores_every_position = spec.target_prompt_tokens is not None or spec.prompt_alt_tokens_k > 0
-        self.first_position = self._next_position = 0 if scores_every_position else self._first_scored
+        scores_every_position, scores_own = targets is not None or k > 0, spec.prompt_logprobs or self.top is not None
+        self.first_position = 0 if scores_every_position else self._first_scored
+        """The first position whose hidden state is needed; it predicts the next token."""
+        self._next_position = self.first_position if scores_every_position or scores_own else self._last_position
 
     @property
     def is_done(self) -> bool:
@@ -68,24 +59,24 @@ class PromptScoring:
         self._next_position = max(self._next_position, stop)
 
     def _score_tokens(self, positions: np.ndarray, log_softmax: Tensor) -> None:
-        if self.scores.logprobs is not None:
+        if self.logprobs is not None:
             tokens = self._spec.prompt[positions + 1, None]
-            self.scores.logprobs[positions + 1] = _logprobs_of(tokens, log_softmax)[:, 0]
-        if (scored := self.scores.top) is not None:
+            self.logprobs[positions + 1] = _logprobs_of(tokens, log_softmax)[:, 0]
+        if (scored := self.top) is not None:
             top = top_logprobs(log_softmax, self._spec.topk_prompt_logprobs)
             scored.token_ids[positions + 1], scored.logprobs[positions + 1] = top.token_ids, top.logprobs
 
     def _score_targets(self, positions: np.ndarray, log_softmax: Tensor) -> None:
-        if self.scores.targets is None or self._spec.target_prompt_tokens is None:
+        if self.targets is None or self._spec.target_prompt_tokens is None:
             return
         targets = self._spec.target_prompt_tokens[positions]
         logprobs = _logprobs_of(np.maximum(targets, 0), log_softmax)
-        self.scores.targets[positions] = np.where(targets >= 0, logprobs, 0.0)
+        self.targets[positions] = np.where(targets >= 0, logprobs, 0.0)
 
     def _draw_alternatives(self, positions: np.ndarray, log_softmax: Tensor) -> None:
         """Samples alternatives at the request's temperature, without top_k and top_p. Greedy ones are all equal."""
         num, params = self._spec.prompt_alt_tokens_k, self._spec.params
-        if self.scores.alternative_tokens is None or self.scores.alternative_logprobs is None:
+        if self.alternative_tokens is None or self.alternative_logprobs is None:
             return
         if is_greedy(params):
             drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, num)
@@ -95,8 +86,8 @@ class PromptScoring:
             noise = torch.from_numpy(uniforms(keys, positions[:, None] + 1)).to(log_softmax)
             drawn = invert_cdf(torch.softmax(log_softmax / params.temperature, dim=-1), noise)
         tokens = drawn.cpu().numpy()
-        self.scores.alternative_tokens[positions] = tokens
-        self.scores.alternative_logprobs[positions] = _logprobs_of(tokens, log_softmax)
+        self.alternative_tokens[positions] = tokens
+        self.alternative_logprobs[positions] = _logprobs_of(tokens, log_softmax)
 
 
 def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:
@@ -108,21 +99,6 @@ def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:
     """
     best = log_softmax.topk(k)
     return TopkLogprobs(best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy())
-
-
-def _empty_top(length: int, k: int) -> TopkLogprobs:
-    return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), _EMPTY_LOGPROB, np.float32))
-
-
-def _empty_scores(spec: SampleJob) -> PromptScores:
-    length, k, targets = len(spec.prompt), spec.prompt_alt_tokens_k, spec.target_prompt_tokens
-    return PromptScores(
-        logprobs=np.full(length, np.nan, np.float32) if spec.prompt_logprobs else None,
-        top=_empty_top(length, spec.topk_prompt_logprobs) if spec.topk_prompt_logprobs else None,
-        targets=None if targets is None else np.zeros(targets.shape, np.float32),
-        alternative_tokens=np.zeros((length - 1, k), np.int32) if k else None,
-        alternative_logprobs=np.zeros((length - 1, k), np.float32) if k else None,
-    )
 
 
 def _logprobs_of(tokens: np.ndarray, log_softmax: Tensor) -> np.ndarray:

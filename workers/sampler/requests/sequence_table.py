@@ -4,8 +4,8 @@ from enum import IntEnum
 
 import numpy as np
 
-from ..logits.token_choice import SamplingSettings
 from .jobs import MAX_STOP_COLUMNS, NOWHERE, SequenceState
+from .token_choice import SamplingSettings
 
 _FEWEST_LINES, _FEWEST_COLUMNS = 16, 64
 _NO_TOKEN = -1

@@ -45,23 +45,19 @@ class CompiledConstraint:
 
     def compile(self) -> None:
         self.matcher = self._compiling()
-        self._seconds, self._num_masks = 0.0, 0
-
-    def mask_took(self, seconds: float) -> None:
-        self._seconds += seconds
-        self._num_masks += 1
+        self.seconds, self.num_masks = 0.0, 0
 
     @property
     def is_new(self) -> bool:
-        return self._num_masks < _FEWEST_MASKS
+        return self.num_masks < _FEWEST_MASKS
 
     @property
     def slowness(self) -> str | None:
         """Says how long the masks take if that is too long."""
-        if self._seconds <= _FREE_SECONDS + MASK_SECONDS * self._num_masks:
+        if self.seconds <= _FREE_SECONDS + MASK_SECONDS * self.num_masks:
             return None
         return (
-            f"{_TAKES} {1000 * self._seconds / self._num_masks:.0f} ms for each token, more than"
+            f"{_TAKES} {1000 * self.seconds / self.num_masks:.0f} ms for each token, more than"
             f" {1000 * MASK_SECONDS:g}: simplify it (fewer optional properties, alternatives and repetitions)"
         )
 
@@ -79,12 +75,10 @@ class Matcher:
         """Processor time of the last mask, and of starting again for it."""
 
     def copy(self) -> "Matcher":
-        """Returns a matcher for another sample, at its beginning."""
         return Matcher(self._compiled, self._vocab_size)
 
     @property
     def is_finished(self) -> bool:
-        """True if no token can follow."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> np.ndarray | None:
@@ -113,7 +107,8 @@ class Matcher:
         began = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         seconds = time.thread_time() - began
-        self._compiled.mask_took(seconds)
+        self._compiled.seconds += seconds
+        self._compiled.num_masks += 1
         self.seconds += seconds
         return bits
 

@@ -23,7 +23,6 @@ class LazyTokenizer:
     """Loads the tokenizer, and what is built from it, on first use."""
 
     def __init__(self, source: str, base: BaseModel) -> None:
-        """Loads nothing yet. `source` is the model's directory or hub id."""
         self._source, self._base = source, base
 
     @cached_property
@@ -42,7 +41,7 @@ class LazyTokenizer:
         backend = copy(backend)
         backend.no_padding()
         backend.no_truncation()
-        return MatcherFactory(backend.to_str(), self._base.vocab_size, self._base.eos_token_ids)
+        return MatcherFactory(backend.to_str(), self._base.vocab_size, self._base.loaded.eos_token_ids)
 
 
 def _load_tokenizer(source: str) -> PreTrainedTokenizerFast:

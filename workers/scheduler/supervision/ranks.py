@@ -127,10 +127,10 @@ def split_pass(parts: Pass, num_shares: int) -> list[Pass]:
 
 def _part_of(part: OperationPart, indices: list[int]) -> OperationPart:
     """Returns the part with these of its data only."""
-    whole = part.share
+    whole = part.data_share
     share = DataShare(tuple(whole.indices[j] for j in indices), whole.num_data)
     request = replace(part.request, data=tuple(part.request.data[j] for j in indices))
-    return replace(part, request=request, shared=share)
+    return replace(part, request=request, rank_share=share)
 
 
 def _merge_answers(answers: Sequence[RankOutput | Failure | None]) -> ForwardBackwardOutput | Failure | None:

@@ -10,8 +10,7 @@ _ACTIVATION = "relu2"
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    has_bias = config.is_set("attention_bias")
-    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias)
+    mixer = attention(config, bias_key="attention_bias")
     mlp = dense(config, activation=_ACTIVATION, has_gate=False, has_bias=config.is_set("mlp_bias"))
     return [Layer(config.hidden, mixer, mlp)] * config.num_layers
 

@@ -11,9 +11,9 @@ _NORMS = Norms(before_mlp="pre_ff_layernorm")
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
     of_all = dense(config, name="feed_forward", has_bias=config.is_set("mlp_bias"))
-    bias, where = config.is_set("attention_bias"), config.numbers("attn_layer_indices")
+    where = config.numbers("attn_layer_indices")
     # The field has no effect outside rope_parameters.
-    softmax = attention(config.changed({"partial_rotary_factor": 0.5}), qkv_bias=bias, output_bias=bias)
+    softmax = attention(config.changed({"partial_rotary_factor": 0.5}), bias_key="attention_bias")
     linear = mamba(config, config.number("mamba_expand") * config.hidden)
     mixers = [softmax if number in where else linear for number in range(config.num_layers)]
     return [Layer(config.hidden, mixer, of_all, _NORMS) for mixer in mixers]

@@ -26,8 +26,7 @@ def _layers_of_cohere2(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _attention(config: ConfigReader, **settings: Setting) -> SoftmaxAttention:
-    has_bias = config.is_set("attention_bias")
-    return attention(config, qkv_bias=has_bias, output_bias=has_bias, is_interleaved=True, **settings)
+    return attention(config, bias_key="attention_bias", is_interleaved=True, **settings)
 
 
 def _layer(config: ConfigReader, mixer: SoftmaxAttention) -> Layer:

@@ -98,7 +98,6 @@ class ConfigReader:
         return self.changed(own.get(number, {}))
 
     def changed(self, settings: Mapping[str, object]) -> "ConfigReader":
-        """Returns the config with these settings instead of its own."""
         return ConfigReader(self._name, settings, self._config)
 
     @property

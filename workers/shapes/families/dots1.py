@@ -12,10 +12,8 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
     kinds, first = config.names("layer_types"), config.number("max_window_layers", at_least=0)
     has_window = [kind == "sliding_attention" for kind in kinds or ()]
     has_window = has_window or [number >= first for number in range(config.num_layers)]
-    windows, has_bias = [config.window if each else None for each in has_window], config.is_set("attention_bias")
-    mixers = [
-        attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", window=each) for each in windows
-    ]
+    windows = [config.window if each else None for each in has_window]
+    mixers = [attention(config, bias_key="attention_bias", norms_heads="each", window=each) for each in windows]
     parts = zip(mixers, feed_forwards(config, experts_of(config)), strict=True)
     return [Layer(config.hidden, *each) for each in parts]
 

@@ -23,8 +23,7 @@ def _sparse_layers(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _attention(config: ConfigReader) -> SoftmaxAttention:
-    has_bias = config.is_set("use_bias")
-    return attention(config, qkv_bias=has_bias, output_bias=has_bias, is_interleaved=True)
+    return attention(config, bias_key="use_bias", is_interleaved=True)
 
 
 def _dense(config: ConfigReader) -> Dense:

@@ -162,10 +162,15 @@ def kinds_by_step(config: ConfigReader, step: int) -> Sequence[str]:
     return ["sliding_attention" if number % step else "full_attention" for number in range(1, config.num_layers + 1)]
 
 
-def attention(config: ConfigReader, **settings: Setting) -> SoftmaxAttention:
-    """Returns attention of the sizes that most configs name alike. Settings are fields of SoftmaxAttention."""
-    head_dim = config.head_dim
+def attention(config: ConfigReader, bias_key: str = "", **settings: Setting) -> SoftmaxAttention:
+    """Returns attention of the sizes that most configs name alike. Settings are fields of SoftmaxAttention.
+
+    Args:
+        bias_key: the config's field that says whether all its projections have biases; "" if none has.
+    """
+    head_dim, has_bias = config.head_dim, config.is_set(bias_key)
     sizes: dict[str, Setting] = {"heads": config.heads, "rotary_dim": int(head_dim * config.rotary_factor)}
+    sizes |= {"qkv_bias": has_bias, "output_bias": has_bias}
     return SoftmaxAttention(
         hidden=config.hidden,
         kv_heads=config.number("num_key_value_heads", config.heads),

@@ -14,20 +14,16 @@ _ACTIVATION = "gelu_pytorch_tanh"
 
 
 def _layers_of_gemma(config: ConfigReader) -> Sequence[Layer]:
-    has_bias = config.is_set("attention_bias")
-    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias)
+    mixer = attention(config, bias_key="attention_bias")
     return [Layer(config.hidden, mixer, dense(config, activation=_ACTIVATION))] * config.num_layers
 
 
 def _layers_of_gemma2(config: ConfigReader) -> Sequence[Layer]:
-    of_all, has_bias = dense(config, activation=_ACTIVATION), config.is_set("attention_bias")
+    of_all = dense(config, activation=_ACTIVATION)
     cap = config.limit("attn_logit_softcapping")
     windows = {"sliding_attention": config.window, "full_attention": None}
     kinds = config.names("layer_types") or kinds_by_step(config, 2)
-    mixers = [
-        attention(config, window=windows[kind], qkv_bias=has_bias, output_bias=has_bias, score_cap=cap)
-        for kind in kinds
-    ]
+    mixers = [attention(config, window=windows[kind], bias_key="attention_bias", score_cap=cap) for kind in kinds]
     return [Layer(config.hidden, mixer, of_all, _NORMS) for mixer in mixers]
 
 
@@ -37,9 +33,8 @@ def _layers_of_gemma3(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _mixer(config: ConfigReader, kind: str) -> SoftmaxAttention:
-    has_bias = config.is_set("attention_bias")
     window = config.window if kind == "sliding_attention" else None
-    return attention(config, rotation=kind, window=window, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each")
+    return attention(config, rotation=kind, window=window, bias_key="attention_bias", norms_heads="each")
 
 
 def _kinds(config: ConfigReader) -> Sequence[str]:

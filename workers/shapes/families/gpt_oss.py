@@ -31,9 +31,8 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _attention(config: ConfigReader, kind: str) -> SoftmaxAttention:
-    has_bias = config.is_set("attention_bias")
     window = config.window if kind == "sliding_attention" else None
-    return attention(config, window=window, qkv_bias=has_bias, output_bias=has_bias, has_sinks=True)
+    return attention(config, window=window, bias_key="attention_bias", has_sinks=True)
 
 
 GPT_OSS = Family("GptOss", "gpt_oss", _layers, aliases={"num_experts": "num_local_experts"})

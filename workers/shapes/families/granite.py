@@ -81,8 +81,7 @@ def _layer(config: ConfigReader, mixer: Mixer, feed_forward: FeedForward, norms:
 
 
 def _attention(config: ConfigReader, rotates: bool = True, **settings: int | None) -> Mixer:
-    has_bias = config.is_set("attention_bias")
-    return attention(config, qkv_bias=has_bias, output_bias=has_bias, rotation="" if rotates else None, **settings)
+    return attention(config, bias_key="attention_bias", rotation="" if rotates else None, **settings)
 
 
 def _experts_and_shared(config: ConfigReader) -> RoutedExperts:

@@ -9,9 +9,9 @@ from .family import Family, attention
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    has_bias, of_mlp = config.is_set("attention_bias"), config.is_set("mlp_bias")
+    of_mlp = config.is_set("mlp_bias")
     features = config.number("moe_intermediate_size")
-    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each")
+    mixer = attention(config, bias_key="attention_bias", norms_heads="each")
     shared = features * config.number("num_shared_experts")
     experts = RoutedExperts(
         hidden=config.hidden,

@@ -11,8 +11,7 @@ from .family import Family, any_set, attention, dense
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    has_bias = config.is_set("attention_bias")
-    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias)
+    mixer = attention(config, bias_key="attention_bias")
     return [Layer(config.hidden, mixer, dense(config, has_bias=config.is_set("mlp_bias")))] * config.num_layers
 
 

@@ -41,8 +41,7 @@ def _experts(config: ConfigReader) -> RoutedExperts:
 
 
 def _attention(config: ConfigReader, **settings: str | int | None) -> SoftmaxAttention:
-    has_bias = config.is_set("attention_bias")
-    return attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="together", **settings)
+    return attention(config, bias_key="attention_bias", norms_heads="together", **settings)
 
 
 OLMO2 = Family("Olmo2", "olmo2", _layers_of_olmo2)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from ..parts import Layer, Norms, RoutedExperts
 from .config_reader import ConfigReader
-from .family import Family, Setting, attention
+from .family import Family, attention
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    has_bias = config.is_set("attention_bias")
-    settings: dict[str, Setting] = {"qkv_bias": has_bias, "output_bias": has_bias, "window": config.window}
-    mixer = attention(config, rotary_scale=_rotary_scale(config), **settings)
+    scale = _rotary_scale(config)
+    mixer = attention(config, bias_key="attention_bias", rotary_scale=scale, window=config.window)
     experts = RoutedExperts(
         hidden=config.hidden,
         num=config.number("num_local_experts"),

@@ -36,17 +36,15 @@ def _layers_of_qwen2_moe(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _layers_of_qwen3(config: ConfigReader) -> Sequence[Layer]:
-    of_all, has_bias = dense(config), config.is_set("attention_bias")
+    of_all = dense(config)
     mixers = [
-        attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", window=each)
-        for each in _windows(config)
+        attention(config, bias_key="attention_bias", norms_heads="each", window=each) for each in _windows(config)
     ]
     return [Layer(config.hidden, mixer, of_all) for mixer in mixers]
 
 
 def _layers_of_qwen3_moe(config: ConfigReader) -> Sequence[Layer]:
-    has_bias = config.is_set("attention_bias")
-    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", window=config.window)
+    mixer = attention(config, bias_key="attention_bias", norms_heads="each", window=config.window)
     num = config.number("num_local_experts", at_least=0)
     of_layers = _are_sparse(config, num)
     sparse = Layer(config.hidden, mixer, _experts(config, num)) if any(of_layers) else None

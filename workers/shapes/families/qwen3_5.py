@@ -31,8 +31,8 @@ def _layers_of_next(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _mixers(config: ConfigReader, is_fused: bool) -> Sequence[Mixer]:
-    has_bias, step = config.is_set("attention_bias"), config.number("full_attention_interval")
-    softmax = attention(config, qkv_bias=has_bias, output_bias=has_bias, norms_heads="each", is_gated=True)
+    step = config.number("full_attention_interval")
+    softmax = attention(config, bias_key="attention_bias", norms_heads="each", is_gated=True)
     linear = GatedDelta(
         hidden=config.hidden,
         key_heads=config.number("linear_num_key_heads"),

@@ -8,8 +8,7 @@ from .family import Family, attention, dense
 
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
-    biases = {"qkv_bias": config.is_set("attention_bias"), "output_bias": config.is_set("attention_out_bias")}
-    mixer = attention(config, **biases)
+    mixer = attention(config, bias_key="attention_bias", output_bias=config.is_set("attention_out_bias"))
     return [Layer(config.hidden, mixer, dense(config, has_bias=config.is_set("mlp_bias")))] * config.num_layers
 
 

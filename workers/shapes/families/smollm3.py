@@ -18,9 +18,9 @@ def _layers(config: ConfigReader) -> Sequence[Layer]:
 
 
 def _attention(config: ConfigReader, rotates: bool, kind: str) -> SoftmaxAttention:
-    has_bias, window = config.is_set("attention_bias"), config.window if kind == "sliding_attention" else None
+    window = config.window if kind == "sliding_attention" else None
     rotation = "" if rotates else None
-    return attention(config, qkv_bias=has_bias, output_bias=has_bias, rotation=rotation, window=window)
+    return attention(config, bias_key="attention_bias", rotation=rotation, window=window)
 
 
 SMOLLM3 = Family("SmolLM3", "smollm3", _layers)

@@ -11,7 +11,7 @@ _ACTIVATION = "gelu_pytorch_tanh"
 
 def _layers(config: ConfigReader) -> Sequence[Layer]:
     has_bias, names = config.is_set("use_bias"), ("c_fc", "c_proj")
-    mixer = attention(config, qkv_bias=has_bias, output_bias=has_bias, window=config.window)
+    mixer = attention(config, bias_key="use_bias", window=config.window)
     mlp = dense(config, activation=_ACTIVATION, has_gate=False, has_bias=has_bias, names=names)
     return [Layer(config.hidden, mixer, mlp, Norms(has_bias=True))] * config.num_layers
 

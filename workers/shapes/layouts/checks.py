@@ -81,7 +81,6 @@ def valid_ep(shape: ModelShape) -> list[int]:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns the divisors in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 

@@ -14,8 +14,7 @@ _ROWS, _COLUMNS = Placement("mlp", 0), Placement("mlp", 1)
 class Dense(Part):
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without gates.
 
-    name: where it is below the layer. activation: a key of workers/ops/fused.py's GATES, or without gates of
-    workers/models/layers/activations.py's UNGATED.
+    name: where it is below the layer. activation: a key of GATES in workers/ops/fused.py, or without gates of UNGATED.
     is_fused: whether one projection computes gate and up.
     names: of the projections to gate and up, and of the one after them; () for the usual ones.
     gate_scale: by which gates are multiplied before the activation.

@@ -81,7 +81,6 @@ class LatentAttention(Attention):
 
     @property
     def key_dim(self) -> int:
-        """Features of a query or key of one head."""
         return self.plain_dim + self.rotary_dim
 
     @property

@@ -157,7 +157,6 @@ class RoutedExperts(Part):
 
     @property
     def of_token(self) -> Self:
-        """The part with as many experts as a token uses."""
         return replace(self, num=self.per_token)
 
     def divisible(self) -> Iterator[Divisible]:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.drafts.speculation import draft_caches
+from trainhouse.workers.drafts.speculation import draft_proposer
 from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
 from trainhouse.workers.drafts.speculation.payoff import DraftPayoff
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.calls import RunSpec, SampleJob, SamplingSlice
 from trainhouse.workers.sampler.cache.cache import KVCache
 from trainhouse.workers.sampler.cache.prefix_cache import BLOCK
-from trainhouse.workers.sampler.logits.token_choice import DraftTokens
+from trainhouse.workers.sampler.requests.token_choice import DraftTokens
 from trainhouse.workers.worker.worker import Worker
 
 from ...jobs import job
@@ -154,7 +154,7 @@ def test_prompts_that_differ_after_a_block_share_only_earlier_blocks(
     If blocks were identified by their own tokens alone (is_blind), the draft would use another prompt's state.
     """
     if is_blind:
-        monkeypatch.setattr(draft_caches, "KVCache", blind_cache)
+        monkeypatch.setattr(draft_proposer, "KVCache", blind_cache)
     worker.load_draft("random", str(target.directory / "random"))
     one, other = (drafting_job("random", np.concatenate([text(3 * BLOCK), text(5, number)])) for number in (1, 2))
     wanted = answer_uncached(worker, other)

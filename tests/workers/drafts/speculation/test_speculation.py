@@ -16,7 +16,7 @@ from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunS
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import runner
 from trainhouse.workers.sampler.cache.cache import KVCache
-from trainhouse.workers.sampler.logits.token_choice import DraftTokens, VerifyResult, verify
+from trainhouse.workers.sampler.requests.token_choice import DraftTokens, VerifyResult, verify
 from trainhouse.workers.sampler.scheduler import SequenceScheduler
 from trainhouse.workers.worker.worker import Worker
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from trainhouse.workers.ops import kernels as kernels_module
 from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks
+from trainhouse.workers.ops.fused import RmsNorm, Rotation, swiglu
 from trainhouse.workers.ops.grouped_gemm import GroupedRows
 from trainhouse.workers.ops.kernels import ExpertFactors, Kernels, PrefixGroups, kernels_for, load_kernels
 
@@ -42,8 +43,9 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 20), (5, 256), (300, 257)])
 def test_norms(kernels: Kernels, rows: int, size: int) -> None:
     x, update, weight = random(rows, size), random(rows, size, seed=1), random(size, seed=2)
-    assert_near(kernels.add_rms_norm(x, None, weight, 1e-5)[1], naive_norm(x, weight, 1e-5))
-    total, normed = kernels.add_rms_norm(x, update, weight, 1e-5)
+    norm = RmsNorm(weight, torch.tensor(1e-5))
+    assert_near(kernels.add_rms_norm(x, None, norm)[1], naive_norm(x, weight, 1e-5))
+    total, normed, _ = kernels.add_rms_norm(x, update, norm)
     assert torch.equal(total, x + update)
     assert_near(normed, naive_norm(x + update, weight, 1e-5))
 
@@ -58,17 +60,18 @@ def test_rotation_of_part_of_a_wider_row(kernels: Kernels, heads: int, size: int
     normed = x if weight is None else naive_norm(x, weight, 1e-5)
     first, second = normed.chunk(2, -1)
     wanted = torch.cat((first * angles.cos() - second * sin, second * angles.cos() + first * sin), -1)
-    assert_near(kernels.rotate_heads(x, cos, sin, weight, 1e-5), wanted)
+    norms = None if weight is None else RmsNorm(weight, torch.tensor(1e-5))
+    assert_near(kernels.rotate_heads(x, Rotation(cos, sin), norms)[0], wanted)
 
 
 @pytest.mark.parametrize("size", [1, 20, 768])
 def test_swiglu_of_parts_of_a_wider_row(kernels: Kernels, size: int) -> None:
     both = 5 * random(9, 2 * size)
     gate, up = both.split(size, dim=-1)
-    assert_near(kernels.swiglu(gate, up), silu(gate) * up)
-    assert_near(kernels.swiglu(gate.contiguous(), up), silu(gate) * up)
+    assert_near(kernels.gated(gate, up, swiglu)[0], silu(gate) * up)
+    assert_near(kernels.gated(gate.contiguous(), up, swiglu)[0], silu(gate) * up)
     far = torch.tensor([[-1e4, -90.0, 90.0, 1e4]])
-    assert kernels.swiglu(far, torch.ones(1, 4)).tolist() == [pytest.approx([0, 0, 90, 1e4], abs=1e-30)]
+    assert kernels.gated(far, torch.ones(1, 4), swiglu)[0].tolist() == [pytest.approx([0, 0, 90, 1e4], abs=1e-30)]
 
 
 @pytest.mark.parametrize(("inner", "columns"), [(1, 1), (5, 3), (16, 50), (64, 24), (37, 131), (270, 70)])
@@ -293,10 +296,10 @@ def test_nonfinite_values_stay_in_their_row(kernels: Kernels) -> None:
     clean = random(4, 32)
     dirty = clean.clone()
     dirty[1, 3], dirty[2, 0] = math.nan, math.inf
-    weight = torch.ones(32)
+    norm = RmsNorm(torch.ones(32), torch.tensor(1e-5))
     for function in (
-        lambda x: kernels.add_rms_norm(x, None, weight, 1e-5)[1],
-        lambda x: kernels.swiglu(x, x),
+        lambda x: kernels.add_rms_norm(x, None, norm)[1],
+        lambda x: kernels.gated(x, x, swiglu)[0],
         lambda x: kernels.sample(x, torch.ones(4), torch.full((4,), 0.5))[1][:, None],
     ):
         before, after = function(clean), function(dirty)

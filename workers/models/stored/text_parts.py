@@ -1,15 +1,15 @@
 """Finds the part for text of models that also take images or sound: its config, and its weights in their files."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedConfig, modeling_utils
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from ..shapes.other_models import TEXT_MODELS, TRANSPOSED_EXPERTS, WITH_HEAD, text_settings, text_type_of
-from .stored.stored_tensor import Index, StoredTensor, spans
+from ...shapes.other_models import TEXT_MODELS, TRANSPOSED_EXPERTS, WITH_HEAD, text_settings, text_type_of
+from .stored_tensor import Index, StoredTensor, converting, spans
 
 
 @dataclass(frozen=True)
@@ -58,35 +58,23 @@ def text_config_of(whole: PreTrainedConfig) -> PreTrainedConfig:
     return CONFIG_MAPPING[found].from_dict({**unsaid, **text.to_dict(), **text_settings(given), "model_type": found})
 
 
-@contextmanager
-def transposing_experts(part: TextModel | None, config: PreTrainedConfig) -> Iterator[None]:
+def transposing_experts(part: TextModel | None, config: PreTrainedConfig) -> AbstractContextManager[None]:
     """Makes `from_pretrained` read experts' matrices of [experts, in, out] as [experts, out, in], while inside.
 
     Args:
         config: of the part for text.
     """
     if part is None or not part.has_transposed_experts:
-        yield
-        return
+        return nullcontext()
     settings: Any = config
     features, hidden = settings.moe_intermediate_size, settings.hidden_size
     sizes = {"gate_up_proj": [2 * features, hidden], "down_proj": [hidden, features]}
-    hooked: Any = modeling_utils
-    load = hooked.convert_and_load_state_dict_in_model
 
-    def of(name: str, stored: StoredTensor) -> StoredTensor:
+    def turned(name: str, stored: StoredTensor) -> StoredTensor:
         wanted = sizes.get(name.rpartition(".experts.")[2])
         return stored if wanted is None or list(stored.get_shape()[1:]) == wanted else _Transposed(stored)
 
-    def load_transposed(model: Any, state_dict: Mapping[str, StoredTensor], **options: Any) -> Any:
-        turned = {name: of(name, each) for name, each in state_dict.items()}
-        return load(model=model, state_dict=turned, **options)
-
-    hooked.convert_and_load_state_dict_in_model = load_transposed
-    try:
-        yield
-    finally:
-        hooked.convert_and_load_state_dict_in_model = load
+    return converting(lambda tensors: {name: turned(name, stored) for name, stored in tensors.items()})
 
 
 class _Transposed:

@@ -92,7 +92,7 @@ class FinishedParts:
     gradient: Tensor | None = None
 
 
-class RankOperation:
+class RankPart:
     """A part of an operation on this rank: what it is computed from, and its results so far.
 
     part, batch: the part and its data; a part that is refused before it runs has no batch.
@@ -179,7 +179,9 @@ class RankOperation:
             return PartialResult(self.failure)
         result = PartialResult()
         if self._expert_counts:
-            result.expert_counts = _narrowed(_sum_counts(self._expert_counts.values()))
+            sums = _sum_counts(self._expert_counts.values())
+            # In the smallest integer dtype that holds them: ranks send them to each other.
+            result.expert_counts = tuple(layer.astype(np.min_scalar_type(layer.max())) for layer in sums)
         if counts:
             result.num_tokens, result.denominator = self.batch.num_tokens, self.batch.denominator
             result.flops = self.flops
@@ -198,7 +200,7 @@ class RankOperation:
             "a datum was missing from all micro-batches"
         )
         finished.sums.add(result)
-        finished.num_data += self.part.share.num_data
+        finished.num_data += self.part.data_share.num_data
         if not self.part.last:
             if not self.forward_only:
                 finished.gradient = gradients.scratch.to("cpu", copy=True)
@@ -208,7 +210,7 @@ class RankOperation:
             losses = {f"loss/{self.batch.loss_name}": finished.sums.loss}
             gradients.commit(finished.sums.num_tokens, finished.sums.denominator, losses)
         outputs, metrics = finished.outputs, finished.sums.client_metrics()
-        if self.part.shared:
+        if self.part.rank_share:
             return RankOutput(outputs, metrics)
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
 
@@ -243,11 +245,6 @@ def _sum_counts(counts: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarray, .
     """Adds up counts of experts by layer, of which some may be empty, to int64."""
     given = [of_layers for of_layers in counts if of_layers]
     return tuple(np.stack(of_layer).sum(0, dtype=np.int64) for of_layer in zip(*given, strict=True))
-
-
-def _narrowed(counts: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Returns the counts in the smallest integer dtype that holds them."""
-    return tuple(of_layer.astype(np.min_scalar_type(of_layer.max())) for of_layer in counts)
 
 
 def _expert_balance(counts: tuple[np.ndarray, ...]) -> dict[str, float]:

@@ -18,7 +18,6 @@ class CacheSize:
     values_per_token: int
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Returns the bytes of one sequence."""
         return num_tokens * self.bytes_per_token + self.bytes_per_sequence
 
     def longest_within(self, num_bytes: int) -> int:

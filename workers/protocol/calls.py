@@ -135,7 +135,7 @@ SavedContents = Literal["weights", "state", "all"]
 class WorkerLost(OperationError):
     """The worker died before it got or answered the operation: the effect is unknown, and what only it held is gone.
 
-    alone: true if nothing else, neither another operation nor a sampling slice, ran at the time; then it is a strike.
+    alone: true if nothing else ran at the time: no operation, sampling job or snapshot; then it is a strike.
     """
 
     def __init__(self, message: str, alone: bool = False) -> None:

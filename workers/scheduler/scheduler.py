@@ -126,7 +126,8 @@ class Scheduler:
             on_device: false if the group does not hold its devices, so that only what needs none can run.
         """
         queue, kinds = self.queue, list[Kind]()
-        if self.snapshots.has_suspect or (self.snapshots.works() and queue.has_suspects):
+        is_writing = self.snapshots.due_at < math.inf
+        if is_writing and (self.snapshots.has_suspect or queue.has_suspects):
             # A suspect must be alone, so everything waits until the snapshots are written.
             return ["snapshots"] if self._clock() >= self.snapshots.due_at else []
         if on_device and queue.has_training:

@@ -29,12 +29,14 @@ def test_data_are_split_evenly_by_tokens_each_once_and_in_order() -> None:
     tokens = [sum(len(datum.tokens) for part in share for datum in part.request.data) for share in shares]
     assert max(tokens) - min(tokens) <= 6 and sum(tokens) == 305
     for number, part in enumerate(work):
-        numbers = [one for share in shares for one in share[number].share.indices]
+        numbers = [one for share in shares for one in share[number].data_share.indices]
         assert sorted(numbers) == list(range(len(part.request.data)))
         for share in shares:
             own = share[number]
-            assert list(own.share.indices) == sorted(own.share.indices) and own.share.num_data == len(part.request.data)
-            assert [part.request.data[one] for one in own.share.indices] == list(own.request.data)
+            assert list(own.data_share.indices) == sorted(own.data_share.indices) and own.data_share.num_data == len(
+                part.request.data
+            )
+            assert [part.request.data[one] for one in own.data_share.indices] == list(own.request.data)
             assert (own.operation_id, own.last, own.request.loss_fn) == (
                 part.operation_id,
                 part.last,
@@ -51,7 +53,7 @@ def test_tokens_on_which_ranks_wait_are_those_that_shares_lack_to_the_longest() 
 
 def test_data_of_a_later_part_keep_their_indices() -> None:
     (share, _) = split_pass((OperationPart(7, supervised("a", 1, 5, 6), first_datum=40),), 2)
-    assert list(share[0].share.indices) == [41]
+    assert list(share[0].data_share.indices) == [41]
 
 
 @ray_in_full

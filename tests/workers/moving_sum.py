@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import Packing
-from trainhouse.workers.ops.recurrences.recurrence import StateKind
+from trainhouse.workers.ops.recurrence import StateKind
 
 
 @dataclass(frozen=True)

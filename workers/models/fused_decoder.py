@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..ops.attention import AttendingPacking, Packing
 from ..ops.fused import RotaryTable, query_scales
-from ..ops.shared_keys import SharingRow
 from ..parallel.collectives import ResidualStream
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
@@ -26,6 +25,7 @@ from ..shapes.parts import Attention
 from .activation_checkpointing import LayerInputs
 from .fsdp import ShardedLayers
 from .layers import DecoderLayer, GroupedExperts, Merge, TokenInputs, is_recognised, norm_of
+from .layers.shared_keys import SharingRow
 
 # Stands for the input of the first layer among captured layers.
 EMBEDDING = -1

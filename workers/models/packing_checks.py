@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..batch.micro_batch import MicroBatch, select_examples
 from ..ops.attention import AttendingPacking, AttentionKind, Packing, attend, pack_lengths
-from ..ops.recurrences.recurrence import Recurrence, recur
+from ..ops.recurrence import Recurrence, recur
 from ..ops.token_index import IndexKind, IndexQueries, choose
 from ..resources.memory import is_out_of_memory
 

@@ -20,7 +20,7 @@ from .chunked_attention import attend_in_chunks, gradients_in_chunks
 from .kernels import Kernels, kernels_for
 
 if TYPE_CHECKING:
-    from .recurrences.recurrence import Recurrence
+    from .recurrence import Recurrence
     from .token_index import IndexKind, IndexQueries
 
 ATTENTION = "trainhouse_packed"

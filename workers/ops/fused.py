@@ -148,7 +148,7 @@ def pairs_apart(x: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gate:
+class GatedActivation:
     """The activation of a gated feed-forward part: Shazeer, https://arxiv.org/abs/2002.05202."""
 
     name: Literal["silu", "gelu", "clamped"]
@@ -188,11 +188,11 @@ class Relu2:
         return (features,)
 
 
-Activation = Gate | Relu2
+Activation = GatedActivation | Relu2
 """An activation of features [rows, size], whose rows may be parts of wider ones."""
 
 # All keyed by transformers' name of the activation.
-GATES: Mapping[str, Gate] = {"silu": Gate("silu"), "gelu_pytorch_tanh": Gate("gelu")}
+GATES: Mapping[str, GatedActivation] = {"silu": GatedActivation("silu"), "gelu_pytorch_tanh": GatedActivation("gelu")}
 UNGATED: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": Relu2(),
     "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
@@ -236,7 +236,7 @@ class _RotateHeads(torch.autograd.Function):
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: Gate) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: GatedActivation) -> Tensor:
         ctx.kind, ctx.kernels = kind, layer_kernels(gate)
         out, active = ctx.kernels.gated(gate, up, kind, has_gradient=True)
         ctx.save_for_backward(gate, up, active)

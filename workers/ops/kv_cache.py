@@ -26,7 +26,7 @@ from .chosen_attention import attend_to_copies
 from .kernels import PrefixGroups, kernels_for, load_triton_kernels
 from .libraries.latent_attention import FlashMla, LatentStep, flash_mla_for
 from .linear import soft_capped
-from .recurrences.recurrence import Recurrence, StateKind
+from .recurrence import Recurrence, StateKind
 from .token_index import IndexKind, IndexQueries, choose_for_each, choose_for_last, choose_in_row
 
 # The span of views is rounded up to a multiple of this, so that not every step needs new views.

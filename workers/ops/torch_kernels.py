@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 if TYPE_CHECKING:
-    from .fused import Gate, RmsNorm, Rotation
+    from .fused import GatedActivation, RmsNorm, Rotation
 
 
 class TorchKernels:
@@ -60,7 +60,9 @@ class TorchKernels:
             gradient = norm_gradient(gradient.mul_(norm.weight), x, inverse)
         return gradient.to(grad.dtype)
 
-    def gated(self, gate: Tensor, up: Tensor, kind: "Gate", has_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    def gated(
+        self, gate: Tensor, up: Tensor, kind: "GatedActivation", has_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the output of a gate; all [tokens, size].
 
         The last one is for `gated_gradient` if that follows, None if it computes it again.
@@ -73,7 +75,7 @@ class TorchKernels:
         return active.addcmul_(active, up.clamp(-kind.limit, kind.limit)).div_(kind.alpha), None
 
     def gated_gradient(
-        self, grad: Tensor, gate: Tensor, up: Tensor, kind: "Gate", active: Tensor | None = None
+        self, grad: Tensor, gate: Tensor, up: Tensor, kind: "GatedActivation", active: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of gate and up; all [tokens, size]. Without `active` they overwrite gate and up if the
         rows of both are equally far apart."""
@@ -115,5 +117,5 @@ def norm_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     return grad.mul_(inverse).addcmul_(wide, along)
 
 
-def _activated(gate: Tensor, kind: "Gate") -> Tensor:
+def _activated(gate: Tensor, kind: "GatedActivation") -> Tensor:
     return silu(gate) if kind.name == "silu" else gelu(gate, approximate="tanh")

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_kind import AttentionKind
-from .fused import Gate, RmsNorm, Rotation
+from .fused import GatedActivation, RmsNorm, Rotation
 from .kernels import with_rows
 from .torch_kernels import TorchKernels
 
@@ -80,14 +80,16 @@ class TritonKernels(TorchKernels):
         launch(_rotate_heads_gradient, grid, *tensors, eps, *strides, norm is not None, *x.shape[1:], **sizes)
         return out
 
-    def gated(self, gate: Tensor, up: Tensor, kind: Gate, has_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    def gated(
+        self, gate: Tensor, up: Tensor, kind: GatedActivation, has_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         gate, up = with_rows(gate), with_rows(up)
         out, sizes = gate.new_empty(gate.shape), (gate.stride(0), up.stride(0), gate.shape[1])
         launch(_gate, _of_blocks(gate), out, gate, up, *sizes, kind.alpha, kind.limit, kind.name, _BLOCK)
         return out, None
 
     def gated_gradient(
-        self, grad: Tensor, gate: Tensor, up: Tensor, kind: Gate, active: Tensor | None = None
+        self, grad: Tensor, gate: Tensor, up: Tensor, kind: GatedActivation, active: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         grad, gate, up = with_rows(grad), with_rows(gate), with_rows(up)
         sizes = grad.stride(0), gate.stride(0), up.stride(0), gate.shape[1]

@@ -12,7 +12,7 @@ from functools import cached_property
 from torch import Tensor
 
 from ..ops.attention import AttentionKind, Packing, SequenceGroup, attend
-from ..ops.recurrences.recurrence import Recurrence
+from ..ops.recurrence import Recurrence
 from ..ops.token_index import IndexKind, IndexQueries, choose_in_row
 from ..shapes.sequence_split import SequenceSplit
 from .collectives import all_to_all_rows

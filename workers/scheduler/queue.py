@@ -243,7 +243,7 @@ class _PassBuilder:
         return run_id in self.run_ids or len(self.run_ids) < self.limits.max_runs
 
 
-class Tenant:
+class TenantWork:
     """A tenant's place in the round robin."""
 
     def __init__(self, tenant_id: str, limits: PassLimits) -> None:
@@ -272,16 +272,16 @@ class FairQueue:
 
     def __init__(self, limits: PassLimits) -> None:
         self.num_runs = 0
-        self.short: OrderedDict[str, Tenant] = OrderedDict()
+        self.short: OrderedDict[str, TenantWork] = OrderedDict()
         """Tenants with short operations."""
         self._limits = limits
-        self._tenants: OrderedDict[str, Tenant] = OrderedDict()
+        self._tenants: OrderedDict[str, TenantWork] = OrderedDict()
 
     def enqueue(self, operation: PassWork) -> None:
         """Adds the run's next operation, behind those of the tenant's other runs."""
         tenant = self._tenants.get(operation.tenant_id)
         if tenant is None:
-            tenant = self._tenants[operation.tenant_id] = Tenant(operation.tenant_id, self._limits)
+            tenant = self._tenants[operation.tenant_id] = TenantWork(operation.tenant_id, self._limits)
         tenant.operations[operation.key] = operation
         self.num_runs += 1
         # It should run in the very next pass, unless a part of it has run already.
@@ -297,7 +297,7 @@ class FairQueue:
         if tenant.short.pop(operation.key, None) is not None and not tenant.short:
             del self.short[operation.tenant_id]
 
-    def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[Tenant, PassWork] | None:
+    def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[TenantWork, PassWork] | None:
         """Returns the tenant whose turn it is and its next operation; None if none is ready.
 
         Args:
@@ -323,7 +323,7 @@ class FairQueue:
         tenant.end_turn()
         self._tenants.move_to_end(tenant.tenant_id)
 
-    def tenants_with_short_work(self) -> Iterator[Tenant]:
+    def tenants_with_short_work(self) -> Iterator[TenantWork]:
         """Yields tenants with short operations and an advance left. A tenant at which the caller stops is first next
         time.
         """

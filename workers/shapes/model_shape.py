@@ -15,9 +15,9 @@ from ...schemas.adapters.tensor_file import TensorFile
 from ...schemas.bounds import load_json
 from ..protocol.parallel_spec import ParallelSpec
 from ..protocol.worker_config import ServedModel
+from .cache_size import CacheSize
 from .families import FAMILIES, Family
 from .families.config_reader import optional_number
-from .layouts.cache_size import CacheSize
 from .other_models import (
     LAYER_TYPES,
     left_out_of,

@@ -1,6 +1,7 @@
 """Drafts in a worker: trained, moved to other targets, saved and resumed."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,9 @@ def saved_policy(worker: Worker, directory: Path, seed: int) -> Path:
 def snapshot(worker: Worker, path: Path) -> Path:
     path.mkdir()
     worker.begin_snapshot(1, "draft", str(path))
-    worker._snapshots.wait()
+    while not (ended := worker.ended_snapshots()):
+        time.sleep(0.01)
+    assert ended == {1: None}
     return path
 
 

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton", reason="only CUDA builds of torch bring T
 
 from trainhouse.workers.ops import triton_kernels  # noqa: E402
 from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks  # noqa: E402
-from trainhouse.workers.ops.fused import Gate, RmsNorm, Rotation, swiglu  # noqa: E402
+from trainhouse.workers.ops.fused import GatedActivation, RmsNorm, Rotation, swiglu  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -25,7 +25,7 @@ def wide(*shape: int) -> torch.Tensor:
 
 ROTATION = Rotation(torch.zeros(4, 1, 64), torch.zeros(4, 1, 32))
 NORM, HEAD_NORM = (RmsNorm(wide(size), torch.tensor(1e-6)) for size in (96, 64))
-GELU, CLAMPED = Gate("gelu"), Gate("clamped", 1.7, 7.0)
+GELU, CLAMPED = GatedActivation("gelu"), GatedActivation("clamped", 1.7, 7.0)
 CALLS = {
     "norm": lambda: KERNELS.add_rms_norm(wide(4, 96), None, NORM),
     "norm of a sum": lambda: KERNELS.add_rms_norm(wide(4, 96), wide(4, 96), NORM),

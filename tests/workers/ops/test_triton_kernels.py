@@ -14,7 +14,7 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU: TRITON_INTERPRET=1 runs the kernels on the CPU", allow_module_level=True)
 
 from trainhouse.workers.ops.attention_kind import AttentionKind, Sinks  # noqa: E402
-from trainhouse.workers.ops.fused import Gate, RmsNorm, Rotation  # noqa: E402
+from trainhouse.workers.ops.fused import GatedActivation, RmsNorm, Rotation  # noqa: E402
 from trainhouse.workers.ops.triton_kernels import TritonKernels  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -52,10 +52,10 @@ def naive_clamped(gate: Tensor, up: Tensor) -> Tensor:
     return (up.clamp(-1.5, 1.5) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-GATES: dict[Gate, Callable[..., Tensor]] = {
-    Gate("silu"): lambda gate, up: silu(gate) * up,
-    Gate("gelu"): lambda gate, up: gelu(gate, approximate="tanh") * up,
-    Gate("clamped", 1.702, 1.5): naive_clamped,
+GATES: dict[GatedActivation, Callable[..., Tensor]] = {
+    GatedActivation("silu"): lambda gate, up: silu(gate) * up,
+    GatedActivation("gelu"): lambda gate, up: gelu(gate, approximate="tanh") * up,
+    GatedActivation("clamped", 1.702, 1.5): naive_clamped,
 }
 
 
@@ -106,7 +106,7 @@ def test_rotation_of_part_of_a_wider_row(dtype: torch.dtype, heads: int, size: i
 @DTYPES
 @pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 1024), (3, 1500)])
 @pytest.mark.parametrize("kind", GATES, ids=lambda kind: kind.name)
-def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, kind: Gate) -> None:
+def test_gates_of_a_wider_row(dtype: torch.dtype, rows: int, size: int, kind: GatedActivation) -> None:
     both = random(rows, 2 * size, dtype=dtype).mul_(2)
     gate, up = both.chunk(2, -1)
     grad = random(rows, size, dtype=dtype, seed=1)

@@ -8,7 +8,7 @@ from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.ops.kv_cache import CachedRow, NewSequences, SlotTensors
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler.cache.cache import KVCache, size_of_config
-from trainhouse.workers.shapes.layouts.cache_size import CacheSize
+from trainhouse.workers.shapes.cache_size import CacheSize
 from transformers import AutoConfig
 
 from ...tiny import FAMILY_KINDS, KINDS, tiny_model

@@ -12,7 +12,7 @@ from transformers import activations as of_transformers
 from transformers.integrations.moe import _default_apply_gate
 
 from ...ops.frozen.quantized import dequantized
-from ...ops.fused import EXPERT_ACTIVATIONS, Activation, Gate
+from ...ops.fused import EXPERT_ACTIVATIONS, Activation, GatedActivation
 from ...ops.grouped_gemm import GroupedRows
 from ...shapes.parts import RoutedExperts
 
@@ -43,9 +43,11 @@ def activation_of(experts: Any, part: RoutedExperts | None = None) -> Activation
     gate = type(experts)._apply_gate
     if gate is not _default_apply_gate:
         clamped = _CLAMPED.get(gate.__module__)
-        return None if clamped is None else Gate("clamped", *(getattr(experts, name) for name in clamped))
+        return None if clamped is None else GatedActivation("clamped", *(getattr(experts, name) for name in clamped))
     activation = _plain_activation(experts)
-    return activation if activation is not None and isinstance(activation, Gate) == experts.has_gate else None
+    return (
+        activation if activation is not None and isinstance(activation, GatedActivation) == experts.has_gate else None
+    )
 
 
 def _plain_activation(experts: Any) -> Activation | None:
@@ -62,7 +64,7 @@ class ExpertWeights:
 
     def __init__(self, experts: Any, activation: Activation, part: RoutedExperts | None) -> None:
         """Takes the part as activation_of does."""
-        self.activation, has_gates = activation, isinstance(activation, Gate)
+        self.activation, has_gates = activation, isinstance(activation, GatedActivation)
         self.names = "gate_up_proj" if has_gates else "up_proj", "down_proj"
         self._experts = experts
         self._is_transposed = experts.is_transposed if part is None else part.is_transposed

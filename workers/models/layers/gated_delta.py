@@ -9,9 +9,9 @@ from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing
 from ...ops.fused import Rotations, swiglu
+from ...ops.recurrence import recur
 from ...ops.recurrences import gated_delta
 from ...ops.recurrences.convolution import CausalConvolution
-from ...ops.recurrences.recurrence import recur
 from ...parallel.mesh import Mesh, Team
 from ...parallel.sequence import ShardedPacking
 from ...shapes.parts import GatedDelta

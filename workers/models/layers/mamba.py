@@ -10,8 +10,8 @@ from torch.nn.functional import softplus
 from ...ops.attention import AttendingPacking, Packing
 from ...ops.fused import Rotations, swiglu
 from ...ops.norms.gated_norm import gated_group_norm
+from ...ops.recurrence import recur
 from ...ops.recurrences.convolution import CausalConvolution
-from ...ops.recurrences.recurrence import recur
 from ...ops.recurrences.state_space import StateSpace
 from ...parallel.mesh import Mesh, Team
 from ...parallel.sequence import ShardedPacking

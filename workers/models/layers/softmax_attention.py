@@ -11,13 +11,13 @@ from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
 from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rotate_heads
 from ...ops.norms.layer_norm import HeadLayerNorms, LayerNorm
-from ...ops.shared_keys import SharingRow
 from ...parallel.mesh import Mesh, Team
 from ...parallel.norms import ShardedHeadNorms
 from ...shapes.families import Family
 from ...shapes.parts import OutputGate, SoftmaxAttention
 from .merge import Merge, MergedProjection
 from .norms import norm_of
+from .shared_keys import SharingRow
 
 
 def _softplus(x: Tensor) -> Tensor:

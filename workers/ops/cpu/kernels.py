@@ -9,7 +9,7 @@ from torch import Tensor
 from ...resources.lanes import lane_threads
 from ...resources.threads import WORTH_ALL
 from ..attention_kind import AttentionKind
-from ..fused import Gate, RmsNorm, Rotation
+from ..fused import GatedActivation, RmsNorm, Rotation
 from ..kernels import ExpertFactors, PrefixGroups, with_rows
 from .library import CompiledLibrary, load_library
 from .step_tape import StepTape
@@ -86,7 +86,9 @@ class CpuKernels(CpuTrainingKernels):
         self.library.rotate_heads(out, *inputs, tokens, heads, size, cos.shape[-1], threads_for(x))
         return out, None
 
-    def gated(self, gate: Tensor, up: Tensor, kind: Gate, has_gradient: bool = False) -> tuple[Tensor, Tensor | None]:
+    def gated(
+        self, gate: Tensor, up: Tensor, kind: GatedActivation, has_gradient: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         if kind.name != "silu":
             return super().gated(gate, up, kind, has_gradient)
         gate, up = with_rows(gate), with_rows(up)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..attention_kind import AttentionKind
-from ..fused import Gate, RmsNorm, Rotation
+from ..fused import GatedActivation, RmsNorm, Rotation
 from ..kernels import Kernels, with_rows
 from .library import CompiledLibrary
 
@@ -71,7 +71,7 @@ class CpuTrainingKernels(Kernels):
         return out
 
     def gated_gradient(
-        self, grad: Tensor, gate: Tensor, up: Tensor, kind: Gate, active: Tensor | None = None
+        self, grad: Tensor, gate: Tensor, up: Tensor, kind: GatedActivation, active: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if kind.name != "silu":
             return super().gated_gradient(grad, gate, up, kind, active)

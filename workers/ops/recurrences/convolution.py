@@ -13,8 +13,8 @@ from ..attention import Packing
 from ..kernels import kernels_for
 from ..libraries.convolution import CausalConv1d, numbered
 from ..libraries.probe import Comparison, probed, random_on, report_misfit
+from ..recurrence import StateKind
 from .comparison import LENGTHS, compare_recurrence
-from .recurrence import StateKind
 
 
 @dataclass(frozen=True)

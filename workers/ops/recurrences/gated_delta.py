@@ -15,9 +15,9 @@ from ..attention import Packing
 from ..kernels import kernels_for
 from ..libraries.gated_delta import FlashLinearAttention
 from ..libraries.probe import Comparison, probed, random_on, report_misfit
+from ..recurrence import StateKind
 from .chunked_delta import DeltaInputs, normalize, scan_chunks
 from .comparison import LENGTHS, compare_recurrence
-from .recurrence import StateKind
 
 
 @dataclass(frozen=True)

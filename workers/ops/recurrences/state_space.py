@@ -17,10 +17,10 @@ from torch.nn.functional import softplus
 from ..attention import Packing
 from ..libraries.probe import Comparison, probed, random_on, report_misfit
 from ..libraries.state_space import MambaSsm
+from ..recurrence import StateKind
 from .batches import Batches
 from .chunks import Chunks
 from .comparison import LENGTHS, compare_recurrence
-from .recurrence import StateKind
 
 CHUNK_SIZES = (16, 32, 64, 128)
 

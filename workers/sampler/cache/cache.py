@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from ...models.model import BaseModel
 from ...ops.kv_cache import SlotTensors
 from ...protocol.worker_config import DEFAULT_KV_CACHE_BYTES, WorkerConfig
-from ...shapes.layouts.cache_size import CacheSize
+from ...shapes.cache_size import CacheSize
 from ...shapes.model_shape import ModelShape
 from ..requests.jobs import SequenceState
 from .prefix_cache import PrefixCache, StoredRange, restore

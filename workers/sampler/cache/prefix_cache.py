@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from ...ops.kv_cache import SlotTensors
-from ...ops.recurrences.recurrence import StateKind
-from ...shapes.layouts.cache_size import CacheSize
+from ...ops.recurrence import StateKind
+from ...shapes.cache_size import CacheSize
 
 BLOCK = 32
 

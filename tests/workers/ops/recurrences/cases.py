@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
+from trainhouse.workers.ops.recurrence import Recurrence
 from trainhouse.workers.ops.recurrences.convolution import CausalConvolution
 from trainhouse.workers.ops.recurrences.gated_delta import GatedDeltaRule
-from trainhouse.workers.ops.recurrences.recurrence import Recurrence
 from trainhouse.workers.ops.recurrences.state_space import StateSpace
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 24, 16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import Packing, pack_lengths
-from trainhouse.workers.ops.recurrences.recurrence import recur
+from trainhouse.workers.ops.recurrence import recur
 
 from ...adapted import relative_error
 from .cases import CASES, Case

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..attention import AttendingPacking, Packing
+from .attention import AttendingPacking, Packing
 
 
 @dataclass(frozen=True)

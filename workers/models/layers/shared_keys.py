@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .attention import AttendingPacking, AttentionKind, Packing, attend
-from .recurrences.recurrence import Recurrence, recur
-from .token_index import IndexKind, IndexQueries, choose
+from ...ops.attention import AttendingPacking, AttentionKind, Packing, attend
+from ...ops.recurrence import Recurrence, recur
+from ...ops.token_index import IndexKind, IndexQueries, choose
 
 
 class SharingRow:

@@ -27,7 +27,7 @@ log = logging.getLogger("trainhouse.export")
 class ExportedCheckpoint:
     files: list[Path]
     note: str
-    """How to load it, and why, if an adapter was merged without being asked for."""
+    """The way to load it, and the reason if an adapter was merged without being asked for."""
 
     @staticmethod
     def of(directory: Path, note: str) -> "ExportedCheckpoint":

@@ -34,16 +34,16 @@ PRODUCT_USED_ELSEWHERE = {
     "schemas/sampling.py": "client_counter",
     # Read by templates.
     "server/console/operators.py": "num_sampling_jobs",
-    "server/console/runs.py": "bars",
     # vLLM imports the first two by these names, and reads the others.
     "workers/engines/vllm/serve.py": "WeightsEndpoint __getattr__ model_weights _fused_kv_weight",
     # typer reads a command's signature and passes its flags by name.
     "server/cli/options.py": "__signature__",
     "server/cli/serve.py": "help_all",
-    # Attributes and overrides for uvicorn, sqlite3, SQLAlchemy, torch, tokenizers and transformers.
+    # Attributes, columns and overrides for uvicorn, sqlite3, SQLAlchemy, torch, tokenizers and transformers.
     "server/serving/connections.py": "timeout_keep_alive_task",
     "server/serving/server_process.py": "should_exit capture_signals",
     "server/store/sqlite.py": "isolation_level",
+    "server/store/database/records.py": "last_heartbeat_at",
     "server/store/database/schema.py": "impl cache_ok load_dialect_impl process_bind_param process_result_value",
     "workers/drafts/model/draft_model.py": "grad_dtype",
     "workers/models/gguf.py": "pre_tokenizer",

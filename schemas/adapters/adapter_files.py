@@ -138,7 +138,7 @@ def write_for_vllm(directory: Path, form: VllmForm) -> None:
 def _write_apart(
     file: TensorFile, pairs: Mapping[str, Pair], description: dict[str, Any], has_other_rows: bool = False
 ) -> None:
-    """Rewrites the adapter with these pairs, one for each linear layer, and the files beside it accordingly."""
+    """Rewrites the adapter with these pairs, one for each linear layer, and the files next to it accordingly."""
     # Other tensors: such as a critic's head.
     tensors = _tensors_of(pairs) | {name: file.copied(name) for name in file if not MATRIX.fullmatch(name)}
     _rewrite(file, tensors, has_other_rows)

@@ -151,7 +151,7 @@ class PeftConfig:
     base_model: str | None
     """The name that it was trained under."""
     peft_version: str | None = None
-    """Of the peft that saved it, None if it does not say."""
+    """The version of peft that saved it; None if unknown."""
     parameters: tuple[str, ...] = ()
     """Names, or their ends, of the parameters that it adapts in addition to linear layers."""
 

@@ -27,7 +27,7 @@ class TensorEntry:
     """A tensor in the header of a file."""
 
     dtype: str
-    """As safetensors names it, such as F32."""
+    """The name that safetensors has for it, such as F32."""
     shape: tuple[int, ...]
     num_bytes: int
 

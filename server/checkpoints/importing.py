@@ -40,7 +40,7 @@ class ImportRequest:
 
     upload: AdapterUpload
     base_model: str | None
-    """None for the one that the adapter's configuration names."""
+    """The one that the adapter's configuration names, if None."""
     name: str
     ttl_seconds: int | None
 

@@ -35,9 +35,9 @@ class FeatureReference:
     """The run that captured them."""
     expires_at: float
     uses: int | None = None
-    """How many are left; None: unlimited."""
+    """Uses that are left; None: unlimited."""
     taken: dict[str, int] = field(default_factory=dict)
-    """By run, seq_id of the last step that took uses: a retry after a crash does not take them twice."""
+    """The seq_id of the last step that took uses, by run: a retry after a crash does not take them twice."""
 
 
 @dataclass(eq=False)
@@ -45,10 +45,10 @@ class FeatureHold:
     """Keeps the entries that an operation needs until its optimizer step has finished."""
 
     uses: Counter[str]
-    """How often the step uses each reference."""
+    """Uses of each reference by the step."""
     entries: list["FeatureEntry"] = field(default_factory=list)
     refusal: str | None = None
-    """Why the operation must be refused."""
+    """The reason if the operation must be refused."""
     has_ended: bool = False
     """The step has finished, but the files may not reflect it yet."""
 

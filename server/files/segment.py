@@ -38,7 +38,7 @@ class LogRecord:
     header: Mapping[str, object]
     body: bytes
     offset: int
-    """Of its first byte in the segment."""
+    """The offset of its first byte in the segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Damage:
 
     offset: int
     header: Mapping[str, object] | None
-    """Of the first damaged record, as far as it can be read; unverified."""
+    """The header of the first damaged record, as far as it can be read; unverified."""
 
 
 def read_segment(path: Path) -> Iterator[LogRecord]:

@@ -20,7 +20,7 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class CheckpointStorageConfig(CheckpointOptions):
-    """Where checkpoints and their copies are stored, how failures are retried, and the most that a tenant may have."""
+    """Options of the storage of checkpoints and their copies, of retries, and of a tenant's limits."""
 
     retry_pauses_seconds: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     """Between attempts at a URL."""

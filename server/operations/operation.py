@@ -112,37 +112,37 @@ class Operation(ABC):
     """An operation of a run, from its arrival to its end. The run sets the fields."""
 
     kind: ClassVar[str]
-    """Its name in the journal."""
+    """The name in the journal."""
     changes_state: ClassVar[bool] = False
     """The run's state cannot be rebuilt without it."""
     is_step: ClassVar[bool] = False
-    """It ends a gradient window."""
+    """Ends a gradient window."""
     clears_gradients: ClassVar[bool] = False
-    """It clears pending gradients, so failures before it do not taint the next step."""
+    """Clears pending gradients, so failures before it do not taint the next step."""
     changes_record: ClassVar[bool] = False
-    """It changes the run's stored record."""
+    """Changes the run's stored record."""
     taints_if_failed: ClassVar[bool] = False
     """The next optimizer step would be wrong without it."""
     reports_begin: ClassVar[bool] = False
-    """It calls mark_begun itself, when the workers receive it."""
+    """Calls mark_begun itself, when the workers receive it."""
     sets_target: ClassVar[bool] = False
-    """It sets the target of a draft, or may."""
+    """Sets the target of a draft, or may."""
     stores_features: ClassVar[bool] = False
-    """It stores features, for which room is reserved when it is accepted."""
+    """Stores features, for which room is reserved when it is accepted."""
 
     seq_id: int = field(init=False)
     log_entry: ReplayEntry = field(init=False)
     drawn: Mapping[str, int] = field(init=False, default_factory=dict)
     """Seeds drawn because the request had none."""
     loads_files: bool = field(init=False, default=False)
-    """It loads a checkpoint's files, which are pinned until snapshots cover the load."""
+    """Loads a checkpoint's files, which are pinned until snapshots cover the load."""
     journaled: "asyncio.Future[RecordPosition]" = field(init=False)
     """Done as soon as its journal entry is written, whose place its log entry then has."""
     arrived_at: float = field(init=False)
     future: Future | None = field(init=False, default=None)
-    """None if no client waits for a result: it was refused, or an earlier process answered it but lost its effect."""
+    """Absent if no client waits for a result: it was refused, or an earlier process answered it but lost its effect."""
     reservation: Reservation | None = field(init=False, default=None)
-    """None unless this process accepted it."""
+    """Absent unless this process accepted it."""
     num_strikes: int = field(init=False, default=0)
     """Crashes of workers that ran it alone."""
     failed_before: bool = field(init=False, default=False)
@@ -154,11 +154,11 @@ class Operation(ABC):
     begun_at: float | None = field(init=False, default=None)
     """When the workers first received it or a part of it; None before."""
     size_of_call: CallSize | None = field(init=False, default=None)
-    """Of the last call of the workers that held a part of it; None if that is unknown."""
+    """The size of the last call of the workers that held a part of it; None if unknown."""
     work_context: WorkContext = field(init=False, default_factory=WorkContext)
     """Names the operation in log lines, and has its span."""
     metrics: Mapping[str, float] = field(init=False, default_factory=dict)
-    """Of its result, empty if it has none."""
+    """The metrics of the result; empty if it has none."""
     step: int | None = field(init=False, default=None)
     """The number of the optimizer step that it took; None if it took none."""
 

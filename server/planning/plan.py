@@ -60,11 +60,11 @@ class MemoryPlan:
     smaller: PlannedLayout | None
     """Does not fit: smaller than the choice of `--parallel auto`."""
     rate: Rate | None
-    """Of the device; None for a CPU."""
+    """The device's rate; None for a CPU."""
     sizes: BatchSizes | None
-    """Of micro-batches and passes; None without a device."""
+    """Sizes of micro-batches and passes; None without a device."""
     notes: tuple[str, ...]
-    """What is left out of the model, and how it is counted."""
+    """Remarks on the parts of the model that are left out, and on the count."""
 
     @property
     def fits(self) -> bool | None:
@@ -289,7 +289,7 @@ class Planned(Protocol):
 
     @property
     def fits(self) -> bool | None:
-        """None if it is not compared with a device."""
+        """Returns None if it is not compared with a device."""
         ...
 
     def as_json(self) -> dict[str, object]: ...

@@ -29,7 +29,7 @@ class PlannedDraft:
 
     shape: ModelShape
     layout: DraftLayout
-    """Of the target on the ranks that train the draft, and of the draft."""
+    """The layout of the target on the ranks that train the draft, and of the draft."""
     draft: DraftLoad
     device_bytes: int | None
     notes: tuple[str, ...]

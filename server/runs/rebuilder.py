@@ -84,7 +84,7 @@ class Rebuilder:
     async def _rebuild_or_mark_unusable(self) -> None:
         run_id = self._state.record.run_id
         try:
-            # An operation that the workers had answered is replayed only if it has ended by now, and one that came
+            # An operation that the workers had answered is replayed only if it has ended by now, and one that ended
             # later, after its strike was journaled, would be handed over behind its successors.
             while self._queue.in_progress.keys() - {seq_id for seq_id, _ in self._waiting}:
                 self.progressed.clear()

@@ -218,14 +218,14 @@ class _PairOfExperts:
 
     experts: str
     name: str
-    """Of A."""
+    """The name of A."""
     pair: Pair
     """A [experts * rank, in] and B [out, rank * experts]; gate and up have one rank or one each."""
     rank: int
     linears: Sequence[Sequence[Target]]
-    """What it may adapt."""
+    """Layers that it may adapt."""
     alternates: bool
-    """Whether rows of gate and up take turns."""
+    """Rows of gate and up take turns."""
 
     def adapted(self, swaps_in_out: bool) -> Sequence[Target] | None:
         """Returns the linear layers of these shapes, None if none has them.

@@ -1,5 +1,5 @@
-"""What is between the matrix products of a layer, by torch's own operations: the kernels of a device inherit what they
-do not compute themselves."""
+"""Norms, rotations and gates between the matrix products of a layer, by torch's own operations. The kernels of a device
+inherit those that they do not compute themselves."""
 
 from typing import TYPE_CHECKING
 

@@ -188,7 +188,7 @@ class OperationPart:
 
     @property
     def data_share(self) -> DataShare:
-        """Which of the operation's data the request holds."""
+        """The part of the operation's data that the request holds."""
         num_data = len(self.request.data)
         return self.rank_share or DataShare(range(self.first_datum, self.first_datum + num_data), num_data)
 

@@ -9,7 +9,7 @@ runs. What a pass computes of an operation is an OperationPart: all of it, or a 
 - lost: what only the ranks held when one of them died. Its callers get WorkerLost, and the server rebuilds runs.
 - suspect: all work in the call in which a rank died, and the snapshots that were being written. It is retried apart
   from other work until it is past the point of the death (quarantine.py).
-- alone: work beside which nothing else ran when the rank died. The death is then a strike against it
+- alone: work next to which nothing else ran when the rank died. The death is then a strike against it
   (server/journal/strikes.py).
 - given up: work with MAX_STRIKES, which is not retried.
 """

@@ -81,7 +81,7 @@ class PassWork(RunWork[ForwardBackwardOutput]):
 
     request: ForwardBackwardRequest
     position: float | None = field(kw_only=True, default=None)
-    """In the run, if it shares its seq_id with others."""
+    """The position in the run, if it shares its seq_id with others."""
     lengths: tuple[int, ...] = field(init=False)
     """Tokens of each datum."""
     chunk_start: int = field(init=False, default=0)

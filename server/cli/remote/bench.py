@@ -32,7 +32,7 @@ class Load:
     """The work to measure."""
 
     sequences: int = 4
-    """Of a batch, and samples that are drawn at a time."""
+    """Sequences of a batch, and samples drawn at a time."""
     length: int = 256
     """Tokens of each sequence."""
     steps: int = 5
@@ -47,7 +47,7 @@ class BenchResult:
     training_tokens_per_second: float
     training_share: float | None
     small_step_seconds: float
-    """From the client's call to its answer, with one sequence of eight tokens."""
+    """A step with one sequence of eight tokens, from the client's call to its answer."""
     sampling_tokens_per_second: float
     sampling_share: float | None
     peak_flops: float | None

@@ -29,9 +29,9 @@ class Problem:
     path: str
     """A checkpoint, a file, a directory or a URL."""
     meaning: str
-    """What is wrong, and the consequence."""
+    """The fault and its consequence."""
     remedy: str
-    """What to do if there is no repair, or it fails."""
+    """Advice if there is no repair, or it fails."""
     repair: Repair | None = None
 
     def __str__(self) -> str:

@@ -61,9 +61,9 @@ class ApiKeyRecord:
     created_at: float
     revoked_at: float | None = None
     scopes: tuple[str, ...] | None = None
-    """None for all."""
+    """All, if None."""
     requests_per_minute: Annotated[int | None, Stored(is_small=True)] = None
-    """None for no limit specific to this key."""
+    """No limit specific to this key, if None."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SessionRecord:
     tenant_id: TenantId
     created_at: float
     last_heartbeat_at: float
-    """For display only; Sessions keeps the expiry clock in memory."""
+    """Only displayed; Sessions keeps the expiry clock in memory."""
     finished_at: Annotated[float | None, Stored(is_indexed=True)] = None
     end: SessionEnd | None = None
     end_detail: str | None = None
@@ -107,7 +107,7 @@ class RunRecord:
     tenant_id: TenantId
     base_model: str
     training: TrainingConfig
-    """Its seed has been drawn if the request had none."""
+    """The seed has been drawn if the request had none."""
     created_at: float
     last_request_at: float
     user_metadata: dict[str, str] | None = None
@@ -117,7 +117,7 @@ class RunRecord:
     asked: str | None = None
     """Hash of the request that created it; None for older runs and those that no such request created."""
     schedules: Annotated[RunSchedules, Stored(may_lack=True)] = NO_SCHEDULES
-    """What is done after its optimizer steps."""
+    """Evaluations and checkpoints after optimizer steps."""
 
     def request_id(self, seq_id: int) -> str:
         return f"{self.run_id}:{seq_id}"
@@ -164,13 +164,13 @@ class CheckpointCopyRecord:
     """A copy that a mirror has, or will have, of a checkpoint."""
 
     directory: Key
-    """Of the checkpoint."""
+    """The checkpoint's directory."""
     mirror: Key
     """The URL below which all copies are stored."""
     url: str
     state: CopyState
     error: str | None
-    """Why the last of num_tries attempts failed."""
+    """The reason for which the last of num_tries attempts failed."""
     num_tries: Annotated[int, Stored(is_small=True)]
     updated_at: float
     """When the state last changed or an attempt ended."""

@@ -135,7 +135,7 @@ async def test_operations_are_repeated_in_order_however_long_a_strike_takes_to_w
 async def test_an_operation_that_the_workers_answered_before_they_died_is_repeated_by_the_rebuild(
     make_bench: MakeBench,
 ) -> None:
-    """Its result is still being encoded, or published, when a later operation finds that the run is lost."""
+    """The result is still being encoded, or published, when a later operation finds that the run is lost."""
     bench = await make_bench()
     await bench.result(0)
     CrashingOperations(bench, (2,))

@@ -232,7 +232,7 @@ class FailingSteps(RecordingWorker):
 
 
 def test_runs_are_lost_if_their_steps_fail_unexpectedly() -> None:
-    """Steps of which nobody knows whether they were taken cannot be answered."""
+    """Steps cannot be answered if it is unknown whether they were taken."""
 
     async def check() -> None:
         async with recording_dispatch("a", "fails", worker=f"{__name__}:{FailingSteps.__name__}") as dispatch:

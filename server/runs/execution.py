@@ -161,8 +161,8 @@ class Execution:
         entry, state = operation.log_entry, self._state
         entry.outcome, message, category = self._explain(operation, error)
         is_tainted = operation.is_step and window.tainted_by is not None
-        cleared_none = operation.clears_gradients or (operation.is_step and entry.outcome is Outcome.SERVER_FAILED)
-        if cleared_none and window.tainted_by is not None:
+        gradients_remain = operation.clears_gradients or (operation.is_step and entry.outcome is Outcome.SERVER_FAILED)
+        if gradients_remain and window.tainted_by is not None:
             following.tainted_by = window.tainted_by
         if operation.taints_if_failed:
             window.taint(f"{entry.kind} with seq_id {entry.seq_id} failed ({message})")
@@ -202,7 +202,7 @@ class Execution:
                 continue
             is_handed_over = False
             try:
-                await self._check(operation, window)
+                await self._refuse_if_due(operation, window)
                 if not operation.reports_begin:
                     operation.mark_begun()
                 is_handed_over = True
@@ -222,7 +222,7 @@ class Execution:
             except OUTAGE_ERRORS as error:
                 await state.wait_out(error)
 
-    async def _check(self, operation: Operation, window: OperationWindow) -> None:
+    async def _refuse_if_due(self, operation: Operation, window: OperationWindow) -> None:
         """Raises OperationError if the operation cannot be performed; then a step clears the workers' gradients."""
         state, context = self._state, self._services.context
         clears = operation.is_step and window.tainted_by is not None

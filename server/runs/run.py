@@ -119,11 +119,11 @@ class Run:
         operation.journaled = self._services.journal.append(operation.header(record, body), body.received)
         self.queue.waiting[operation.seq_id] = operation
         if operation.journaled.done():
-            self._journaled(operation, operation.journaled)
+            self._begin_when_journaled(operation, operation.journaled)
         else:
-            operation.journaled.add_done_callback(partial(self._journaled, operation))
+            operation.journaled.add_done_callback(partial(self._begin_when_journaled, operation))
 
-    def _journaled(self, operation: Operation, written: "asyncio.Future[RecordPosition]") -> None:
+    def _begin_when_journaled(self, operation: Operation, written: "asyncio.Future[RecordPosition]") -> None:
         """Forgets the operation if its entry cannot be written: its seq_id is free again."""
         if written.exception() is None:
             operation.log_entry.place = written.result()

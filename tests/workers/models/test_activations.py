@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
-from trainhouse.workers.ops.fused import EXPERT_ACTIVATIONS, Activation, Gate, Relu2
+from trainhouse.workers.ops.fused import EXPERT_ACTIVATIONS, Activation, GatedActivation, Relu2
 
 from ..adapted import relative_error
 
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Activation, Callable[..., Tensor]]] = {
         lambda gate, up: gelu(gate, approximate="tanh") * up,
     ),
     "relu2": (EXPERT_ACTIVATIONS["relu2"], lambda up: up.relu() ** 2),
-    "clamped": (Gate("clamped", 1.702, 0.7), naive_clamped),
+    "clamped": (GatedActivation("clamped", 1.702, 0.7), naive_clamped),
 }
 
 
@@ -37,7 +37,7 @@ def random(columns: int, seed: int) -> Tensor:
 
 
 def features_of(activation: Activation) -> Tensor:
-    return random(2 * SIZE if isinstance(activation, Gate) else SIZE, seed=1)
+    return random(2 * SIZE if isinstance(activation, GatedActivation) else SIZE, seed=1)
 
 
 @pytest.mark.parametrize("name", CASES)

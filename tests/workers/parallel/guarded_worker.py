@@ -1,6 +1,6 @@
 """A worker that watches its passes and decode steps: operations on torch's DTensors, and the tokens that norms take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainhouse.workers.ops.fused import RmsNorm
+from trainhouse.workers.ops.norms.layer_norm import LayerNorm
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep, PartAnswer, Pass, SamplingSlice, SliceResult
 from trainhouse.workers.worker.worker import Worker
@@ -52,14 +53,16 @@ class GuardedWorker(Worker):
 
     def _load(self, mesh: Mesh) -> None:
         super()._load(mesh)
-        add = RmsNorm.add
+        for norms in (RmsNorm, LayerNorm):
+            norms.add = self._watched(norms.add)
 
-        def watched(norm: RmsNorm, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _watched(self, add: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(norm: Any, hidden: Tensor, update: Tensor | None) -> Any:
             if hidden.shape[-1] == self._base.unembedding.shape[1]:  # no norm of latent vectors or heads
                 self._operations("pass" if torch.is_grad_enabled() else "decode").normed_tokens.add(len(hidden))
             return add(norm, hidden, update)
 
-        RmsNorm.add = watched
+        return watched
 
     def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
         with _Watch(self._operations("pass")):

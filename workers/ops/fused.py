@@ -244,7 +244,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        """Overwrites the saved tensors, which nothing else reads, since backward runs once."""
+        """Overwrites up and active, which nothing else reads, since backward runs once."""
         gate, up, active = ctx.saved_tensors
         return *ctx.kernels.gated_gradient(grads[0], gate, up, ctx.kind, active), None
 

@@ -78,7 +78,7 @@ class TorchKernels:
         self, grad: Tensor, gate: Tensor, up: Tensor, kind: "GatedActivation", active: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of gate and up; all [tokens, size]. Without `active` they overwrite gate and up if the
-        rows of both are equally far apart."""
+        rows of both are equally far apart; with it, gate stays, since it may be a view of a saved tensor."""
         aten = torch.ops.aten
         if kind.name == "clamped":
             grad_active, is_over = up.clamp(-kind.limit, kind.limit).add_(1).mul_(grad), gate > kind.limit
@@ -88,12 +88,13 @@ class TorchKernels:
             aten.silu_backward.grad_input(grad_active, inner, grad_input=gate).masked_fill_(is_over, 0)
             return gate, up
         if active is None:
-            grad_active, grad_up = grad * up, torch.mul(_activated(gate, kind), grad, out=up)
+            grad_active, grad_up, out = grad * up, torch.mul(_activated(gate, kind), grad, out=up), gate
         else:
             grad_active, grad_up = up.mul_(grad), active.mul_(grad)
+            out = grad_active
         if kind.name == "silu":
-            return aten.silu_backward.grad_input(grad_active, gate, grad_input=gate), grad_up
-        return aten.gelu_backward.grad_input(grad_active, gate, approximate="tanh", grad_input=gate), grad_up
+            return aten.silu_backward.grad_input(grad_active, gate, grad_input=out), grad_up
+        return aten.gelu_backward.grad_input(grad_active, gate, approximate="tanh", grad_input=out), grad_up
 
     def log_softmax(self, x: Tensor, out: Tensor) -> Tensor:
         """Returns, in `out`, which may be x, the logarithms of the softmax over each row; both [rows, n]."""

@@ -78,3 +78,14 @@ def test_relu2_of_a_layer_has_its_gradient() -> None:
     (found,) = torch.autograd.grad(Relu2()(x := leaf.clone().requires_grad_()), x, grad)
     (wanted,) = torch.autograd.grad((y := leaf.clone().requires_grad_()).relu() ** 2, y, grad)
     assert relative_error(found, wanted) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
+def test_a_gate_may_share_memory_with_a_tensor_that_another_gradient_needs(name: str, dtype: torch.dtype) -> None:
+    """Gates and convolved features of Mamba without a norm are views of one projection."""
+    projected = torch.randn(3, 8, dtype=dtype, requires_grad=True)
+    gate, mixed = projected.split([4, 4], dim=-1)
+    activation = EXPERT_ACTIVATIONS[name]
+    activation(gate, mixed.sin()).sum().backward()
+    assert projected.grad is not None and projected.grad.isfinite().all()

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
+from ...schemas.errors import OperationError
 from ...schemas.training import ForwardBackwardOutput
 from ..pools.base import RankTime, WorkerError
 from ..protocol.calls import Failure, OptimizerStep, SliceResult
@@ -110,7 +111,7 @@ class StepsCall(RankCall[Sequence[dict[str, float] | Failure]]):
     async def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Sequence[dict[str, float] | Failure]:
         try:
             return await ranks.call(APPLY_STEPS.name, self._steps, hang_seconds=timeouts.for_runs(len(self._steps)))
-        except WorkerError as error:  # some of the steps may have been taken
+        except (WorkerError, OperationError, ValueError) as error:  # some of the steps may have been taken
             raise ranks.pool.kill(f"optimizer steps failed unexpectedly ({error})") from error
 
 

@@ -19,7 +19,7 @@ from .cohorts import Cohorts
 from .quarantine import SUSPECT_SHRINK_FACTOR, Suspects
 from .queue import GroupQueue, Kind, PassLimits
 from .snapshots import PendingSnapshots
-from .work import AnyWork, RunWork, SamplingWork, SnapshotWork
+from .work import AnyWork, MethodWork, RunWork, SamplingWork, SnapshotWork
 
 Result = TypeVar("Result")
 
@@ -127,7 +127,7 @@ class Scheduler:
         """
         queue, kinds = self.queue, list[Kind]()
         is_writing = self.snapshots.due_at < math.inf
-        if is_writing and (self.snapshots.has_suspect or queue.has_suspects):
+        if is_writing and (self.snapshots.has_suspect or queue.has_suspects or self.cohorts.num_apart):
             # A suspect must be alone, so everything waits until the snapshots are written.
             return ["snapshots"] if self._clock() >= self.snapshots.due_at else []
         if on_device and queue.has_training:
@@ -270,7 +270,9 @@ class Scheduler:
         consequences = self._accuse(running)
         self.held.lose_all(f"the worker of {group} died ({death})")
         message = f"base model {group}: {death}; what only the worker had is lost"
-        alone = running if len(running) == 1 else ()
+        # Methods are no suspects, for which snapshots would wait: they are alone whatever is written.
+        is_method = len(in_call) == 1 and isinstance(in_call[0], MethodWork)
+        alone = in_call if is_method else running if len(running) == 1 else ()
         self.fail_all(lambda work: WorkerLost(message, alone=work in alone), in_call)
         return consequences
 

@@ -49,7 +49,7 @@ class FatalWorker(NotingWorker):
 
 
 def with_fatal_worker(config: DispatchConfig) -> DispatchConfig:
-    return replace(config, worker=f"{FatalWorker.__module__}:{FatalWorker.__name__}")
+    return replace(config, worker="trainhouse.tests.server.operations.test_scheduled_work:FatalWorker")
 
 
 @pytest.fixture

@@ -226,18 +226,22 @@ class FailingSteps(RecordingWorker):
     """Fails in the middle of optimizer steps, as of those in a later chunk."""
 
     def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
-        if any(step.run_id == "fails" for step in steps):
-            raise KeyError("unforeseen")
+        for step in steps:
+            if step.run_id.startswith("fails"):
+                raise {"fails with a key": KeyError, "fails with a value": ValueError}[step.run_id]("unforeseen")
         return super().apply_steps(steps)
 
 
-def test_runs_are_lost_if_their_steps_fail_unexpectedly() -> None:
+@pytest.mark.parametrize("fails", ["fails with a key", "fails with a value"])
+def test_runs_are_lost_if_their_steps_fail_unexpectedly(fails: str) -> None:
     """Steps cannot be answered if it is unknown whether they were taken."""
 
     async def check() -> None:
-        async with recording_dispatch("a", "fails", worker=f"{__name__}:{FailingSteps.__name__}") as dispatch:
+        async with recording_dispatch(
+            "a", fails, worker="trainhouse.tests.workers.scheduler.test_crashes:FailingSteps"
+        ) as dispatch:
             async with busy(dispatch, "a"):
-                steps = [asyncio.create_task(dispatch.optim_step(step(run_id))) for run_id in ("a", "fails")]
+                steps = [asyncio.create_task(dispatch.optim_step(step(run_id))) for run_id in ("a", fails)]
             assert await were_alone(*steps) == [False, False]
             await recreate(dispatch, "a")
             await dispatch.optim_step(step("a"))

@@ -228,6 +228,41 @@ def were_alone(*works: Any) -> list[bool]:
     return [error.alone for error in errors]
 
 
+def test_a_suspect_sampling_job_waits_until_no_snapshot_is_written_and_is_found_alone() -> None:
+    group = Group()
+
+    def begin_snapshot() -> None:
+        group.add(SnapshotWork("a", "alice", "/snapshots/0"))
+        group.do(None, seconds=0.0)
+
+    def die(call: RankCall[Any]) -> None:
+        group.scheduler.worker_died("tiny", WorkerDied("killed"), call.works)
+
+    begin_snapshot()
+    job = group.add(sampling("fatal"))
+    die(group.next_call())
+    assert were_alone(job) == [False]
+
+    group.scheduler.suspect_snapshots.clear()
+    begin_snapshot()
+    job = group.add(sampling("fatal"))
+    assert not group.scheduler.ready(), "the suspect waits until no snapshot is written"
+    group.now += 1.0
+    group.do({0: None}, seconds=0.0)
+    die(group.next_call())
+    assert were_alone(job) == [True]
+
+
+def test_a_method_is_alone_in_its_call_whatever_is_written() -> None:
+    """Methods are no suspects that wait until snapshots are written, so their strikes would never be counted."""
+    group = Group()
+    group.add(SnapshotWork("a", "alice", "/snapshots/0"))
+    group.do(None, seconds=0.0)
+    load = group.add(MethodWork("b", "alice", LOAD_RUN, ("b",)))
+    group.scheduler.worker_died("tiny", WorkerDied("killed"), group.next_call().works)
+    assert were_alone(load) == [True]
+
+
 def test_an_operation_beside_a_snapshot_is_not_alone_and_both_are_retried_apart() -> None:
     group = Group()
 

@@ -172,7 +172,7 @@ class ForwardBackwardOutput:
 # Pickling costs an object or two per array in each direction. A column is pickled as one array, and the small arrays
 # become views of it on the other side.
 _MANY = 8
-"""Fewer data than this are pickled as they are, which is faster than packing them into columns."""
+"""Packing into columns for a pickle pays from this many data on."""
 
 _KIND = attrgetter("dtype", "ndim")
 

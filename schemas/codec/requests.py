@@ -57,7 +57,7 @@ _MAX_UNCOUNTED_BYTES = 2 * _MAX_MESSAGES
 """A body below this size cannot exceed _MAX_MESSAGES, since a message takes at least two bytes."""
 
 _MANY = 4
-"""Fewer data than this are decoded faster one after the other than column by column."""
+"""Decoding by columns pays from this many data on."""
 
 
 def decode_forward_backward(

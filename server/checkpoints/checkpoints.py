@@ -249,7 +249,7 @@ class Checkpoints:
 
 @contextmanager
 def hiding_directory_as(name: str, directory: Path) -> Iterator[None]:
-    """Rewrites errors of workers that load files: the tenant sees the name it used, only the log the directory."""
+    """Replaces paths in workers' load errors by the tenant's name of the checkpoint; only the log has them."""
     try:
         yield
     except WorkerLost:

@@ -1,4 +1,4 @@
-"""Visitor: who looks at a page, and what its key permits. Pages: of a list."""
+"""The visitor of a page with the permissions of their key, and the pages of a list."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -270,7 +270,7 @@ class Scheduler:
         consequences = self._accuse(running)
         self.held.lose_all(f"the worker of {group} died ({death})")
         message = f"base model {group}: {death}; what only the worker had is lost"
-        # Methods are no suspects, for which snapshots would wait: they are alone whatever is written.
+        # Methods are no suspects, for which snapshots would wait: they are alone in spite of those.
         is_method = len(in_call) == 1 and isinstance(in_call[0], MethodWork)
         alone = in_call if is_method else running if len(running) == 1 else ()
         self.fail_all(lambda work: WorkerLost(message, alone=work in alone), in_call)

@@ -40,7 +40,7 @@ class TargetHead(Protocol):
         ...
 
     def backward(self, gradient: Tensor) -> Tensor:
-        """Returns the gradient by the hidden states, [m, hidden], from that by the logits that were returned last."""
+        """Backpropagates the gradient of the last logits to the hidden states, [m, hidden]."""
         ...
 
 

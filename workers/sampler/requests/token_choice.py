@@ -267,7 +267,7 @@ def verify(draft_tokens: DraftTokens, target: Tensor, key: np.uint64, length: in
 
 
 def noise_key(seed: int, *stream: int) -> int:
-    """Returns the key of one stream of a seed, for instance of one sample. The low 64 bits of each number count."""
+    """Returns the random key of one stream, such as a sample, from the low 64 bits of seed and stream."""
     key = _mix(np.array([seed & _MASK], dtype=np.uint64))
     for part in stream:
         key = _mix(key ^ (np.array([part & _MASK], dtype=np.uint64) * _GOLDEN))

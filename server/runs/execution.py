@@ -144,8 +144,8 @@ class Execution:
                 operation.log_entry.outcome, self._state.outage = Outcome.DONE, None
                 if operation.future is not None:
                     ended, size = operation.ended(self._state.record.run_id, None), operation.size_of_call
-                    self._services.telemetry.operation_ended(operation.work_context, ended, size, "user", None)
                     self._services.futures.resolve(operation.future, result, ended)
+                    self._services.telemetry.operation_ended(operation.work_context, ended, size, "user", None)
                 if operation.loads_files:  # the pinned checkpoint can then be deleted soon
                     self._snapshots.take(Boundary(operation.seq_id, following))
             if operation.is_step and not operation.is_chained:
@@ -172,16 +172,16 @@ class Execution:
             # The client must get its answer in any case.
             logger.exception("%s: what %s held is not released", state.record.run_id, operation.kind)
         if isinstance(operation, CreateRun):
-            state.unusable = f"run {state.record.run_id} could not be created: {message}"
+            state.fail(f"run {state.record.run_id} could not be created: {message}")
         if operation.future is None:
             return
         ended = operation.ended(state.record.run_id, message)
         # What taints a window may be a refusal, whose message quotes the request.
         reason = "an operation before it failed or was refused" if is_tainted else ended.error
+        self._services.futures.fail(operation.future, message, category, ended)
         self._services.telemetry.operation_ended(
             operation.work_context, ended, operation.size_of_call, category, reason
         )
-        self._services.futures.fail(operation.future, message, category, ended)
 
     async def _perform(self, operation: Operation, window: OperationWindow) -> Result:
         """Performs the operation, again after each crash and outage.
@@ -210,7 +210,7 @@ class Execution:
                 await self._follow(operation)
                 return result
             except WorkerLost as lost:
-                state.is_loaded = False
+                state.lose()
                 strikes = self._strikes(operation)
                 await strikes.add(lost)
                 operation.num_strikes = strikes.num
@@ -224,19 +224,28 @@ class Execution:
 
     async def _refuse_if_due(self, operation: Operation, window: OperationWindow) -> None:
         """Raises OperationError if the operation cannot be performed; then a step clears the workers' gradients."""
-        state, context = self._state, self._services.context
+        state = self._state
         clears = operation.is_step and window.tainted_by is not None
         is_given_up = operation.num_strikes >= MAX_STRIKES
         if operation.failed_before or is_given_up:
             # It failed in an earlier process: its result stays the same.
             if operation.is_step and is_given_up:
-                await context.clear_gradients(state.record, operation.seq_id)
+                await self._clear_gradients(operation, window)
             self._strikes(operation).check()
             raise OperationError("it failed before the server restarted", "server")
         operation.check(state.record)
         if clears:
-            await context.clear_gradients(state.record, operation.seq_id)
+            await self._clear_gradients(operation, window)
             raise _incomplete(window.tainted_by or "")
+
+    async def _clear_gradients(self, step: Operation, window: OperationWindow) -> None:
+        """Clears the gradients of a step that is not taken; if that fails, they make the next step wrong."""
+        try:
+            await self._services.context.clear_gradients(self._state.record, step.seq_id)
+        except OperationError as error:
+            if not isinstance(error, WorkerLost):
+                window.taint(f"gradients of {step.kind} with seq_id {step.seq_id} could not be cleared ({error})")
+            raise
 
     async def _follow(self, operation: Operation) -> None:
         """Notes what a performed operation changed in the run."""
@@ -248,7 +257,8 @@ class Execution:
         if operation.changes_record:
             state.record = await self._services.context.stored_record(state.record)
         if isinstance(operation, CreateRun):
-            state.created, state.is_loaded = operation, True
+            state.created = operation
+            state.begin()
 
     def _explain(self, operation: Operation, error: Exception) -> tuple[Outcome, str, Category]:
         """Returns how the operation ended, with the message and category that its client gets."""

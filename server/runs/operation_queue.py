@@ -190,7 +190,7 @@ class Gaps:
         """Expects a run's first operation after a restart; loadable: the paths of its checkpoints, oldest first."""
         self.awaits_first_operation, self._checkpoint_paths = True, loadable
         if self._services.restore_marker.is_behind(self._state.record.run_id):
-            self._state.unusable = self._behind()
+            self._state.fail(self._behind())
 
     def end_wait(self) -> None:
         """Notes that the first operation after a restart was accepted."""
@@ -237,9 +237,10 @@ class Gaps:
         within = f"within {self._gap_seconds:g} s"
         if marker.is_waiting(run_id):
             marker.mark_behind(run_id)
-            self._state.unusable = self._behind()
-            logger.error("seq_id %d did not arrive %s: %s", missing.start, within, self._state.unusable)
-            self._refuse(self._queue.all_missing, self._state.unusable)
+            reason = self._behind()
+            self._state.fail(reason)
+            logger.error("seq_id %d did not arrive %s: %s", missing.start, within, reason)
+            self._refuse(self._queue.all_missing, reason)
             return
         doubt = _IF_RESTORED if self.awaits_first_operation else ""
         if len(missing) == 1:

@@ -101,10 +101,10 @@ class Rebuilder:
 
     def _mark_unusable(self, reason: str) -> None:
         run_id = self._state.record.run_id
-        self._state.unusable = f"run {run_id} was lost with its worker and cannot be rebuilt: {reason}"
+        self._state.fail(f"run {run_id} was lost with its worker and cannot be rebuilt: {reason}")
 
     async def _rebuild(self) -> None:
-        while not self._state.is_loaded:
+        while self._state.is_lost:
             if self._snapshots.newest_seq_id > self._struck_seq_id:
                 self._strikes.forget()
             self._strikes.check()
@@ -115,8 +115,10 @@ class Rebuilder:
                 logger.warning("the rebuild of %s is retried: %s", self._state.record.run_id, lost)
                 await self._strikes.add(lost)
             else:
-                self._state.is_loaded = True
-        if self._strikes.num:
+                self._state.begin()
+        if self._snapshots.are_given_up:
+            self._strikes.forget()
+        elif self._strikes.num:
             # The next snapshot clears the strikes, since no rebuild starts from the old one then.
             self._snapshots.make_due()
 

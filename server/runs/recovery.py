@@ -112,11 +112,11 @@ class RunRecovery:
         first = await self._snapshots.find(self._operations)
         self._rebuilder.restore_strikes([one for one in self._strikes if one.header.kind != STRIKE])
         if self._snapshots:
-            self._state.created = CreateRun()
+            self._state.recover(CreateRun())
         elif self._operations[0].outcome is Outcome.DONE:
             created = await self._read(self._operations[0])
             assert isinstance(created, CreateRun)
-            self._state.created = created
+            self._state.recover(created)
         recovered = RecoveredState(first, self._snapshots.first_window(), dict(self._snapshots.held_features))
         for one in self._strikes:
             if one.header.kind == STRIKE and one.header.seq_id < first:

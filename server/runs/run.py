@@ -195,12 +195,12 @@ class Run:
         """
         while self.is_lost and not self._state.has_stopped:
             await self._rebuilder.ensure_rebuilt()
-        if self._state.has_stopped or not (self.is_usable and self._state.is_loaded):
+        if self._state.has_stopped or not self._state.is_live:
             return False
         try:
             await self._services.context.dispatch.copy_adapter(self.record.run_id, adapter_id)
         except WorkerLost:
-            self._state.is_loaded = False
+            self._state.lose()
             raise
         return True
 
@@ -224,7 +224,7 @@ class Run:
             await self._snapshot_if_idle(with_copy=False)
 
     async def _snapshot_if_idle(self, *, with_copy: bool) -> None:
-        if self.queue.is_empty and self._state.is_loaded:
+        if self.queue.is_empty and self._state.is_live:
             boundary = Boundary(self.queue.next_seq_id - 1, self._state.window)
             await self._snapshots.take_when_idle(boundary, with_copy=with_copy)
 
@@ -233,7 +233,7 @@ class Run:
 
         Queued operations fail. Those in progress are cancelled, but for the first, which may be running.
         """
-        self._state.unusable, self._state.has_ended = reason, True
+        self._state.end(reason)
         self._rebuilder.cancel()
         self._execution.cancel_later()
         self._refuse_missing(self.queue.all_missing, reason)

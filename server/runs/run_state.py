@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -51,37 +52,71 @@ class OperationWindow:
             self.taint(f"{refused.refused_kind} with seq_id {seq_id} was refused ({refused.reason})")
 
 
+class Phase(Enum):
+    """NEW → LIVE ⇄ LOST, and from each to OVER, which is final."""
+
+    NEW = auto()
+    """The workers have not created the run yet."""
+    LIVE = auto()
+    """The workers have the run, as far as is known: that they died is noticed when they are next asked."""
+    LOST = auto()
+    """The workers lost the run: it must be rebuilt, or is being rebuilt."""
+    OVER = auto()
+    """The run has ended, could not be created, or could not be rebuilt."""
+
+
 @dataclass(eq=False)
 class RunState:
-    """The state of a live run.
-
-    turns: of its operations.
-    created: how the run was created, None before that.
-    is_loaded: true if the workers have the run, as far as is known: that they died is noticed when they are next asked.
-    window: of the operations that begin next.
-    num_steps: optimizer steps taken, as the optimizer counts them; None if that is not known before the next one.
-    unusable: why the run is over, could not be created, or could not be rebuilt; None while it is usable.
-    has_ended: true if the client, or its absence, ended the run.
-    outage: why operations wait for the database, None if they do not.
-    has_stopped: true if the server is stopping; the journal keeps everything for the next process.
-    """
+    """The state of a live run. Only its methods change the phase."""
 
     record: RunRecord
     log: ReplayLog
     turns: Turns = field(default_factory=Turns)
+    phase: Phase = Phase.NEW
     created: CreateRun | None = None
-    is_loaded: bool = False
+    """How the run was created, for a rebuild without a snapshot; None in the phase NEW."""
     window: OperationWindow = field(default_factory=OperationWindow)
+    """The window of the operations that begin next."""
     num_steps: int | None = None
+    """Optimizer steps taken, as the optimizer counts them; None if that is not known before the next one."""
     unusable: str | None = None
+    """Why the run is OVER."""
     has_ended: bool = False
+    """True if the client, or its absence, ended the run."""
     outage: str | None = None
+    """Why operations wait for the database; None if they do not."""
     has_stopped: bool = False
+    """True if the server is stopping; the journal keeps everything for the next process."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.phase is Phase.LIVE
 
     @property
     def is_lost(self) -> bool:
-        """True if the workers lost this run and it must be rebuilt."""
-        return self.created is not None and not self.is_loaded and self.unusable is None
+        return self.phase is Phase.LOST
+
+    def begin(self) -> None:
+        """Notes that the workers have the run: it was created or rebuilt."""
+        if self.phase is not Phase.OVER:
+            self.phase = Phase.LIVE
+
+    def lose(self) -> None:
+        """Notes that the workers lost the run, if they had it."""
+        if self.phase is Phase.LIVE:
+            self.phase = Phase.LOST
+
+    def recover(self, created: CreateRun) -> None:
+        """Notes that an earlier process created the run, which no worker has now."""
+        self.created, self.phase = created, Phase.LOST
+
+    def fail(self, reason: str) -> None:
+        """Notes that the run cannot go on, unless it is over already."""
+        if self.phase is not Phase.OVER:
+            self.phase, self.unusable = Phase.OVER, reason
+
+    def end(self, reason: str) -> None:
+        self.phase, self.unusable, self.has_ended = Phase.OVER, reason, True
 
     def header(self, kind: str, seq_id: int) -> Header:
         record = self.record

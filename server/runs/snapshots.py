@@ -89,6 +89,11 @@ class RunSnapshots:
         return self._kept[0].seq_id if self._kept else -1
 
     @property
+    def are_given_up(self) -> bool:
+        """True if writing snapshots alone crashed the workers MAX_STRIKES times: none are taken until a restart."""
+        return self._num_strikes >= MAX_STRIKES
+
+    @property
     def covers_beginning(self) -> bool:
         """True if the run's first operations are no longer kept, so that it can only be rebuilt from a snapshot."""
         return self._first_held > 0
@@ -121,7 +126,7 @@ class RunSnapshots:
         Args:
             is_step: whether it is an optimizer step, after which a snapshot is due earlier.
         """
-        if not self._state.is_loaded or self._tasks:
+        if not self._state.is_live or self._tasks:
             return
         steps, num_bytes = self._services.config.journal.snapshot_steps, self._services.config.journal.snapshot_bytes
         limits = (steps, num_bytes) if is_step else (math.inf, _BYTES_WITHOUT_STEP * num_bytes)
@@ -160,7 +165,7 @@ class RunSnapshots:
 
     def take(self, boundary: Boundary) -> None:
         """Starts taking a snapshot at a boundary, which must be the current one; none after MAX_STRIKES."""
-        if self._num_strikes >= MAX_STRIKES:
+        if self.are_given_up:
             return
         try:
             staging = self._services.snapshot_store.stage(self._run_id)
@@ -185,10 +190,10 @@ class RunSnapshots:
                 await self._publish(staging, boundary)
         except WorkerLost as lost:
             # Only this task may have noticed. An idle run is rebuilt when it, or a snapshot of it, is needed next.
-            self._state.is_loaded = False
+            self._state.lose()
             self._is_overdue = True
             self._num_strikes += lost.alone
-            if self._num_strikes < MAX_STRIKES:
+            if not self.are_given_up:
                 logger.info("%s: its snapshot waits until the run is rebuilt (%s)", self._run_id, lost)
             else:
                 logger.error(

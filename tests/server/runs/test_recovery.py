@@ -218,6 +218,55 @@ async def test_a_step_that_crashes_workers_is_not_repeated(make_bench: MakeBench
     assert performed_since_rebuild(bench) == ["create", 1, "clear", 3]
 
 
+async def test_gradients_that_a_given_up_step_could_not_clear_are_not_applied_by_the_next(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    clear = bench.operations.clear_gradients
+
+    async def failing(run: RunRecord, seq_id: int) -> None:
+        if seq_id == 2:
+            raise OperationError("out of memory", "server")
+        await clear(run, seq_id)
+
+    bench.operations.clear_gradients = failing  # pyright: ignore[reportAttributeAccessIssue]
+    await bench.forward_backward(1)
+    await bench.result(1)
+    bench.operations.may_proceed.clear()
+    await bench.optim_step(2)
+    for _ in range(3):
+        await bench.append_to_journal(STRIKE, 2)
+    await bench.restart()
+    bench.operations.may_proceed.set()
+    assert "out of memory" in (await bench.result(2))["error"]
+    await bench.forward_backward(3)
+    await bench.optim_step(4)
+    assert "could not be cleared (out of memory)" in (await bench.result(4))["error"]
+    await bench.optim_step(5)
+    assert await bench.result(5) == {"seq_id": 5}
+    assert performed_since_rebuild(bench) == ["create", 1, 3, "clear", 5]
+
+
+async def test_an_operation_is_answered_even_if_its_metrics_cannot_be_recorded(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    ended: list[str | None] = []
+
+    def failing(*arguments: object) -> None:
+        ended.append(str(arguments[-1]))
+        raise ValueError("a label is wrong")
+
+    monkeypatch.setattr(bench.services.telemetry, "operation_ended", failing)
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(loop, "call_exception_handler", lambda context: None)  # else the error fails this test
+    await bench.forward_backward(1)
+    assert await bench.result(1) == {"seq_id": 1}
+    CrashingOperations(bench, (2,), times=10, alone=True)
+    await bench.forward_backward(2)
+    assert "died 3 times" in (await bench.result(2))["error"]
+    assert len(ended) == 2
+
+
 async def test_a_refused_step_is_not_repeated_and_keeps_the_window(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.run.refuse(1, RefusedOperation("forward_backward", "bad", taints=True))
@@ -419,6 +468,35 @@ async def test_a_snapshot_whose_writing_kills_the_worker_each_time_is_given_up(
         await wait_until(bench, lambda: not bench.run._snapshots._tasks)
     assert not deaths
     assert "takes no more snapshots" in caplog.text
+
+
+async def test_rebuilds_of_a_run_without_snapshots_do_not_add_up_their_strikes(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the next snapshot would forget them, and it takes no more."""
+    bench = await make_bench(snapshot_steps=1)
+
+    async def snapshot(run_id: str, directory: Path) -> None:
+        raise WorkerLost("the worker died", alone=True)
+
+    bench.operations.snapshot_run = snapshot  # pyright: ignore[reportAttributeAccessIssue]
+    for seq_id in range(1, 7):
+        await bench.optim_step(seq_id)
+        await bench.result(seq_id)
+        await wait_until(bench, lambda: not bench.run._snapshots._tasks)
+    make, fails = bench.operations.create_in_workers, [True]
+
+    async def dying(run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> None:
+        fails[0] = not fails[0]
+        if not fails[0]:
+            raise WorkerLost("the worker died", alone=True)
+        await make(run, operation, is_rebuild=is_rebuild)
+
+    bench.operations.create_in_workers = dying  # pyright: ignore[reportAttributeAccessIssue]
+    for seq_id in range(7, 12):  # each rebuild is tried twice
+        CrashingOperations(bench, (seq_id,))
+        await bench.optim_step(seq_id)
+        assert await bench.result(seq_id) == {"seq_id": seq_id}
 
 
 async def test_snapshots_published_during_a_rebuild_do_not_cut_its_operations(make_bench: MakeBench) -> None:

@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-from functools import partial
 
 from ...schemas.errors import Category, OperationError, RequestError
-from ...schemas.schedules import NO_SCHEDULES
 from ...workers.protocol.calls import WorkerLost
 from ...workers.protocol.work_context import CURRENT_WORK
 from ...workers.scheduler.quarantine import MAX_STRIKES
@@ -52,7 +50,7 @@ class Execution:
         queue = self._queue
         while (operation := queue.waiting.get(queue.next_seq_id)) and operation.log_entry.place is not None:
             if isinstance(operation, OptimStep):
-                operation.may_be_due = self._may_be_due()
+                operation.may_be_due = self._state.may_be_due(queue.in_progress.values())
             is_free = not self._rebuilder.is_rebuilding and queue.may_begin(operation)
             if self._state.unusable is None and not is_free:
                 break
@@ -78,15 +76,6 @@ class Execution:
             for task in in_progress:
                 task.cancel()
             await asyncio.wait(in_progress)
-
-    def _may_be_due(self) -> bool:
-        """True if something may have to be done after the next optimizer step."""
-        schedules, known = self._state.record.schedules, self._state.num_steps
-        in_progress = sum(operation.is_step for operation in self._queue.in_progress.values())
-        if known is None:
-            return schedules != NO_SCHEDULES
-        # Of the steps in progress some may fail, and some may have been counted.
-        return schedules.is_due_within(known + 1, known + in_progress + 1)
 
     def _begin(self, operation: Operation) -> None:
         """Begins an operation. Tasks take their first steps in the order of creation, so the dispatch receives them in
@@ -275,13 +264,11 @@ class Execution:
         return outcome, error.message, error.category
 
     def _strikes(self, operation: Operation) -> Strikes:
-        record = partial(self._record_strike, operation.seq_id)
-        return Strikes(f"this {operation.kind}", record, operation.num_strikes)
+        async def record() -> None:
+            place = await self._services.journal.append(self._state.header(STRIKE, operation.seq_id))
+            self._state.log.add_strike(STRIKE, operation.seq_id, place)
 
-    async def _record_strike(self, seq_id: int) -> None:
-        """Raises RequestError if the journal cannot be written."""
-        place = await self._services.journal.append(self._state.header(STRIKE, seq_id))
-        self._state.log.add_strike(STRIKE, seq_id, place)
+        return Strikes(f"this {operation.kind}", record, operation.num_strikes)
 
 
 def _incomplete(reason: str) -> OperationError:

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from ...schemas.schedules import NO_SCHEDULES
 from ..config.server_config import ServerConfig
 from ..journal.futures import Futures
 from ..journal.journal import Header, Journal
@@ -14,7 +16,7 @@ from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
 from ..operations.loading import CreateRun
-from ..operations.operation import RefusedOperation, Turns
+from ..operations.operation import Operation, RefusedOperation, Turns
 from ..store import RunRecord
 from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, outage_message
 from ..telemetry.telemetry import Telemetry
@@ -74,17 +76,17 @@ class RunState:
     turns: Turns = field(default_factory=Turns)
     phase: Phase = Phase.NEW
     created: CreateRun | None = None
-    """How the run was created, for a rebuild without a snapshot; None in the phase NEW."""
+    """The operation that created the run, which a rebuild without a snapshot repeats; None in the phase NEW."""
     window: OperationWindow = field(default_factory=OperationWindow)
     """The window of the operations that begin next."""
     num_steps: int | None = None
     """Optimizer steps taken, as the optimizer counts them; None if that is not known before the next one."""
     unusable: str | None = None
-    """Why the run is OVER."""
+    """The reason why the run is OVER."""
     has_ended: bool = False
     """True if the client, or its absence, ended the run."""
     outage: str | None = None
-    """Why operations wait for the database; None if they do not."""
+    """The reason why operations wait for the database; None if they do not."""
     has_stopped: bool = False
     """True if the server is stopping; the journal keeps everything for the next process."""
 
@@ -95,6 +97,14 @@ class RunState:
     @property
     def is_lost(self) -> bool:
         return self.phase is Phase.LOST
+
+    def may_be_due(self, in_progress: Iterable[Operation]) -> bool:
+        """True if something may have to be done after the optimizer step behind these operations."""
+        if self.num_steps is None:
+            return self.record.schedules != NO_SCHEDULES
+        # Of the steps in progress some may fail, and some may have been counted.
+        num_steps = sum(operation.is_step for operation in in_progress)
+        return self.record.schedules.is_due_within(self.num_steps + 1, self.num_steps + num_steps + 1)
 
     def begin(self) -> None:
         """Notes that the workers have the run: it was created or rebuilt."""
@@ -111,7 +121,7 @@ class RunState:
         self.created, self.phase = created, Phase.LOST
 
     def fail(self, reason: str) -> None:
-        """Notes that the run cannot go on, unless it is over already."""
+        """Notes that the run cannot continue, unless it is over already."""
         if self.phase is not Phase.OVER:
             self.phase, self.unusable = Phase.OVER, reason
 

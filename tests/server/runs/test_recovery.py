@@ -218,7 +218,7 @@ async def test_a_step_that_crashes_workers_is_not_repeated(make_bench: MakeBench
     assert performed_since_rebuild(bench) == ["create", 1, "clear", 3]
 
 
-async def test_gradients_that_a_given_up_step_could_not_clear_are_not_applied_by_the_next(make_bench: MakeBench) -> None:
+async def test_gradients_that_a_given_up_step_cannot_clear_are_not_applied_by_the_next(make_bench: MakeBench) -> None:
     bench = await make_bench()
     clear = bench.operations.clear_gradients
 

@@ -42,11 +42,15 @@ class Strikes:
         self._work = work
         self._record = record
 
+    @property
+    def are_too_many(self) -> bool:
+        return self.num >= MAX_STRIKES
+
     def check(self) -> None:
         """Raises PoisonOperation if there are too many strikes; call it before each attempt."""
-        if self.num >= MAX_STRIKES:
+        if self.are_too_many:
             raise PoisonOperation(
-                f"the worker died {MAX_STRIKES} times while running only {self._work}: it will not be retried"
+                f"the worker died {MAX_STRIKES} times while running only {self._work}: it will not be retried", "user"
             )
 
     async def add(self, lost: WorkerLost) -> None:

@@ -76,8 +76,8 @@ class ReplayEntry:
     added_at: float = 0.0
 
 
-class Turns:
-    """Since when each operation of a run waits for the ranks alone, and not for earlier ones. Times are monotonic.
+class WaitClock:
+    """Tells since when each operation of a run waits for the ranks alone, and not for earlier ones; monotonic times.
 
     An operation is ready when it and all before it have arrived, and those before it have ended or began in the same
     call of the ranks.
@@ -109,7 +109,7 @@ class Turns:
 
 @dataclass(eq=False)
 class Operation(ABC):
-    """An operation of a run, from its arrival to its end. The run sets the fields."""
+    """An operation of a run, from its arrival to its end. The run, and its recovery after a restart, set the fields."""
 
     kind: ClassVar[str]
     """The name in the journal."""
@@ -142,15 +142,15 @@ class Operation(ABC):
     future: Future | None = field(init=False, default=None)
     """Absent if no client waits for a result: it was refused, or an earlier process answered it but lost its effect."""
     reservation: Reservation | None = field(init=False, default=None)
-    """Absent unless this process accepted it."""
+    """None if an earlier process answered the operation, so that no client waits for its result."""
     num_strikes: int = field(init=False, default=0)
     """Crashes of workers that ran it alone."""
     failed_before: bool = field(init=False, default=False)
     """An earlier process answered it with a failure of the server."""
-    turns: Turns | None = field(init=False, default=None)
-    """Those of its run, None if it is replayed."""
+    wait_clock: WaitClock | None = field(init=False, default=None)
+    """The clock of its run, None if it is replayed."""
     ready_at: float = field(init=False, default=0.0)
-    """When only the ranks were left to wait for (see Turns)."""
+    """When only the ranks were left to wait for (see WaitClock)."""
     begun_at: float | None = field(init=False, default=None)
     """When the workers first received it or a part of it; None before."""
     size_of_call: CallSize | None = field(init=False, default=None)
@@ -167,13 +167,13 @@ class Operation(ABC):
         """Returns the operation that this request asks for; `header`: its journal header if it was read back."""
         return cls(request)  # pyright: ignore[reportCallIssue]  (a subclass's field)
 
-    def assign_place(self, seq_id: int) -> None:
-        """Gives the operation its place in a run's queue."""
+    def assign_seq_id(self, seq_id: int) -> None:
+        """Gives the operation its number in a run's queue."""
         self.seq_id, self.log_entry, self.arrived_at = seq_id, ReplayEntry(seq_id, self.kind, None), time.monotonic()
 
     def mark_begun(self, size: CallSize | None = None) -> None:
         """Notes that the workers have received it, or a part of it, in a call of this size."""
-        free_at = 0.0 if self.turns is None else self.turns.begin(self.seq_id, size)
+        free_at = 0.0 if self.wait_clock is None else self.wait_clock.begin(self.seq_id, size)
         if self.begun_at is None:
             self.begun_at, self.ready_at = time.monotonic(), max(self.ready_at, free_at)
         self.size_of_call = size
@@ -274,8 +274,8 @@ class RefusedOperation(Operation):
     reason: str
     taints: bool
 
-    def assign_place(self, seq_id: int) -> None:
-        super().assign_place(seq_id)
+    def assign_seq_id(self, seq_id: int) -> None:
+        super().assign_seq_id(seq_id)
         entry = self.log_entry
         entry.outcome, entry.taints, entry.is_result_stored = Outcome.FAILED, self.taints, True
 

@@ -83,7 +83,7 @@ class Execution:
         """
         entry, state, window = operation.log_entry, self._state, self._state.window
         self._services.quotas.mark_unstalled(state.record.tenant_id, state.record.run_id)
-        operation.turns, operation.ready_at = state.turns, state.turns.queue(operation.arrived_at)
+        operation.wait_clock, operation.ready_at = state.wait_clock, state.wait_clock.queue(operation.arrived_at)
         state.log.add(entry)
         self._queue.begin(operation)
         if isinstance(operation, RefusedOperation):
@@ -104,7 +104,7 @@ class Execution:
         if operation is None:
             return
         del self._tasks[seq_id]
-        state.turns.end(seq_id)
+        state.wait_clock.end(seq_id)
         if operation.future is None:
             state.log.mark_result_stored(operation.log_entry)
         elif state.unusable is not None:
@@ -191,7 +191,12 @@ class Execution:
                 continue
             is_handed_over = False
             try:
-                await self._refuse_if_due(operation, window)
+                if operation.failed_before or operation.num_strikes >= MAX_STRIKES:
+                    await self._fail_again(operation, window)
+                operation.check(state.record)
+                if operation.is_step and window.tainted_by is not None:
+                    await self._clear_gradients(operation, window)
+                    raise _incomplete(window.tainted_by)
                 if not operation.reports_begin:
                     operation.mark_begun()
                 is_handed_over = True
@@ -211,21 +216,13 @@ class Execution:
             except OUTAGE_ERRORS as error:
                 await state.wait_out(error)
 
-    async def _refuse_if_due(self, operation: Operation, window: OperationWindow) -> None:
-        """Raises OperationError if the operation cannot be performed; then a step clears the workers' gradients."""
-        state = self._state
-        clears = operation.is_step and window.tainted_by is not None
-        is_given_up = operation.num_strikes >= MAX_STRIKES
-        if operation.failed_before or is_given_up:
-            # It failed in an earlier process: its result stays the same.
-            if operation.is_step and is_given_up:
-                await self._clear_gradients(operation, window)
-            self._strikes(operation).check()
-            raise OperationError("it failed before the server restarted", "server")
-        operation.check(state.record)
-        if clears:
+    async def _fail_again(self, operation: Operation, window: OperationWindow) -> None:
+        """Raises the OperationError with which the operation failed in an earlier process."""
+        strikes = self._strikes(operation)
+        if operation.is_step and strikes.are_too_many:
             await self._clear_gradients(operation, window)
-            raise _incomplete(window.tainted_by or "")
+        strikes.check()
+        raise OperationError("it failed before the server restarted", "server")
 
     async def _clear_gradients(self, step: Operation, window: OperationWindow) -> None:
         """Clears the gradients of a step that is not taken; if that fails, they make the next step wrong."""

@@ -203,7 +203,7 @@ class RunRecovery:
     def _restore(self, seq_id: int, earlier: EarlierOperation, operation: Operation) -> None:
         """Restores what an operation had when it was journaled."""
         services, record = self._services, self._state.record
-        operation.assign_place(seq_id)
+        operation.assign_seq_id(seq_id)
         operation.log_entry.place = earlier.place
         operation.work_context = services.telemetry.work_began(operation.kind, record.tenant_id, record.run_id)
         operation.num_strikes = self._num_strikes[seq_id]

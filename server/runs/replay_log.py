@@ -1,4 +1,4 @@
-"""Replay log of a run: its operations since the last snapshots that changed its state, each held in the journal."""
+"""Replay log of a run: the operations that a rebuild, or the answer to a client, still needs from the journal."""
 
 import asyncio
 import math
@@ -21,7 +21,7 @@ _REPLAYED_KINDS = STATE_KINDS - {CreateRun.kind, CreateRunFromCheckpoint.kind, O
 
 
 def ends_window(entry: ReplayEntry) -> bool:
-    """True if the ended operation used or cleared the gradients before it."""
+    """True if failures before this operation, which has ended, do not make a later optimizer step wrong."""
     if entry.kind == OptimStep.kind:
         return entry.outcome is not Outcome.SERVER_FAILED
     return entry.kind in CLEARING_KINDS and entry.outcome is Outcome.DONE

@@ -5,6 +5,10 @@ resolves them; it decodes nothing and deals with neither ranks nor tensors. Forw
 handed to the dispatch before earlier ones are done, since the dispatch keeps their order; so the workers need not wait
 between two of them. If the workers lose the run's state, it is rebuilt first, and operations in progress are then
 handed over again.
+
+The way of an operation: `Run.submit` journals it and answers the request; once its journal entry is written,
+`Execution.begin_ready` begins it in its turn, as a task that runs `Operation.perform`, which calls the dispatch; the
+result resolves the operation's future, for which the client polls (routes/futures.py).
 """
 
 import asyncio
@@ -98,7 +102,7 @@ class Run:
         is_next_after_restart = self._gaps.awaits_first_operation and seq_id == self.queue.first_missing
         if uses := operation.feature_uses:
             self._services.context.features.hold(self.record, seq_id, uses)
-        operation.assign_place(seq_id)
+        operation.assign_seq_id(seq_id)
         operation.reservation = reservation
         reservation.keep(operation.size(body), operation.num_tokens)
         operation.log_entry.num_bytes = reservation.num_bytes
@@ -154,14 +158,14 @@ class Run:
     async def refuse(self, seq_id: int, refused: RefusedOperation) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Does nothing if it arrived before."""
         if self.queue.can_refuse(seq_id):
-            refused.assign_place(seq_id)
+            refused.assign_seq_id(seq_id)
             self._journal(refused)
             await asyncio.shield(refused.journaled)
 
     def _refuse_missing(self, seq_ids: Sequence[int], reason: str) -> None:
         for seq_id in seq_ids:
             refused = RefusedOperation(MISSING, reason, taints=True)
-            refused.assign_place(seq_id)
+            refused.assign_seq_id(seq_id)
             self._journal(refused)
 
     async def resume(self, journaled: JournaledRun, loadable: Sequence[str] = ()) -> None:

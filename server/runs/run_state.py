@@ -16,7 +16,7 @@ from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
 from ..operations.loading import CreateRun
-from ..operations.operation import Operation, RefusedOperation, Turns
+from ..operations.operation import Operation, RefusedOperation, WaitClock
 from ..store import RunRecord
 from ..store.database.database_errors import OUTAGE_RETRY_SECONDS, outage_message
 from ..telemetry.telemetry import Telemetry
@@ -73,7 +73,7 @@ class RunState:
 
     record: RunRecord
     log: ReplayLog
-    turns: Turns = field(default_factory=Turns)
+    wait_clock: WaitClock = field(default_factory=WaitClock)
     phase: Phase = Phase.NEW
     created: CreateRun | None = None
     """The operation that created the run, which a rebuild without a snapshot repeats; None in the phase NEW."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from trainhouse.server.operations.operation import Turns
+from trainhouse.server.operations.operation import WaitClock
 from trainhouse.server.runs import history
 from trainhouse.server.store import OperationRecord
 from trainhouse.server.store.tables import operation_table
@@ -359,7 +359,7 @@ async def test_an_operation_waits_for_others_but_not_for_those_before_it_in_its_
 
 
 def test_an_operation_is_ready_when_all_before_it_have_arrived_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, turns = [10.0], Turns()
+    now, turns = [10.0], WaitClock()
     monkeypatch.setattr("trainhouse.server.operations.operation.time", SimpleNamespace(monotonic=lambda: now[0]))
     calls = [CallSize(1, 1) for _ in range(3)]
     assert [turns.queue(at) for at in (3.0, 1.0, 4.0)] == [3.0, 3.0, 4.0], "after a gap in the numbers"

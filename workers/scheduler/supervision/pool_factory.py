@@ -6,7 +6,7 @@ Imports neither torch nor ray.
 import asyncio
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from .footprint import check_fit
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[3]
 
 
 class PoolFactory:
@@ -117,9 +117,12 @@ def _fingerprint(config: DispatchConfig) -> str:
     groups = [(name, replace(model, shared_directories=(), threads=0)) for name, model in groups_of(config)]
     threads = [model.threads for model in config.models]
     resources = config.worker, threads, config.ray_cpus_per_rank, config.ray_gpus_per_rank
+    return hash_of(repr((groups, resources)), *(file.read_text() for file in _source_files()))
+
+
+def _source_files() -> Sequence[Path]:
     files = (file for part in ("schemas", "workers") for file in sorted((_PACKAGE / part).rglob("*.*")))
-    files = (file for file in files if file.suffix in (".py", ".c", ".h", ".json"))
-    return hash_of(repr((groups, resources)), *(file.read_text() for file in files))
+    return [file for file in files if file.suffix in (".py", ".c", ".h", ".json")]
 
 
 def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:

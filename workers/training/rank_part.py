@@ -131,8 +131,10 @@ class RankPart:
         finite."""
         own = slice(segment.start - scored.start, segment.stop - scored.start)
         scores, losses = scored.scores[own], scored.losses[own]
-        if reason := _not_finite(segment, scores, losses, self.batch):
-            self.refuse(reason)
+        # Log-probabilities can be infinite at positions that do not count.
+        bad = ~np.isfinite(losses) | np.isnan(scores)
+        if bad.any():
+            self.refuse(_not_finite(segment, int(bad.nonzero()[0][0]), scores, self.batch))
             return
         self._segments[segment.examples[0]] = PartialResult(
             loss=float(losses.sum(dtype=np.float64)),
@@ -215,17 +217,8 @@ class RankPart:
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
 
 
-def _not_finite(
-    segment: MicroBatchSegment, scores: np.ndarray, losses: np.ndarray, batch: ValidatedBatch
-) -> str | None:
-    """Returns an error message that names the first datum whose loss is not finite, or None.
-
-    Log-probabilities can be infinite at positions that do not count.
-    """
-    bad = ~np.isfinite(losses) | np.isnan(scores)
-    if not bad.any():
-        return None
-    token = int(bad.nonzero()[0][0])
+def _not_finite(segment: MicroBatchSegment, token: int, scores: np.ndarray, batch: ValidatedBatch) -> str:
+    """Returns an error message that names the datum of the segment's first token whose loss is not finite."""
     number = int(np.searchsorted(segment.bounds, token, side="right")) - 1
     datum, position = batch.datum_indices[segment.examples[number]], token - segment.bounds[number]
     what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[batch.loss.scores]

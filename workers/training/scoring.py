@@ -15,11 +15,10 @@ from torch.nn.functional import pad
 
 from ..batch.micro_batch import Objective, in_shape_of, join_outputs
 from ..heads import Head, HeadPass
-from ..heads.head import chunks
 from ..lora import Segment
-from ..lora.segment import clip_segments
+from ..lora.segment import clip_segments, overlap
 from ..losses import LossOutput
-from ..parallel.token_shard import TokenShard, overlap
+from ..parallel.token_shard import TokenShard
 
 # By the name of their scores (see Loss.scores).
 Heads = Mapping[str, Head]
@@ -117,7 +116,9 @@ def _head_spans(
 def _span_chunks(spans: Sequence[_HeadSpan]) -> Iterator[tuple[HeadPass, slice, slice]]:
     """Yields the tokens to score at a time: their head, and where they are in its span and among all of this rank."""
     for span in spans:
-        for chunk in chunks(span.num_tokens, span.head.chunk_tokens):
+        size = span.head.chunk_tokens
+        for first in range(0, span.num_tokens, size):
+            chunk = slice(first, min(first + size, span.num_tokens))
             yield span.head, chunk, slice(span.first + chunk.start, span.first + chunk.stop)
 
 

@@ -12,11 +12,11 @@ from ..batch.micro_batch import MicroBatch
 from ..batch.validated import ModelLimits, validate_request
 from ..heads import HEADS
 from ..lora import Adapter, LoraLayers, Segment
-from ..lora.segment import clip_segments
+from ..lora.segment import clip_segments, overlap
 from ..models.model import BaseModel
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
-from ..parallel.token_shard import TokenShard, overlap
+from ..parallel.token_shard import TokenShard
 from .rank_part import RankPart
 from .scoring import Heads, score
 
@@ -30,13 +30,15 @@ class ScoringStrategy:
     """The PassStrategy of models with heads."""
 
     def __init__(self, base: BaseModel, adapters: LoraLayers, mesh: Mesh, head_chunk_tokens: int) -> None:
-        self._base, self._adapters, self.mesh = base, adapters, mesh
+        self._base, self.adapters, self.mesh = base, adapters, mesh
         self.head_chunk_tokens = head_chunk_tokens
         self._heads = {name: make(base, head_chunk_tokens) for name, make in HEADS.items()}
         self._has_all_tokens = mesh.spec.sp == mesh.spec.tp == 1
         self._exchanges_experts = mesh.along("ep").size > 1
+        # Elsewhere each rank has the whole heads anyway.
+        self.gathers_heads = base.weights.is_sharded
         # Ranks along tp route the same tokens.
-        self._counts_experts = bool(base.experts) and mesh.along("tp").index == 0
+        self.counts_experts = bool(base.experts) and mesh.along("tp").index == 0
 
     def read(self, operation: RankPart, limits: ModelLimits) -> None:
         part = operation.part
@@ -67,16 +69,8 @@ class ScoringStrategy:
             by_run = {operation.run_id: operation.model for operation in operations}
             in_order = (by_run[run_id] for run_id in sorted(by_run))
             expert_adapters = [model for model in in_order if isinstance(model, Adapter)]
-        return _JointPass(
-            self._adapters,
-            heads,
-            operations,
-            expert_adapters,
-            hidden_states or self._base.shared_hidden_states,
-            self.shard_of,
-            self._counts_experts,
-            not operations[0].forward_only,
-        ).run
+        hidden_states = hidden_states or self._base.shared_hidden_states
+        return _JointPass(self, heads, operations, expert_adapters, hidden_states).run
 
     def shard_of(self, micro_batch: MicroBatch) -> TokenShard | None:
         """Returns this rank's shard of a micro-batch's tokens; None if it runs and scores all of them."""
@@ -90,7 +84,7 @@ class ScoringStrategy:
         """Returns the base model's final hidden states [tokens, hidden]. All ranks call this together, with the same
         tokens."""
         share = self.shard_of(micro_batch)
-        with self._adapters.applied(()):
+        with self.adapters.applied(()):
             hidden = self._base.shared_hidden_states(micro_batch, share)
         return hidden if share is None else share.joined(share.select_scored(hidden))
 
@@ -100,34 +94,32 @@ class _JointPass:
     """Runs the micro-batches that operations share.
 
     expert_adapters: those whose tokens can arrive from another rank of the expert-parallel group.
-    counts_experts: whether this rank counts the tokens of each expert. trains: whether they have gradients.
     """
 
-    adapters: LoraLayers
+    strategy: ScoringStrategy
     heads: Heads
     operations: Sequence[RankPart]
     expert_adapters: list[Adapter]
     hidden_states: HiddenStates
-    shard_of: Callable[[MicroBatch], TokenShard | None]
-    counts_experts: bool
-    trains: bool
 
     def run(self, micro_batch: MicroBatch) -> None:
-        share = self.shard_of(micro_batch)
+        strategy, trains = self.strategy, not self.operations[0].forward_only
+        share = strategy.shard_of(micro_batch)
         segments, scored = _segments(micro_batch, self.operations, share)
         counts = None
-        if self.counts_experts and micro_batch.segments:
+        if strategy.counts_experts and micro_batch.segments:
             own_tokens = slice(0, len(micro_batch.tokens)) if share is None else share.tokens
             stops = [segment.stop for segment in micro_batch.segments]
             counts = ExpertCounts(own_tokens, stops, micro_batch.tokens.device)
-        with torch.set_grad_enabled(self.trains), self.adapters.applied(segments, self.expert_adapters):
+        with torch.set_grad_enabled(trains), strategy.adapters.applied(segments, self.expert_adapters):
             hidden = self.hidden_states(micro_batch, share, counts)
             own = hidden.detach() if share is None else share.select_scored(hidden.detach())
-            gradient = torch.zeros_like(own) if self.trains else None
+            gradient = torch.zeros_like(own) if trains else None
             with ExitStack() as held:
-                # On all ranks alike, even if a micro-batch has no tokens for one of the heads.
-                for scores in sorted({each.batch.loss.scores for each in self.operations}):
-                    held.enter_context(self.heads[scores].gathered())
+                if strategy.gathers_heads:
+                    # On all ranks alike, even if a micro-batch has no tokens for one of the heads.
+                    for scores in sorted({each.batch.loss.scores for each in self.operations}):
+                        held.enter_context(self.heads[scores].gathered())
                 objectives = micro_batch.objectives
                 found = score(self.heads, own, scored, objectives, gradient, share) if objectives else ()
             for objective, result in zip(objectives, found, strict=True):

@@ -31,7 +31,7 @@ from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
 from .rank_part import FinishedParts, PartialResult, RankPart
-from .scoring_pass import RunMicroBatch, ScoringStrategy
+from .scoring import RunMicroBatch, ScoringStrategy
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,8 @@ from ...registry.model_registry import ModelRegistry
 from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...training.rank_part import PartialResult, RankPart
-from ...training.scoring import ScoredTokens
-from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
+from ...training.rank_part import PartialResult, RankPart, ScoredTokens
+from ...training.scoring import RunMicroBatch, ScoringStrategy
 from ..algorithms.algorithm import DraftPass, chunks
 from ..losses.draft_scores import DraftGradients, DraftScores
 from ..model.draft_model import DraftModel

@@ -81,7 +81,6 @@ CORE = (
     *(
         "training/pass_runner",
         "training/rank_part",
-        "training/scoring_pass",
         "training/batch_failure",
     ),
 )

@@ -38,8 +38,8 @@ class Example:
 class ValidatedBatch:
     """A validated request, or a rank's share of a part of one.
 
-    weight: a factor of the loss. num_tokens: positions that count in the loss. denominator: see Loss.denominator.
-    datum_indices: index of each example's datum in the whole operation.
+    weight: a factor of the loss. num_tokens: positions that count in the loss. denominator: of the
+    operation, see `denominator_of`. datum_indices: index of each example's datum in the whole operation.
     loss_key: equal for operations that are scored together, whose examples differ only in data.
     """
 
@@ -98,7 +98,7 @@ def validate_request(
         weight=weight,
         examples=examples,
         num_tokens=sum(int(np.count_nonzero(each if each.ndim == 1 else (each != 0).any(axis=1))) for each in counts),
-        denominator=loss.denominator(_joined(counts)),
+        denominator=denominator_of(loss, _joined(counts)),
         datum_indices=share.indices,
         loss_key=(request.loss_fn, *sorted(config.items()), weight, many_targets),
     )
@@ -223,6 +223,14 @@ def _check_finite(
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0)
+
+
+def denominator_of(loss: Loss, counts: np.ndarray) -> float:
+    """Returns what "mean" divides gradients by: the sum of weights, or the number of positions with an advantage; 0 if
+    the loss returns it itself."""
+    if loss.scores == "losses":
+        return 0.0
+    return float(counts.sum(dtype=np.float64)) if loss.counted_by == "weights" else float(np.count_nonzero(counts))
 
 
 def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:

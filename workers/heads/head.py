@@ -1,7 +1,7 @@
 """The interface of a head, which computes one or more numbers from each final hidden state, and of its pass over the
 tokens of a micro-batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -54,8 +54,3 @@ class Head(Protocol):
             targets: int64, [n] or [n, K].
         """
         ...
-
-
-def chunks(num: int, size: int) -> Iterator[slice]:
-    """Divides `num` items into slices of `size`; the last may be shorter."""
-    return (slice(i, min(i + size, num)) for i in range(0, num, size))

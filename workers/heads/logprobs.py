@@ -93,9 +93,9 @@ class _LogprobPass:
     def scores(self, tokens: slice) -> Tensor:
         self._chunk, self._logits = tokens, self._buffer[: tokens.stop - tokens.start]
         head, hidden, targets = self._head, self._hidden[tokens], self._targets[tokens]
-        logits = head.uncapped_logits(hidden, clip_segments(self._segments, tokens), self._logits)
-        logits = soft_capped(logits.float(), head.cap)
+        logits = head.uncapped_logits(hidden, clip_segments(self._segments, tokens), self._logits).float()
         if head.cap is not None and self._derivatives is not None:
+            logits = soft_capped(logits, head.cap)
             soft_cap_derivatives(logits, head.cap, out=self._derivatives[: len(logits)])
         logprobs = layer_kernels(logits).log_softmax(logits, self._logits)
         return logprobs.gather(1, targets) if targets.ndim == 2 else logprobs.gather(1, targets[:, None]).squeeze(1)

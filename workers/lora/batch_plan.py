@@ -65,7 +65,7 @@ class BatchPlan:
         self._num_rows = segments[-1].stop if segments else 0
         self._groups = row_groups(segments, device, aligned)
         adapters = [adapter for group in self._groups for adapter in group.adapters]
-        self._versions = [(adapter, _version(adapter)) for adapter in adapters]
+        self._versions = [(adapter, adapter.vectors.version) for adapter in adapters]
         self._terms: dict[LinearSite, SiteTerms | None] = {}
         self._folded: dict[LinearSite, list[tuple[RowGroup, tuple[Tensor, Tensor]]]] = {}
         self._copies: dict[tuple[LinearSite, tuple[Adapter, ...]], tuple[Tensor, Tensor]] = {}
@@ -83,7 +83,7 @@ class BatchPlan:
     @property
     def is_current(self) -> bool:
         """True if no weight has changed or moved since the plan was built."""
-        return all(_version(adapter) == version for adapter, version in self._versions)
+        return all(adapter.vectors.version == version for adapter, version in self._versions)
 
     def is_valid_for(self, segments: tuple[Segment, ...]) -> bool:
         """True if the plan is of these segments and still current."""
@@ -218,7 +218,3 @@ def _factors(
         layers.append(LayerFactors(name, slice(first, first + b.shape[-2]), columns, b))
         first += b.shape[-2]
     return of_a[0] if len(of_a) == 1 else torch.cat(of_a, dim=-2), layers
-
-
-def _version(adapter: Adapter) -> tuple[int, int | None]:
-    return adapter.vectors.num_changes, adapter.vectors.weights_address

@@ -116,17 +116,19 @@ class _AdaptedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.terms, ctx.product, ctx.weight, ctx.bias, ctx.shrunk = terms, product, weight, bias, []
         ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
-        if terms is None:
-            return product(x, dequantized(weight), bias)
-        for group, a, _ in terms.groups:
-            own_x = x if group.is_whole else x[group.rows]
-            ctx.shrunk.append(group.matmul.times(own_x, a.mT).mul_(group.matmul.scale))
-        if terms.is_long and isinstance(weight, Tensor):
-            return product(x, terms.added_to(weight), bias)
-        group, _, layers = terms.groups[0]
-        if group.is_whole and len(layers) == 1:
-            return product(x, dequantized(weight), bias, group.matmul.times(ctx.shrunk[0], layers[0].b))
-        return product(x, dequantized(weight), bias, terms.expand(x, ctx.shrunk))
+        addend = None
+        if terms is not None:
+            for group, a, _ in terms.groups:
+                own_x = x if group.is_whole else x[group.rows]
+                ctx.shrunk.append(group.matmul.times(own_x, a.mT).mul_(group.matmul.scale))
+            if terms.is_long and isinstance(weight, Tensor):
+                return product(x, terms.added_to(weight), bias)
+            group, _, layers = terms.groups[0]
+            if group.is_whole and len(layers) == 1:
+                addend = group.matmul.times(ctx.shrunk[0], layers[0].b)
+            else:
+                addend = terms.expand(x, ctx.shrunk)
+        return product(x, weight if isinstance(weight, Tensor) else weight.dequantize(), bias, addend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -162,7 +164,8 @@ class _AdaptedProduct(torch.autograd.Function):
             if wants_x and adds_to_weight:
                 weight = terms.added_to(weight)
         if wants_x:
-            grad_x = ctx.product(grad, dequantized(weight).t(), None, grad_x)
+            weight = weight if isinstance(weight, Tensor) else weight.dequantize()
+            grad_x = ctx.product(grad, weight.t(), None, grad_x)
         return grad_x, None, None, None, None, None
 
 

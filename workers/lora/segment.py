@@ -8,7 +8,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..parallel.token_shard import overlap
 from ..state.trainable import Trainable
 from .adapter import Adapter
 from .segmented_matmul import SegmentedMatmul, choose_matmul
@@ -112,6 +111,14 @@ def _split_long(group: list[Segment]) -> Iterator[list[Segment]]:
             yield from ([segment] for segment in members)
         else:
             yield list(members)
+
+
+def overlap(tokens: slice, start: int, stop: int) -> slice:
+    """Returns which of `tokens`, counted from their first, are in start:stop."""
+    step = tokens.step or 1
+    number = len(range(tokens.start, tokens.stop, step))
+    first, end = (min(max(0, -((tokens.start - bound) // step)), number) for bound in (start, stop))
+    return slice(first, end)
 
 
 def clip_segments(segments: Sequence[Segment], tokens: slice) -> list[Segment]:

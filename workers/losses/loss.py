@@ -28,7 +28,8 @@ class LossOutput:
     divided by the number of counted positions of the operation. A client that splits a batch over several operations
     weights their means by the number of datums.
     ratios: by name, a numerator and a denominator, which are summed over the operation before the division.
-    denominator: what "mean" divides gradients by, also summed over the operation; None = Loss.denominator.
+    denominator: what "mean" divides gradients by, also summed over the operation; None = that of
+    ValidatedBatch.
     """
 
     losses: Tensor
@@ -63,13 +64,6 @@ class Loss:
     sequence_wise: bool = False
     allows_top_k_targets: bool = False
     scores: Scores = "logprobs"
-
-    def denominator(self, counts: np.ndarray) -> float:
-        """Returns what "mean" divides gradients by: the sum of weights, or the number of positions with an advantage; 0
-        if the loss returns it itself."""
-        if self.scores == "losses":
-            return 0.0
-        return float(counts.sum(dtype=np.float64)) if self.counted_by == "weights" else float(np.count_nonzero(counts))
 
 
 def count_problem(name: str, value: float) -> str | None:

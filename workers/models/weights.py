@@ -35,6 +35,7 @@ class ModelWeights:
         self._quantization = config.base_quantization
         self._quantized: list[QuantizedWeight | ReleasedWeight] = []
         self._num_unpacked = 0
+        self.is_sharded = bool(loaded.placed.sharded)
         self._sharded, self._biases_of_others = loaded.placed.sharded, loaded.placed.biases_of_others
         own = self.own_parameters()
         self.num_parameters = sum(self._num_parts(name) * each.numel() for name, each in own.items())
@@ -83,10 +84,6 @@ class ModelWeights:
     def is_fsdp_sharded(self, name: str) -> bool:
         """True if each rank keeps some rows of this parameter, and gathers or requests the others for use."""
         return name in self._sharded
-
-    @property
-    def is_sharded(self) -> bool:
-        return bool(self._sharded)
 
     @property
     def is_quantized(self) -> bool:

@@ -159,23 +159,19 @@ ALONE = Team((0,), 0, None)
 class Mesh:
     """This rank's position in the layout `spec`, and its teams.
 
-    has_forward_collectives: see ParallelSpec. is_leader: true if this rank reports the results for all ranks that run
-    the same sequences.
+    is_single: true without other ranks. has_forward_collectives: see ParallelSpec. is_leader: true if this rank reports
+    the results for all ranks that run the same sequences.
     """
 
     def __init__(self, spec: ParallelSpec = SINGLE, rank: int = 0) -> None:
         """Creates all teams. With more than one rank, `connect` must be called first."""
-        self.spec, self.rank = spec, rank
+        self.spec, self.rank, self.is_single = spec, rank, spec.num_ranks == 1
         self.has_forward_collectives = spec.has_forward_collectives
         self.coordinates = spec.coordinates(rank)
         self.is_leader = self.coordinates["sp"] == self.coordinates["tp"] == 0
         self._teams = {axes: self._new_team(axes) for axes in _teams_of(spec)}
         self._torch_mesh: DeviceMesh | None = None
         self._object_group = None if self.is_single else dist.new_group(backend="gloo", timeout=_FOREVER)
-
-    @property
-    def is_single(self) -> bool:
-        return self.spec.num_ranks == 1
 
     @property
     def is_first(self) -> bool:

@@ -95,14 +95,6 @@ def num_tokens_in(tokens: slice) -> int:
     return len(range(tokens.start, tokens.stop, tokens.step or 1))
 
 
-def overlap(tokens: slice, start: int, stop: int) -> slice:
-    """Returns which of `tokens`, counted from their first, are in start:stop."""
-    step = tokens.step or 1
-    number = len(range(tokens.start, tokens.stop, step))
-    first, end = (min(max(0, -((tokens.start - bound) // step)), number) for bound in (start, stop))
-    return slice(first, end)
-
-
 def _part(size: int, index: int, num_parts: int, ring: int) -> slice:
     """Returns part `index` of the concatenated stripes, cut into `num_parts` equal parts."""
     each = size // num_parts

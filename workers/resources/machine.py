@@ -1,14 +1,25 @@
-"""Reads what memory and devices this machine has, and keeps how fast its devices were. Imports no torch."""
+"""Reads what memory and devices this machine has, and keeps how fast these were and how much of that speed was used.
+
+Imports no torch.
+"""
 
 import os
 import re
 import tempfile
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, get_args
 
+from ...schemas.models import Utilization
 from ..protocol.cache_directory import cache_directory
 from ..protocol.worker_config import WorkerConfig
+
+Kind = Literal["training", "sampling"]
+
+# The passes or slices that count as recent.
+_NUM_RECENT = 64
 
 
 def available_bytes() -> int | None:
@@ -84,3 +95,27 @@ def measured_rate(name: str) -> float | None:
 
 def _file_of(name: str) -> Path:
     return cache_directory() / "product-rates" / re.sub(r"[^A-Za-z0-9]+", "-", name)
+
+
+class DeviceSpeed:
+    """Records the operations of passes and slices, and the seconds that they took.
+
+    peak: operations per second of a large product, on the devices of all ranks together.
+    """
+
+    def __init__(self, peak: float) -> None:
+        self.peak = peak
+        self._recent = {kind: deque[tuple[float, float]](maxlen=_NUM_RECENT) for kind in get_args(Kind)}
+
+    def record(self, kind: Kind, flops: float, seconds: float) -> None:
+        self._recent[kind].append((flops, seconds))
+
+    def utilization(self) -> Utilization:
+        """Returns the part of the peak that recent work of each kind has reached, None before the first."""
+        return Utilization(peak_flops=self.peak, **{kind: self._share_of_peak(kind) for kind in self._recent})
+
+    def _share_of_peak(self, kind: Kind) -> float | None:
+        recent = self._recent[kind]
+        if not recent:
+            return None
+        return sum(flops for flops, _ in recent) / (self.peak * sum(seconds for _, seconds in recent))

@@ -141,10 +141,10 @@ class StateVectors:
         )
 
     @property
-    def weights_address(self) -> int | None:
-        """The weights have this address on the device; None if they are not there."""
+    def version(self) -> tuple[int, int | None]:
+        """Differs after every change of the trained vectors, and after every move of the weights."""
         weights = self._on_device.get("weights")
-        return None if weights is None else weights.tensor.data_ptr()
+        return self.num_changes, None if weights is None else weights.tensor.data_ptr()
 
     def clear_moments(self) -> None:
         before = self.num_changes

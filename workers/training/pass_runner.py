@@ -6,16 +6,16 @@ PassStrategy how a micro-batch runs.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, repeat, takewhile
 from typing import Any, Protocol
 
 import numpy as np
 
 from ...schemas.errors import OperationError
-from ..batch.micro_batch import MicroBatch, empty_micro_batch, pack, smaller_budget
+from ..batch.micro_batch import empty_micro_batch, pack, smaller_budget
 from ..batch.validated import ModelLimits
 from ..models.model import BaseModel
 from ..parallel.mesh import Mesh
@@ -24,14 +24,14 @@ from ..protocol.log_lines import log_remote_failure
 from ..protocol.plugins import plugin_rows
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
-from ..resources.device_speed import DeviceSpeed
 from ..resources.lanes import Lanes
+from ..resources.machine import DeviceSpeed
 from ..resources.memory import bounded_memory
 from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message
 from .rank_part import FinishedParts, PartialResult, RankPart
-from .scoring_pass import RunMicroBatch, ScoringStrategy
+from .scoring import RunMicroBatch, ScoringStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +118,12 @@ class PassRunner:
                 self._run_coupled(operations, strategy)
             else:
                 self._run_or_split(operations, strategy)
-            own = [each.result(self._mesh.is_leader) for each in operations]
-            results, *of_others = self._mesh.all_gather_object(own)
-            for of_rank in of_others:
-                for result, other in zip(results, of_rank, strict=True):
-                    result.add(other)
+            results = [each.result(self._mesh.is_leader) for each in operations]
+            if not self._mesh.is_single:
+                results, *of_others = self._mesh.all_gather_object(results)
+                for of_rank in of_others:
+                    for result, other in zip(results, of_rank, strict=True):
+                        result.add(other)
             if self._speed is not None and (achieved := sum(result.flops for result in results)):
                 seconds = time.perf_counter() - started
                 self._speed.record("training", achieved, seconds)
@@ -246,13 +247,17 @@ class PassRunner:
             missing = max(plan.num_micro_batches for plan in plans) - lanes[0].num_micro_batches
             micro_batches = [chain(lanes[0].micro_batches, repeat(empty_micro_batch(self._base.device), missing))]
         else:
-            micro_batches = [_until_all_failed(lane.micro_batches, operations) for lane in lanes]
+            # No other rank takes part in them, so they end when all operations have failed.
+            micro_batches = [
+                takewhile(lambda _: not all(each.failure for each in operations), lane.micro_batches) for lane in lanes
+            ]
         try:
             with self._models.with_weights_of(models, trains):
                 self._lanes.run(run, micro_batches)
         finally:
-            for model in models:
-                model.gradients.join_lanes()
+            if len(lanes) > 1:
+                for model in models:
+                    model.gradients.join_lanes()
         for operation in operations:
             if trains and not operation.failure:
                 operation.add_earlier_gradient()
@@ -353,11 +358,3 @@ def _without_diverged(operations: list[RankPart]) -> list[RankPart]:
             )
             operation.abandon(Failure(message, "user"))
     return [each for each in operations if not each.computed]
-
-
-def _until_all_failed(micro_batches: Iterable[MicroBatch], operations: Sequence[RankPart]) -> Iterator[MicroBatch]:
-    """Yields micro-batches in which no other rank takes part, until all operations have failed."""
-    for micro_batch in micro_batches:
-        if all(each.failure for each in operations):
-            return
-        yield micro_batch

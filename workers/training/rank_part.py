@@ -1,6 +1,6 @@
 """A part of an operation on this rank, what earlier parts left, and sums over segments, ranks and parts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -9,12 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from ...schemas.training import ForwardBackwardOutput
-from ..batch.micro_batch import MicroBatchSegment, in_shape_of
+from ..batch.micro_batch import MicroBatchSegment, Objective, in_shape_of
 from ..batch.validated import ValidatedBatch
+from ..losses import LossOutput
 from ..protocol.calls import Failure, OperationPart, PartAnswer, RankOutput
 from ..state.trainable import Trainable
 from ..state.vectors import BACKWARD_VECTORS, FORWARD_VECTORS
-from .scoring import ScoredTokens
 
 
 @dataclass
@@ -23,7 +23,7 @@ class PartialResult:
 
     failure: why the operation contributes nothing; None if all of it succeeded.
     loss, metrics: sums over positions.
-    ratios, denominator: see LossOutput and Loss.denominator; for drafts, the ratios include acceptance lengths.
+    ratios, denominator: see LossOutput and ValidatedBatch; for drafts, the ratios include acceptance lengths.
     expert_counts: the tokens of each expert, integers [experts] for each sparse layer; empty if they are not counted.
     flops: the operations that the model needs for them, 0 if they are not counted.
     achieved, possible: operations of everything that ran together with them, and those that the devices could have done
@@ -73,6 +73,27 @@ class PartialResult:
         if self.possible:
             found["mfu:mean"] = self.achieved / self.possible
         return found | _expert_balance(self.expert_counts) if self.expert_counts else found
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredTokens:
+    """The result for n tokens, in host memory: each array is float32 in the shape of the targets, [n] or [n, K].
+
+    start: the first of them in the micro-batch. scores: a head's. losses, metrics: see LossOutput. ratios, denominator:
+    of drafts, over all n tokens.
+    """
+
+    start: int
+    scores: np.ndarray
+    losses: np.ndarray
+    metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    denominator: float = 0.0
+
+    @staticmethod
+    def of(objective: Objective, scores: Tensor, output: LossOutput) -> "ScoredTokens":
+        metrics = {name: values.cpu().numpy() for name, values in output.metrics.items()}
+        return ScoredTokens(objective.start, scores.cpu().numpy(), output.losses.cpu().numpy(), metrics)
 
 
 @dataclass(eq=False)
@@ -131,8 +152,10 @@ class RankPart:
         finite."""
         own = slice(segment.start - scored.start, segment.stop - scored.start)
         scores, losses = scored.scores[own], scored.losses[own]
-        if reason := _not_finite(segment, scores, losses, self.batch):
-            self.refuse(reason)
+        # Log-probabilities can be infinite at positions that do not count.
+        bad = ~np.isfinite(losses) | np.isnan(scores)
+        if bad.any():
+            self.refuse(_not_finite(segment, int(bad.nonzero()[0][0]), scores, self.batch))
             return
         self._segments[segment.examples[0]] = PartialResult(
             loss=float(losses.sum(dtype=np.float64)),
@@ -215,17 +238,8 @@ class RankPart:
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
 
 
-def _not_finite(
-    segment: MicroBatchSegment, scores: np.ndarray, losses: np.ndarray, batch: ValidatedBatch
-) -> str | None:
-    """Returns an error message that names the first datum whose loss is not finite, or None.
-
-    Log-probabilities can be infinite at positions that do not count.
-    """
-    bad = ~np.isfinite(losses) | np.isnan(scores)
-    if not bad.any():
-        return None
-    token = int(bad.nonzero()[0][0])
+def _not_finite(segment: MicroBatchSegment, token: int, scores: np.ndarray, batch: ValidatedBatch) -> str:
+    """Returns an error message that names the datum of the segment's first token whose loss is not finite."""
     number = int(np.searchsorted(segment.bounds, token, side="right")) - 1
     datum, position = batch.datum_indices[segment.examples[number]], token - segment.bounds[number]
     what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[batch.loss.scores]

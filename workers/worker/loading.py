@@ -33,8 +33,7 @@ from ..protocol.worker_config import (
 )
 from ..registry.model_registry import KINDS, ModelKind, ModelRegistry
 from ..resources.allocator import tune_allocator
-from ..resources.device_speed import DeviceSpeed
-from ..resources.machine import gigabytes, keep_rate
+from ..resources.machine import DeviceSpeed, gigabytes, keep_rate
 from ..resources.memory import available_bytes
 from ..shapes.model_shape import ModelShape, read_model
 from ..state.residency import Residency

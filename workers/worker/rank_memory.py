@@ -52,8 +52,8 @@ class RankMemory:
         self._base, self._residency, self._sampler, self._on_all = base, residency, sampler, on_all
         self._weights = Offload("the base model", base.device, directory, is_frozen=True)
         self._cache = Offload("the sampler's cache", base.device, directory)
-        # Parts that are offloaded on some rank; all ranks must agree on this set.
-        self._offloaded: set[Offload] = set()
+        self.offloaded: set[Offload] = set()
+        """Parts that are offloaded on some rank; all ranks agree on this set."""
         self._num_leaves = 0
         self._reported_seconds = 0.0
 
@@ -68,30 +68,30 @@ class RankMemory:
         try:
             self._on_all(self._leave)
         except Exception:
-            self._offloaded.update(parts)
+            self.offloaded.update(parts)
             self._on_all(partial(self._reload, parts))
-            self._offloaded.clear()
+            self.offloaded.clear()
             raise
-        self._offloaded.update(parts)
+        self.offloaded.update(parts)
         self._num_leaves += 1
         before, self._reported_seconds = self._reported_seconds, self._moving_seconds()
         return self._reported_seconds - before
 
     def ensure_base(self) -> None:
         """Reloads the base model's weights on all ranks, if offloaded. Raises OperationError (server)."""
-        if self._weights in self._offloaded:
+        if self._weights in self.offloaded:
             self._bring(self._weights)
 
     def ensure_all(self) -> None:
         """Reloads the base model's weights and the sampler's cache. Raises as `ensure_base`."""
-        if self._offloaded:
+        if self.offloaded:
             self._bring(self._weights, self._cache)
         self._cache.discard_copy()
 
     def forget_cache(self) -> None:
         """Drops the cache's offloaded contents, when nothing is sampled any more."""
         self._cache.forget()
-        self._offloaded.discard(self._cache)
+        self.offloaded.discard(self._cache)
 
     def by_purpose(self) -> dict[str, int]:
         """Returns bytes by purpose; for models by place, with their numbers.
@@ -142,7 +142,7 @@ class RankMemory:
                 if seconds is None:
                     raise
                 time.sleep(seconds)
-        self._offloaded.difference_update(parts)
+        self.offloaded.difference_update(parts)
 
     def _reload(self, parts: Sequence[Offload]) -> None:
         for part in parts:

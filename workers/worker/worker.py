@@ -161,7 +161,8 @@ class Worker:
         self._models.drop(run_id)
 
     def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
-        self._memory.ensure_base()
+        if self._memory.offloaded:
+            self._memory.ensure_base()
         return self._passes.run_pass(parts)
 
     def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:

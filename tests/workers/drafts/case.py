@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trainhouse.schemas.models import Algorithm, DraftConfig
-from trainhouse.workers.drafts.algorithms.algorithm import DraftNetwork, DraftPass
+from trainhouse.workers.drafts.algorithms.algorithm import DraftNetwork, DraftPass, chunks
 from trainhouse.workers.drafts.algorithms.draft_programs import DRAFT_PROGRAMS
 from trainhouse.workers.drafts.algorithms.draft_shape import DraftShape
 from trainhouse.workers.drafts.losses import DRAFT_LOSSES
@@ -15,7 +15,6 @@ from trainhouse.workers.drafts.losses.draft_scores import DraftGradients
 from trainhouse.workers.drafts.sequences.features import DraftInputs, Labels, TargetHead
 from trainhouse.workers.drafts.sequences.sequence_shard import SequenceShard
 from trainhouse.workers.drafts.sequences.target_form import TargetDistribution
-from trainhouse.workers.heads.head import chunks
 from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.shapes.logit_budget import LogitBudget
 from transformers import LlamaConfig

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from trainhouse.workers.drafts.algorithms.algorithm import DraftPass
+from trainhouse.workers.drafts.algorithms.algorithm import DraftPass, chunks
 from trainhouse.workers.drafts.losses.draft_scores import DraftGradients
 from trainhouse.workers.drafts.sequences.target_form import TargetForm, target_form
-from trainhouse.workers.heads.head import chunks
 from trainhouse.workers.shapes.logit_budget import LogitBudget
 
 from ..parallel.live_bytes import LiveBytes

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from trainhouse.workers.drafts.algorithms.algorithm import chunks
 from trainhouse.workers.drafts.losses import DRAFT_LOSSES
 from trainhouse.workers.drafts.losses.draft_scores import DraftGradients
 from trainhouse.workers.drafts.sequences import block_attention
-from trainhouse.workers.heads.head import chunks
 from trainhouse.workers.shapes.logit_budget import LogitBudget
 
 from ..adapted import relative_error

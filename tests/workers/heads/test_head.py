@@ -16,7 +16,8 @@ from trainhouse.workers.lora import Adapter, LoraLayers, Segment
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.models.model import BaseModel
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.training.scoring import ScoredTokens, score
+from trainhouse.workers.training.rank_part import ScoredTokens
+from trainhouse.workers.training.scoring import score
 
 from ..adapted import new_adapter, pair_gradients
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trainhouse.workers.batch.validated import denominator_of
 from trainhouse.workers.losses import LOSSES, VALUE_LOSSES, Loss
 
 EVERY = LOSSES | VALUE_LOSSES
@@ -184,5 +185,5 @@ def test_kl_and_clip_fraction_are_zero_at_uncounted_positions() -> None:
 
 def test_the_mean_divides_by_summed_weights_or_by_positions_with_an_advantage() -> None:
     counts = np.array([0.0, 0.5, -0.25, 2.0], np.float32)
-    assert LOSSES["cross_entropy"].denominator(counts) == 2.25
-    assert LOSSES["ppo"].denominator(counts) == 3.0
+    assert denominator_of(LOSSES["cross_entropy"], counts) == 2.25
+    assert denominator_of(LOSSES["ppo"], counts) == 3.0

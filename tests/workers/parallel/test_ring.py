@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.tests.workers.parallel.attending_worker import HEAD_DIM, Attending
+from trainhouse.workers.lora.segment import overlap
 from trainhouse.workers.ops.attention import Packing, attend, pack_lengths
 from trainhouse.workers.ops.partial_attention import attend_part, part_gradients
 from trainhouse.workers.parallel.mesh import Mesh, Team
 from trainhouse.workers.parallel.ring import Ring
-from trainhouse.workers.parallel.token_shard import TokenShard, num_tokens_in, overlap
+from trainhouse.workers.parallel.token_shard import TokenShard, num_tokens_in
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec

@@ -1,6 +1,6 @@
 """The interface of a draft algorithm: its modules, its training pass over a micro-batch, and its drafting."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,11 @@ from .draft_shape import DraftShape
 
 # Weights by name.
 Tensors = Mapping[str, Tensor]
+
+
+def chunks(num: int, size: int) -> Iterator[slice]:
+    """Divides `num` rows into slices of `size`; the last may be shorter."""
+    return (slice(i, min(i + size, num)) for i in range(0, num, size))
 
 
 class DraftPass(Protocol):

@@ -15,7 +15,6 @@ from ....schemas.training import FeatureLocation, ForwardBackwardRequest
 from ...batch.micro_batch import MicroBatch, select_examples
 from ...batch.validated import ModelLimits, ValidatedBatch, validate_request
 from ...heads import LogprobHead
-from ...heads.head import chunks
 from ...lora import LoraPair, Segment
 from ...losses.loss import Config, Loss, LossOutput
 from ...models.model import BaseModel
@@ -25,10 +24,9 @@ from ...registry.model_registry import ModelRegistry
 from ...shapes.layouts.flops import ModelFlops
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
-from ...training.rank_part import PartialResult, RankPart
-from ...training.scoring import ScoredTokens
-from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
-from ..algorithms.algorithm import DraftPass
+from ...training.rank_part import PartialResult, RankPart, ScoredTokens
+from ...training.scoring import RunMicroBatch, ScoringStrategy
+from ..algorithms.algorithm import DraftPass, chunks
 from ..losses.draft_scores import DraftGradients, DraftScores
 from ..model.draft_model import DraftModel
 from ..sequences.captured_features import CapturedFeatures, Checksums, address_of

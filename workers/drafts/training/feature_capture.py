@@ -32,7 +32,7 @@ from ...resources.machine import gigabytes
 from ...shapes.logit_budget import LogitBudget
 from ...state.trainable import Trainable
 from ...training.rank_part import FinishedParts, RankPart
-from ...training.scoring_pass import RunMicroBatch, ScoringStrategy
+from ...training.scoring import RunMicroBatch, ScoringStrategy
 from ..algorithms.draft_programs import DRAFT_PROGRAMS
 from ..model.draft_kind import target_versions
 from ..model.version import version_of_parts

@@ -84,12 +84,24 @@ class ModelFlops:
         return num_scored * (own.head + (self._head if own.has_logits else 0.0))
 
     def _attention(self, lengths: "np.ndarray") -> float:
-        return sum(scores * view.num_pairs(lengths) for view, scores in self._scores.items())
+        return sum(scores * num_pairs(view, lengths) for view, scores in self._scores.items())
 
     def _choice(self, lengths: "np.ndarray") -> float:
         """Returns the operations of indexers, which sequences have that are longer than what they choose."""
         found = 0.0
         for index, number in self._indices.items():
             longer = lengths[lengths > index.most]
-            found += number * (int(longer.sum()) * index.tokens + View().num_pairs(longer) * index.pairs)
+            found += number * (int(longer.sum()) * index.tokens + num_pairs(View(), longer) * index.pairs)
         return found
+
+
+def num_pairs(view: View, lengths: "np.ndarray") -> int:
+    """Returns the pairs of a token and one that it attends to, over all sequences of these lengths, int64 [n]."""
+    if view.part_size is not None:
+        rest = lengths % view.part_size
+        whole = int((lengths - rest).sum()) * (view.part_size + 1)
+        return (whole + int(rest @ (rest + 1))) // 2
+    if view.window is None:
+        return int(lengths @ (lengths + 1)) // 2
+    seen = lengths.clip(max=view.window)
+    return int(seen @ (2 * lengths - seen + 1)) // 2

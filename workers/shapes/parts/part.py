@@ -4,12 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec, ShardedUnit
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FLOAT32 = 4
 INT32 = 4
@@ -128,17 +125,6 @@ class View:
 
     window: int | None = None
     part_size: int | None = None
-
-    def num_pairs(self, lengths: "np.ndarray") -> int:
-        """Returns the pairs of a token and one that it attends to, over all sequences of these lengths, int64 [n]."""
-        if self.part_size is not None:
-            rest = lengths % self.part_size
-            whole = int((lengths - rest).sum()) * (self.part_size + 1)
-            return (whole + int(rest @ (rest + 1))) // 2
-        if self.window is None:
-            return int(lengths @ (lengths + 1)) // 2
-        seen = lengths.clip(max=self.window)
-        return int(seen @ (2 * lengths - seen + 1)) // 2
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ COMMANDS = {
     "view": ("remote.view", "Show what is trained on, token by token."),
     "usage": ("remote.usage", "Show the limits of an API key and their use."),
     "workers": ("remote.workers", "Show what a server's workers hold."),
-    "bench": ("remote.bench", "Measure how fast a server trains and samples."),
+    "bench": ("checkup.bench", "Measure how fast a server trains and samples."),
     **plugin_rows("server.planning.commands", "COMMANDS"),
     "doctor": ("checkup.doctor", "Check this machine, and measure how fast it is."),
     "backup": ("backup", "Copy a server's state, while it runs or not."),

@@ -60,10 +60,10 @@ PLUGINS = {
 # Modules and whole folders of workers that a process without torch may import.
 TORCH_FREE = {
     *("workers/dispatch", "workers/engines", "workers/scheduler", "workers/pools", "workers/planner"),
-    *("workers/shapes", "workers/protocol", "workers/models/devices", "workers/models/hub"),
+    *("workers/shapes", "workers/protocol", "workers/models/hub"),
     "workers/models/model_cache",
+    "workers/resources/devices",
     "workers/resources/machine",
-    "workers/models/tokenizer_program",
     "workers/sampler/requests/structured_output",
 }
 

@@ -1,4 +1,7 @@
-"""Reads what memory and devices this machine has, and keeps how fast its devices were. Imports no torch."""
+"""Reads what memory and devices this machine has, and keeps how fast its devices were in the user's cache.
+
+Imports no torch.
+"""
 
 import os
 import re
@@ -7,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..protocol.cache_directory import cache_directory
 from ..protocol.worker_config import WorkerConfig
 
 
@@ -84,3 +86,8 @@ def measured_rate(name: str) -> float | None:
 
 def _file_of(name: str) -> Path:
     return cache_directory() / "product-rates" / re.sub(r"[^A-Za-z0-9]+", "-", name)
+
+
+def cache_directory() -> Path:
+    """Returns this user's cache directory, which may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"

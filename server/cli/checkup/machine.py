@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from .... import __version__
-from ....workers.protocol.cache_directory import cache_directory
+from ....workers.resources.machine import cache_directory
 from ...config.load import load_config, load_section
 from ...config.option_values import ConfigError
 from ...config.server_config import OPTIONS

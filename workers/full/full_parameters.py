@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from ..models.model import BaseModel
+from ..parallel.split import Split
 from ..protocol.parallel_spec import ShardedUnit
 from ..shapes.model_shape import ModelShape
-from ..shapes.split import Split
 from ..state.parameter import DimensionSplit, ExpertParameter, ModelParameter
 from ..state.program import Program
 

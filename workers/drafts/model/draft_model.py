@@ -13,8 +13,8 @@ from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
 from ...models.model import BaseModel
 from ...parallel.mesh import Mesh
+from ...parallel.split import Split
 from ...shapes.draft_sizes import DIVIDED_DIMS
-from ...shapes.split import Split
 from ...state.backward_sums import BackwardSums
 from ...state.flat_params import FlatLayout
 from ...state.moments import MomentFormat

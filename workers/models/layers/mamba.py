@@ -15,9 +15,9 @@ from ...ops.recurrences.convolution import CausalConvolution
 from ...ops.recurrences.state_space import StateSpace
 from ...parallel.mesh import Mesh, Team
 from ...parallel.sequence import ShardedPacking
+from ...parallel.split import Split
 from ...shapes.families import Family
 from ...shapes.parts import Mamba
-from ...shapes.split import Split
 from .merge import Merge
 from .norms import rms_norm_of
 

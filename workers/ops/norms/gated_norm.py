@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..fused import RmsNorm
-from ..torch_kernels import inverse_rms, norm_gradient
+from ..kernels import inverse_rms, norm_gradient
 
 
 def gated_group_norm(x: Tensor, gate: Tensor, norm: RmsNorm, gates_first: bool) -> Tensor:

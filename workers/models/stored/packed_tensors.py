@@ -13,8 +13,7 @@ from ...protocol.plugins import plugin_rows
 from ...shapes.packed_format import Quantization, TensorHeader
 from ...shapes.packed_weights import packed_weights, unpacked_names
 from ...shapes.quantization import read_quantization
-from .fused_projections import split_projections
-from .stored_tensor import StoredTensor, Tensors, converting
+from .stored_tensor import StoredTensor, Tensors, converting, split_projections
 
 
 def dequantizing(config: PreTrainedConfig, dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -42,7 +42,7 @@ from ..shapes.other_models import SAME_TYPES, left_out_of, text_settings
 from ..shapes.parts import RoutedExperts, Weight
 from ..shapes.quantization import quantization_of
 from ..shapes.sequence_split import SequenceSplit
-from .stored.packed_tensors import dequantizing
+from .stored.stored_tensor import dequantizing
 from .stored.text_parts import TextModel, text_config_of, transposing_experts
 from .tensor_parallel import ParameterSharding
 

@@ -18,6 +18,8 @@ from ..config.option_values import is_url
 from ..config.server_config import ServerConfig
 from ..files.state_lock import StartError
 
+Each = TypeVar("Each")
+
 
 async def download_models(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
     """Returns the config with local directories as the sources of models at URLs. Raises StartError.
@@ -45,9 +47,6 @@ def _downloaded(config: ServerConfig, say: Callable[[str], None]) -> tuple[Serve
         else:
             models.append(replace(model, source=str(cache.fetch(origin, say, weights)), origin=origin))
     return tuple(models)
-
-
-Each = TypeVar("Each")
 
 
 def merge_identical_models(config: DispatchConfig) -> DispatchConfig:

@@ -34,7 +34,7 @@ formats/readers formats engines/vllm engines scheduler scheduler/supervision
 pools/ray pools
 worker training sampler sampler/cache sampler/requests
 checkpoint registry heads full lora programs models
-models/layers models/stored batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
+models/layers models/stored batch state losses parallel ops/recurrences ops/frozen ops/cpu ops ops/libraries
 resources shapes/layouts shapes shapes/families shapes/parts protocol
 """
 FOLDERS = [

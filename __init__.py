@@ -3,13 +3,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .schemas.version import VERSION
-
 if TYPE_CHECKING:
     from .client import *  # noqa: F403
 # ruff: noqa: F405 (the names are there for type checkers, and from __getattr__)
 
-__version__ = VERSION
+__version__ = "0.1.0"
 __all__ = [
     "APIConnectionError",
     "APIFuture",

@@ -19,10 +19,10 @@ from typing import TypeVar
 import httpx
 from pydantic import ValidationError
 
+from .. import __version__
 from ..schemas.bounds import load_json
 from ..schemas.futures import RequestFailed, RetrieveFutureRequest, SubmitResponse
 from ..schemas.training import Wire
-from ..schemas.version import VERSION
 from .errors import APIConnectionError, APIStatusError, RequestFailedError, TrainhouseError, status_error
 from .futures import APIFuture
 
@@ -52,7 +52,7 @@ class ServerConnection:
         self._retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
-            headers={"X-API-Key": api_key, "User-Agent": f"trainhouse/{VERSION}"},
+            headers={"X-API-Key": api_key, "User-Agent": f"trainhouse/{__version__}"},
             timeout=_timeout(_TIMEOUT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
             follow_redirects=True,

@@ -12,8 +12,7 @@ from ..schemas.drafts import CaptureResponse
 from ..schemas.sampling import ModelInput, refuse_mapping
 from ..schemas.training import ProvenanceSpan
 from .arguments import suggests
-from .chats import Message, TrainOn, WeightedTokens, weigh_chat, weigh_row
-from .tokenizer import PreTrainedTokenizer
+from .tokenizer import Message, PreTrainedTokenizer, TrainOn, WeightedTokens, weigh_chat, weigh_row
 
 Tokens = ModelInput | Sequence[int] | np.ndarray
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..schemas.adapters.adapter_files import Reader, refusal_by_peft, vllm_form_of, write_for
+from ..schemas.adapters.merged_model import merge_into_base, packing_of
 from ..schemas.adapters.model_files import model_directory
 from ..schemas.adapters.peft import CONFIG, DESCRIPTION, WEIGHTS
 from ..schemas.adapters.tensor_file import TensorFile
 from ..schemas.adapters.vllm_form import FORMS, room_for
 from ..schemas.bounds import load_json
-from .merged_model import merge_into_base, packing_of
 
 _TEXT_PART = ".language_model."
 

@@ -9,12 +9,12 @@ from typing import Literal, Self
 
 import httpx
 
+from .. import __version__
 from ..schemas import models
 from ..schemas.errors import readable_validation_errors
 from ..schemas.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, SamplerInfo
 from ..schemas.training import TargetRepr, Wire
 from ..schemas.verbs import CREATE_MODEL, LOAD_WEIGHTS, Verb
-from ..schemas.version import VERSION
 from .arguments import suggests
 from .connection import ServerConnection, log, to_json
 from .errors import APIStatusError, GoneError
@@ -26,7 +26,7 @@ from .training import ChunkLimits, TrainingClient
 Status = Literal["success", "errored", "interrupted"]
 Metadata = Mapping[str, str] | None
 HEARTBEAT_SECONDS = 10
-SDK_VERSION = f"trainhouse-{VERSION}"
+SDK_VERSION = f"trainhouse-{__version__}"
 
 
 class Session:

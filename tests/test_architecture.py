@@ -34,7 +34,7 @@ formats/readers formats engines/vllm engines scheduler scheduler/supervision
 pools/ray pools
 worker training sampler sampler/cache sampler/requests
 checkpoint registry heads full lora programs models
-models/layers models/stored batch state losses parallel ops/recurrences ops/norms ops/frozen ops/cpu ops ops/libraries
+models/layers models/stored batch state losses parallel ops/recurrences ops/frozen ops/cpu ops ops/libraries
 resources shapes/layouts shapes shapes/families shapes/parts protocol
 """
 FOLDERS = [
@@ -60,10 +60,10 @@ PLUGINS = {
 # Modules and whole folders of workers that a process without torch may import.
 TORCH_FREE = {
     *("workers/dispatch", "workers/engines", "workers/scheduler", "workers/pools", "workers/planner"),
-    *("workers/shapes", "workers/protocol", "workers/models/devices", "workers/models/hub"),
+    *("workers/shapes", "workers/protocol", "workers/models/hub"),
     "workers/models/model_cache",
+    "workers/resources/devices",
     "workers/resources/machine",
-    "workers/models/tokenizer_program",
     "workers/sampler/requests/structured_output",
 }
 
@@ -191,10 +191,17 @@ def test_only_listed_classes_are_long(tmp_path: Path) -> None:
     assert list(long_classes(planted)) == ["Long"]
 
 
-def test_folders_stay_small() -> None:
-    folders = Counter(path.parent for name in MAY_IMPORT for path in sources(name) if path.name != "__init__.py")
-    del folders[ROOT / "workers" / "shapes" / "families"]  # a file for each, as many as there are
-    assert max(folders.values()) <= 15, folders.most_common(3)
+# Folders that may have more than a dozen modules, and why.
+LARGE_FOLDERS = {
+    "server/routes": "a list: a file for each group of endpoints, and what they share",
+    "workers/shapes/families": "a list: a file for each family of models, as many as there are",
+}
+
+
+def test_only_lists_have_many_modules() -> None:
+    modules = (path for name in MAY_IMPORT for path in sources(name) if path.name != "__init__.py")
+    folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in modules)
+    assert {folder for folder, number in folders.items() if number > 12} == LARGE_FOLDERS.keys()
 
 
 def test_server_imports_only_torch_free_modules_of_workers() -> None:

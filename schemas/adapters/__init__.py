@@ -1,1 +1,1 @@
-"""The files of adapters, as trainhouse, peft, tinker-cookbook and vLLM have them."""
+"""The files of adapters, as trainhouse, peft, tinker-cookbook and vLLM have them, and their merge into base models."""

@@ -1,10 +1,12 @@
-"""Finds the files of base models on this machine."""
+"""Finds the files of base models on this machine, and refuses tokenizers among them that are programs."""
 
 import hashlib
 import os
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+
+from ..bounds import load_json
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,19 @@ def hub_cache() -> Path:
     home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
     cache = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
     return Path(os.path.expandvars(os.environ.get("HF_HUB_CACHE", cache))).expanduser()
+
+
+def refuse_tokenizer_program(source: str) -> None:
+    """Raises ValueError if only a program in the model's directory gives its tokens, as for Kimi-K2.
+
+    Such programs are never run, and what transformers makes of their vocabulary splits texts at other places.
+    """
+    directory = Path(source)
+    if (directory / "tokenizer.json").exists() or not (file := directory / "tokenizer_config.json").exists():
+        return
+    if program := (load_json(file.read_text()).get("auto_map") or {}).get("AutoTokenizer"):
+        name = program if isinstance(program, str) else next((each for each in program if each), "unknown")
+        raise ValueError(
+            f"its tokenizer is a program ({name}), which is not run here: put a tokenizer.json of the tokenizers"
+            " library next to it"
+        )

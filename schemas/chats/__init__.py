@@ -1,1 +1,1 @@
-"""Writes chats by a model's chat template: prompts of the chat endpoint and rows for training, by the same code."""
+"""OpenAI's chat and completion messages, and chats by a model's template: prompts and rows for training alike."""

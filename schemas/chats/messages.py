@@ -9,7 +9,7 @@ from numbers import Number
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from ..openai import ChatMessage
+from .openai import ChatMessage
 
 Message = Mapping[str, JsonValue]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pydantic import JsonValue, ValidationError
 from pydantic_core import from_json
 
-from ..openai import ChatMessage
 from .messages import REASONING, Chat, ChatError, Message, may_be_prompt, plain, template_message
+from .openai import ChatMessage
 
 _ROLES = {
     "human": "user",

@@ -12,7 +12,6 @@ from ..errors import RequestError
 from ..schedules import SCHEDULE_NAME
 from ..training import DATUM_FIELDS, MAX_INTEGER, Datum, EvaluationSchedule, ForwardBackwardRequest, ProvenanceSpan
 from . import trainhouse_wire_pb2 as wire
-from .clip_bounds import CLIPPED_LOSSES, check_clip_bounds
 from .formats import (
     JSON,
     MAX_DENSE_BYTES,
@@ -55,6 +54,9 @@ _NESTED = ("forward_backward_input", "forward_input")
 _MAX_MESSAGES = 1_000_000
 _MAX_UNCOUNTED_BYTES = 2 * _MAX_MESSAGES
 """A body below this size cannot exceed _MAX_MESSAGES, since a message takes at least two bytes."""
+
+_CLIPPED_LOSSES = ("ppo", "cispo", "gspo")
+_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 
 _MANY = 4
 """Decoding by columns pays from this many data on."""
@@ -101,7 +103,7 @@ def decode_forward_backward(
             raise Invalid("evaluation is missing: send its name and every how many steps it runs")
         if not evaluates and request.evaluation is not None:
             raise Invalid("evaluation is only for create_evaluation: leave it out")
-        if request.loss_fn in CLIPPED_LOSSES and not was_accepted:
+        if request.loss_fn in _CLIPPED_LOSSES and not was_accepted:
             check_clip_bounds(request)
         return replace(request, forward_only=forward_only or request.forward_only)
 
@@ -392,3 +394,35 @@ def _checked_span(span: ProvenanceSpan) -> ProvenanceSpan:
 
 def _refusal_of_chunk(kind: object) -> str:
     return f"a model_input chunk of type {show_value(kind)} is not supported: send encoded_text chunks only"
+
+
+def check_clip_bounds(request: ForwardBackwardRequest) -> None:
+    """Raises Invalid if bounds in the options, or of a token with an advantage, leave out 1, where the ratio
+    begins: they clip everything."""
+    options = {name: value for name, value in request.loss_fn_config.items() if not isinstance(value, str)}
+    low, high = options.get(_LOW), options.get(_HIGH)
+    if (low is not None and low > 1) or (high is not None and high < 1):
+        raise _wrong_bounds(request.loss_fn, low, high, "")
+    for index, datum in enumerate(request.data):
+        inputs = datum.loss_fn_inputs
+        if _LOW not in inputs and _HIGH not in inputs:
+            continue
+        shape = datum.tokens.shape
+        low, high, advantages = (inputs.get(name, np.ones(shape)) for name in (_LOW, _HIGH, "advantages"))
+        if not all(each.shape == shape and each.dtype.kind in "fiub" for each in (low, high, advantages)):
+            continue  # the workers refuse it by name
+        wrong = np.flatnonzero((advantages != 0) & ((low > 1) | (high < 1)))
+        if wrong.size:
+            at = int(wrong[0])
+            of_low, of_high = (float(inputs[name][at]) if name in inputs else None for name in (_LOW, _HIGH))
+            raise _wrong_bounds(request.loss_fn, of_low, of_high, f"datum {index}, position {at}: ")
+
+
+def _wrong_bounds(loss_fn: str, low: float | None, high: float | None, where: str) -> Invalid:
+    given = " and ".join(f"{name} {value:g}" for name, value in ((_LOW, low), (_HIGH, high)) if value is not None)
+    epsilons = 0.2 if low is None or abs(low) >= 1 else abs(low), 0.2 if high is None or abs(high) >= 1 else abs(high)
+    return Invalid(
+        f"{where}{loss_fn} has {given}: these are bounds on the ratio itself, and must contain 1. An epsilon of"
+        f" {' below and '.join(f'{each:g}' for each in dict.fromkeys(epsilons))} is written {_LOW} {1 - epsilons[0]:g}"
+        f" and {_HIGH} {1 + epsilons[1]:g}"
+    )

@@ -14,7 +14,7 @@ from ..files.object_store import ObjectStoreError
 from ..files.storage_config import CheckpointStorageConfig
 from ..store import CheckpointRecord, DatabaseUnreachable, Store
 from .checkpoint_files import CheckpointFiles
-from .lost_rows import manifest_entries
+from .leftovers import manifest_entries
 from .mirror import CheckpointMirrors
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from ..files.object_store import ObjectStoreError
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import Store
 from .checkpoint_files import CheckpointFiles
-from .leftovers import find_unlisted
-from .lost_rows import path_of_lost_row, restore_row
+from .leftovers import find_unlisted, path_of_lost_row, restore_row
 from .mirror import CheckpointMirrors
 
 logger = logging.getLogger(__name__)

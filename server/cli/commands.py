@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ...schemas.version import VERSION
+from ... import __version__
 from ...workers.protocol.plugins import plugin_rows
 from .errors import FAILED, INTERRUPTED, WRONGLY_USED, CommandFailed, missing_package
 from .output import print_error
@@ -33,7 +33,7 @@ COMMANDS = {
     "view": ("remote.view", "Show what is trained on, token by token."),
     "usage": ("remote.usage", "Show the limits of an API key and their use."),
     "workers": ("remote.workers", "Show what a server's workers hold."),
-    "bench": ("remote.bench", "Measure how fast a server trains and samples."),
+    "bench": ("checkup.bench", "Measure how fast a server trains and samples."),
     **plugin_rows("server.planning.commands", "COMMANDS"),
     "doctor": ("checkup.doctor", "Check this machine, and measure how fast it is."),
     "backup": ("backup", "Copy a server's state, while it runs or not."),
@@ -62,7 +62,7 @@ app = typer.Typer(cls=Commands, rich_markup_mode=None, context_settings={"help_o
 
 def _print_version(is_given: bool) -> None:
     if is_given:
-        print(f"trainhouse {VERSION}")
+        print(f"trainhouse {__version__}")
         raise typer.Exit
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ...workers.protocol.cache_directory import cache_directory
+from ...workers.resources.machine import cache_directory
 from .child_server import running, served
 from .errors import INTERRUPTED, CommandFailed, missing_package
 from .options import Status, new_app

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ...schemas.version import VERSION
+from ... import __version__
 from .paths import CONSOLE
 
 _HERE = Path(__file__).parent
@@ -60,7 +60,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         auto_reload=False,
     )
-    environment.globals |= {"static_url": static_url, "version": VERSION, "console": CONSOLE}
+    environment.globals |= {"static_url": static_url, "version": __version__, "console": CONSOLE}
     environment.filters |= {"bytes": _bytes, "number": _number, "seconds": _seconds, "minute": _minute, "shade": _shade}
     environment.filters["iso"] = lambda at: _moment(at).isoformat()
     return environment

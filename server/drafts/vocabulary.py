@@ -8,7 +8,7 @@ import numpy as np
 
 from ...schemas.drafts import BuildVocabMapRequest, BuildVocabMapResponse
 from ...schemas.errors import OperationError
-from ...workers.shapes.draft_features import vocabulary_hash
+from ...workers.shapes.draft_sizes import vocabulary_hash
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 from pydantic import JsonValue
 
 from ...schemas.chats.messages import Chat, ChatError, ToolsNotSupported, template_message
-from ...schemas.openai import AnswerMessage, ChatChoice, ChatCompletionRequest, ChatLogprobs, OpenAiError, TokenLogprob
+from ...schemas.chats.openai import (
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletionRequest,
+    ChatLogprobs,
+    OpenAiError,
+    TokenLogprob,
+)
 from ...workers.protocol.calls import ModelInfo
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, TokenScores

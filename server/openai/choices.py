@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.openai import BaseCompletionRequest, CompletionTokensDetails, FinishReason, Usage
+from ...schemas.chats.openai import BaseCompletionRequest, CompletionTokensDetails, FinishReason, Usage
 from ...schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ...workers.protocol.calls import SampledPart
 from ..sampling.sampling_job import Stops

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from ...schemas.openai import CompletionChoice, CompletionLogprobs, CompletionRequest, OpenAiError
+from ...schemas.chats.openai import CompletionChoice, CompletionLogprobs, CompletionRequest, OpenAiError
 from ...workers.protocol.calls import ModelInfo
 from ..sampling.sampling_job import MAX_SAMPLES
 from ..text.tokenizer import Tokenizer

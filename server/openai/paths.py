@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...schemas.openai import ErrorBody, OpenAiError
+from ...schemas.chats.openai import ErrorBody, OpenAiError
 
 SCOPES = {
     "POST /v1/completions": ("sample",),

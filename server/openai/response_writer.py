@@ -13,7 +13,7 @@ from typing import ClassVar, Generic
 from pydantic import JsonValue
 from pydantic_core import to_json
 
-from ...schemas.openai import AnyCompletion, BaseCompletionRequest, Usage
+from ...schemas.chats.openai import AnyCompletion, BaseCompletionRequest, Usage
 from ...workers.protocol.calls import ModelInfo
 from ..text.tokenizer import Tokenizer
 from .choices import ChoiceDelta, Echo, TokenScores

@@ -10,8 +10,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 from starlette.requests import ClientDisconnect
 
-from ...schemas.errors import OperationError, RequestError
-from ...schemas.openai import (
+from ...schemas.chats.openai import (
     AnyCompletion,
     BaseCompletionRequest,
     ChatCompletion,
@@ -24,6 +23,7 @@ from ...schemas.openai import (
     OpenAiError,
     decoder,
 )
+from ...schemas.errors import OperationError, RequestError
 from ...schemas.verbs import BASE_MODEL
 from ..config.base_model_lookup import require_served
 from ..http.bodies import Decoder, json_body

@@ -1,14 +1,14 @@
 """Translates OpenAI's requests into SampleRequests, and sampling errors into OpenAI's errors.
 
-To accept another parameter of OpenAI's or vLLM's clients, add its field in `schemas/openai.py`, remove it from the
-table of unsupported fields there, and add a line to `sampling_params`.
+To accept another parameter of OpenAI's or vLLM's clients, add its field in `schemas/chats/openai.py`, remove it from
+the table of unsupported fields there, and add a line to `sampling_params`.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 
+from ...schemas.chats.openai import BaseCompletionRequest, ChatCompletionRequest, OpenAiError, ResponseFormat
 from ...schemas.errors import OperationError, RequestError
-from ...schemas.openai import BaseCompletionRequest, ChatCompletionRequest, OpenAiError, ResponseFormat
 from ...schemas.sampling import Constraint, ModelInput, SampleRequest, SamplingParams
 from ..sampling.draft_loader import DraftNotFound, DraftNotLoaded
 from ..sampling.sampling_job import Stops

@@ -77,7 +77,7 @@ class ReplayEntry:
 
 
 class WaitClock:
-    """Tells since when each operation of a run waits for the ranks alone, and not for earlier ones; monotonic times.
+    """Measures since when each operation of a run waits for the ranks alone, and not for earlier ones; monotonic times.
 
     An operation is ready when it and all before it have arrived, and those before it have ended or began in the same
     call of the ranks.
@@ -142,7 +142,7 @@ class Operation(ABC):
     future: Future | None = field(init=False, default=None)
     """Absent if no client waits for a result: it was refused, or an earlier process answered it but lost its effect."""
     reservation: Reservation | None = field(init=False, default=None)
-    """None if an earlier process answered the operation, so that no client waits for its result."""
+    """Absent if an earlier process answered the operation, so that no client waits for its result."""
     num_strikes: int = field(init=False, default=0)
     """Crashes of workers that ran it alone."""
     failed_before: bool = field(init=False, default=False)

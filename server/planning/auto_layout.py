@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ...workers.models.devices import first_device
 from ...workers.planner.device_rates import link_of
 from ...workers.planner.layout_search import layout_that_fits, loads_with_fewer_activations, smallest_sampler_layout
 from ...workers.planner.workload import Workload
@@ -21,6 +20,7 @@ from ...workers.protocol.worker_config import (
     SamplingConfig,
     WorkerConfig,
 )
+from ...workers.resources.devices import first_device
 from ...workers.resources.machine import cuda_devices, gigabytes, loaded_dtype, runs_on_cpu
 from ...workers.shapes.layouts.checks import check_layout
 from ...workers.shapes.model_shape import ModelDescription, ModelShape, read_model

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
-from ...workers.models.devices import device_of
 from ...workers.planner.group_memory import Phase, RankBytes, largest_term, term_words
 from ...workers.planner.groups_plan import CPU, DevicePlan, GroupsPlan, PlannedGroup
 from ...workers.planner.workload import Workload
@@ -19,6 +18,7 @@ from ...workers.protocol.worker_config import (
     VllmConfig,
     WorkerConfig,
 )
+from ...workers.resources.devices import device_of
 from ...workers.resources.machine import gigabytes, loaded_dtype, runs_on_cpu
 from ...workers.scheduler.supervision.pool_factory import (
     check_layouts,

@@ -7,8 +7,8 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
 
+from ... import __version__
 from ...schemas.errors import RequestError
-from ...schemas.version import VERSION
 from ...workers.protocol.plugins import plugin_rows
 from .services import ServicesDependency
 
@@ -56,7 +56,7 @@ async def home(request: Request) -> Response:
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse(_PLACES.get("home", "/docs"), 303, headers={"Vary": "Accept"})
     places = {"docs": "/docs", "openapi": "/openapi.json", "health": "/api/v1/healthz", "ready": "/api/v1/readyz"}
-    return JSONResponse({"name": "trainhouse", "version": VERSION, **places}, headers={"Vary": "Accept"})
+    return JSONResponse({"name": "trainhouse", "version": __version__, **places}, headers={"Vary": "Accept"})
 
 
 @router.api_route("/openapi.json", methods=["GET", "HEAD"])

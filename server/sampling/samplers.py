@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import NamedTuple
 
+from ... import __version__
 from ...schemas.checkpoints import SaveWeightsForSamplerRequest
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.models import CreateSessionRequest
 from ...schemas.sampling import CreateSamplingSessionRequest, SampleRequest
-from ...schemas.version import VERSION
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
 from ..checkpoints.checkpoint_paths import full_path
@@ -179,7 +179,7 @@ class Samplers:
         return self._one_shots[weights]
 
     async def _create_one_shot(self, tenant: Tenant, weights: _OneShotKey) -> str:
-        session = await self._sessions.create(tenant, CreateSessionRequest(sdk_version=VERSION), None)
+        session = await self._sessions.create(tenant, CreateSessionRequest(sdk_version=__version__), None)
         own = {"session_id": session.session_id, "sampling_session_seq_id": 0}
         create = CreateSamplingSessionRequest(**own, base_model=weights.base_model, model_path=weights.model_path)
         return await self.create(tenant, create)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import Depends, FastAPI
 
-from ...schemas.version import VERSION
+from ... import __version__
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.plugins import plugin_rows
 from ..config.server_config import ServerConfig
@@ -67,7 +67,7 @@ def create_app(
 
     app = FastAPI(
         title="trainhouse",
-        version=VERSION,
+        version=__version__,
         description=_DESCRIPTION,
         lifespan=lifespan,
         openapi_url=None,  # our own route encodes the document once

@@ -27,7 +27,6 @@ from starlette.types import ASGIApp
 
 from ...schemas.errors import OperationError
 from ...workers.dispatch import WorkerDispatch
-from ...workers.protocol.aliases import merge_identical_models
 from ...workers.protocol.plugins import plugin_rows
 from ...workers.protocol.worker_config import DispatchConfig, KeptWorkers
 from ..config.option_values import is_url
@@ -50,7 +49,7 @@ from ..telemetry.open_tracing import opened_tracing
 from ..tenants.auth import require_keys
 from ..text.hub_names import warn_unresolved
 from .app import create_app
-from .base_models import download_models
+from .base_models import download_models, merge_identical_models
 from .connections import HttpConnection, disconnect_stalled_clients
 from .service_manager import notify, watchdog
 

@@ -25,7 +25,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from ...schemas.version import VERSION
+from ... import __version__
 from ...workers.protocol.work_context import WorkContext
 from ...workers.scheduler.calls import EndedCall
 from ...workers.scheduler.work import AnyWork, SamplingWork
@@ -35,7 +35,7 @@ from .server_metrics import EndedSample
 _SERVICE = "trainhouse"
 _HEADERS = ("traceparent", "tracestate")
 _UNSET = Status()
-_SCOPE = InstrumentationScope(_SERVICE, VERSION)
+_SCOPE = InstrumentationScope(_SERVICE, __version__)
 
 _Attributes = Mapping[str, str | int]
 
@@ -82,7 +82,7 @@ class Tracing:
     def __init__(self, processor: SpanProcessor) -> None:
         resource = Resource.create()
         if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
-            resource = resource.merge(Resource({SERVICE_NAME: _SERVICE, SERVICE_VERSION: VERSION}))
+            resource = resource.merge(Resource({SERVICE_NAME: _SERVICE, SERVICE_VERSION: __version__}))
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._resource = _Resource(resource.attributes, resource.schema_url)
         self._sampler, self._ids = provider.sampler, provider.id_generator

@@ -19,7 +19,7 @@ from ...schemas.models import Limit, Limits
 from ...schemas.sampling import ALTERNATIVES
 from ..config.server_config import ServerConfig
 from .auth import Tenant
-from .token_bucket import TokenBucket
+from .rate_limits import TokenBucket
 
 logger = logging.getLogger(__name__)
 

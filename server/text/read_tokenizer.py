@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import asdict
 
-from ...workers.models.tokenizer_program import refuse_tokenizer_program
+from ...schemas.adapters.model_files import refuse_tokenizer_program
 from .tokenizer import TokenizerFacts
 
 

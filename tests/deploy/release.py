@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainhouse.schemas.version import VERSION
+from trainhouse import __version__
 
 from ..unit import ROOT
 
@@ -50,7 +50,8 @@ class Environment:
         options = ("--output-reproducible", "--pyproject", ROOT / "pyproject.toml", "--output-file", path)
         _run(_TOOLS / "cyclonedx-py", "environment", *options, self.directory / "bin" / "python")
         document = json.loads(path.read_text())
-        document["metadata"]["component"]["version"] = VERSION  # dynamic in pyproject.toml, so the tool leaves it out
+        # The version is dynamic in pyproject.toml, so the tool leaves it out.
+        document["metadata"]["component"]["version"] = __version__
         path.write_text(json.dumps(document, indent=2) + "\n")
 
 

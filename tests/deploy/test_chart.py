@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from trainhouse.schemas.version import VERSION
+from trainhouse import __version__
 from trainhouse.server.config.server_config import OPTIONS
 
 from .tools import DEPLOY, passes, tool
@@ -178,6 +178,6 @@ def test_policies_and_budgets_select_pods_that_exist() -> None:
 
 def test_versions_are_those_of_this_checkout() -> None:
     chart, values = (yaml.safe_load((CHART / name).read_text()) for name in ("Chart.yaml", "values.yaml"))
-    assert chart["version"] == chart["appVersion"] == VERSION
+    assert chart["version"] == chart["appVersion"] == __version__
     locked = (DEPLOY / "requirements.lock").read_text().split()
     assert f"ray=={values['rayCluster']['rayVersion']}" in locked

@@ -6,7 +6,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from trainhouse.schemas.version import VERSION
+from trainhouse import __version__
 
 from ..lock import closure, declared
 from ..unit import ROOT
@@ -55,4 +55,4 @@ def test_the_server_works_in_an_empty_environment_and_its_packages_are_listed(wh
     main(wheel.parent)
     listed = {name.lower().replace("_", "-") for name in components(sbom_path(wheel))}
     assert closure(declared()[""] + declared()["server"]) <= listed
-    assert f'"version": "{VERSION}"' in sbom_path(wheel).read_text()
+    assert f'"version": "{__version__}"' in sbom_path(wheel).read_text()

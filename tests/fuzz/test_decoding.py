@@ -15,13 +15,13 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 from trainhouse.schemas import codec
+from trainhouse.schemas.chats.openai import ChatCompletionRequest, decoder
 from trainhouse.schemas.checkpoints import LoadWeightsRequest
 from trainhouse.schemas.codec import decode_model
 from trainhouse.schemas.codec import trainhouse_wire_pb2 as wire
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import RetrieveFuturesRequest
 from trainhouse.schemas.models import CreateModelRequest, CreateSessionRequest
-from trainhouse.schemas.openai import ChatCompletionRequest, decoder
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import ForwardBackwardRequest, OptimStepRequest
 

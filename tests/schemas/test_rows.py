@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 from trainhouse import Datum
-from trainhouse.schemas.openai import ChatCompletionRequest
+from trainhouse.schemas.chats.openai import ChatCompletionRequest
 from trainhouse.server.text.read_tokenizer import read
 from trainhouse.server.text.tokenizer import Tokenizer
 from transformers import AutoTokenizer

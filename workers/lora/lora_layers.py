@@ -14,9 +14,9 @@ from ...schemas.models import LoraConfig
 from ..models.layers import GroupedExperts
 from ..models.model import BaseModel
 from ..ops.linear import to_product_layout
+from ..parallel.split import Split
 from ..programs.policy import POLICY
 from ..shapes.parts import RoutedExperts
-from ..shapes.split import Split
 from ..state.program import Program
 from .adapter import Adapter
 from .batch_plan import BatchPlan, LinearSite

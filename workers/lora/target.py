@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...schemas.adapters.peft import PREFIX
-from ..shapes.split import Split
+from ..parallel.split import Split
 
 Group = Literal["attention", "mlp"]
 Side = Literal["lora_A", "lora_B"]

@@ -28,6 +28,7 @@ from ..ops.attention import ATTENTION
 from ..ops.frozen.quantized import check_installed
 from ..parallel.mesh import Mesh
 from ..protocol.worker_config import WorkerConfig
+from ..resources.devices import no_cuda
 from ..shapes.layouts.checks import check_quantization
 from ..shapes.model_shape import (
     ModelShape,
@@ -41,8 +42,7 @@ from ..shapes.other_models import SAME_TYPES, left_out_of, text_settings
 from ..shapes.parts import RoutedExperts, Weight
 from ..shapes.quantization import quantization_of
 from ..shapes.sequence_split import SequenceSplit
-from .devices import no_cuda
-from .stored.packed_tensors import dequantizing
+from .stored.stored_tensor import dequantizing
 from .stored.text_parts import TextModel, text_config_of, transposing_experts
 from .tensor_parallel import ParameterSharding
 

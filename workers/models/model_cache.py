@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 import fsspec
 
 from ...schemas.bounds import load_json
-from ..protocol.cache_directory import cache_directory
 from ..protocol.worker_config import DownloadOrigin, WorkerConfig
-from ..resources.machine import gigabytes
+from ..resources.machine import cache_directory, gigabytes
 from .hub import content_hash, fetch_rest, has_hash, is_hub_url, open_options, plain_error
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from ..parallel.mesh import Mesh, Team
+from ..parallel.split import Split
 from ..shapes.parts import Weight
-from ..shapes.split import Split
 
 
 class ParameterSharding:

@@ -15,8 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from .attention_kind import AttentionKind, Sinks
-from .chosen_attention import attend_to_chosen
-from .chunked_attention import attend_in_chunks, gradients_in_chunks
+from .blockwise_attention import attend_in_chunks, attend_to_chosen, gradients_in_chunks
 from .kernels import Kernels, kernels_for
 
 if TYPE_CHECKING:

@@ -1,19 +1,19 @@
-"""Everything between the matrix products of a Llama-shaped layer in few passes over memory: norms, rotation, gates.
+"""Everything between the matrix products of a layer in few passes over memory: norms, rotation, gates.
 
 Every function treats each token separately and has a hand-written gradient. The gradients of norm weights are added to
 their `grad`, if they have one. `layer_kernels` decides what computes them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, silu
 
-from .kernels import layer_kernels
+from .kernels import inverse_rms, layer_kernels, norm_gradient
 
 
 class RmsNorm:
@@ -60,6 +60,58 @@ class RmsNorm:
 
     def _own_of(self, whole: Tensor) -> Tensor:
         return whole if self._own is None else whole[self._own]
+
+
+class LayerNorm(RmsNorm):
+    """A norm that subtracts the mean: Ba, Kiros and Hinton, https://arxiv.org/abs/1607.06450.
+
+    bias: [size], None if it has none.
+    """
+
+    def __init__(self, parameter: Tensor, eps: Tensor, adds_one: bool = False, bias: Tensor | None = None) -> None:
+        super().__init__(parameter, eps, adds_one)
+        self.bias = bias
+
+    def add(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Like RmsNorm.add, also for the heads of x [tokens, heads, size]."""
+        total = x if update is None else x + update
+        if torch.is_grad_enabled():
+            return total, _LayerNorm.apply(total, self)  # pyright: ignore[reportReturnType]
+        return total, _normalized(total, self)[0]
+
+    def add_bias_gradient(self, grad: Tensor) -> None:
+        """Adds to the bias's gradient, if it has one, given the gradient of the norm's output [..., size]."""
+        if self.bias is not None and self.bias.grad is not None:
+            self.bias.grad.add_(grad.flatten(0, -2).sum(0))
+
+
+class HeadLayerNorms(LayerNorm):
+    """A norm over each head, with the weight of that head, [size], in a parameter of its own. It has no bias."""
+
+    def __init__(self, parameters: Sequence[Tensor], eps: Tensor) -> None:
+        self._parameters = parameters
+        super().__init__(parameters[0], eps)
+
+    def refresh(self) -> None:
+        self.weight = torch.stack([each.detach() for each in self._parameters])
+
+    def add_gradient(self, grad: Tensor, x: Tensor, inverse: Tensor) -> None:
+        for parameter, of_head in zip(self._parameters, (grad * x).mul_(inverse).sum(0), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(of_head)
+
+
+def gated_group_norm(x: Tensor, gate: Tensor, norm: RmsNorm, gates_first: bool) -> Tensor:
+    """Returns norm(x silu(gate)), or norm(x) silu(gate), computed in float32: Dao and Gu, Transformers are SSMs (2024),
+    https://arxiv.org/abs/2405.21060.
+
+    Args:
+        x: [tokens, groups, size]; each group has a norm of its own. gate: of the same shape.
+        norm: its weight is [groups * size].
+    Returns:
+        [tokens, groups * size].
+    """
+    return _GatedNorm.apply(x, gate, norm, gates_first)  # pyright: ignore[reportReturnType]
 
 
 @dataclass(frozen=True)
@@ -220,6 +272,33 @@ class _AddRmsNorm(torch.autograd.Function):
         return gradient, gradient if ctx.needs_input_grad[1] else None, None
 
 
+def _normalized(x: Tensor, norm: LayerNorm) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the norm, and the mean and the inverse standard deviation, float32 [..., 1]."""
+    out, mean, inverse = torch.native_layer_norm(x.float(), x.shape[-1:], None, None, norm.eps_number)
+    out = out.mul_(norm.weight) if norm.bias is None else out.mul_(norm.weight).add_(norm.bias)
+    return out.to(x.dtype), mean, inverse
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: LayerNorm) -> Tensor:
+        out, mean, inverse = _normalized(x, norm)
+        ctx.save_for_backward(x, mean, inverse)
+        ctx.norm = norm
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        x, mean, inverse = ctx.saved_tensors
+        wide, grad, norm = x.float(), grads[0].float(), ctx.norm
+        norm.add_gradient(grad, wide - mean, inverse)
+        norm.add_bias_gradient(grad)
+        gradient, *_ = torch.ops.aten.native_layer_norm_backward(
+            grad * norm.weight, wide, x.shape[-1:], mean, inverse, None, None, [True, False, False]
+        )
+        return gradient.to(x.dtype), None
+
+
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
@@ -260,3 +339,35 @@ class _Relu2(torch.autograd.Function):
         """Overwrites the saved tensor, like _Gated."""
         (up,) = ctx.saved_tensors
         return up.relu_().mul_(grads[0]).mul_(2)
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Keeps the inputs; backward computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, norm: RmsNorm, gates_first: bool) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        ctx.norm, ctx.gates_first = norm, gates_first
+        weight, active = norm.weight.view(x.shape[1:]), silu(gate.float())
+        wide = active.mul_(x) if gates_first else x.float()
+        out = (wide * inverse_rms(wide, norm.eps)).mul_(weight)
+        return (out if gates_first else out.mul_(active)).to(x.dtype).flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, gate), norm = ctx.saved_tensors, ctx.norm
+        weight, grad = norm.weight.view(x.shape[1:]), grads[0].reshape(x.shape).float()
+        wide, wide_gate = x.float(), gate.float()
+        active = silu(wide_gate)
+        gated = wide * active if ctx.gates_first else wide
+        inverse = inverse_rms(gated, norm.eps)
+        of_norm = grad if ctx.gates_first else grad * active
+        if norm.parameter.grad is not None:
+            norm.parameter.grad.add_((of_norm * gated).mul_(inverse).sum(0).flatten())
+        of_gated = norm_gradient(of_norm * weight, gated, inverse)
+        if ctx.gates_first:
+            of_active, of_x = of_gated * wide, of_gated * active
+        else:
+            of_active, of_x = (wide * inverse).mul_(weight).mul_(grad), of_gated
+        of_gate = torch.ops.aten.silu_backward(of_active, wide_gate)
+        return of_x.to(x.dtype), of_gate.to(gate.dtype), None, None

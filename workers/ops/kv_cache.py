@@ -22,7 +22,7 @@ from .attention import (
     flash_of_last_queries,
     pack_lengths,
 )
-from .chosen_attention import attend_to_copies
+from .blockwise_attention import attend_to_copies
 from .kernels import PrefixGroups, kernels_for, load_triton_kernels
 from .libraries.latent_attention import FlashMla, LatentStep, flash_mla_for
 from .linear import soft_capped

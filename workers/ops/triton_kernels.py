@@ -17,8 +17,7 @@ from torch import Tensor
 
 from .attention_kind import AttentionKind
 from .fused import GatedActivation, RmsNorm, Rotation
-from .kernels import with_rows
-from .torch_kernels import TorchKernels
+from .kernels import TorchKernels, with_rows
 
 # Triton 3.9 warns if this is not set, and 3.10 will not fuse multiplications with additions by default.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

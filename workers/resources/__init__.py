@@ -1,1 +1,1 @@
-"""The memory and the threads of a worker's process."""
+"""The devices of a machine, and the memory and the threads of a worker's process."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ...schemas.models import Utilization
-from ..protocol.cache_directory import cache_directory
 from ..protocol.worker_config import WorkerConfig
 
 Kind = Literal["training", "sampling"]
@@ -119,3 +118,8 @@ class DeviceSpeed:
         if not recent:
             return None
         return sum(flops for flops, _ in recent) / (self.peak * sum(seconds for _, seconds in recent))
+
+
+def cache_directory() -> Path:
+    """Returns this user's cache directory, which may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"

@@ -7,8 +7,8 @@ from operator import itemgetter
 
 from torch import Tensor
 
+from ..parallel.split import Split
 from ..protocol.parallel_spec import AXES
-from ..shapes.split import Split
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig, LoraConfig, Utilization
 from ..checkpoint import read_new_model
 from ..checkpoint.peft_import import import_adapter
+from ..lora import Adapter
 from ..models.loading import resolve_device, unique_name
 from ..parallel.mesh import LOOPBACK, Mesh, Rendezvous, connect, own_host
 from ..protocol.calls import (
@@ -31,9 +34,11 @@ from ..protocol.calls import (
 from ..protocol.plugins import plugin_rows
 from ..protocol.shared_fs import SharedFileProbe
 from ..protocol.worker_config import WorkerConfig
+from ..registry.model_registry import ModelRegistry
 from ..registry.programs import program_of
 from ..sampler.multi_model import MultiModelSampler
 from ..sampler.shared_state import SharedState
+from ..state.trainable import Trainable
 from ..state.vectors import FORWARD_VECTORS
 from ..training.pass_runner import PassRunner
 from .agreement import RankAgreement
@@ -43,7 +48,6 @@ from .rank_models import RankModels
 from .run_files import RunFiles
 from .snapshot_writer import SnapshotWriter
 from .step_runner import StepRunner
-from .transferred_weights import exported_weights, import_weights, overwrite_weights
 
 
 class Worker:
@@ -295,3 +299,24 @@ class Worker:
     def device_name(self) -> str:
         """Returns a name of this rank's device that is unique over all machines."""
         return unique_name(self._base.device)
+
+
+def exported_weights(model: Trainable, mesh: Mesh) -> AdapterWeights | None:
+    """Returns the model's weights as a whole: an adapter's on all ranks, full weights on the first only (else None)."""
+    layout = model.layout
+    put_together = layout.whole_vector if isinstance(model, Adapter) else layout.whole_on_first
+    whole = put_together(model.weights, mesh)
+    return None if whole is None else AdapterWeights(model.training, whole.cpu().numpy())
+
+
+def import_weights(models: ModelRegistry, exported: AdapterWeights) -> Trainable:
+    """Builds a model of the exported weights."""
+    model = models.build(exported.training)
+    overwrite_weights(model, exported)
+    return model
+
+
+def overwrite_weights(model: Trainable, exported: AdapterWeights) -> None:
+    """Replaces the model's weights in place by exported ones of the same shape."""
+    whole = model.layout.unsharded.named_views(torch.from_numpy(exported.weights))
+    model.layout.copy_parts(model.weights, whole)

@@ -1,1 +1,1 @@
-"""Implements `trainhouse doctor`: what a server finds on this machine, and how fast it runs there."""
+"""Implements `trainhouse doctor` and `bench`: what a server finds on its machine, and how fast a server runs."""

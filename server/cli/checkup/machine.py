@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from ....schemas.version import VERSION
-from ....workers.protocol.cache_directory import cache_directory
+from .... import __version__
+from ....workers.resources.machine import cache_directory
 from ...config.load import load_config, load_section
 from ...config.option_values import ConfigError
 from ...config.server_config import OPTIONS
@@ -59,7 +59,7 @@ class Finding:
 
 def installed() -> Iterator[Finding]:
     python = f"{platform.python_version()} on {platform.machine()}"
-    yield Finding("installed", "trainhouse", f"{VERSION}, Python {python}")
+    yield Finding("installed", "trainhouse", f"{__version__}, Python {python}")
     for name in _NEEDED:
         yield _package(name) or Finding("installed", name, "missing", "problem", "pip install 'trainhouse[server]'")
     for name, use in _OPTIONAL.items():

@@ -13,7 +13,7 @@ from ....client.errors import TrainhouseError
 from ....client.service import ServiceClient
 from ..child_server import served
 from ..errors import CommandFailed
-from ..remote.bench import Load, measure, rows_of
+from .bench import Load, measure, rows_of
 from .machine import Finding
 
 MODEL = "trainhouse/self-test"

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 import httpx
 
+from .... import __version__
 from ....client.connection import reason_in
 from ....client.errors import APIConnectionError, APIStatusError, TrainhouseError, status_error
 from ....client.futures import APIFuture
 from ....client.rest import RestClient
 from ....client.service import ServiceClient, url_and_key
 from ....schemas.training import Wire
-from ....schemas.version import VERSION
 from ..errors import FAILED, NOT_FOUND, REFUSED, TRY_LATER, CommandFailed
 from ..options import Status, flag, with_options
 from ..output import print_json
@@ -47,7 +47,7 @@ class Server:
     @contextmanager
     def openai(self) -> Iterator[httpx.Client]:
         """Yields a client for the paths below /v1/, which streams."""
-        headers = {"X-API-Key": self._api_key, "User-Agent": f"trainhouse/{VERSION}"}
+        headers = {"X-API-Key": self._api_key, "User-Agent": f"trainhouse/{__version__}"}
         url = f"{self.base_url.rstrip('/').removesuffix('/api/v1')}/v1/"
         try:
             with httpx.Client(base_url=url, headers=headers, timeout=_READ_SECONDS) as client:

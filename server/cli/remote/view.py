@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ....client.chats import TrainOn
 from ....client.data import Datum
-from ....client.tokenizer import load_directory
+from ....client.tokenizer import TrainOn, load_directory
 from ....schemas import training
 from ....schemas.bounds import load_json
 from ....schemas.errors import RequestError

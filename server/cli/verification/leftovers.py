@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.leftovers import UNLISTED_DAYS, has_complete_files
-from ...checkpoints.lost_rows import path_of_lost_row, restore_row
+from ...checkpoints.leftovers import UNLISTED_DAYS, has_complete_files, path_of_lost_row, restore_row
 from ...config.option_values import is_url
 from ...files.directories import STAGING, directory_name
 from ...files.manifest import MANIFEST, check_directory, read_manifest

@@ -21,8 +21,7 @@ import httpx
 import psutil
 import pytest
 from packaging.requirements import Requirement
-from trainhouse import ServiceClient
-from trainhouse.schemas.version import VERSION
+from trainhouse import ServiceClient, __version__
 from trainhouse.server.cli.commands import main
 from trainhouse.server.cli.output import spinner
 from trainhouse.server.cli.serve import serve_help, serve_help_all
@@ -100,7 +99,7 @@ def test_output_that_is_not_read_to_its_end_is_no_error() -> None:
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"trainhouse {VERSION}\n"
+    assert capsys.readouterr().out == f"trainhouse {__version__}\n"
 
 
 def test_wrong_usage_is_refused_in_one_line_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -543,7 +542,7 @@ def run_client_only(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "status", "said"),
     [
         (["--help"], 0, "Usage: trainhouse [OPTIONS] COMMAND"),
-        (["--version"], 0, f"trainhouse {VERSION}"),
+        (["--version"], 0, f"trainhouse {__version__}"),
         (["export", "--help"], 0, "Usage: trainhouse export"),
         (["import", "--help"], 0, "Usage: trainhouse import"),
         (["plan", "--help"], 0, "Usage: trainhouse plan"),

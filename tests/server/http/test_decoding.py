@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import zstandard
 from trainhouse.schemas.bounds import MAX_JSON_BYTES
+from trainhouse.schemas.chats.openai import CompletionRequest, OpenAiError, decoder
 from trainhouse.schemas.codec import JSON, PROTOBUF, decode_model, encode_forward_backward_request
 from trainhouse.schemas.drafts import BuildVocabMapRequest
 from trainhouse.schemas.errors import RequestError
-from trainhouse.schemas.openai import CompletionRequest, OpenAiError, decoder
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.schemas.verbs import FORWARD, FORWARD_BACKWARD

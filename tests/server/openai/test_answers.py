@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from trainhouse.schemas.openai import CompletionRequest, OpenAiError
+from trainhouse.schemas.chats.openai import CompletionRequest, OpenAiError
 from trainhouse.schemas.sampling import Constraint, SampledSequence, SampleResponse, SamplingParams, TopkLogprobs
 from trainhouse.server.openai import translation
 from trainhouse.server.openai.choices import RequestChoices

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
+from trainhouse.schemas.chats.openai import ChatCompletionRequest, OpenAiError
 from trainhouse.schemas.errors import RequestError
-from trainhouse.schemas.openai import ChatCompletionRequest, OpenAiError
 from trainhouse.server.openai.chats import render_prompts
 from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
 

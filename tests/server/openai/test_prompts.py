@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
-from trainhouse.schemas.openai import CompletionRequest
+from trainhouse.schemas.chats.openai import CompletionRequest
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.server.openai.choices import RequestChoices
 from trainhouse.server.openai.prompts import Prompt

@@ -5,7 +5,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from trainhouse.schemas.openai import ChatCompletionRequest, CompletionRequest, OpenAiError, decoder
+from trainhouse.schemas.chats.openai import ChatCompletionRequest, CompletionRequest, OpenAiError, decoder
 from trainhouse.schemas.sampling import SamplingParams
 
 MANY = 50_000

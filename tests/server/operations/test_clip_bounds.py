@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas import codec
-from trainhouse.schemas.codec.clip_bounds import check_clip_bounds
 from trainhouse.schemas.codec.formats import Invalid
+from trainhouse.schemas.codec.requests import check_clip_bounds
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.dispatch import WorkerDispatch

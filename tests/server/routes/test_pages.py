@@ -4,7 +4,7 @@ import re
 
 import httpx
 import pytest
-from trainhouse.schemas.version import VERSION
+from trainhouse import __version__
 
 from ..real import ALICE, Server
 
@@ -46,7 +46,7 @@ async def test_the_documentation_is_swagger_ui_with_our_openapi_document(server:
 async def test_the_start_leads_browsers_to_a_page_and_names_docs_and_health(server: Server) -> None:
     client = server.clients[ALICE]
     places = (await client.get("http://test/")).json()
-    assert places["name"] == "trainhouse" and places["version"] == VERSION
+    assert places["name"] == "trainhouse" and places["version"] == __version__
     for name in ("docs", "openapi", "health", "ready"):
         assert (await client.get(f"http://test{places[name]}")).status_code == 200
     answer = await client.get("http://test/", headers={"Accept": "text/html"}, follow_redirects=True)

@@ -11,8 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.client.export_checkpoint import loaded_by
-from trainhouse.client.merged_model import merge_into_base
 from trainhouse.schemas.adapters.adapter_files import write_for_cookbook, write_for_peft
+from trainhouse.schemas.adapters.merged_model import merge_into_base
 from trainhouse.schemas.adapters.peft import PeftConfig
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig

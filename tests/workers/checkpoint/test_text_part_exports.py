@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from trainhouse.client.merged_model import merge_into_base
 from trainhouse.schemas.adapters.adapter_files import write_for_peft
+from trainhouse.schemas.adapters.merged_model import merge_into_base
 from transformers import AutoModelForMultimodalLM
 
 from ..adapted import Adapted, quieten_peft

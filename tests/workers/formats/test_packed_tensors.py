@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.workers.formats.rows import METHODS
 from trainhouse.workers.models.model import BaseModel
-from trainhouse.workers.models.stored.packed_tensors import dequantized_tensors, dequantizing
+from trainhouse.workers.models.stored.stored_tensor import dequantized_tensors, dequantizing
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.footprint import loaded_bytes
 from trainhouse.workers.shapes.model_shape import refusal_of

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 from trainhouse.workers.ops.fused import (
     GATES,
+    LayerNorm,
     RmsNorm,
     RotaryTable,
     Rotation,
     rotate_heads,
     swiglu,
 )
-from trainhouse.workers.ops.norms.layer_norm import LayerNorm
 
 from ..adapted import relative_error
 

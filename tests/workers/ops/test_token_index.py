@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import AttentionKind, Packing, attend, pack_lengths
-from trainhouse.workers.ops.chosen_attention import attend_to_copies
+from trainhouse.workers.ops.blockwise_attention import attend_to_copies
 from trainhouse.workers.ops.token_index import (
     IndexKind,
     IndexQueries,

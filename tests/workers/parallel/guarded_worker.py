@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainhouse.workers.ops.fused import RmsNorm
-from trainhouse.workers.ops.norms.layer_norm import LayerNorm
+from trainhouse.workers.ops.fused import LayerNorm, RmsNorm
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import Failure, OptimizerStep, PartAnswer, Pass, SamplingSlice, SliceResult
 from trainhouse.workers.worker.worker import Worker

@@ -187,12 +187,12 @@ def test_chunked_attention_equals_the_whole(
     window: int | None, most_scores: int, has_sinks: bool, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch's fused kernel is turned off."""
-    from trainhouse.workers.ops import attention, chunked_attention
+    from trainhouse.workers.ops import attention, blockwise_attention
     from trainhouse.workers.shapes.parts import windows
 
     monkeypatch.setattr(windows, "MAX_SCORES", most_scores)
-    monkeypatch.setattr(attention, "flash_on_cpu", chunked_attention.attend_in_chunks)
-    monkeypatch.setattr(attention, "flash_gradients_on_cpu", chunked_attention.gradients_in_chunks)
+    monkeypatch.setattr(attention, "flash_on_cpu", blockwise_attention.attend_in_chunks)
+    monkeypatch.setattr(attention, "flash_gradients_on_cpu", blockwise_attention.gradients_in_chunks)
     case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window, has_sinks=has_sinks, cap=cap)
     kind = case.kind(case.sinks())
     *qkv, grad = case.tensors()
@@ -208,14 +208,14 @@ def test_chunked_attention_equals_the_whole(
 def test_chunks_of_the_last_queries_see_all_keys(
     window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainhouse.workers.ops import chunked_attention
+    from trainhouse.workers.ops import blockwise_attention
     from trainhouse.workers.shapes.parts import windows
 
     monkeypatch.setattr(windows, "MAX_SCORES", most_scores)
     case = Attending((70,), heads=4, kv_heads=2, window=window)
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in case.tensors()[:3])
-    whole = chunked_attention.attend_in_chunks(query, key, value, case.kind(None))
-    last = chunked_attention.attend_in_chunks(query[:, :, 30:], key, value, case.kind(None))
+    whole = blockwise_attention.attend_in_chunks(query, key, value, case.kind(None))
+    last = blockwise_attention.attend_in_chunks(query[:, :, 30:], key, value, case.kind(None))
     for some, every in zip(last, whole, strict=True):
         torch.testing.assert_close(some, every[:, :, 30:], atol=1e-5, rtol=1e-5)
         assert not torch.allclose(some, every[:, :, 29:-1], atol=1e-2)

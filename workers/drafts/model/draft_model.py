@@ -13,14 +13,13 @@ from ....schemas.errors import OperationError
 from ....schemas.models import DraftConfig
 from ...models.model import BaseModel
 from ...parallel.mesh import Mesh
+from ...parallel.split import Split
 from ...shapes.draft_sizes import DIVIDED_DIMS
-from ...shapes.split import Split
-from ...state.backward_sums import BackwardSums
 from ...state.flat_params import FlatLayout
 from ...state.moments import MomentFormat
 from ...state.parameter import DimensionSplit, ModelParameter
 from ...state.trainable import SEED_MASK, Trainable
-from ...state.zero import ZeroShards
+from ...state.zero import BackwardSums, ZeroShards
 from ..algorithms.algorithm import DraftNetwork
 from ..algorithms.draft_programs import DraftProgram
 from ..algorithms.draft_shape import DraftShape

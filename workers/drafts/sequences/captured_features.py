@@ -24,7 +24,7 @@ from ....schemas.adapters.tensor_file import (
     encoded_header,
 )
 from ....schemas.errors import OperationError
-from ...shapes.draft_features import FeatureColumn, feature_columns, token_bytes
+from ...shapes.draft_sizes import FeatureColumn, feature_columns, token_bytes
 from .target_form import TargetForm
 
 logger = logging.getLogger(__name__)

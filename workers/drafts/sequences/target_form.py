@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....schemas.training import TargetRepr
 from ...ops.linear import soft_capped
-from ...shapes.draft_features import FeatureColumn, target_columns, vocabulary_hash
+from ...shapes.draft_sizes import FeatureColumn, target_columns, vocabulary_hash
 
 HIDDEN_STATE = "hidden_state"
 

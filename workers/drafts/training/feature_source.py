@@ -16,7 +16,7 @@ from ...lora.segment import clip_segments
 from ...models.fused_decoder import EMBEDDING
 from ...models.model import BaseModel
 from ...parallel.token_shard import TokenShard
-from ...shapes.draft_features import CAPTURED
+from ...shapes.draft_sizes import CAPTURED
 from ..model.draft_model import DraftModel
 from ..sequences.captured_features import CapturedFeatures, FeatureKind
 from ..sequences.target_form import HIDDEN_STATE, Kept

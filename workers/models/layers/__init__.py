@@ -1,4 +1,4 @@
-"""Runs the parts of decoder layers (see ../../shapes/parts) on transformers' modules, one file for each kind."""
+"""Runs the parts of decoder layers (see ../../shapes/parts) on transformers' modules, a file for each kind of mixer."""
 
 from .decoder_layer import DecoderLayer, is_recognised
 from .expert_weights import activation_of

@@ -21,15 +21,14 @@ from ...shapes.parts import (
     RoutedExperts,
     SoftmaxAttention,
 )
-from .dense import DenseFeedForward
 from .experts import GroupedExperts
+from .feed_forward import DenseFeedForward, NormedSparseFeedForward, SparseFeedForward
 from .gated_delta import GatedDeltaMixer
 from .latent_attention import LatentMixer
 from .mamba import MambaMixer
 from .merge import Merge
 from .norms import NoNorm, norm_of
 from .softmax_attention import SoftmaxMixer
-from .sparse import NormedSparseFeedForward, SparseFeedForward
 from .token_inputs import LayerEnd
 
 

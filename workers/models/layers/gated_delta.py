@@ -14,8 +14,8 @@ from ...ops.recurrences import gated_delta
 from ...ops.recurrences.convolution import CausalConvolution
 from ...parallel.mesh import Mesh, Team
 from ...parallel.sequence import ShardedPacking
+from ...parallel.split import Split
 from ...shapes.parts import GatedDelta
-from ...shapes.split import Split
 from .merge import Merge, MergedProjection
 from .norms import rms_norm_of
 

@@ -8,16 +8,15 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing
-from ...ops.fused import Rotations, swiglu
-from ...ops.norms.gated_norm import gated_group_norm
+from ...ops.fused import Rotations, gated_group_norm, swiglu
 from ...ops.recurrence import recur
 from ...ops.recurrences.convolution import CausalConvolution
 from ...ops.recurrences.state_space import StateSpace
 from ...parallel.mesh import Mesh, Team
 from ...parallel.sequence import ShardedPacking
+from ...parallel.split import Split
 from ...shapes.families import Family
 from ...shapes.parts import Mamba
-from ...shapes.split import Split
 from .merge import Merge
 from .norms import rms_norm_of
 

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.fused import RmsNorm
-from ...ops.norms.layer_norm import LayerNorm
+from ...ops.fused import LayerNorm, RmsNorm
 from ...shapes.families import Family
 
 

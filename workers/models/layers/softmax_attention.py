@@ -9,8 +9,7 @@ from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
-from ...ops.fused import RmsNorm, Rotation, Rotations, pairs_apart, rotate_heads
-from ...ops.norms.layer_norm import HeadLayerNorms, LayerNorm
+from ...ops.fused import HeadLayerNorms, LayerNorm, RmsNorm, Rotation, Rotations, pairs_apart, rotate_heads
 from ...parallel.mesh import Mesh, Team
 from ...parallel.norms import ShardedHeadNorms
 from ...shapes.families import Family

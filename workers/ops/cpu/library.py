@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ...protocol.cache_directory import cache_directory
+from ...resources.machine import cache_directory
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "training.c"))
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("products.h", "vectors.h"))

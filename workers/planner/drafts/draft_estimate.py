@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ...protocol.parallel_spec import ParallelSpec
-from ...shapes.draft_features import token_bytes
+from ...shapes.draft_sizes import token_bytes
 from ...shapes.draft_spec import sums_in_backward
 from ...shapes.model_shape import ModelShape
 from ...shapes.parts.windows import MAX_SCORES

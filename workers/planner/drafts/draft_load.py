@@ -5,8 +5,16 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from ...shapes.draft_features import FeatureColumn, feature_columns, target_columns, token_bytes
-from ...shapes.draft_sizes import DraftSizes, dflash_shapes, eagle3_shapes, own_shape
+from ...shapes.draft_sizes import (
+    DraftSizes,
+    FeatureColumn,
+    dflash_shapes,
+    eagle3_shapes,
+    feature_columns,
+    own_shape,
+    target_columns,
+    token_bytes,
+)
 from ...shapes.logit_budget import LogitBudget
 from ...shapes.model_shape import ModelShape
 from ..trainable_memory import aligned

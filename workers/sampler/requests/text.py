@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from ....schemas.adapters.model_files import refuse_tokenizer_program
 from ....schemas.errors import OperationError
 from ...models.model import BaseModel
-from ...models.tokenizer_program import refuse_tokenizer_program
 
 if TYPE_CHECKING:  # llguidance is imported only for constraints: training and sampling work without it
     from .structured_output import MatcherFactory

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ....schemas.adapters.model_files import model_directory
-from ...models.devices import check_cuda, check_devices, device_of, first_device
 from ...pools.base import Pool, PoolSpec
 from ...pools.local import LocalPool
 from ...pools.ray.actors import KeptGroup
@@ -22,6 +21,7 @@ from ...protocol.methods import RESET
 from ...protocol.parallel_spec import SINGLE
 from ...protocol.timeouts import CallTimeouts
 from ...protocol.worker_config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig, hash_of
+from ...resources.devices import check_cuda, check_devices, device_of, first_device
 from ...resources.machine import cuda_devices, runs_on_cpu
 from ...shapes.draft_spec import check_drafts
 from ...shapes.layouts.checks import check_layout

@@ -11,9 +11,8 @@ from .indexer import Indexer
 from .latent_attention import LatentAttention
 from .layer import PARTS, FeedForward, Layer, Norms
 from .mamba import Mamba
-from .mixer import Attention, Mixer
+from .mixer import Attention, Mixer, QueryGrowth
 from .part import FLOAT32, CacheEntries, Divisible, Flops, IndexFlops, Part, Placement, Share, View, Weight
-from .query_growth import QueryGrowth
 from .routed_experts import ExpertNorms, RoutedExperts
 from .softmax_attention import OutputGate, SoftmaxAttention
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
 from .indexer import NAME as _INDEXER
 from .indexer import Indexer
-from .mixer import Attention
+from .mixer import Attention, QueryGrowth
 from .part import (
     FLOAT32,
     INT32,
@@ -25,7 +25,6 @@ from .part import (
     Weight,
     product_flops,
 )
-from .query_growth import QueryGrowth
 from .windows import MAX_INDEX_SCORES, queries_of_choice, queries_of_index
 
 _NAME = "self_attn"

@@ -1,12 +1,21 @@
-"""Sequence mixers: the declarations of all of them, and of those with softmax attention."""
+"""Sequence mixers: the declarations of all of them, of those with softmax attention, and of how queries grow."""
 
 from abc import abstractmethod
+from dataclasses import dataclass
 
 from ...protocol.parallel_spec import ParallelSpec
 from .indexer import Indexer
 from .part import FLOAT32, CacheEntries, Part, Share
-from .query_growth import QueryGrowth
 from .windows import MAX_SCORES, queries_of_mask, queries_of_scores
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """Multiplies queries by 1 + rate * log(1 + floor((position + first) / length))."""
+
+    rate: float
+    length: int
+    first: int = 0
 
 
 class Mixer(Part):

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...protocol.parallel_spec import SINGLE, ParallelSpec
-from .mixer import Attention
+from .mixer import Attention, QueryGrowth
 from .part import FLOAT32, CacheEntries, Divisible, Flops, Placement, Share, View, Weight, product_flops
-from .query_growth import QueryGrowth
 
 _NAME = "self_attn"
 _ROWS, _COLUMNS = Placement("self_attn", 0), Placement("self_attn", 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from trainhouse.workers.ops.attention import Packing, pack_lengths
-from trainhouse.workers.ops.recurrences.batches import Batches
+from trainhouse.workers.ops.recurrences.state_space import Batches
 
 from .cases import normal
 

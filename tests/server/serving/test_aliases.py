@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from trainhouse.workers.protocol.aliases import merge_identical_models
+from trainhouse.server.serving.base_models import merge_identical_models
 from trainhouse.workers.protocol.worker_config import (
     DispatchConfig,
     RoleGroup,

@@ -1,4 +1,4 @@
-"""Runs a sparse feed-forward part: routed experts, the projections around them, and experts that all tokens share."""
+"""Runs feed-forward parts, dense and sparse: routed experts, the projections around them, and shared experts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,21 +6,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.fused import RmsNorm
+from ...ops.fused import GATES, UNGATED, RmsNorm
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
-from ...shapes.parts import RoutedExperts as Part
-from .dense import DenseFeedForward
+from ...shapes.parts import Dense, RoutedExperts
 from .experts import GroupedExperts
-from .merge import Merge
+from .merge import Merge, MergedProjection
 from .norms import norm_of
+
+
+class DenseFeedForward:
+    """Implements FeedForward."""
+
+    experts = None
+
+    def __init__(self, part: Dense, module: Any, mesh: Mesh) -> None:
+        self._part, self._module = part, module
+        *self._before, self._down = part.linears
+        self._is_replicated = "mlp" in mesh.spec.replicated
+        self._activated: Callable[..., Tensor] = GATES[part.activation] if part.has_gate else UNGATED[part.activation]
+        self._merged = MergedProjection()
+
+    def refresh(self, are_original: bool) -> None:
+        self._merged.refresh(are_original)
+
+    def merge(self, merge: Merge) -> None:
+        if self._part.has_gate and not self._part.is_fused:
+            self._merged.merge(merge, [getattr(self._module, name) for name in self._before])
+
+    def forward(self, x: Tensor, stream: ResidualStream) -> Tensor:
+        x = stream.enter(x, self._is_replicated)
+        if self._merged.suits(x):
+            features = self._merged.forward(x).split(self._merged.out_features, dim=-1)
+        elif self._part.is_fused:
+            features = getattr(self._module, self._before[0])(x).chunk(2, dim=-1)
+        else:
+            features = [getattr(self._module, name)(x) for name in self._before]
+        if self._part.gate_scale != 1:
+            features = features[0] * self._part.gate_scale, features[1]
+        hidden = self._activated(*features)
+        return stream.leave(getattr(self._module, self._down)(hidden), self._is_replicated)
 
 
 class SparseFeedForward:
     """Implements FeedForward."""
 
-    def __init__(self, part: Part, layer: Any, mesh: Mesh) -> None:
+    def __init__(self, part: RoutedExperts, layer: Any, mesh: Mesh) -> None:
         """Takes transformers' module of the layer."""
         self._is_replicated = "experts" in mesh.spec.replicated
         module, shared = getattr(layer, part.name), part.shared
@@ -59,7 +91,7 @@ class SparseFeedForward:
         return self._module.fc2_latent_proj(self.experts.forward(x, stream, latents))
 
 
-def _router(part: Part, module: Any) -> Callable[[Tensor], Any]:
+def _router(part: RoutedExperts, module: Any) -> Callable[[Tensor], Any]:
     """Returns transformers' router, which maps tokens [tokens, hidden] to logits, weights and experts."""
     router, correction = getattr(module, part.router), part.block_correction
     return router if correction is None else lambda x: router(x.unsqueeze(0), getattr(module, correction))
@@ -69,7 +101,7 @@ class NormedSparseFeedForward:
     """Implements FeedForward for experts next to a dense part, where both read the residual stream and have norms of
     their own."""
 
-    def __init__(self, part: Part, layer: Any, family: Family, mesh: Mesh) -> None:
+    def __init__(self, part: RoutedExperts, layer: Any, family: Family, mesh: Mesh) -> None:
         """Takes transformers' module of the layer."""
         assert part.norms is not None and part.shared is not None
         self._is_replicated = "experts" in mesh.spec.replicated

@@ -5,7 +5,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..protocol.worker_config import WorkerConfig
-from ..resources.machine import runs_on_cpu
+from .machine import runs_on_cpu
 
 # Device files of NVIDIA's driver, also on a Jetson and under Windows, and of AMD's, which torch calls CUDA too.
 _DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")

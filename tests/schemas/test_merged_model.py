@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trainhouse.client.merged_model import merge_into_base
+from trainhouse.schemas.adapters.merged_model import merge_into_base
 from trainhouse.schemas.adapters.peft import CONFIG, DESCRIPTION, WEIGHTS
 
 RANK, ALPHA = 2, 8.0

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.ops.fused import RmsNorm
-from trainhouse.workers.ops.norms.gated_norm import gated_group_norm
+from trainhouse.workers.ops.fused import RmsNorm, gated_group_norm
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 
-from ...adapted import relative_error
+from ..adapted import relative_error
 
 TOKENS, GROUPS, SIZE = 11, 3, 8
 

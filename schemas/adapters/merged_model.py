@@ -16,19 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.adapters.adapter_files import refusal_by_peft
-from ..schemas.adapters.peft import (
-    CONFIG,
-    DESCRIPTION,
-    OF_ALL_EXPERTS,
-    OF_EXPERT,
-    WEIGHTS,
-    Pair,
-    pairs_of,
-    split_experts,
-)
-from ..schemas.adapters.tensor_file import FileTensor, TensorFile, write_tensors
-from ..schemas.bounds import load_json
+from ..bounds import load_json
+from .adapter_files import refusal_by_peft
+from .peft import CONFIG, DESCRIPTION, OF_ALL_EXPERTS, OF_EXPERT, WEIGHTS, Pair, pairs_of, split_experts
+from .tensor_file import FileTensor, TensorFile, write_tensors
 
 _ROWS = 4096  # that are in memory at a time
 _INDEX = "model.safetensors.index.json"

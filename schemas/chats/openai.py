@@ -20,10 +20,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
-from .bounds import MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, check_json_size, one_of
-from .errors import RequestError, expected, place_of
-from .sampling import MAX_STOP, LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
-from .training import MAX_INTEGER, Integer, Natural, Positive, Seed
+from ..bounds import MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, check_json_size, one_of
+from ..errors import RequestError, expected, place_of
+from ..sampling import MAX_STOP, LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
+from ..training import MAX_INTEGER, Integer, Natural, Positive, Seed
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainhouse.workers.models.devices import check_cuda, no_cuda
 from trainhouse.workers.models.loading import resolve_device
 from trainhouse.workers.protocol.worker_config import (
     DispatchConfig,
@@ -16,6 +15,7 @@ from trainhouse.workers.protocol.worker_config import (
     VllmConfig,
     WorkerConfig,
 )
+from trainhouse.workers.resources.devices import check_cuda, no_cuda
 from trainhouse.workers.scheduler.supervision.pool_factory import PoolFactory
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -16,7 +16,7 @@ from ....schemas.sampling import SamplingParams
 from ....schemas.training import AdamParams
 from ..options import new_app
 from ..output import print_json, print_table, spinner
-from .server import Server, through_server
+from ..remote.server import Server, through_server
 
 app = new_app()
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from trainhouse.workers.shapes.split import Split
+from trainhouse.workers.parallel.split import Split
 
 SECTIONS = (8, 4, 4)
 

@@ -1,1 +1,0 @@
-"""Norms other than those of ../fused.py."""

@@ -85,7 +85,7 @@ def name_for_cookbook(name: str, architecture: str | None) -> str:
 
 
 def _path_of_module(path: str, architecture: str | None) -> str:
-    """Returns the path for which the cookbook expects this one, or the same if it is no other."""
+    """Returns the path that the cookbook expects this one for, or the path unchanged."""
     if architecture in _WITH_COMPLETED_PATHS and not path.startswith(_COMPLETED_TEXT_PART):
         return re.sub(f"^{re.escape(_TEXT_PART)}", _COMPLETED_TEXT_PART, path)
     return _renamed(path, {theirs: ours for ours, theirs in _PARTS_FOR_COOKBOOK.get(architecture, {}).items()})

@@ -24,7 +24,7 @@ from ..config.load import load_section
 from ..config.option_values import is_url
 from ..files.directories import STAGING, remove_tree
 from ..files.object_store import key_of
-from ..files.segment import complete_bytes, truncate_segment
+from ..files.segment import SEGMENT_DIRECTORIES, complete_bytes, truncate_segment
 from ..files.segment_log import RecordPosition
 from ..files.state_lock import STATE_PATTERNS, check_database_kind, keep_private, live_directory
 from ..journal.restore_marker import mark_copy
@@ -34,7 +34,6 @@ from .output import print_json, spinner
 from .server_flags import Sources, reads_state
 
 _SECRET = "url_secret"
-_SEGMENTS = ("journal", "results", "recordings")
 _TREES = ("loaded", "snapshots", "ephemeral", "evaluations")
 _MAX_ROUNDS = 5
 
@@ -85,7 +84,7 @@ class Backup:
 
     @cached_property
     def _num_all(self) -> int:
-        parts = (self.source / "checkpoints", *(self._live / name for name in (*_SEGMENTS, *_TREES)))
+        parts = (self.source / "checkpoints", *(self._live / name for name in (*SEGMENT_DIRECTORIES, *_TREES)))
         return sum(map(_num_bytes, parts))
 
     def run(self, say: Callable[[str], None]) -> None:

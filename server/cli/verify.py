@@ -20,6 +20,7 @@ from ...schemas.errors import OperationError
 from ..config.load import load_section
 from ..files.manifest import ManifestMismatch
 from ..files.object_store import ObjectStore, ObjectStoreError
+from ..files.segment import SEGMENT_DIRECTORIES
 from ..files.state_lock import (
     StartError,
     check_database_exists,
@@ -39,7 +40,7 @@ from .verification.checkpoints import check_checkpoints, check_copies
 from .verification.leftovers import check_leftovers, check_leftovers_at_url
 from .verification.problem import Problem, Repair
 from .verification.runs import check_ephemeral, check_evaluations, check_features, check_loaded, check_snapshots
-from .verification.segments import SEGMENTED, check_results, check_segments
+from .verification.segments import check_results, check_segments
 from .verification.state import VerifiedState
 
 _CHECKS = (
@@ -197,7 +198,7 @@ async def _find_problems(state: VerifiedState, is_running: bool) -> Findings:
         _num(len(copies), "copy", "copies") + (f" ({', '.join(missing)})" if missing else ""),
         _num(len(await state.rows(results)), "result"),
         _num(len(list(state.live_dir.glob("snapshots/*/[0-9]*"))), "snapshot"),
-        _num(sum(len(list(state.live_dir.glob(f"{name}/*.segment"))) for name in SEGMENTED), "segment"),
+        _num(sum(len(list(state.live_dir.glob(f"{name}/*.segment"))) for name in SEGMENT_DIRECTORIES), "segment"),
     )
     return Findings(problems, ", ".join(counts), not missing)
 

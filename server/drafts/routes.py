@@ -1,4 +1,4 @@
-"""The route that releases captured features; those of operations follow from the table of verbs."""
+"""The route that releases captured features; the routes of draft operations are made from drafts/verbs.py."""
 
 from typing import Annotated
 

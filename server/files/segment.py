@@ -27,6 +27,9 @@ _FRAME = struct.Struct("<III")
 """Follows the tag: bytes of the header, bytes of the body, crc32 of both."""
 
 SUFFIX = ".segment"
+SEGMENT_DIRECTORIES = ("journal", "results", "recordings")
+"""The directories of a server's live state that hold segments."""
+
 MAX_BODY_BYTES = (1 << 32) - 1
 """The largest length that fits into the frame."""
 

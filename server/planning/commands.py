@@ -1,3 +1,3 @@
-"""The planner's rows in the table of commands, in a module that imports nothing."""
+"""Adds `trainhouse plan` to the commands of server/cli/commands.py. Imports nothing."""
 
 COMMANDS = {"plan": (".planning.plan", "Estimate the memory per rank of a layout.")}

@@ -17,6 +17,7 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..files.directories import remove_tree, sync_directory
+from ..files.segment import SEGMENT_DIRECTORIES
 from ..files.segment_log import fence_off_writer
 from ..files.state_lock import epoch_directory, live_epochs
 from ..store import LIVE_STATE, LeaseLost, LeaseRecord, Store
@@ -31,7 +32,6 @@ _MARGIN = 0.1
 _LOOK_SECONDS = 0.5
 _SILENT_SECONDS = 2.0
 """A renewal that takes longer is reported."""
-_SEGMENT_DIRECTORIES = ("journal", "results", "recordings")
 
 
 def boottime_seconds() -> float:
@@ -231,7 +231,7 @@ class Tenure:
         except FileNotFoundError:
             raise LeaseLost(f"the live state of epoch {found[-1]} has just been taken by another server") from None
         sync_directory(state_dir)
-        for name in _SEGMENT_DIRECTORIES:
+        for name in SEGMENT_DIRECTORIES:
             try:
                 fence_off_writer(directory / name)
             except OSError as error:  # a full disk does not stop the takeover: late records were never acknowledged

@@ -20,9 +20,9 @@ from ...schemas.models import (
     TrainingConfig,
 )
 from ...schemas.schedules import CHECKPOINTS_KEY, NO_SCHEDULES, CheckpointSchedule, RunSchedules
-from ...workers.protocol.plugins import plugin_rows
 from ..config.base_model_lookup import base_model_of, require_served
 from ..http.digests import content_of
+from ..http.verbs import HAS_DRAFTS
 from ..journal.journal import EntryLocation, draw_seed
 from ..journal.request_decoding import decode_entry
 from ..operations.loading import CreateRun, CreateRunFromCheckpoint, check_role, check_target
@@ -151,7 +151,7 @@ def _requested_training(request: CreateModelRequest) -> TrainingConfig:
 
 
 def _requested_draft(request: CreateModelRequest) -> DraftConfig:
-    if not plugin_rows("server.drafts.operations", "OPERATIONS"):
+    if not HAS_DRAFTS:
         raise RequestError("draft models need server/drafts and workers/drafts, which this installation is without")
     if request.model_role != "draft":
         given = "draft" if request.draft is not None else "target_path"

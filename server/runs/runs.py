@@ -15,11 +15,11 @@ from ...schemas.models import (
     FullConfig,
     UnloadModelResponse,
 )
-from ...workers.protocol.plugins import plugin_rows
 from ..config.base_model_lookup import require_served
 from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
 from ..http.digests import Fingerprint
+from ..http.verbs import HAS_DRAFTS
 from ..journal.journal import EntryLocation
 from ..operations.operation import json_result
 from ..store import RunRecord
@@ -246,7 +246,7 @@ class Runs:
                 self._services.journal.release(one.place)
             return
         require_served(self._services.context.dispatch, record.base_model)
-        if record.role == "draft" and not plugin_rows("server.drafts.operations", "OPERATIONS"):
+        if record.role == "draft" and not HAS_DRAFTS:
             raise RequestError(f"run {record.run_id} is a draft, and this installation is without server/drafts")
         run = Run(record, self._services)
         loadable = await self._loadable(record.run_id)

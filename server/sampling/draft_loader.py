@@ -12,8 +12,8 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.sampling import SampleRequest
 from ...workers.dispatch import WorkerDispatch
 from ...workers.protocol.calls import WorkerLost
-from ...workers.protocol.plugins import plugin_rows
 from ..checkpoints.checkpoints import Checkpoints, hiding_directory_as
+from ..http.verbs import HAS_DRAFTS
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant
 from .sampler import Sampler
@@ -54,7 +54,7 @@ class DraftLoader(WorkerWeights[CheckpointRecord]):
                 f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which cannot draft tokens: set draft_path "
                 "to a checkpoint of a draft"
             )
-        if not plugin_rows("server.drafts.operations", "OPERATIONS"):
+        if not HAS_DRAFTS:
             raise DraftNotFound("draft_path needs server/drafts and workers/drafts, which this installation is without")
         if checkpoint.base_model != base_model:
             raise DraftNotFound(

@@ -1,9 +1,9 @@
 """Limits the heads and trailers of requests, and how slowly a request may arrive.
 
 The head and the body of a request must each arrive within ARRIVAL_SECONDS plus one second for every BYTES_PER_SECOND
-received, as in Apache's RequestReadTimeout; otherwise the request is answered 408 and the connection is closed. Only
-time in which all that has arrived has been read counts. A head that is incomplete after MAX_HEAD_BYTES is answered 431;
-as much is read of what follows a request before its answer has ended, and of its trailers. A client that reads nothing
+received, as in Apache's RequestReadTimeout; otherwise the request is answered 408 and the connection is closed. The
+clock stops while received bytes wait to be read. A head that is incomplete after MAX_HEAD_BYTES is answered 431; the
+same limit holds for trailers, and for bytes sent before the answer to a request has ended. A client that reads nothing
 of an answer for STALLED_SECONDS is disconnected.
 """
 
@@ -39,7 +39,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(cast(asyncio.Transport, _JoinedWrites(transport, self.loop)))
-        # Of the head, or of the body, that is arriving; and since a piece of a body arrived.
+        # Bytes and seconds of the head or body that is arriving; bytes received since its last piece.
         self._num_bytes, self._seconds, self._num_bytes_besides = 0, 0.0, 0
         self._check: asyncio.TimerHandle | None = None
         # A new connection may idle as long as one between two requests.

@@ -13,7 +13,7 @@ DatabaseUrl = Annotated[
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """The database of a server."""
+    """The place and database of a server's state, and the crashes that it survives."""
 
     state_dir: Path = option(Path(".trainhouse"), "all state, for one server at a time", metavar="DIR", common=True)
     database_url: DatabaseUrl | None = option(

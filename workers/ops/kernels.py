@@ -184,7 +184,7 @@ def _activated(gate: Tensor, kind: "GatedActivation") -> Tensor:
 
 
 class Kernels(TorchKernels, ABC):
-    """Kernels for float32 on the CPU. Those without a `_gradient` of their own are without gradients."""
+    """Kernels for float32 on the CPU. One has gradients only if it has a `_gradient` method."""
 
     outdo_torch: bool
     """False where torch's products of many rows are as fast."""

@@ -192,8 +192,7 @@ class ModelRegistry:
             self.residency.remove(model)
 
     def with_weights_of(self, models: Sequence[Trainable], learns: bool = False) -> AbstractContextManager[None]:
-        """Gives the base model the weights of the model among these that has full weights, while inside; it must run
-        alone.
+        """While inside, gives the base model the weights of the fully trained model among these, which must run alone.
 
         Args:
             learns: whether backward passes add to its gradients.

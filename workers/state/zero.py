@@ -138,7 +138,7 @@ class BackwardSums:
             self._take(key, self._leaves[key])
 
     def finish(self) -> None:
-        """Ends the pass, in which leaves without a gradient had none."""
+        """Ends the pass; leaves that got no gradient count as zeros."""
         self._leaves = {}
         while self._remaining:
             self._sum_next()

@@ -8,14 +8,11 @@ from pathlib import Path
 
 from sqlalchemy import Connection, delete
 
-from ...files.segment import Damage, complete_bytes, scan_segment, truncate_segment
+from ...files.segment import SEGMENT_DIRECTORIES, Damage, complete_bytes, scan_segment, truncate_segment
 from ...files.segment_log import RecordPosition
 from ...store.database.schema import results
 from .problem import UNTIL_ITS_END, Problem, Repair
 from .state import VerifiedState
-
-SEGMENTED = ("journal", "results", "recordings")
-"""Directories that hold segments."""
 
 _OF_DAMAGED = {
     "journal": (
@@ -33,7 +30,7 @@ _OF_DAMAGED = {
 
 
 async def check_segments(state: VerifiedState) -> AsyncIterator[Problem]:
-    for path in sorted(path for name in SEGMENTED for path in (state.live_dir / name).glob("*.segment")):
+    for path in sorted(path for name in SEGMENT_DIRECTORIES for path in (state.live_dir / name).glob("*.segment")):
         for problem in await asyncio.to_thread(lambda path=path: list(_segment_problems(path))):
             yield problem
 

@@ -79,7 +79,7 @@ class _State:
 
 
 class DraftProposer:
-    """The drafts of one sampler."""
+    """Implements Proposer (workers/sampler/speculation.py) for the drafts of one sampler."""
 
     def __init__(
         self, base: BaseModel, models: ModelRegistry, caches: DraftCaches, head: LogprobHead, ranks: RankSync

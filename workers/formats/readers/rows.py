@@ -1,4 +1,4 @@
-"""The rows of what reads packed weights."""
+"""Chooses the reader of a packed weight by its type, for workers/models."""
 
 from ..bitsandbytes import TableWeight
 from ..packed_weight import PackedWeight

@@ -170,7 +170,7 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor, sign: int = 1) -> None:
 class _Gradients:
     """Computes the gradients of the inputs, given that of the output of `_scan` and the states that it returned.
 
-    products: of queries and keys, [chunks, h, c, c]. missing: what of the values the states do not hold,
+    products: of queries and keys, [chunks, h, c, c]. missing: the part of the values that the states do not hold yet,
     [chunks, H, c, value_dim]. decayed_query, decayed_key: what reads the states, for the chunks that have one.
     """
 

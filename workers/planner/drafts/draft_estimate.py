@@ -58,8 +58,8 @@ class DraftMemory:
     target: of the base model. policy: what the target has learned, an adapter or all weights. rotations: cosines and
     sines of all positions, which the target keeps. target_pass: of the target's forward pass, with gathered weights and
     the features of its tokens. exchange: of features between ranks, before the draft's pass.
-    num_tokens: those of whose sequences the rank trains its draft. features: of these. kept: for the draft's backward
-    pass. working: logits of a chunk, gradients of weights, or scores. head: the target's output head, gathered.
+    num_tokens: tokens of the sequences that the rank trains its draft on. features: of these. kept: for the draft's
+    backward pass. working: logits of a chunk, gradients of weights, or scores. head: the target's output head, gathered.
     sampling: the target gathered to sample, when no pass runs.
     """
 

@@ -83,7 +83,7 @@ class StoredRange:
 
 
 class PrefixCache:
-    """Drops the least recently used tokens first.
+    """Keeps the keys, values and states of stored tokens by prefix, and drops the least recently used first.
 
     weight_version: the version of the weights that computed the keys, values and states.
     """

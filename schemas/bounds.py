@@ -18,8 +18,6 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from .errors import RequestError
-
 MAX_ID, MAX_PATH, MAX_TEXT = 256, 1024, 4096
 MAX_METADATA_BYTES = 8192
 MAX_CONSTRAINT_BYTES = 1 << 18
@@ -30,12 +28,6 @@ MAX_JSON_BYTES = 64 << 20
 """Parsed JSON takes more than ten times this size in memory."""
 
 _PIECE = 256
-
-
-def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
-    """Raises RequestError 413 if the body is too large."""
-    if len(body) > most_bytes:
-        raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {most_bytes}: send less", 413)
 
 
 def load_json(text: str | bytes) -> Any:

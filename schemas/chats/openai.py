@@ -20,7 +20,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic takes that of typing from Python 3.12 on
 
-from ..bounds import MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, check_json_size, one_of
+from ..bounds import MAX_TOKEN_IDS, ConstraintSchema, FirstErrorOnly, Id, Path, one_of
+from ..codec import check_json_size
 from ..errors import RequestError, expected, place_of
 from ..sampling import MAX_STOP, LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
 from ..training import MAX_INTEGER, Integer, Natural, Positive, Seed

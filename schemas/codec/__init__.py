@@ -8,6 +8,7 @@ from .compression import decompress, decompressed_size
 from .formats import (
     JSON,
     PROTOBUF,
+    check_json_size,
     check_json_text,
     decode_model,
     describe_errors,
@@ -40,6 +41,7 @@ __all__ = [
     "CsrLayout",
     "JsonObject",
     "PeekedOperation",
+    "check_json_size",
     "check_json_text",
     "csr_layout_from_json",
     "decode_forward_backward",

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic import BaseModel, ValidationError
 
-from ..bounds import MAX_JSON_BYTES, check_json_size, load_json
+from ..bounds import MAX_JSON_BYTES, load_json
 from ..errors import InvalidBody, RequestError, UnknownField, expected, place_of, telling_errors
 from ..training import IGNORE_UNKNOWN, Request, check_unknown, describe_unknown
 
@@ -140,6 +140,12 @@ _ESCAPES = re.compile(
     re.DOTALL,
 )
 _SUSPECT = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
+
+
+def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
+    """Raises RequestError 413 if the body is too large."""
+    if len(body) > most_bytes:
+        raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {most_bytes}: send less", 413)
 
 
 def check_json_text(body: bytes) -> None:

@@ -16,11 +16,10 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import Message, Scope, Send
 
 from ...schemas.errors import RequestError
+from ..routes.gate import Exchange, find_route
 from ..routes.services import Services
 from ..tenants.auth import address_of, presented_key
 from ..tenants.browser_sessions import BrowserSession
-from ..tenants.exchange import Exchange
-from ..tenants.scopes import find_route
 from .paths import CONSOLE, SIGN_IN
 from .templates import error_page
 from .visitor import signed_in_visitor

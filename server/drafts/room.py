@@ -4,14 +4,13 @@ import logging
 
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending
-from ..http.bodies import Body
-from ..journal.request_decoding import RunRequest
+from ..http.bodies import Body, RunRequest
 from ..operations.operation import Operation
 from ..routes.services import Services
 from ..routes.submission import count_as_refused
 from ..runs.run import Run
 from ..tenants.auth import Tenant
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .feature_store import store_of
 from .operations import FeatureCapture
 from .space import FeatureLimitExceeded

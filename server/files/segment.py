@@ -23,8 +23,8 @@ TAG_BYTES = 8
 """A random tag per segment, stored after the magic and before each record, so that no body that a client sent can pass
 for a record. Format 1 had none."""
 HEAD_BYTES = len(MAGIC) + TAG_BYTES
-_FRAME = struct.Struct("<III")
-"""Follows the tag: bytes of the header, bytes of the body, crc32 of both."""
+FRAME = struct.Struct("<III")
+"""Follows the tag: bytes of the header, bytes of the body, crc32 of both. The header and the body follow."""
 
 SUFFIX = ".segment"
 SEGMENT_DIRECTORIES = ("journal", "results", "recordings")
@@ -82,10 +82,6 @@ def scan_segment(path: Path) -> Iterator[LogRecord | Damage]:
         logger.warning("%s is torn: its last %d bytes are not a complete record", path, torn_bytes)
 
 
-def pack_record(tag: bytes, header: bytes, body: bytes) -> tuple[bytes, ...]:
-    return tag + _FRAME.pack(len(header), len(body), zlib.crc32(body, zlib.crc32(header))), header, body
-
-
 def complete_bytes(segment: Path) -> int | None:
     """Returns the offset after the last complete record, or None if the file is not a segment."""
     if segment.exists() and not segment.is_file():
@@ -135,7 +131,7 @@ def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
     offset = file.tell()
     rest = file.read()
     if rest and not tag:  # without a tag, in format 1, the next record cannot be found
-        return Damage(offset, _header_in(rest) if len(rest) > _FRAME.size else None)
+        return Damage(offset, _header_in(rest) if len(rest) > FRAME.size else None)
     at = rest.find(tag, 1)
     while at >= 0:
         file.seek(offset + at)
@@ -149,9 +145,9 @@ def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
 
 def _header_in(damaged: bytes) -> Mapping[str, object] | None:
     """Returns the header of a record with a wrong checksum, if only the body seems to be damaged."""
-    header_bytes, _, _ = _FRAME.unpack(damaged[: _FRAME.size])
+    header_bytes, _, _ = FRAME.unpack(damaged[: FRAME.size])
     try:
-        header = load_json(damaged[_FRAME.size : _FRAME.size + header_bytes])
+        header = load_json(damaged[FRAME.size : FRAME.size + header_bytes])
     except ValueError:
         return None
     return header if isinstance(header, dict) else None
@@ -167,19 +163,19 @@ def read_record(file: BinaryIO, tag: bytes) -> LogRecord | None:
 
 def read_header(file: BinaryIO, tag: bytes) -> Mapping[str, object]:
     """Reads the header of the record that follows, without its body. Raises ValueError if it is damaged."""
-    at_record, frame = file.read(len(tag)), file.read(_FRAME.size)
-    if at_record != tag or len(frame) < _FRAME.size:
+    at_record, frame = file.read(len(tag)), file.read(FRAME.size)
+    if at_record != tag or len(frame) < FRAME.size:
         raise ValueError("no record begins there")
-    header = load_json(file.read(_FRAME.unpack(frame)[0]))
+    header = load_json(file.read(FRAME.unpack(frame)[0]))
     if not isinstance(header, dict):
         raise ValueError("the header of the record is damaged")
     return header
 
 
 def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> LogRecord | None:
-    if file.read(len(tag)) != tag or len(frame := file.read(_FRAME.size)) < _FRAME.size:
+    if file.read(len(tag)) != tag or len(frame := file.read(FRAME.size)) < FRAME.size:
         return None
-    header_bytes, body_bytes, checksum = _FRAME.unpack(frame)
+    header_bytes, body_bytes, checksum = FRAME.unpack(frame)
     # A crash can leave zeros at the end of a file, and they have the checksum of an empty record.
     if header_bytes == 0 or header_bytes + body_bytes > os.fstat(file.fileno()).st_size - file.tell():
         return None

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ from pathlib import Path
 
 from .directories import make_directory, open_regular, sync_directory
 from .segment import (
+    FRAME,
     HEAD_BYTES,
     MAGIC,
     MAX_BODY_BYTES,
     SUFFIX,
     TAG_BYTES,
     LogRecord,
-    pack_record,
     read_header,
     read_record,
     tag_of,
@@ -207,7 +208,9 @@ class SegmentLog:
                 writer = self._open_segment()
             for append in batch:
                 places.append(RecordPosition(self.current, self._file_bytes))
-                for piece in pack_record(self._tag, append.header, append.body):
+                checksum = zlib.crc32(append.body, zlib.crc32(append.header))
+                frame = self._tag + FRAME.pack(len(append.header), len(append.body), checksum)
+                for piece in (frame, append.header, append.body):
                     writer.write(piece)
                     self._file_bytes += len(piece)
             writer.flush()

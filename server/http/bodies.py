@@ -1,17 +1,27 @@
-"""Reads request bodies within a limit, decodes large ones off the event loop, and describes them for OpenAPI."""
+"""Reads request bodies within a limit, decodes them, large ones off the event loop, and describes them for OpenAPI."""
 
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, Self, TypeVar, cast
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, cast
 
 from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel
 
-from ...schemas.codec import JSON, PROTOBUF, decode_model, decompress, decompressed_size
+from ...schemas.codec import (
+    JSON,
+    PROTOBUF,
+    decode_forward_backward,
+    decode_model,
+    decompress,
+    decompressed_size,
+    format_of,
+)
 from ...schemas.errors import RequestError, UnknownField
+from ...schemas.training import ForwardBackwardRequest
+from ...schemas.verbs import CREATE_EVALUATION, FORWARD_BACKWARD, Verb
 from ..config.server_config import ServerConfig
 from .decoding import decode_in_process
 from .digests import decode_with_digest
@@ -124,6 +134,33 @@ class Decoder(Generic[Decoded]):
     decode: Callable[..., Decoded]
     process_bytes: float = PROCESS_JSON_BYTES
     """Bodies of at least this size are decoded in a separate process."""
+
+
+class RunRequest(Protocol):
+    """The request of an operation of a run."""
+
+    @property
+    def model_id(self) -> str | None: ...
+
+    @property
+    def seq_id(self) -> int | None: ...
+
+
+def decoder_of(verb: Verb, content_type: str, was_accepted: bool = False) -> Decoder[RunRequest]:
+    """Returns the decoder of the verb's requests.
+
+    was_accepted: by this version or an earlier one; it is not a new request.
+    """
+    if not issubclass(verb.request, ForwardBackwardRequest):
+        return Decoder(partial(decode_model, verb.request))  # pyright: ignore[reportReturnType]  (its fields)
+    decode = partial(
+        decode_forward_backward,
+        content_type=content_type,
+        forward_only=verb is not FORWARD_BACKWARD,
+        evaluates=verb is CREATE_EVALUATION,
+        was_accepted=was_accepted,
+    )
+    return Decoder(decode, PROCESS_PROTOBUF_BYTES if format_of(content_type) == "protobuf" else PROCESS_JSON_BYTES)
 
 
 class BodyTooLarge(HTTPException):

@@ -400,7 +400,8 @@ class Futures:
                 return
             logger.error("result %s cannot be written (%s)", future.request_id, error)
         else:
-            self._write_errors.succeeded()
+            if self._write_errors.reason is not None:
+                self._write_errors.succeeded()
             future.place = written.result()
             self._unstored.append(future)
         self._appending.discard(future)

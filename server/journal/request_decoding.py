@@ -1,39 +1,18 @@
-"""Decodes requests by their kind: operations as they arrive, and journaled entries."""
+"""Decodes the requests of journaled entries, by their kind."""
 
 import asyncio
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
 
 from ...schemas.checkpoints import LoadWeightsRequest
-from ...schemas.codec import JsonObject, decode_forward_backward, decode_model, format_of
+from ...schemas.codec import JsonObject, decode_model
 from ...schemas.errors import RequestError
 from ...schemas.sampling import SampleRequest
 from ...schemas.training import ForwardBackwardRequest, Request
-from ...schemas.verbs import CREATE_EVALUATION, FORWARD_BACKWARD, Verb
-from ..http.bodies import (
-    PROCESS_JSON_BYTES,
-    PROCESS_PROTOBUF_BYTES,
-    UNLIMITED,
-    Body,
-    Decoder,
-    decode_body,
-    decode_here,
-)
+from ..http.bodies import UNLIMITED, Body, Decoder, decode_body, decode_here, decoder_of
 from ..http.verbs import VERBS
 from .journal import JournalEntry
-
-
-class RunRequest(Protocol):
-    """The request of an operation of a run."""
-
-    @property
-    def model_id(self) -> str | None: ...
-
-    @property
-    def seq_id(self) -> int | None: ...
-
 
 Decoded = Request | ForwardBackwardRequest
 
@@ -42,23 +21,6 @@ _OTHERS: Mapping[str, type[Request]] = {
     "sample": SampleRequest,
 }
 """Journaled requests that are no verbs."""
-
-
-def decoder_of(verb: Verb, content_type: str, was_accepted: bool = False) -> Decoder[RunRequest]:
-    """Returns the decoder of the verb's requests.
-
-    was_accepted: by this version or an earlier one; it is not a new request.
-    """
-    if not issubclass(verb.request, ForwardBackwardRequest):
-        return Decoder(partial(decode_model, verb.request))  # pyright: ignore[reportReturnType]  (its fields)
-    decode = partial(
-        decode_forward_backward,
-        content_type=content_type,
-        forward_only=verb is not FORWARD_BACKWARD,
-        evaluates=verb is CREATE_EVALUATION,
-        was_accepted=was_accepted,
-    )
-    return Decoder(decode, PROCESS_PROTOBUF_BYTES if format_of(content_type) == "protobuf" else PROCESS_JSON_BYTES)
 
 
 async def decode_entry(entry: JournalEntry) -> Decoded:

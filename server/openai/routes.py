@@ -36,8 +36,7 @@ from ..sampling.sampler import Sampler
 from ..sampling.sampling_job import SamplingJob, Stops
 from ..store import CheckpointRecord
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.quotas import UNORDERED
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import UNORDERED, Reservation
 from ..text.tokenizer import Tokenizer
 from .chats import CHATS
 from .choices import ChoiceDelta, RequestChoices

@@ -11,7 +11,7 @@ from ...schemas.sampling import SampleResponse
 from ...workers.protocol.calls import SampledPart
 from ..sampling.sampling_job import SamplingJob
 from ..sampling.sampling_service import SamplingService
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from ..http.bodies import Body
 from ..journal.futures import Future, Result
 from ..journal.journal import Header
 from ..store import OperationRecord, RunRecord
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .context import OperationContext
 
 REFUSED = "refused"

@@ -7,8 +7,9 @@ from ...schemas.errors import RequestError
 from ...schemas.training import SEED, ForwardBackwardRequest
 from ...workers.protocol.plugins import plugin_rows
 from ..files.segment_log import RecordPosition
+from ..http.bodies import RunRequest
 from ..journal.journal import Header, Journal, draw_seed
-from ..journal.request_decoding import RunRequest, decode_entry
+from ..journal.request_decoding import decode_entry
 from .loading import CreateRun, CreateRunFromCheckpoint, LoadWeights
 from .operation import Operation, Outcome, RefusedOperation
 from .saving import SaveWeights, SaveWeightsExternal, SaveWeightsForSampler

@@ -16,7 +16,7 @@ from ...schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from ...workers.protocol.calls import WorkerLost
 from ..store import CheckpointRecord, RunRecord
 from ..store.database.database_errors import OUTAGE_ERRORS
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .context import OperationContext
 from .saving import CheckpointSave
 

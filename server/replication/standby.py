@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ...schemas.errors import RequestError
 from ...schemas.models import Health, Readiness
 from ..http.errors import error_response
-from ..tenants.exchange import Exchange
+from ..routes.gate import Exchange
 from .leases import Lease, Tenure
 
 logger = logging.getLogger(__name__)

@@ -37,7 +37,7 @@ from ..checkpoints.importing import ImportRequest, import_checkpoint, read_uploa
 from ..http.bodies import Decoder, json_body, json_parameter
 from ..store import CheckpointRecord, SessionRecord, checkpoint_path
 from ..tenants.auth import Tenant, TenantDependency
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .examples import IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
 from .services import ServicesDependency
 from .submission import receive_unordered

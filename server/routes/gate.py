@@ -1,10 +1,16 @@
-"""Gate: checks a request before its body is read, and calls the routes.
+"""Gate: checks a request before its body is read, and calls the routes. Exchange: one request and its answer.
 
 The routes that clients call for every operation are called directly: FastAPI takes longer to resolve their dependencies
 than they take to run. They stay registered with FastAPI for the OpenAPI document and for any request other than a plain
 POST.
+
+If a request is answered before it has arrived, up to DRAIN_BYTES of the rest are read and dropped for at most
+DRAIN_SECONDS: a client that is still sending receives the answer, and one that never stops is disconnected. The end of
+an answer without Content-Length waits for that.
 """
 
+import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -13,28 +19,127 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from fastapi import APIRouter, Request, Response
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...schemas.adapters.model_files import is_loopback
 from ...schemas.errors import RequestError, UnknownField
 from ...schemas.training import describe_unknown
 from ...workers.protocol.plugins import plugin_rows
 from ..config.server_config import ServerConfig
-from ..http.bodies import Body, body_limits
+from ..http.bodies import Body, BodyTooLarge, body_limits
 from ..http.errors import HANDLED_ERRORS, handle_error
 from ..tenants.auth import Auth, Tenant, address_of
-from ..tenants.exchange import AnswerWithheld, Exchange
-from ..tenants.scopes import LARGE_BODIES, find_route
+from ..tenants.scopes import LARGE_BODIES, ROUTE_SCOPES
 from .services import Services
 
 logger = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request, Services, Tenant], Awaitable[Response]]
 
+DRAIN_BYTES = 4 << 20
+DRAIN_SECONDS = 5.0
+
+_NOTE = b"x-deprecation-note"
+"""A header that SDKs log."""
 _TRACE_ID = b"x-trace-id"
 _MOST_IGNORED = 256
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[^.@:]*)?", re.DOTALL)
 _OF_PROXIES = frozenset({"via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip", "cdn-loop"})
+
+_PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
+    (method, compile_path(path)[0], route) for route in ROUTE_SCOPES for method, path in [route.split(" ")]
+)
+
+
+class Exchange:
+    """One request and its answer, as the application receives and sends them.
+
+    The key of an admitted request is confirmed when its body has arrived, before its answer, and before each piece of
+    a stream: if it was revoked meanwhile, the answer is 401, and a stream ends.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        self.request = Request(scope)
+        self.body = Body()
+        self.headers: list[tuple[bytes, bytes]] = []
+        """Added to those of the answer."""
+        self.status: int | None = None
+        """Status of the answer; None until it begins."""
+        self.auth: Auth | None = None
+        """Confirms the key from when the request is admitted."""
+        self._receive, self._send = receive, send
+        self._is_arriving = b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+        self._num_bytes = 0
+
+    def send_through(self, wrap: Callable[[Send], Send]) -> None:
+        """Wraps the function that sends the answer, so that `wrap` can change the messages."""
+        self._send = wrap(self._send)
+
+    async def receive(self) -> Message:
+        """Receives the next message.
+
+        Raises:
+            RequestError: 401 if it is the end of the body of a revoked key.
+            BodyTooLarge: the body exceeds its limit. Its rest has been read and dropped, up to three times the limit,
+                because a client that is still sending would not read the answer.
+        """
+        message, limit = await self._receive(), self.body.limits.received_bytes
+        if not self._is_arriving:
+            return message
+        self._num_bytes += len(message.get("body", b""))
+        self._is_arriving = message.get("more_body", False)
+        if is_too_large := self._num_bytes > limit:
+            await self._drop(3 * limit)
+        if self.auth and (is_too_large or not self._is_arriving) and message["type"] == "http.request":
+            await self.auth.confirm(self.request)
+        if is_too_large:
+            raise BodyTooLarge(limit, message.get("body", b""))
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Sends a message. Raises AnswerWithheld, after the refusal, if the key was revoked."""
+        begins = message["type"] == "http.response.start"
+        is_last = not begins and not message.get("more_body")
+        if self.auth and not is_last and message.get("status") != 204:
+            try:
+                await self.auth.confirm(self.request)
+            except HANDLED_ERRORS as error:
+                self.auth = None
+                if begins:
+                    refusal = await handle_error(self.request, error)
+                    await refusal(self.request.scope, self.receive, self.send)
+                raise AnswerWithheld from None
+        if begins:
+            self.status = message["status"]
+            notes = ((_NOTE, b"ignored: " + words.encode("unicode_escape")) for words in self.body.ignored)
+            message["headers"] = [*message.get("headers", ()), *self.headers, *notes]
+        elif is_last and self._is_arriving:
+            await self._send({**message, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    await self._drop(DRAIN_BYTES)
+            message = {"type": "http.response.body"}
+        await self._send(message)
+
+    async def refuse(self, refusal: Response) -> None:
+        """Answers without waiting for the body."""
+        if self._is_arriving:
+            refusal.headers["Connection"] = "close"
+        await refusal(self.request.scope, self.receive, self.send)
+
+    async def _drop(self, most_bytes: int) -> None:
+        """Reads and drops the rest of the body, up to a limit."""
+        num_bytes = 0
+        while self._is_arriving and num_bytes < most_bytes:
+            message = await self._receive()
+            num_bytes += len(message.get("body", b""))
+            self._is_arriving = message.get("more_body", False)
+
+
+class AnswerWithheld(Exception):
+    """The key of a request was revoked before its answer was complete. The connection of one that has begun closes."""
 
 
 def find_endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str, Endpoint]:
@@ -129,6 +234,14 @@ class Gate:
         if ignored not in self._ignored and len(self._ignored) < _MOST_IGNORED:
             self._ignored.add(ignored)
             logger.warning("ignored: %s", ignored.encode("unicode_escape").decode())
+
+
+def find_route(method: str, path: str) -> str | None:
+    """Returns "METHOD path-template" of a route that takes a key; None if it takes none or does not exist."""
+    if (route := f"{method} {path}") in ROUTE_SCOPES:
+        return route
+    # Includes routes without parameters, because the router also matches a path with a trailing line break.
+    return next((route for verb, pattern, route in _PATTERNS if verb == method and pattern.match(path)), None)
 
 
 async def check_head(request: Request, allowed_hosts: Collection[str]) -> None:

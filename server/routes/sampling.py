@@ -16,7 +16,7 @@ from ...schemas.sampling import (
 from ...schemas.verbs import BASE_MODEL, SESSION_ID
 from ..http.bodies import Decoder, json_body, receive_json
 from ..tenants.auth import TenantDependency
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .examples import SAMPLER_ID, SamplerIdPath
 from .services import ServicesDependency
 from .submission import SUBMIT_RESPONSES, receive_unordered, submit_response

@@ -23,7 +23,7 @@ from ..http.bodies import (
 from ..http.verbs import VERBS
 from ..operations.loading import LoadWeights
 from ..tenants.auth import TenantDependency
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .gate import Endpoint
 from .services import ServicesDependency
 from .submission import (

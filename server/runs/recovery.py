@@ -17,7 +17,7 @@ from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, REFUSED, Operation, Outcome, RefusedOperation, ReplayEntry
 from ..operations.registry import TAINTING_KINDS, read_operation
 from ..operations.training import ForwardBackward, OptimStep
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .rebuilder import Rebuilder
 from .replay_log import ends_window, taints_window
 from .run_state import OperationWindow, RunServices, RunState

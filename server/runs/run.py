@@ -20,7 +20,7 @@ from functools import partial
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...workers.protocol.calls import RunInfo, WorkerLost
-from ...workers.protocol.work_context import name_run
+from ...workers.protocol.work_context import CURRENT_WORK
 from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
 from ..http.digests import Fingerprint
@@ -28,7 +28,7 @@ from ..journal.futures import check_same
 from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, Operation, RefusedOperation
 from ..store import RunRecord
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .execution import Execution
 from .operation_queue import Gaps, OperationQueue
 from .rebuilder import Rebuilder
@@ -86,7 +86,8 @@ class Run:
         """
         self.last_request_at = time.time()
         record, queue = self.record, self.queue
-        name_run(record.run_id)
+        if (work := CURRENT_WORK.get()) is not None:
+            work.run = record.run_id
         if seq_id == 0 and not isinstance(operation, CreateRun):
             seq_id = queue.free_seq_id
         if queue.arrived_before(seq_id):

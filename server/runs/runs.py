@@ -24,7 +24,7 @@ from ..journal.journal import EntryLocation
 from ..operations.operation import json_result
 from ..store import RunRecord
 from ..tenants.auth import Tenant
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import Reservation
 from .recovery import JournaledRun
 from .run import Run
 from .run_requests import RunRequests

@@ -15,7 +15,7 @@ from ...schemas.errors import OperationError, RequestError
 from ...schemas.futures import Pending, RetrieveFuturesRequest, RetrieveFuturesResponse, SubmitResponse
 from ...schemas.sampling import SampleRequest, SampleResponse
 from ...workers.dispatch import WorkerDispatch
-from ...workers.protocol.work_context import name_run
+from ...workers.protocol.work_context import CURRENT_WORK
 from ..config.base_model_lookup import require_served
 from ..files.segment_log import RecordPosition
 from ..http.bodies import LARGE_BYTES, Body
@@ -27,8 +27,7 @@ from ..journal.recordings import Recordings
 from ..journal.request_decoding import decode_entry
 from ..journal.strikes import STRIKE, Strikes
 from ..tenants.auth import Tenant
-from ..tenants.quotas import UNORDERED, Quotas
-from ..tenants.reservation import Reservation
+from ..tenants.quotas import UNORDERED, Quotas, Reservation
 from ..tenants.sessions import Sessions
 from .draft_loader import DraftLoader
 from .execution import OnProgress, SamplingExecution, log_draft_lost
@@ -123,7 +122,8 @@ class SamplingService:
         """Accepts a sampling request. A retry, with the seq_id of an accepted one, gets the same response again. Raises
         RequestError: the request is wrong, over a limit or cannot be journaled, or its seq_id was used for another."""
         sampler = await self._samplers.find_requested(tenant, request)
-        name_run(sampler.record.sampler_id)
+        if (work := CURRENT_WORK.get()) is not None:
+            work.run = sampler.record.sampler_id
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
         if seq_id < 0:
             raise RequestError(f"seq_id {seq_id} must not be negative")

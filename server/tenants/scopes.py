@@ -8,10 +8,7 @@ operator: see data about all tenants; a key has it only if `trainhouse keys crea
     has admin makes and revokes keys of all tenants in the console.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
-
-from starlette.routing import compile_path
 
 from ...schemas.errors import RequestError
 from ...schemas.verbs import Verb
@@ -96,18 +93,6 @@ LARGE_BODIES = frozenset(
     }
 )
 """Routes that carry training and sampling data, so that their bodies may be as large as --max-body-bytes."""
-
-_PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
-    (method, compile_path(path)[0], route) for route in ROUTE_SCOPES for method, path in [route.split(" ")]
-)
-
-
-def find_route(method: str, path: str) -> str | None:
-    """Returns "METHOD path-template" of a route that takes a key; None if it takes none or does not exist."""
-    if (route := f"{method} {path}") in ROUTE_SCOPES:
-        return route
-    # Includes routes without parameters, because the router also matches a path with a trailing line break.
-    return next((route for verb, pattern, route in _PATTERNS if verb == method and pattern.match(path)), None)
 
 
 def check_scopes(scopes: Iterable[str], route: str) -> None:

@@ -15,10 +15,9 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.segment_log import RecordPosition
-from trainhouse.server.http.bodies import UNLIMITED, Body
+from trainhouse.server.http.bodies import UNLIMITED, Body, RunRequest
 from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal
-from trainhouse.server.journal.request_decoding import RunRequest
 from trainhouse.server.journal.restore_marker import RestoreMarker
 from trainhouse.server.journal.snapshot_store import RunSnapshot, SnapshotStore
 from trainhouse.server.operations.features import Features
@@ -31,8 +30,7 @@ from trainhouse.server.runs.run import Run
 from trainhouse.server.runs.run_state import RunServices
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
 from trainhouse.server.telemetry.telemetry import Telemetry
-from trainhouse.server.tenants.quotas import QueuePosition, Quotas
-from trainhouse.server.tenants.reservation import Reservation
+from trainhouse.server.tenants.quotas import QueuePosition, Quotas, Reservation
 from trainhouse.server.tenants.sessions import Sessions
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import DispatchConfig, ServedModel

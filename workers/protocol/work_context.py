@@ -27,12 +27,6 @@ CURRENT_WORK: ContextVar[WorkContext | None] = ContextVar("trainhouse_work", def
 """The context of the present task, and of the tasks that it creates."""
 
 
-def name_run(run_id: str) -> None:
-    """Adds the run to the context of the present request, if there is one."""
-    if (work := CURRENT_WORK.get()) is not None:
-        work.run = run_id
-
-
 def note_refusal(reason: str) -> None:
     """Adds the reason for which the present request is refused to its context, if there is one."""
     if (work := CURRENT_WORK.get()) is not None:

@@ -68,9 +68,8 @@ class Suspects(dict[str, _Accusation]):
         return self[key].position if key in self else None
 
     def record_progress(self, key: str, position: float | None) -> None:
-        """Clears the key if this position is past the one at which it was accused."""
-        if (accusation := self.get(key)) is None:
-            return
+        """Clears the suspect if this position is past the one at which it was accused."""
+        accusation = self[key]
         if position is None or accusation.position is None:
             is_past = time.monotonic() - accusation.at > _UNKNOWN_SECONDS
         else:

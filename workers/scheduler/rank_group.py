@@ -198,7 +198,8 @@ class RankGroup:
             self.on_call(EndedCall(self.name, call, began_at, seconds, rank_times, ranks.idle_tokens, error))
         self.scheduler.finish(call, answer, seconds)
         if call.uses_device:
-            supervisor.device.used_at = time.monotonic()
+            device = supervisor.device
+            device.idle_at = time.monotonic() + device.idle_seconds
 
     async def _next_call(self) -> RankCall[Any]:
         """Waits for work that can run now. Raises WorkerDied before any is taken, which would become a suspect."""
@@ -214,13 +215,12 @@ class RankGroup:
             elif (call := scheduler.next_call(device.is_held)) is not None:
                 return call
             else:
-                idle_at = device.idle_at
-                until = min(idle_at, self.scheduler.snapshots.due_at)
+                until = min(device.idle_at, self.scheduler.snapshots.due_at)
                 seconds = None if until == math.inf else max(0.0, until - time.monotonic())
                 try:
                     await asyncio.wait_for(self._wake.wait(), seconds)
                 except TimeoutError:
-                    if until == idle_at:
+                    if until == device.idle_at:
                         await self.supervisor.leave_device()
         raise death.result()
 

@@ -206,7 +206,8 @@ class Scheduler:
             if not work.is_taken:
                 self.queue.remove(work)
             work.settle(answer)
-            self.suspect_runs.record_progress(work.key, work.suspect_position or None)
+            if work.key in self.suspect_runs:
+                self.suspect_runs.record_progress(work.key, work.suspect_position or None)
 
     def _finish_steps(self, call: StepsCall) -> None:
         works, answers = call.works, call.answer
@@ -216,7 +217,8 @@ class Scheduler:
             self.held.forget_tainted(work.key for work in works)
         for work, metrics in zip(works, answers, strict=True):
             work.settle(metrics)
-            self.suspect_runs.record_progress(work.key, work.suspect_position or None)
+            if work.key in self.suspect_runs:
+                self.suspect_runs.record_progress(work.key, work.suspect_position or None)
 
     def _finish_method(self, call: MethodCall[Any]) -> None:
         work = call.work
@@ -257,7 +259,8 @@ class Scheduler:
                 self.suspect_jobs.pop(job_id, None)
         for job_id, unfinished in running.items():
             unfinished.num_slices += 1
-            self.suspect_jobs.record_progress(job_id, unfinished.num_slices)
+            if job_id in self.suspect_jobs:
+                self.suspect_jobs.record_progress(job_id, unfinished.num_slices)
 
     def worker_died(self, group: str, death: WorkerDied, in_call: Sequence[AnyWork]) -> str:
         """Fails all work and forgets what the workers held; returns the consequences for the log.

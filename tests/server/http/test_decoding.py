@@ -32,10 +32,11 @@ from trainhouse.server.http.bodies import (
     Body,
     Decoder,
     decode_body,
+    decoder_of,
 )
 from trainhouse.server.http.decoding import decode_in_process
 from trainhouse.server.journal.journal import Header, JournalEntry
-from trainhouse.server.journal.request_decoding import decode_entry, decoder_of
+from trainhouse.server.journal.request_decoding import decode_entry
 
 AUTOGROUP = Path("/proc/self/autogroup")
 OF_TESTS = AUTOGROUP.read_text() if AUTOGROUP.exists() else None

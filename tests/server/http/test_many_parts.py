@@ -28,9 +28,9 @@ from trainhouse.server.http.bodies import (
     Body,
     Decoder,
     decode_body,
+    decoder_of,
 )
 from trainhouse.server.http.digests import decode_with_digest
-from trainhouse.server.journal.request_decoding import decoder_of
 
 MOST_UNITS = 10
 PROTOBUF_TOKEN = b"\1\0\0\0"

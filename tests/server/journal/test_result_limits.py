@@ -16,8 +16,8 @@ from trainhouse.schemas.sampling import SampleResponse, TopkLogprobs
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.journal.completion_log import MAX_COMPLETIONS_PER_RESPONSE, CompletionLog
 from trainhouse.server.journal.futures import ResultSummary
-from trainhouse.server.routes.submission import _LargeResponse
-from trainhouse.server.tenants.reservation import Reservation
+from trainhouse.server.routes.futures import _LargeResponse
+from trainhouse.server.tenants.quotas import Reservation
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..api import needs_openai

@@ -15,7 +15,7 @@ from tinker import types
 from trainhouse.schemas.codec import encode_forward_backward_request
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.server.operations import registry
-from trainhouse.server.tenants.exchange import DRAIN_BYTES
+from trainhouse.server.routes.gate import DRAIN_BYTES
 
 from ..real import ALICE, MODEL, VOCAB, Run, Server, batch, datum
 

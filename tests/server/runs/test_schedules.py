@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 from trainhouse.server.operations.evaluation_data import EvaluationData
 from trainhouse.server.store.tables.checkpoint_table import CheckpointTable
-from trainhouse.server.tenants.reservation import Reservation
+from trainhouse.server.tenants.quotas import Reservation
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..real import ADAM, MODEL, Run, Server, batch, running_server, server_config

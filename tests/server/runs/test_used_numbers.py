@@ -17,9 +17,9 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.sampling import SampleRequest, SamplingParams
 from trainhouse.schemas.training import AdamParams
 from trainhouse.schemas.verbs import CREATE_MODEL
+from trainhouse.server.http.bodies import decoder_of
 from trainhouse.server.http.digests import decode_with_digest
 from trainhouse.server.http.verbs import VERBS
-from trainhouse.server.journal.request_decoding import decoder_of
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..api import DRAFTS

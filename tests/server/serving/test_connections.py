@@ -10,10 +10,10 @@ import pytest
 import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from trainhouse.server.routes import gate
+from trainhouse.server.routes.gate import Exchange
 from trainhouse.server.serving import connections
 from trainhouse.server.serving.connections import HttpConnection
-from trainhouse.server.tenants import exchange
-from trainhouse.server.tenants.exchange import Exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -252,7 +252,7 @@ async def test_a_request_that_begins_before_the_previous_answer_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The body must not be dropped as the rest of the request that was answered."""
-    monkeypatch.setattr(exchange, "DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(gate, "DRAIN_SECONDS", 0.1)
     async with connected() as (reader, writer):
         second = post("/whole", b"second")
         for end in (20, -3):
@@ -276,7 +276,7 @@ async def test_a_request_is_not_given_up_while_the_one_before_it_is_answered(mon
 async def test_the_unread_rest_of_an_answered_request_is_dropped_up_to_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "DRAIN_BYTES", 1 << 20)
+    monkeypatch.setattr(gate, "DRAIN_BYTES", 1 << 20)
     async with connected() as (reader, writer):
         for num_bytes in (1 << 19, 1 << 17):
             writer.write(post("/early", bytes(num_bytes)))
@@ -328,11 +328,11 @@ async def test_the_rest_of_an_answered_request_is_limited_in_trailers_too() -> N
         assert b"early" in await read(reader)
         lines, num_sent = b"x: " + bytes([120]) * 1000 + b"\r\n", 0
         with contextlib.suppress(ConnectionError):
-            while num_sent < 4 * exchange.DRAIN_BYTES:
+            while num_sent < 4 * gate.DRAIN_BYTES:
                 writer.write(lines * 64)
                 await writer.drain()
                 num_sent += 64 * len(lines)
-        assert num_sent < 4 * exchange.DRAIN_BYTES
+        assert num_sent < 4 * gate.DRAIN_BYTES
 
 
 async def test_the_trailers_of_a_request_have_a_size_limit() -> None:

@@ -16,12 +16,14 @@ from fastapi import FastAPI, Request
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.http.bodies import CONTROL_BODY_BYTES, Body, BodyLimits
+from trainhouse.server.routes import gate
+from trainhouse.server.routes.gate import find_route
 from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import SqliteStore
-from trainhouse.server.tenants import exchange, rate_limits
+from trainhouse.server.tenants import rate_limits
 from trainhouse.server.tenants.auth import Auth, create_key, hash_key
 from trainhouse.server.tenants.rate_limits import UnauthenticatedLimits, network_of
-from trainhouse.server.tenants.scopes import LARGE_BODIES, ROUTE_SCOPES, find_route
+from trainhouse.server.tenants.scopes import LARGE_BODIES, ROUTE_SCOPES
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
 
@@ -66,7 +68,7 @@ async def test_every_route_refuses_a_request_without_a_key_before_its_body(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size may be known or unknown, and the client may wait for 100 Continue."""
-    monkeypatch.setattr(exchange, "DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(gate, "DRAIN_SECONDS", 0.1)
     async with serving(api.app) as server:
         for route in ROUTE_SCOPES:
             requests = [head(route), head(route, body_bytes=None), head(route, "expect: 100-continue")]
@@ -80,7 +82,7 @@ async def test_every_route_refuses_a_request_without_a_key_before_its_body(
 async def test_every_route_refuses_a_key_without_the_scope_before_its_body(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(gate, "DRAIN_SECONDS", 0.1)
     keys = {scope: await create_key(api.services.store, "team", (scope,)) for scope in ("read", "train")}
     async with serving(api.app) as server:
         for route, needed in ROUTE_SCOPES.items():
@@ -112,7 +114,7 @@ async def test_no_spelling_of_a_path_opens_a_route_to_strangers(api: Api, suffix
 
 async def test_a_refused_client_may_finish_sending_a_small_body(api: Api) -> None:
     """The connection is not reset before the client has read the answer."""
-    body = bytes(exchange.DRAIN_BYTES // 2)
+    body = bytes(gate.DRAIN_BYTES // 2)
     async with serving(api.app) as server, connection_to(server) as (reader, writer):
         writer.write(head("POST /api/v1/create_session", body_bytes=len(body)) + body)
         await writer.drain()
@@ -124,11 +126,11 @@ async def test_a_refused_client_that_sends_endlessly_is_disconnected(api: Api) -
         writer.write(head("POST /api/v1/create_session", body_bytes=1 << 40))
         num_sent, piece = 0, bytes(1 << 16)
         with contextlib.suppress(ConnectionError):
-            while num_sent < 64 * exchange.DRAIN_BYTES:
+            while num_sent < 64 * gate.DRAIN_BYTES:
                 writer.write(piece)
                 await writer.drain()
                 num_sent += len(piece)
-        assert num_sent < 64 * exchange.DRAIN_BYTES
+        assert num_sent < 64 * gate.DRAIN_BYTES
 
 
 @pytest.mark.parametrize("path", ["/api/v1/nothing", "/api/v1/healthz"])
@@ -137,11 +139,11 @@ async def test_endless_bodies_to_unknown_and_open_routes_are_cut_off(api: Api, p
         writer.write(f"POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {1 << 40}\r\n\r\n".encode())
         num_sent, piece = 0, bytes(1 << 16)
         with contextlib.suppress(ConnectionError):
-            while num_sent < 64 * exchange.DRAIN_BYTES:
+            while num_sent < 64 * gate.DRAIN_BYTES:
                 writer.write(piece)
                 await writer.drain()
                 num_sent += len(piece)
-        assert num_sent < 64 * exchange.DRAIN_BYTES
+        assert num_sent < 64 * gate.DRAIN_BYTES
 
 
 @pytest.mark.slow

@@ -21,8 +21,7 @@ from trainhouse.server.operations.registry import operation_of
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 from trainhouse.server.tenants.auth import Tenant, create_key
-from trainhouse.server.tenants.quotas import UNORDERED, QueuePosition, Quotas
-from trainhouse.server.tenants.reservation import Reservation
+from trainhouse.server.tenants.quotas import UNORDERED, QueuePosition, Quotas, Reservation
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.protocol.worker_config import ServedModel
 

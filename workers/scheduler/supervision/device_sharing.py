@@ -68,12 +68,12 @@ class DeviceLease:
         """True while the group owns all its devices, until `release`."""
         self.is_contested = False
         """True while another lease waits for a device that this one holds."""
-        self.used_at = 0.0
-        """The monotonic time until which the devices were in use."""
+        self.idle_seconds = math.inf if idle_seconds is None else idle_seconds
+        self.idle_at = math.inf
+        """The monotonic time at which the devices will have been idle for too long; infinite if they are not held."""
         self._scheduler = scheduler
         self._granted = asyncio.Event()
         self._is_requested = False
-        self._idle_seconds = math.inf if idle_seconds is None else idle_seconds
         self._since = 0.0
         self._moving_seconds = 0.0
 
@@ -93,7 +93,8 @@ class DeviceLease:
             raise
 
     def grant(self) -> None:
-        self._since = self.used_at = time.monotonic()
+        self._since = time.monotonic()
+        self.idle_at = self._since + self.idle_seconds
         self.is_held = True
         self._granted.set()
         self.wake()
@@ -102,12 +103,8 @@ class DeviceLease:
         """Releases the devices or withdraws the request; does nothing if there is neither."""
         self._granted.clear()
         self.is_held = self.is_contested = self._is_requested = False
+        self.idle_at = math.inf
         self._scheduler.release(self)
-
-    @property
-    def idle_at(self) -> float:
-        """Returns the monotonic time at which the devices have been idle for too long; infinite if they never are."""
-        return self.used_at + self._idle_seconds if self.is_held else math.inf
 
     def record_move(self, seconds: float) -> None:
         """Records how long it took to move on and off the devices."""

@@ -98,7 +98,7 @@ def test_an_idle_lease_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     lease.request(), other.request()
     now[0] += 3.0
     assert (lease.idle_at, other.idle_at) == (now[0] + 2.0, math.inf)
-    lease.used_at = now[0]
+    lease.idle_at = now[0] + lease.idle_seconds
     now[0] += 1.0
     assert lease.idle_at == now[0] + 4.0
     now[0] += 100.0

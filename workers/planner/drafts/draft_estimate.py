@@ -59,8 +59,8 @@ class DraftMemory:
     sines of all positions, which the target keeps. target_pass: of the target's forward pass, with gathered weights and
     the features of its tokens. exchange: of features between ranks, before the draft's pass.
     num_tokens: tokens of the sequences that the rank trains its draft on. features: of these. kept: for the draft's
-    backward pass. working: logits of a chunk, gradients of weights, or scores. head: the target's output head, gathered.
-    sampling: the target gathered to sample, when no pass runs.
+    backward pass. working: logits of a chunk, gradients of weights, or scores. head: the target's output head,
+    gathered. sampling: the target gathered to sample, when no pass runs.
     """
 
     target: int

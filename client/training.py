@@ -152,9 +152,9 @@ class TrainingClient:
             parts = [dataclasses.replace(request, seq_id=seq_id, data=piece) for seq_id, piece in numbered]
             bodies = [encode_forward_backward_request(part) for part in parts]
             self._next_seq_id += len(bodies)
-            return self._connection.run(self._run_pass(bodies, _refs_of(request.data), custom_loss))
+            return self._connection.run(self._submit_pass(bodies, _refs_of(request.data), custom_loss))
 
-    async def _run_pass(
+    async def _submit_pass(
         self, bodies: Sequence[bytes], refs: set[str], custom_loss: float | None
     ) -> ForwardBackwardOutput:
         with self._using_features(refs):

@@ -137,10 +137,14 @@ class WorkerDispatch:
         spec = replace(spec, base_name=base_model if base_model in self._config.aliases else None)
         return await location.group.submit(MethodWork(spec.run_id, tenant_id, CREATE_RUN, (spec,), creates=spec.run_id))
 
-    async def drop_run(self, run_id: str, *, is_rebuilt: bool = False) -> None:
-        """Frees the run, and clears it of suspicion unless it is rebuilt; does nothing if it is unknown or lost."""
+    async def drop_run(self, run_id: str, *, keeps_suspicion: bool = False) -> None:
+        """Frees the run; does nothing if it is unknown or lost.
+
+        Args:
+            keeps_suspicion: whether it is being rebuilt, and stays a suspect if it is one.
+        """
         location = self._locations.get(run_id)
-        if location is not None and not location.group.forget_lost(run_id, is_suspect=is_rebuilt):
+        if location is not None and not location.group.forget_lost(run_id, keeps_suspicion=keeps_suspicion):
             # If the caller stops waiting, the run stays registered and the caller must drop it again.
             await location.group.submit(MethodWork(run_id, location.tenant_id, DROP_RUN, (run_id,), drops=run_id))
         self._locations.pop(run_id, None)

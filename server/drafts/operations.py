@@ -173,7 +173,7 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
         header = super().header(run, body)
         return header if self.has_room else replace(header, feature_bytes=None)
 
-    async def _run_pass(
+    async def _dispatch(
         self, context: OperationContext, run: RunRecord, request: ForwardBackwardRequest
     ) -> ForwardBackwardOutput:
         draft = _checked_draft(run, await context.store.runs.get(self.draft_id), self.draft_id)

@@ -58,14 +58,14 @@ class ForwardBackward(Operation):
             request = await context.recordings.fill_in(run.tenant_id, request)
         if self.feature_uses:
             request = context.features.with_feature_location(run, request)
-        output = await self._run_pass(context, run, request)
+        output = await self._dispatch(context, run, request)
         self.metrics = {**output.metrics, WEIGHT: self.request.total_weight}
         arrays = (array for datum in output.loss_fn_outputs for array in datum.values())
         if sum(array.nbytes for array in arrays) < LARGE_BYTES:
             return Result(encode_forward_backward_output(output), "forward_backward")
         return Result(await asyncio.to_thread(encode_forward_backward_output, output), "forward_backward")
 
-    async def _run_pass(
+    async def _dispatch(
         self, context: OperationContext, run: RunRecord, request: ForwardBackwardRequest
     ) -> ForwardBackwardOutput:
         return await context.dispatch.forward_backward(request, self.mark_begun)

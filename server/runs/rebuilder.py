@@ -127,7 +127,7 @@ class Rebuilder:
         snapshot = await self._snapshots.newest_whole()
         if snapshot is None and self._snapshots.covers_beginning:
             raise OperationError("its snapshots are damaged, and the operations before them are not kept", "server")
-        await context.dispatch.drop_run(record.run_id, is_rebuilt=True)  # what the workers may still have of it
+        await context.dispatch.drop_run(record.run_id, keeps_suspicion=True)  # what the workers may still have of it
         created = self._state.created if snapshot is None else CreateRun()
         assert created is not None
         await created.replay(context, record)

@@ -85,7 +85,7 @@ class RecordingOperations:
     def is_up(self, base_model: str) -> bool:
         return self.is_running
 
-    async def drop_run(self, run_id: str, *, is_rebuilt: bool = False) -> None:
+    async def drop_run(self, run_id: str, *, keeps_suspicion: bool = False) -> None:
         self.performed.append("drop_run")
 
     async def create_in_workers(self, run: RunRecord, operation: CreateRun, *, is_rebuild: bool) -> None:

@@ -1,9 +1,9 @@
 """Finds the work that crashes a worker or a server, among all that was in the crashed call.
 
 The rule is the same for operations of runs, sampling jobs and requests to a server. Everything in the call is suspect,
-until it gets past the point of the crash. Suspects run in ever smaller groups, and at last alone. A crash is a strike
-only against work that was alone in the call (counted by server/journal/strikes.py), and work with MAX_STRIKES is not
-retried.
+until it gets past the point of the crash. Suspect runs are retried alone at once, sampling jobs and requests in ever
+smaller groups and at last alone. A crash is a strike only against work that was alone in the call (counted by
+server/journal/strikes.py), and work with MAX_STRIKES is not retried.
 """
 
 import asyncio

@@ -158,18 +158,18 @@ class RankGroup:
         except OperationError:
             return None
 
-    def forget_lost(self, key: str, *, is_suspect: bool = False) -> bool:
-        """Forgets that the run or adapter was lost; True if so, and it is not being rebuilt: the ranks have none of it.
+    def forget_lost(self, key: str, *, keeps_suspicion: bool = False) -> bool:
+        """Forgets that the run or adapter was lost; True if the ranks have nothing of it, and no work waits for it.
 
         Args:
-            is_suspect: what it is suspected of stays.
+            keeps_suspicion: it stays a suspect if it is one.
         """
-        if not is_suspect:
+        if not keeps_suspicion:
             self.scheduler.suspect_runs.pop(key, None)
             self.scheduler.suspect_snapshots.pop(key, None)
         in_call = any(isinstance(work, RunWork) and work.key == key for work in self._called_works())
-        is_rebuilt = key in self.scheduler.queue or in_call
-        return self.scheduler.held.forget_lost(key) and not is_rebuilt
+        has_work = key in self.scheduler.queue or in_call
+        return self.scheduler.held.forget_lost(key) and not has_work
 
     async def _run_loop(self) -> None:
         while True:

@@ -270,7 +270,7 @@ async def recreate(dispatch: WorkerDispatch, run_id: str) -> None:
     """Creates the run again as a rebuild does."""
     while True:
         try:
-            await dispatch.drop_run(run_id, is_rebuilt=True)
+            await dispatch.drop_run(run_id, keeps_suspicion=True)
             return await create(dispatch, run_id)
         except WorkerLost:
             continue

@@ -16,7 +16,7 @@ from trainhouse.workers.protocol.parallel_spec import SINGLE
 
 from ...drawn import as_drawn
 from .case import Case
-from .digesting_worker import DIGESTING
+from .rank_weights import forward_weights
 from .training import ADAM, Layout, close, greedy, largest_error, layout
 
 ALGORITHMS: tuple[Algorithm, ...] = ("eagle3", "dflash")
@@ -137,7 +137,7 @@ def test_bfloat16_drafts_learn_in_sharded_float32_weights(
     model, options = tiny_models["qwen3"], {"dtype": "bfloat16"}
     with (
         layout(model, SINGLE, tmp_path, **options) as alone,
-        layout(model, case.parallel, tmp_path / "many", DIGESTING, **options, **case.options) as many,
+        layout(model, case.parallel, tmp_path / "many", **options, **case.options) as many,
     ):
         for where in (alone, many):
             where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))
@@ -198,7 +198,7 @@ def computes_with(where: Layout, weights: Mapping[str, np.ndarray]) -> bool:
     wanted = rounded(weights)
     return all(
         np.array_equal(own, part_of(wanted[name], own.shape, rank))
-        for rank, of_rank in enumerate(where.answers("draft_weights", "draft"))
+        for rank, of_rank in enumerate(where.probe(forward_weights, "draft"))
         for name, own in of_rank.items()
     )
 

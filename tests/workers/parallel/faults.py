@@ -87,7 +87,7 @@ def combine_gradients(_: ProbeWorker, rule: str) -> None:
 
 def shortest_timeout(rank: ProbeWorker) -> float:
     """Returns the shortest timeout of exchanges with other ranks, in seconds."""
-    groups = [team._group for team in rank.mesh._teams.values() if team._group is not None]
+    groups = filter(None, (team._group for team in rank.mesh._teams.values()))
     backends = [group._get_backend(torch.device("cpu")) for group in [*groups, rank.mesh._object_group]]
     return min(backend.options._timeout.total_seconds() for backend in backends)
 
@@ -97,14 +97,15 @@ def lose_pages(worker: ProbeWorker, rank: int) -> None:
     if worker.mesh.rank != rank:
         return
     residency = worker.models.residency
-    lost, read = [saved.page for saved in residency._saved.values()], residency._pages.read
+    pages = residency._pages
+    lost, read = [saved.page for saved in residency._saved.values()], pages.read
 
     def read_others(page: FilePage, vectors: Sequence[Tensor]) -> None:
         if page in lost:
             raise OSError("input/output error")
         read(page, vectors)
 
-    residency._pages.read = read_others
+    pages.read = read_others
 
 
 def break_offload(worker: ProbeWorker, rank: int, call: str, heals: bool = True) -> None:

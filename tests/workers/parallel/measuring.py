@@ -61,7 +61,7 @@ def measured(
     options = {"device": "cpu", "kv_cache_bytes": None, "hang_seconds": HANG_SECONDS} | options
     with layout(model, spec, model, kind=Measured, **options) as where:
         where.counts = counts
-        where.probe(counts.peak)  # counts from now on
+        where.probe(counts)
         where.call("create_run", RunSpec("run", training))
         where.pass_over(LENGTH)
         yield where

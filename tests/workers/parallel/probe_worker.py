@@ -22,23 +22,21 @@ class ProbeWorker(Worker):
     """The parts of a rank, for the functions that tests run on it. It must be alone in its process."""
 
     def run_probe(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Calls a function with this worker and these arguments. A method's object is made at its first call, with this
-        worker, and kept.
+        """Calls a function with this worker and these arguments. An object of a class is made with this worker when the
+        class, or the first of its methods, is called, and kept for other methods.
 
         Args:
             name: see `probe_name`.
         """
         module, _, path = name.partition(":")
-        kind, _, method = path.rpartition(".")
-        if kind:
-            return getattr(self.probe(getattr(import_module(module), kind)), method)(*arguments, **named)
-        return getattr(import_module(module), path)(self, *arguments, **named)
-
-    def probe(self, kind: Callable[["ProbeWorker"], Any]) -> Any:
+        owner, _, method = path.partition(".")
+        function = getattr(import_module(module), owner)
+        if not isinstance(function, type):
+            return function(self, *arguments, **named)
         probes = vars(self).setdefault("_probes", {})
-        if kind not in probes:
-            probes[kind] = kind(self)
-        return probes[kind]
+        if function not in probes:
+            probes[function] = function(self)
+        return getattr(probes[function], method)(*arguments, **named) if method else None
 
     def surround(self, verb: str, context: Callable[[], AbstractContextManager[object]]) -> None:
         """Enters a new context for each call of the verb from now on."""
@@ -85,7 +83,7 @@ class ProbeWorker(Worker):
 
 
 def probe_name(function: Callable[..., Any]) -> str:
-    """Returns module and name of a function of tests. Ranks import it by this name, though pytest may have imported it
-    by another one."""
+    """Returns module and name of a function or class of tests. Ranks import it by this name, though pytest may have
+    imported it by another one."""
     module = function.__module__
     return f"trainhouse.{module[module.index('tests.') :]}:{function.__qualname__}"

@@ -71,7 +71,8 @@ class Layout:
         return self._runner.run(self.ranks.call_each(method, *arguments, hang_seconds=self.hang_seconds))
 
     def probe(self, function: Callable[Concatenate[Any, P], T], *arguments: P.args, **named: P.kwargs) -> list[T]:
-        """Runs a function of tests on all ranks, with the ProbeWorker before the arguments; returns all results."""
+        """Runs a function of tests on all ranks, with the ProbeWorker before the arguments; returns all results. See
+        ProbeWorker.run_probe."""
         return self.answers("run_probe", probe_name(function), arguments, named)
 
     def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:

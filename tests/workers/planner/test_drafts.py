@@ -139,7 +139,7 @@ def drafting(model: Path, case: Case) -> Iterator[Drafting]:
     options = {"device": "cpu", "kv_cache_bytes": None, "hang_seconds": HANG_SECONDS} | case.worker_options
     with layout(model, case.parallel, model, kind=Drafting, **options) as where:
         where.case = case
-        where.probe(RunBytes.alive)  # counts from now on
+        where.probe(RunBytes)
         where.call("create_run", RunSpec("draft", case.config, "draft"))
         yield where
 

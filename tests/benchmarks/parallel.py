@@ -23,6 +23,7 @@ from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from ...workers.protocol.worker_config import ServedModel, ZeroStage
 from ...workers.shapes.model_shape import ModelShape, read_model
 from ..tiny import tiny_model
+from ..workers.parallel.exchanges import Exchanges
 from ..workers.parallel.training import Layout, close, layout
 from .harness import (
     LORA,
@@ -42,7 +43,7 @@ from .harness import (
     rows,
     spread,
 )
-from .processes.workers import CLOCKED, METERED, Loading, MeteredPass
+from .processes.workers import METERED, ExchangeClock, Loading, MeteredPass
 
 BATCHES = ("16x128", "4x512")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
@@ -62,12 +63,12 @@ class Spent:
 
 
 def spent(where: Layout, work: Callable[[], T]) -> tuple[T, Spent]:
-    """Returns the work's result as well. where: has workers that clock exchanges."""
-    before, sent_before = where.answers("clocks"), where.call("num_exchanges")
+    """Returns the work's result as well."""
+    before, (sent_before, *_) = where.probe(ExchangeClock.read), where.probe(Exchanges.num)
     started = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - started
-    after, sent = where.answers("clocks"), where.call("num_exchanges")
+    after, (sent, *_) = where.probe(ExchangeClock.read), where.probe(Exchanges.num)
     return result, Spent(
         seconds=seconds,
         exchanging=(sum(each.exchanging for each in after) - sum(each.exchanging for each in before)) / len(after),
@@ -86,7 +87,7 @@ def run_step(where: Layout, token_rows: Rows) -> float:
 
 def _started(stack: ExitStack, setup: Setup, model: Path, name: str, **options: Any) -> Layout:
     """Starts ranks that have a run and clock their exchanges."""
-    where = stack.enter_context(layout(model, ParallelSpec.parse(name), setup.scratch, CLOCKED, **options))
+    where = stack.enter_context(layout(model, ParallelSpec.parse(name), setup.scratch, **options))
     where.call("create_run", RunSpec("run", LORA))
     return where
 

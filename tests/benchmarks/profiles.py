@@ -57,7 +57,6 @@ from .harness import (
     request,
 )
 from .parallel import ADAM, run_step, spent
-from .processes.workers import CLOCKED
 
 
 def main() -> None:
@@ -89,7 +88,7 @@ def step_profile(options: argparse.Namespace, scratch: Path) -> None:
     model = tiny_model("qwen3", scratch / "model", **SHAPE)
     training = FullConfig() if options.training == "full" else LORA
     worker_options = {"threads": options.threads, "device": "cpu"}
-    with layout(model, SINGLE, scratch, CLOCKED, **worker_options) as worker, child("local", "train") as local:
+    with layout(model, SINGLE, scratch, **worker_options) as worker, child("local", "train") as local:
         worker.call("create_run", RunSpec("run", training))
         rank = None if options.training == "full" else RANK
         local.ask({"model": str(model), "threads": options.threads, "rank": rank, "batches": batches()})

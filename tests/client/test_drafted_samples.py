@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainhouseError, TrainingClient
+from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
 
 from ..drawn import as_drawn
 from ..live import live_server
@@ -54,13 +54,3 @@ def test_a_draft_trained_on_samples_predicts_them(service: ServiceClient) -> Non
     assert untrained_length < 1.1 and trained_length > 1.5
     assert drafted.sample([5], 1, GREEDY, draft_path="").result(60).guesses is None
     assert drafted.compute_logprobs([5, 6, 7]).result(60)[0] is None
-
-
-@pytest.mark.slow
-def test_checkpoints_that_are_no_draft_are_refused(service: ServiceClient) -> None:
-    policy = service.create_lora_training_client(MODEL, rank=4)
-    path = save_for_sampling(policy, "a")
-    with pytest.raises(TrainhouseError, match="was saved by a policy, which cannot draft tokens"):
-        service.create_sampling_client(MODEL, draft_path=path)
-    with pytest.raises(TrainhouseError, match="there is no checkpoint"):
-        service.create_sampling_client(MODEL).sample([5], 1, GREEDY, draft_path=f"{path}-not").result(60)

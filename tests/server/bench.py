@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from trainhouse.server.journal.restore_marker import RestoreMarker
 from trainhouse.server.journal.snapshot_store import RunSnapshot, SnapshotStore
 from trainhouse.server.operations.features import Features
 from trainhouse.server.operations.loading import CreateRun
-from trainhouse.server.operations.operation import Operation
+from trainhouse.server.operations.operation import Operation, ReplayEntry
 from trainhouse.server.operations.pinned_checkpoints import PinnedCheckpoints
 from trainhouse.server.operations.registry import OPERATIONS, operation_of
 from trainhouse.server.runs.recovery import JournaledRun
@@ -177,6 +177,19 @@ class Bench:
         ]
         self.run = Run(self.run.record, self.services)
         await self.run.resume(await JournaledRun.of(entries, self.services.journal, self.futures))
+
+    @contextmanager
+    def failing_journal(self) -> Iterator[None]:
+        """Makes appends to the journal fail while the context is open: they have no directory for a new segment."""
+        aside = self.journal_directory.with_name("aside")
+        self.services.journal._segments._next_segment()
+        self.journal_directory.rename(aside)
+        yield
+        aside.rename(self.journal_directory)
+
+    @property
+    def logged(self) -> list[ReplayEntry]:
+        return list(self.run._state.log._entries)
 
     async def wait_until_stored(self) -> None:
         async with asyncio.timeout(10):

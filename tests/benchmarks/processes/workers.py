@@ -15,11 +15,10 @@ import torch
 from trainhouse.workers.models.loading import resolve_device
 from trainhouse.workers.parallel.mesh import Mesh, PendingCollective, Team
 from trainhouse.workers.protocol.calls import PartAnswer, Pass
-from trainhouse.workers.protocol.worker_config import WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
-from ...workers.parallel.counting_worker import CountingWorker
 from ...workers.parallel.live_bytes import LiveBytes
+from ...workers.parallel.probe_worker import ProbeWorker
 from ..harness import running
 from . import probes
 
@@ -38,16 +37,16 @@ class TimedWorker(Worker):
 
 @dataclass(frozen=True)
 class Clocks:
-    """Seconds since the start: in exchanges, and of CPU in all threads of the rank."""
+    """Seconds since the first reading: in exchanges, and of CPU in all threads of the rank."""
 
     exchanging: float
     cpu: float
 
 
-class ClockedWorker(CountingWorker):
-    """Clocks its exchanges with other ranks, including the time that it waits for them.
+class ExchangeClock:
+    """Clocks a rank's exchanges with others, including the time that it waits for them.
 
-    While it computes during an exchange, only the wait at the end counts. It must be alone in its process.
+    While it computes during an exchange, only the wait at the end counts.
     """
 
     # None of them calls another one.
@@ -58,13 +57,12 @@ class ClockedWorker(CountingWorker):
         (Mesh, Mesh.all_gather_object),
     )
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, _: ProbeWorker) -> None:
         self._exchange_seconds = 0.0
         for owner, exchange in self._EXCHANGES:
             setattr(owner, exchange.__name__, self._clocked(exchange))
-        super().__init__(config)
 
-    def clocks(self) -> Clocks:
+    def read(self) -> Clocks:
         return Clocks(self._exchange_seconds, time.process_time())
 
     def _clocked(self, exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +193,7 @@ def _mapped_bytes(directory: Path) -> int:
 
 
 # By the name under which a worker's process can import this module: tests can import it by another one.
-TIMED, CLOCKED, PEAK, METERED = (
+TIMED, PEAK, METERED = (
     f"trainhouse.tests.benchmarks.processes.workers:{worker.__name__}"
-    for worker in (TimedWorker, ClockedWorker, PeakWorker, MeteredWorker)
+    for worker in (TimedWorker, PeakWorker, MeteredWorker)
 )

@@ -253,14 +253,20 @@ async def test_deleting_or_overwriting_removes_the_copies(tmp_path: Path, mirror
         await wait_for_names(place, [])
 
 
+async def mark_waiting(api: Api, record: CheckpointRecord) -> None:
+    """Leaves the rows of the copies as a deletion does before it deletes the checkpoint's own row."""
+    copies = api.services.store.copies
+    for copy in await copies.list_in([record.directory]):
+        await copies.put(replace(copy, state="waiting", error=None, num_tries=0))
+
+
 async def test_a_crash_after_a_deletion_leaves_no_copy(tmp_path: Path, mirror: str) -> None:
     async with running_api(tmp_path, storage=mirrored(mirror)) as api:
         record = await api.save(await api.run())
         await wait_for_copies(api, record, all_copied)
-        mirrors = api.services.checkpoints._mirror
-        await mirrors.close()
+        await api.services.checkpoints._mirror.close()
         await api.services.checkpoints.files.mark_deleted(record.directory)
-        await mirrors._mark_waiting(record.directory)
+        await mark_waiting(api, record)
         await api.services.store.checkpoints.delete(record)
     assert names_at(mirror)
     async with running_api(tmp_path, storage=mirrored(mirror)) as api:
@@ -274,9 +280,9 @@ async def test_a_checkpoint_deleted_meanwhile_is_not_copied(mirroring: Api, mirr
     """
     record = await mirroring.save(await mirroring.run())
     (copy,) = await wait_for_copies(mirroring, record, all_copied)
-    checkpoints = mirroring.services.checkpoints
-    await checkpoints._mirror.close()
-    await checkpoints._mirror._mark_waiting(record.directory)
+    files, mirrors = mirroring.services.checkpoints.files, mirroring.services.checkpoints._mirror
+    await mirrors.close()
+    await mark_waiting(mirroring, record)
     await mirroring.services.store.checkpoints.delete(record)  # its files still exist
     s3.requests.clear()
     is_removing, may_remove = threading.Event(), threading.Event()
@@ -288,12 +294,12 @@ async def test_a_checkpoint_deleted_meanwhile_is_not_copied(mirroring: Api, mirr
         return False
 
     s3.fails = wait
-    removing = asyncio.create_task(checkpoints._mirror._remove_due())
+    removing = asyncio.create_task(mirrors._remove_due())
     await asyncio.to_thread(is_removing.wait, SOON_SECONDS)
-    assert await asyncio.wait_for(checkpoints._mirror._copy(checkpoints.files, copy), SOON_SECONDS) is None
+    assert await asyncio.wait_for(mirrors._copy(files, copy), SOON_SECONDS) is None
     may_remove.set()
     assert await removing is None
-    assert await checkpoints._mirror._copy(checkpoints.files, copy) is None
+    assert await mirrors._copy(files, copy) is None
     assert not any(request.startswith("PUT") for request in s3.requests)
     assert names_at(mirror) == [] and await mirroring.services.store.copies.list_in([record.directory]) == ()
 
@@ -303,12 +309,13 @@ async def test_a_copy_finished_during_a_deletion_is_still_removed(mirroring: Api
     record = await mirroring.save(await mirroring.run())
     (copy,) = await wait_for_copies(mirroring, record, all_copied)
     checkpoints, store = mirroring.services.checkpoints, mirroring.services.store
-    await checkpoints._mirror.close()
-    async with checkpoints._mirror.deleting(record.directory):
-        await checkpoints._mirror._copy(checkpoints.files, copy)
+    mirrors = checkpoints._mirror
+    await mirrors.close()
+    async with mirrors.deleting(record.directory):
+        await mirrors._copy(checkpoints.files, copy)
         assert [one.state for one in await store.copies.list_in([record.directory])] == ["waiting"]
         await store.checkpoints.delete(record)
-    await checkpoints._mirror._copy(checkpoints.files, copy)
+    await mirrors._copy(checkpoints.files, copy)
     assert [one.state for one in await store.copies.list_in([record.directory])] == ["waiting"]
 
 

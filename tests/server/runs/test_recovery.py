@@ -116,7 +116,7 @@ async def test_operations_are_repeated_in_order_however_long_a_strike_takes_to_w
     await bench.result(1)
     CrashingOperations(bench, (2,), alone=True)
     CrashingOperations(bench, (3,))
-    journal = bench.run._services.journal
+    journal = bench.services.journal
     append = journal.append
 
     async def written_late(header: Header, received: bytes) -> object:
@@ -199,7 +199,7 @@ async def test_a_run_with_only_damaged_snapshots_fails(make_bench: MakeBench) ->
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
         await wait_for_snapshot(bench, seq_id)
-    await wait_until(bench, lambda: not any(entry.seq_id <= 1 for entry in bench.run._state.log._entries))
+    await wait_until(bench, lambda: not any(entry.seq_id <= 1 for entry in bench.logged))
     for seq_id in (1, 2):
         (bench.snapshots / str(seq_id) / "state").write_bytes(b"STATE")
     CrashingOperations(bench, (3,))
@@ -465,7 +465,7 @@ async def test_a_snapshot_whose_writing_kills_the_worker_each_time_is_given_up(
     for seq_id in range(1, 12):
         await bench.optim_step(seq_id)
         assert await bench.result(seq_id) == {"seq_id": seq_id}
-        await wait_until(bench, lambda: not bench.run._snapshots._tasks)
+        await wait_for_snapshots(bench)
     assert not deaths
     assert "takes no more snapshots" in caplog.text
 
@@ -538,10 +538,10 @@ async def test_a_settled_idle_run_needs_nothing_from_the_journal(make_bench: Mak
     await bench.result(1)
     await bench.run.snapshot_if_older_than(held_seconds=100)
     assert not bench.snapshots.exists(), "nothing is that old"
-    await wait_until(bench, lambda: len(bench.run._state.log._entries) == 3)
+    await wait_until(bench, lambda: len(bench.logged) == 3)
     await bench.run.snapshot_if_older_than(held_seconds=0)
     assert {path.name for path in bench.snapshots.iterdir()} == {"2", "2-copy"}
-    assert not bench.run._state.log._entries
+    assert not bench.logged
     (bench.snapshots / "2" / "state").write_bytes(b"STATE")
     # The step over the tainted window is refused even if the run is recovered from the snapshot alone.
     async with resumed(bench, {}):
@@ -599,7 +599,7 @@ async def test_an_idle_run_lost_in_a_crash_is_rebuilt_to_settle_without_warnings
     bench = await make_bench()
     await bench.optim_step(1)
     await bench.result(1)
-    await wait_until(bench, lambda: len(bench.run._state.log._entries) == 2)
+    await wait_until(bench, lambda: len(bench.logged) == 2)
     snapshot, bench.operations.performed = bench.operations.snapshot_run, []
 
     async def lost(run_id: str, directory: Path) -> None:
@@ -795,8 +795,13 @@ async def wait_until(bench: Bench, condition) -> None:
 
 
 async def wait_for_snapshot(bench: Bench, seq_id: int) -> None:
-    snapshots = bench.run._snapshots
-    await wait_until(bench, lambda: snapshots.covers(seq_id) and not snapshots._tasks)
+    await wait_until(bench, lambda: bench.run._snapshots.covers(seq_id))
+    await wait_for_snapshots(bench)
+
+
+async def wait_for_snapshots(bench: Bench) -> None:
+    """Waits until none is being taken."""
+    await wait_until(bench, lambda: not bench.run._snapshots._tasks)
 
 
 # Restored from a copy

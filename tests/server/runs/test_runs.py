@@ -252,15 +252,12 @@ async def test_arrivals_do_not_delay_giving_up_a_gap_while_the_journal_fails(
     bench = await make_bench(gap_seconds=0.1)
     await bench.result(0)
     await bench.forward_backward(2)
-    aside = bench.journal_directory.with_name("aside")
-    bench.run._services.journal._segments._next_segment()
-    bench.journal_directory.rename(aside)
-    async with asyncio.timeout(30):
-        while caplog.text.count("seq_id 1 given up") < 3:
-            with pytest.raises(RequestError, match="free space"):
-                await bench.forward_backward(3)
-            await asyncio.sleep(0.05)
-    aside.rename(bench.journal_directory)
+    with bench.failing_journal():
+        async with asyncio.timeout(30):
+            while caplog.text.count("seq_id 1 given up") < 3:
+                with pytest.raises(RequestError, match="free space"):
+                    await bench.forward_backward(3)
+                await asyncio.sleep(0.05)
     assert await bench.result(2) == {"seq_id": 2}
 
 
@@ -268,11 +265,8 @@ async def test_operations_of_a_run_that_ended_while_the_journal_failed_are_answe
     bench = await make_bench(gap_seconds=0.5)
     await bench.result(0)
     await bench.forward_backward(2)
-    aside = bench.journal_directory.with_name("aside")
-    bench.run._services.journal._segments._next_segment()
-    bench.journal_directory.rename(aside)
-    await bench.run.end("its session ended")
-    aside.rename(bench.journal_directory)
+    with bench.failing_journal():
+        await bench.run.end("its session ended")
     assert (await bench.result(2))["error"] == "its session ended"
 
 
@@ -281,12 +275,8 @@ async def test_an_operation_that_was_not_accepted_starts_no_gap(
 ) -> None:
     bench = await make_bench(gap_seconds=0.1)
     await bench.result(0)
-    aside = bench.journal_directory.with_name("aside")
-    bench.run._services.journal._segments._next_segment()
-    bench.journal_directory.rename(aside)
-    with pytest.raises(RequestError, match="free space"):
+    with bench.failing_journal(), pytest.raises(RequestError, match="free space"):
         await bench.forward_backward(2)
-    aside.rename(bench.journal_directory)
     await asyncio.sleep(0.2)
     assert "Exception in callback" not in caplog.text
     await bench.forward_backward(2)
@@ -356,12 +346,8 @@ async def test_ending_a_run_finishes_the_current_operation_and_fails_queued_ones
 async def test_a_failed_journal_accepts_nothing_and_a_retry_works(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
-    aside = bench.journal_directory.with_name("aside")
-    bench.run._services.journal._segments._next_segment()
-    bench.journal_directory.rename(aside)
-    with pytest.raises(RequestError, match="free space"):
+    with bench.failing_journal(), pytest.raises(RequestError, match="free space"):
         await bench.optim_step(1)
-    aside.rename(bench.journal_directory)
     await bench.optim_step(1)
     assert await bench.result(1) == {"seq_id": 1}
 

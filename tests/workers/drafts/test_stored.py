@@ -31,6 +31,7 @@ from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from ..adapted import relative_error
+from ..model_state import add_noise, change_weights, pending_gradients
 from ..parallel.live_bytes import LiveBytes
 from ..planner.test_estimate import shape_at
 from ..requests import repeatable
@@ -100,7 +101,7 @@ def learn(
 ) -> tuple[ForwardBackwardOutput, Tensor]:
     """Makes one pass, and returns its output and gradient; leaves the draft as it was."""
     (output,) = run_pass(worker, requested)
-    gradient = worker._models.get(run_id).gradients.accumulator.clone()
+    gradient = pending_gradients(worker, run_id)
     worker.clear_gradients(run_id)
     return output, gradient
 
@@ -153,7 +154,7 @@ def test_stored_features_train_like_the_target_bit_for_bit(
     with target_tokens() as runs:
         assert same(learn(worker, referring), online)
         assert not runs, "the target ran"
-    worker._models.get("draft").weights.add_(1e-3)
+    change_weights(worker, "draft", lambda each: each + 1e-3)
     assert not same(learn(worker, referring), online), "a small change of the weights must show"
 
 
@@ -200,7 +201,7 @@ def test_stored_logits_train_like_the_target_read_in_the_same_form(
         worker.set_target("exact", str(tmp_path / "policy-5"))
         exact = learn(worker, request(data, "exact"), "exact")
         assert equal_up_to_rounding(found, exact) is not form.startswith("top"), "only the top logits approximate"
-    worker._models.get("draft").weights.add_(change)
+    change_weights(worker, "draft", lambda each: each + change)
     assert not equal_up_to_rounding(learn(worker, referring), online, error), "a change of the weights must show"
 
 
@@ -434,9 +435,9 @@ def test_capture_does_not_change_the_draft(tiny_models: dict[str, Path], tmp_pat
     worker = new_worker(tiny_models["llama"])
     create_draft(worker)
     run_pass(worker, request(some_data(1)))
-    before = worker._models.get("draft").gradients.accumulator.clone()
+    before = pending_gradients(worker, "draft")
     capture(worker, some_data(2), tmp_path)
-    assert torch.equal(worker._models.get("draft").gradients.accumulator, before)
+    assert torch.equal(pending_gradients(worker, "draft"), before)
 
 
 def test_policies_cannot_use_captured_features(tiny_models: dict[str, Path], tmp_path: Path) -> None:
@@ -520,8 +521,7 @@ class Pair:
         self.worker, self.algorithm, self.features = worker, algorithm, tmp_path / "features"
         self.features.mkdir()
         worker.create_run(RunSpec("policy", training))
-        policy, scale = worker._models.get("policy"), 0.2 if training is LORA else 0.02
-        policy.weights.add_(scale * torch.randn(policy.weights.shape, generator=torch.Generator().manual_seed(1)))
+        add_noise(worker, "policy", 0.2 if training is LORA else 0.02, seed=1)
         create_draft_of(worker, form) if form else create_draft(worker, algorithm=algorithm)
         self._saved = tmp_path / "saved"
         self.retarget()
@@ -587,16 +587,14 @@ def test_one_forward_of_a_policy_also_captures_for_its_draft(
     (alone, _) = run_pass(worker, pair.of_policy(data, forward_only, captures=False), other)
     wanted = torch.empty(0)
     if not forward_only:
-        wanted = worker._models.get("policy").gradients.accumulator.clone()
+        wanted = pending_gradients(worker, "policy")
         worker.clear_gradients("policy")
     (output, theirs) = run_pass(worker, pair.of_policy(data, forward_only), other)
     assert repeatable(output.metrics) == repeatable(alone.metrics)
     assert "features" not in theirs.loss_fn_outputs[0]
     assert len(list(pair.features.iterdir())) == len(data)
     if not forward_only:
-        assert torch.equal(worker._models.get("policy").gradients.accumulator, wanted), (
-            "the capture changed the policy's gradient"
-        )
+        assert torch.equal(pending_gradients(worker, "policy"), wanted), "the capture changed the policy's gradient"
         step(worker, "policy")
         step(worker, "other")
     online, gradient = learn(worker, pair.of_draft(data, None))
@@ -630,7 +628,7 @@ def test_policy_captures_what_its_draft_would_capture(
     if dtype == "float32":  # in bfloat16 the policy's pass rounds otherwise than its draft's
         online, found = (learn(pair.worker, pair.of_draft(data, each)) for each in (None, output))
         assert equal_up_to_rounding(found, online)
-        pair.worker._models.get("draft").weights.add_(1e-3)
+        change_weights(pair.worker, "draft", lambda each: each + 1e-3)
         assert not equal_up_to_rounding(learn(pair.worker, pair.of_draft(data, output)), online)
 
 

@@ -21,6 +21,7 @@ from trainhouse.workers.protocol.calls import Failure, OperationPart, OptimizerS
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.worker.worker import Worker
 
+from ..model_state import add_noise, pending_gradients, pending_window
 from ..requests import repeatable
 
 LENGTHS = (9, 30, 4, 17)
@@ -101,8 +102,7 @@ def loss(worker: Worker, run_id: str = "draft", loss_fn: str = "eagle3") -> floa
 def saved_policy(worker: Worker, directory: Path, seed: int) -> Path:
     """Saves a policy that predicts other tokens than the base model."""
     worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=seed)))
-    adapter = worker._models.get("policy")
-    adapter.weights.add_(0.2 * torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(seed)))
+    add_noise(worker, "policy", 0.2, seed)
     path = directory / f"policy-{seed}"
     path.mkdir(parents=True)
     worker.save_run("policy", str(path), optimizer=False)
@@ -137,24 +137,24 @@ def test_small_micro_batches_give_the_same_gradient(worker: Worker, directory: P
         create_draft(each, algorithm=algorithm)
         outputs += run_pass(each, request(some_data(1), loss_fn=algorithm))
     assert repeatable(outputs[1].metrics) == pytest.approx(repeatable(outputs[0].metrics), rel=1e-5, abs=1e-5)
-    wanted, found = (each._models.get("draft") for each in (worker, other))
-    torch.testing.assert_close(found.gradients.accumulator, wanted.gradients.accumulator, rtol=1e-4, atol=1e-5)
-    assert found.gradients.window.weight_sum == pytest.approx(wanted.gradients.window.weight_sum)
+    wanted, found = (pending_gradients(each, "draft") for each in (worker, other))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    one, another = (pending_window(each, "draft").weight_sum for each in (worker, other))
+    assert another == pytest.approx(one)
     run_pass(other, request(some_data(1)[:1], loss_fn=algorithm))
-    assert (found.gradients.accumulator - wanted.gradients.accumulator).abs().max() > 1e-2
+    assert (pending_gradients(other, "draft") - wanted).abs().max() > 1e-2
 
 
 def test_sums_of_a_batch_do_not_depend_on_how_it_is_split_into_requests(worker: Worker) -> None:
     create_draft(worker)
     data = some_data(1)
     (whole,) = run_pass(worker, request(data))
-    gradients = worker._models.get("draft").gradients
     weights = sum(float(datum.loss_fn_inputs["weights"][1:-1].sum()) for datum in data)
-    assert gradients.window.weight_sum == pytest.approx(weights)
-    gradient = gradients.accumulator.clone()
+    assert pending_window(worker, "draft").weight_sum == pytest.approx(weights)
+    gradient = pending_gradients(worker, "draft")
     worker.clear_gradients("draft")
     parts = [run_pass(worker, request([datum]))[0] for datum in reversed(data)]
-    torch.testing.assert_close(gradients.accumulator, gradient, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(pending_gradients(worker, "draft"), gradient, rtol=1e-4, atol=1e-5)
     for name, value in whole.metrics.items():
         if name.endswith(":sum"):
             assert sum(part.metrics[name] for part in parts) == pytest.approx(value, rel=1e-5, abs=1e-5), name
@@ -192,7 +192,7 @@ def test_a_draft_that_only_proposes_keeps_weights_in_the_dtype_of_products_alone
     assert loss(worker, "proposer") == trained
     kept = worker.memory()["drafts_on_device"] - before
     assert kept == num_bytes * size != (4 + num_bytes) * size
-    worker._models.residency.leave_device()
+    worker.offload()
     assert loss(worker, "proposer") == trained, "after it was away from the device"
 
 
@@ -246,7 +246,7 @@ def test_loss_depends_on_the_saved_policy_that_is_the_target(worker: Worker, tmp
     worker.set_target("draft", str(directory))
     assert loss(worker) == policy_loss
     worker.drop_run("draft")
-    assert not list(worker._models)
+    assert not any(held for name, held in worker.memory().items() if name.startswith(("adapters", "drafts")))
 
 
 def test_impossible_draft_configs_are_refused(worker: Worker) -> None:

@@ -31,6 +31,7 @@ from ...live import live_server
 from ...tiny import FAMILY_KINDS, KINDS, LONG_ROPE, PLAIN_KINDS, YARN_ROPE, tiny_config, tiny_model
 from ..adapted import Adapted
 from ..containers import CONTAINERS, tiny_container
+from ..model_state import add_noise, weights_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -200,8 +201,7 @@ def save_full(model: Path, directory: Path) -> None:
     directory.mkdir()
     worker = Worker(WorkerConfig(ServedModel("tiny", str(model)), threads=1, dtype="float32"))
     worker.create_run(RunSpec("full", FullConfig(seed=0)))
-    weights = worker._models.get("full").weights
-    weights += weights.abs().mean() * torch.randn(weights.shape, generator=torch.Generator().manual_seed(0))
+    add_noise(worker, "full", float(weights_of(worker, "full").abs().mean()))
     worker.save_run("full", str(directory), optimizer=False)
 
 

@@ -6,7 +6,7 @@ import pytest
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 from ...tiny import tiny_model
-from ..parallel.digesting_worker import DIGESTING
+from ..parallel import rank_weights
 from ..parallel.training import layout
 from .releases import RELEASES
 
@@ -18,8 +18,8 @@ EXPERTS = SHAPE | {"moe_intermediate_size": 160}
 
 
 def digests(model: Path, spec: str, scratch: Path) -> list[dict[str, str]]:
-    with layout(model, ParallelSpec.parse(spec), scratch, DIGESTING) as ranks:
-        return ranks.answers("digests")
+    with layout(model, ParallelSpec.parse(spec), scratch) as ranks:
+        return ranks.probe(rank_weights.digests)
 
 
 OF_FLOATS = ("DeepSeek's FP8", "Kimi's INT4", "NVFP4 of ModelOpt")

@@ -82,7 +82,7 @@ class Trained:
 
     @property
     def vocab_size(self) -> int:
-        return self.worker._base.vocab_size
+        return self.worker.info().vocab_size
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
@@ -117,11 +117,15 @@ def saved_model(name: str, directory: Path) -> Path:
     return directory
 
 
+def config_of(model: Path) -> WorkerConfig:
+    return WorkerConfig(ServedModel("tiny", str(model)), device="cpu", threads=1)
+
+
 def train(model: Path, directory: Path, factors: ExpertFactors = "shared", data_seed: int = 7) -> Trained:
-    worker = Worker(WorkerConfig(ServedModel("tiny", str(model)), device="cpu", threads=1))
+    worker = Worker(config_of(model))
     lora = LoraConfig(rank=4, seed=11, expert_factors=factors)
     worker.create_run(RunSpec(RUN, lora))
-    vocab_size = worker._base.vocab_size
+    vocab_size = worker.info().vocab_size
     for seed in (1, 2):
         run_pass(worker, supervised(RUN, seed, 12, 25, vocab_size=vocab_size))
         worker.apply_steps((OptimizerStep(RUN, ADAM.model_copy(update={"learning_rate": 3e-2})),))
@@ -138,7 +142,7 @@ def continued(worker: Worker, directory: Path) -> Outcome:
     """Completes the window, and takes another step."""
     logprobs, metrics = [], []
     for seed in (8, 9):
-        logprobs += run_pass(worker, supervised(RUN, seed, 21, 2, vocab_size=worker._base.vocab_size))
+        logprobs += run_pass(worker, supervised(RUN, seed, 21, 2, vocab_size=worker.info().vocab_size))
         (stepped,) = worker.apply_steps((OptimizerStep(RUN, ADAM),))
         assert isinstance(stepped, dict), stepped
         metrics.append(stepped)
@@ -365,7 +369,7 @@ def generated(model: Any, prompt: np.ndarray) -> Drawn:
 def test_a_run_resumes_from_a_snapshot_exactly(trained: Trained, tmp_path: Path) -> None:
     """The snapshot has a started window; the checkpoint before it does not."""
     for start in (trained.snapshot, trained.exported):
-        worker = Worker(trained.worker._config)
+        worker = Worker(config_of(trained.model))
         worker.create_run(RunSpec(RUN, trained.lora.model_copy(update={"seed": 12})))
         worker.load_run(RUN, str(start), optimizer=True)
         found = continued(worker, tmp_path / start.name)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from ...drawn import assert_same_sample
 from ...tiny import tiny_model
 from ..adapted import relative_error
+from ..model_state import change_weights, pending_gradients
 from ..training.test_full import run, sampled, some_data, stepped, supervised
 
 KINDS = ("qwen3", "qwen3_moe_mixed", "qwen2_moe", "phi3", "nemotron_h_latent")
@@ -50,11 +51,11 @@ def test_4bit_base_trains_and_samples_like_its_rounded_weights(kind: str, tmp_pa
     theirs = a_worker(rounded_model(directory, tmp_path / "rounded"))
     losses = []
     for worker in (ours, theirs, plain):
-        worker._models.get("run").weights.add_(0.02)  # otherwise B is zero
+        change_weights(worker, "run", lambda each: each + 0.02)  # otherwise B is zero
         (output,) = run(worker, supervised("run", some_data(1)))
         losses.append(output.metrics["loss:sum"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] != pytest.approx(losses[2], rel=1e-5)
-    gradients = [worker._models.get("run").gradients.accumulator for worker in (ours, theirs, plain)]
+    gradients = [pending_gradients(worker, "run") for worker in (ours, theirs, plain)]
     assert relative_error(gradients[0], gradients[1]) < 1e-5 < relative_error(gradients[0], gradients[2])
     for worker in (ours, theirs):
         stepped(worker, "run")

@@ -11,7 +11,7 @@ from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
 from .case import Case
-from .counting_worker import COUNTING
+from .exchanges import Exchanges
 from .training import ADAM, Layout, close, distance, largest_error, layout, supervised
 
 CASES = [
@@ -95,7 +95,7 @@ def check(case: Case, training: TrainingConfig, tiny_models: dict[str, Path], tm
 
 
 def test_output_head_is_gathered_only_for_policies(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    with layout(tiny_models["qwen3"], ParallelSpec.parse("fsdp=2"), tmp_path, COUNTING) as where:
+    with layout(tiny_models["qwen3"], ParallelSpec.parse("fsdp=2"), tmp_path) as where:
         where.call("create_run", RunSpec("critic", LoraConfig(rank=4), "critic"))
         where.call("create_run", RunSpec("a", LoraConfig(rank=4)))
         gathered = [num_gathered(where, request) for request in (valued(1, 9, 30), supervised("a", 1, 9, 30))]
@@ -103,6 +103,6 @@ def test_output_head_is_gathered_only_for_policies(tiny_models: dict[str, Path],
 
 
 def num_gathered(where: Layout, request: ForwardBackwardRequest) -> int:
-    before = where.call("num_exchanges")["all_gather"]
+    before = where.probe(Exchanges.num)[0]["all_gather"]
     where.run_pass(request)
-    return where.call("num_exchanges")["all_gather"] - before
+    return where.probe(Exchanges.num)[0]["all_gather"] - before

@@ -14,7 +14,7 @@ from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 
 from .case import Case
-from .short_sighted_worker import SHORT_SIGHTED
+from .drafting import see_own_tokens_only
 from .test_drafts import ALGORITHMS, SHAPES, draft_request
 from .training import ADAM, Layout, close, layout, supervised
 
@@ -130,8 +130,9 @@ def test_ignoring_the_tokens_of_the_next_rank_changes_gradients(tiny_models: dic
     model, case = tiny_models["qwen3"], Case("sp=2")
     with (
         layout(model, SINGLE, tmp_path) as alone,
-        layout(model, case.parallel, tmp_path / "many", SHORT_SIGHTED, **case.options) as many,
+        layout(model, case.parallel, tmp_path / "many", **case.options) as many,
     ):
+        many.probe(see_own_tokens_only)
         assert difference(gradient(many, "eagle3").mean, gradient(alone, "eagle3").mean) > 1e-2
 
 

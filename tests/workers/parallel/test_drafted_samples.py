@@ -16,7 +16,8 @@ from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 from ...drawn import Drawn, all_drawn
 from ..jobs import job
 from .case import Case
-from .drafting_worker import DRAFTING
+from .drafting import Drafting
+from .faults import call_unreadable, lack
 from .training import ADAM, Layout, layout, supervised
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def alone(case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def many(case: Case, alone: Alone, tiny_models: dict[str, Path]) -> Iterator[Layout]:
-    with layout(tiny_models[case.kind], case.parallel, alone.directory, DRAFTING, full_slots=2) as where:
+    with layout(tiny_models[case.kind], case.parallel, alone.directory, full_slots=2) as where:
         load_all(where, alone.directory)
         yield where
 
@@ -135,12 +136,12 @@ def teams_of(where: Layout) -> list[list[int]]:
 
 def forget(where: Layout) -> None:
     """Clears the ranks' records."""
-    for record in ("sampled", "num_overruled"):
-        where.answers(record)
+    where.probe(Drafting.sampled)
+    where.probe(Drafting.num_overruled)
 
 
 def sampled_on_teams(where: Layout) -> list[list[dict[str, list[list[int]]]]]:
-    on_ranks = where.answers("sampled")
+    on_ranks = where.probe(Drafting.sampled)
     return [[on_ranks[rank] for rank in team] for team in teams_of(where)]
 
 
@@ -161,7 +162,7 @@ def test_drafted_samples_equal_one_rank_and_agree_within_teams(alone: Alone, man
         assert team[0], "every team has samples"
         whole |= team[0]
     assert whole == tokens_of(found)
-    assert many.answers("num_overruled") == [0] * many.spec.num_ranks, "all ranks agree to the last bit"
+    assert many.probe(Drafting.num_overruled) == [0] * many.spec.num_ranks, "all ranks agree to the last bit"
 
 
 def test_greedy_tokens_equal_those_without_a_draft(many: Layout) -> None:
@@ -180,7 +181,7 @@ def test_repeated_prompts_hit_the_cache_on_every_rank(alone: Alone, many: Layout
     assert [each.prompt_cache_hit_tokens for each in found] == [0, 64, 0, 64]
     assert len({str(tokens_of({"one": each})) for each in found}) == 1
     assert found[0].guesses is not None and all(each.guesses == found[0].guesses for each in found)
-    assert many.answers("num_overruled") == [0] * many.spec.num_ranks
+    assert many.probe(Drafting.num_overruled) == [0] * many.spec.num_ranks
 
 
 def test_perfect_draft_has_all_tokens_accepted_plus_one(alone: Alone, many: Layout) -> None:
@@ -188,9 +189,9 @@ def test_perfect_draft_has_all_tokens_accepted_plus_one(alone: Alone, many: Layo
     wanted = job("text", prompt, temperature=0.0, max_tokens=4 * (num + 1) + 1)
     text = tokens_of(sampled(alone.where, wanted))["text"][0]
     jobs = [replace(wanted, job_id=f"{i}", draft_id=each, num_draft_tokens=num) for i, each in enumerate(DRAFTS)]
-    many.call("know", {each.job_id: [*prompt, *text] for each in jobs})
+    many.probe(Drafting.know, {each.job_id: [*prompt, *text] for each in jobs})
     found = sampled(many, *jobs)
-    many.call("know", {})
+    many.probe(Drafting.know, {})
     for answer in found.values():
         assert answer.sequences[0].tokens.tolist() == text
         assert answer.guesses is not None
@@ -201,23 +202,23 @@ def test_team_decodes_without_a_draft_that_one_rank_lacks(alone: Alone, many: La
     wanted = tokens_of(alone.samples[0.0])
     last = many.spec.num_ranks - 1
     for rank, lacked, rest in ((last, ["chain"], {"block"}), (0, ["block"], {"chain"}), (last, [*DRAFTS], set())):
-        many.call("lack", rank, *lacked)
+        many.probe(lack, rank, *lacked)
         forget(many)
         found = drawn(many, 0.0)
         assert tokens_of(found) == wanted
         (its_team,) = (team for team in teams_of(many) if rank in team)
-        on_ranks = many.answers("sampled")
+        on_ranks = many.probe(Drafting.sampled)
         assert drafted({job_id: found[job_id] for job_id in on_ranks[rank]}) == rest
         others = [job_id for other in range(last + 1) if other not in its_team for job_id in on_ranks[other]]
         assert drafted({job_id: found[job_id] for job_id in others}) == ({*DRAFTS} if others else set())
-    many.call("lack", 0)
+    many.probe(lack, 0)
     assert drafted(drawn(many, 0.0)) == {*DRAFTS}
 
 
 def test_draft_that_one_rank_cannot_read_is_loaded_on_none(alone: Alone, many: Layout) -> None:
     for rank in (0, many.spec.num_ranks - 1):
         with pytest.raises(OperationError):
-            many.call("call_unreadable", rank, "load_draft", "other", str(alone.directory / "chain"))
+            many.probe(call_unreadable, rank, "load_draft", "other", str(alone.directory / "chain"))
     jobs = [replace(each, draft_id="other") for each in jobs_at(0.0)[:2]]
     assert not drafted(sampled(many, *jobs))
 
@@ -227,12 +228,12 @@ def test_leader_rank_decides_if_draft_weights_differ(alone: Alone, many: Layout)
     last = many.spec.num_ranks - 1
     decodes_alone = teams_of(many)[-1] == [last]
     for draft_id in DRAFTS:
-        many.call("disturb", last, draft_id)
+        many.probe(Drafting.disturb, last, draft_id)
     forget(many)
     found = drawn(many, 0.9)
     assert (tokens_of(found) != tokens_of(alone.samples[0.9])) == decodes_alone
     assert all(rank_samples == team[0] for team in sampled_on_teams(many) for rank_samples in team)
-    assert (many.answers("num_overruled")[last] > 10) != decodes_alone
+    assert (many.probe(Drafting.num_overruled)[last] > 10) != decodes_alone
     load_all(many, alone.directory)
 
 
@@ -240,15 +241,15 @@ def test_leader_rank_decides_if_draft_weights_differ(alone: Alone, many: Layout)
 def test_ranks_that_decide_independently_diverge_or_hang(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """Different draft tokens give different samples; different accepted lengths leave one rank waiting forever."""
     jobs = [each for each in jobs_at(0.9) if each.draft_id == "chain"]
-    with layout(tiny_models["qwen3"], TP, tmp_path, DRAFTING, hang_seconds=10) as where:
+    with layout(tiny_models["qwen3"], TP, tmp_path, hang_seconds=10) as where:
         save_all(where, tmp_path)
         load_all(where, tmp_path)
-        where.call("disturb", 1, "chain")
-        where.call("decide_alone", "from_leader")
+        where.probe(Drafting.disturb, 1, "chain")
+        where.probe(Drafting.decide_alone, "from_leader")
         sampled(where, *jobs)
-        one, other = where.answers("sampled")
+        one, other = where.probe(Drafting.sampled)
         assert one.keys() == other.keys() and one != other
-        where.call("decide_alone", "agree_on_verified")
+        where.probe(Drafting.decide_alone, "agree_on_verified")
         with pytest.raises(WorkerDied):
             sampled(where, *jobs)
 
@@ -256,9 +257,9 @@ def test_ranks_that_decide_independently_diverge_or_hang(tiny_models: dict[str, 
 @pytest.mark.full
 def test_error_while_drafting_on_one_rank_ends_all_ranks(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """The others are in the middle of a pass: all ranks end, and the dispatch restarts them."""
-    with layout(tiny_models["qwen3"], TP, tmp_path, DRAFTING) as where:
+    with layout(tiny_models["qwen3"], TP, tmp_path) as where:
         save_all(where, tmp_path)
         load_all(where, tmp_path)
-        where.call("break_drafting", 1, "out of memory")
+        where.probe(Drafting.break_drafting, 1, "out of memory")
         with pytest.raises(WorkerDied, match=r"rank 1|no memory"):
             sampled(where, *jobs_at(0.0))

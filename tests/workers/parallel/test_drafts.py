@@ -1,7 +1,6 @@
 """Drafts on ranks with their own data learn as on one rank."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +8,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig
-from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE
 
-from ...drawn import as_drawn
 from .case import Case
-from .digesting_worker import DIGESTING
-from .training import ADAM, Layout, close, greedy, largest_error, layout
+from .rank_weights import forward_weights
+from .training import ADAM, Layout, close, largest_error, layout
 
 ALGORITHMS: tuple[Algorithm, ...] = ("eagle3", "dflash")
 CONFIGS = {"eagle3": {"ttt_length": 3}, "dflash": {"seed": 5, "num_anchors": 3}}
@@ -137,7 +134,7 @@ def test_bfloat16_drafts_learn_in_sharded_float32_weights(
     model, options = tiny_models["qwen3"], {"dtype": "bfloat16"}
     with (
         layout(model, SINGLE, tmp_path, **options) as alone,
-        layout(model, case.parallel, tmp_path / "many", DIGESTING, **options, **case.options) as many,
+        layout(model, case.parallel, tmp_path / "many", **options, **case.options) as many,
     ):
         for where in (alone, many):
             where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))
@@ -198,7 +195,7 @@ def computes_with(where: Layout, weights: Mapping[str, np.ndarray]) -> bool:
     wanted = rounded(weights)
     return all(
         np.array_equal(own, part_of(wanted[name], own.shape, rank))
-        for rank, of_rank in enumerate(where.answers("draft_weights", "draft"))
+        for rank, of_rank in enumerate(where.probe(forward_weights, "draft"))
         for name, own in of_rank.items()
     )
 
@@ -208,16 +205,3 @@ def part_of(whole: np.ndarray, shape: tuple[int, ...], rank: int) -> np.ndarray:
         parts = np.split(whole, whole.shape[dim] // size, dim)
         whole = parts[rank % len(parts)]
     return whole
-
-
-@pytest.mark.full
-def test_ranks_that_train_parts_of_a_draft_sample_with_all_of_it(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    case = Case("fsdp=2", draft="tp=2")
-    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.options) as where:
-        where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))
-        where.call("load_draft", "loaded draft", str(where.saved("draft")))
-        jobs = [replace(greedy("a", None, 9), draft_id=name) for name in (None, "loaded draft")]
-        plain, drafted = (where.sample(job)["a"] for job in jobs)
-        assert isinstance(plain, SampleResponse) and isinstance(drafted, SampleResponse)
-        assert drafted.guesses is not None and drafted.guesses.passes
-        assert as_drawn(drafted.sequences[0]) == as_drawn(plain.sequences[0])

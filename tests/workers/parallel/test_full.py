@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from ...drawn import assert_same_sample
 from ...tiny import tiny_model
 from .case import Case
-from .measuring import ACCOUNTING
+from .faults import snapshot_without_memory
+from .rank_bytes import RunBytes
 from .training import ADAM, Layout, close, error, greedy, largest_error, layout, some_data, supervised
-from .watched_worker import WATCHED
 
 CASES = [
     Case("fsdp=2"),
@@ -134,14 +134,15 @@ EXPORTED = [
 def test_exports_are_assembled_only_on_the_first_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """Exports a run, and reads its checkpoint; the control is the run before its step."""
     model, exported = case.model(tiny_models, tmp_path), []
-    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, ACCOUNTING) as many:
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path) as many:
+        many.probe(RunBytes)
         for where in (alone, many):
             where.call("create_run", RunSpec("full", FullConfig(seed=1)))
         for _ in range(2):
             wanted = alone.call("export_adapter", "full").weights
-            before = many.answers("alive")
+            before = many.probe(RunBytes.alive)
             found, *others = many.answers("export_adapter", "full")
-            allocated = [peak - alive for peak, alive in zip(many.answers("peak"), before, strict=True)]
+            allocated = [peak - alive for peak, alive in zip(many.probe(RunBytes.peak), before, strict=True)]
             assert others == [None] * len(others) and error(found.weights, wanted) <= 1e-4
             assert max(allocated[1:]) < 0.01 * wanted.nbytes
             has_all = many.spec.fsdp == many.spec.ep == many.spec.tp == 1
@@ -192,13 +193,13 @@ def test_deleting_a_model_while_it_samples_blocks_no_rank(tiny_models: dict[str,
 
 def test_failed_snapshot_does_not_change_the_gradients(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     spec, norms = ParallelSpec.parse("replicas=2"), []
-    with layout(tiny_models["qwen3"], spec, tmp_path, WATCHED) as where:
+    with layout(tiny_models["qwen3"], spec, tmp_path) as where:
         for fails in (False, True):
             where.call("create_run", RunSpec("full", FullConfig()))
             loss_of(where, 1, 9, 30, 4)
             if fails:
                 with pytest.raises(WorkerError, match="no memory"):
-                    where.call("snapshot_without_memory", "full", str(tmp_path / "nowhere"))
+                    where.probe(snapshot_without_memory, "full", str(tmp_path / "nowhere"))
             norms.append(norm_of_step(where))
             where.call("drop_run", "full")
     assert close(norms[:1], norms[1:])

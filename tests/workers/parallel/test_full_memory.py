@@ -21,7 +21,9 @@ from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from ..planner.test_estimate import ALL_KINDS, OPTIONS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
-from .measuring import ACCOUNTING, Measured, measured
+from .measuring import Measured, measured
+from .rank_bytes import RunBytes
+from .rank_weights import model_size
 
 FULL = FullConfig(seed=0)
 LENGTH = 256
@@ -37,12 +39,12 @@ def near(planned: float, found: float, within: float = 0.1) -> bool:
 
 
 def take_step(where: Measured) -> None:
-    where.of_each("apply_steps", (OptimizerStep("run", AdamParams()),))
+    where.answers("apply_steps", (OptimizerStep("run", AdamParams()),))
 
 
 def held(where: Measured) -> int:
     """Returns the most live bytes of any rank."""
-    return max(where.of_each("alive"))
+    return max(where.probe(RunBytes.alive))
 
 
 @pytest.mark.parametrize("kind", sorted({*ALL_KINDS}))
@@ -64,7 +66,7 @@ LAYOUTS = [
 def test_ranks_hold_the_planned_parts(kind: str, layout: str, tiny_models: dict[str, Path]) -> None:
     shape, spec = shape_at(tiny_models[kind]), ParallelSpec.parse(layout)
     with measured(tiny_models[kind], spec) as where:
-        assert where.of_each("model_size", FULL) == [full_size(shape, spec)] * spec.num_ranks
+        assert where.probe(model_size, FULL) == [full_size(shape, spec)] * spec.num_ranks
     assert spec.num_weight_shards * spec.tp * spec.ep == 1 or full_size(shape, spec) < 0.9 * full_size(shape, SINGLE)
 
 
@@ -75,7 +77,7 @@ def test_trainable_memory_is_as_planned(dtype: str, tiny_models: dict[str, Path]
         take_step(where)
         for _ in range(2):  # a window, and the gradients of an operation
             where.pass_over(LENGTH, LENGTH)
-        assert [each["full_models_on_device"] for each in where.of_each("memory")] == [planned.total]
+        assert [each["full_models_on_device"] for each in where.answers("memory")] == [planned.total]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", pytest.param("qwen3_tied", marks=pytest.mark.full)])
@@ -84,7 +86,7 @@ def test_fsdp_ranks_share_a_large_vocabulary(kind: str, tmp_path: Path) -> None:
     for layout in ("single", "fsdp=2"):
         with measured(model, ParallelSpec.parse(layout), FULL) as where:
             take_step(where)
-            found = where.of_each("memory")
+            found = where.answers("memory")
         held_by[layout] = [each["base_weights"] + each["full_models_on_device"] for each in found]
     (alone,) = held_by["single"]
     assert all(0.49 * alone < rank_bytes < 0.51 * alone for rank_bytes in held_by["fsdp=2"]), held_by
@@ -110,14 +112,14 @@ def test_memory_of_a_rank_is_as_planned(kind: str, layout: str, dtype: str, stat
     learned = planned.trainable
     window_bytes = learned.weights + learned.gradients // 2 + learned.copies
     options = OPTIONS | {"dtype": dtype, "optimizer_states": states}
-    with measured(model, spec, FULL, ACCOUNTING, **options) as where:
+    with measured(model, spec, FULL, RunBytes, **options) as where:
         assert near(window_bytes, held(where))
         assert not near(window_bytes - learned.gradients // 2, held(where))
         take_step(where)
         assert near(window_bytes + learned.optimizer, held(where))
         assert not near(window_bytes, held(where))
         where.pass_over(LENGTH, LENGTH)
-        found = where.peak(LENGTH, LENGTH) + max(each["base_weights"] for each in where.of_each("memory"))
+        found = where.peak(LENGTH, LENGTH) + max(each["base_weights"] for each in where.answers("memory"))
     print(f"| {kind} | {layout} | {dtype}, states {states} | {found / 1e6:.1f} | {planned.total / 1e6:.1f} |")
     assert near(planned.total, found, within=0.05)
     large = [learned.weights, learned.gradients // 2, *([learned.optimizer] if states == "float32" else [])]

@@ -15,7 +15,7 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 
 from ...tiny import tiny_model
-from .counting_worker import COUNTING
+from .exchanges import Exchanges
 from .training import Layout, Numbers, layout, supervised, train
 
 WAYS = ("keep", "recompute", "offload")
@@ -71,7 +71,7 @@ def by_way(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dic
     found = {}
     for way in WAYS:
         options = {"activations": way, "dtype": case.dtype}
-        with layout(model, ParallelSpec.parse(case.spec), tmp_path_factory.mktemp(way), COUNTING, **options) as where:
+        with layout(model, ParallelSpec.parse(case.spec), tmp_path_factory.mktemp(way), **options) as where:
             numbers = train(where, num_steps=1)
             found[way] = Trained(numbers, forward_only(where), exchanges_of_a_layer(where))
     yield found
@@ -85,9 +85,9 @@ def forward_only(where: Layout) -> np.ndarray:
 
 
 def exchanges_of_a_layer(where: Layout) -> dict[str, float]:
-    before = where.call("num_exchanges")
+    before = where.probe(Exchanges.num)[0]
     where.run_pass(supervised("a", 1, 8, 8, 8, 8))
-    after = where.call("num_exchanges")
+    after = where.probe(Exchanges.num)[0]
     return {kind: (number - before[kind]) / NUM_LAYERS for kind, number in after.items()}
 
 

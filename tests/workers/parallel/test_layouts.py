@@ -20,6 +20,8 @@ from trainhouse.workers.protocol.parallel_spec import SINGLE
 
 from ...drawn import Drawn, as_drawn
 from .case import Case
+from .exchanges import Exchanges
+from .faults import MicroBatches, combine_gradients
 from .training import (
     ADAM,
     Layout,
@@ -34,7 +36,6 @@ from .training import (
     supervised,
     train,
 )
-from .watched_worker import WATCHED
 
 pytestmark = pytest.mark.slow
 
@@ -152,13 +153,13 @@ def model(case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.Tem
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Layout, Numbers]]:
     """One rank, and its training results."""
-    with layout(model, SINGLE, tmp_path_factory.mktemp("alone"), WATCHED) as where:
+    with layout(model, SINGLE, tmp_path_factory.mktemp("alone")) as where:
         yield where, train(where)
 
 
 @pytest.fixture(scope="module")
 def many(case: Case, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Layout, Numbers]]:
-    with layout(model, case.parallel, tmp_path_factory.mktemp("many"), WATCHED, **case.options) as where:
+    with layout(model, case.parallel, tmp_path_factory.mktemp("many"), **case.options) as where:
         yield where, train(where)
 
 
@@ -289,7 +290,7 @@ def test_averaged_or_unexchanged_gradients_would_show(
 
 
 def one_step(where: Layout, rule: str) -> StepResult:
-    where.call("follow", rule)
+    where.probe(combine_gradients, rule)
     where.call("create_run", RunSpec("new", LoraConfig(rank=4, seed=3)))
     where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12))
     # Scaled down to avoid clipping, which would make the mean equal the sum.
@@ -299,7 +300,7 @@ def one_step(where: Layout, rule: str) -> StepResult:
     assert isinstance(output, ForwardBackwardOutput)
     weights = load_file(where.saved("new") / "adapter_model.safetensors")
     where.call("drop_run", "new")
-    where.call("follow", "sum")
+    where.probe(combine_gradients, "sum")
     return StepResult(metrics["unclipped_grad_l2:mean"], weights, [each["logprobs"] for each in output.loss_fn_outputs])
 
 
@@ -314,7 +315,7 @@ def test_batches_of_any_size_keep_order_and_use_equal_micro_batch_counts(
     for where, _ in (alone, many):
         where.call("create_run", RunSpec("new", LoraConfig(rank=4, seed=3)))
         where.call("cut_micro_batches", most_tokens)
-        where.call("num_micro_batches")
+        where.probe(MicroBatches.num)
     for lengths in BATCHES:
         for forward_only in (True, False):
             request = supervised("new", sum(lengths), *lengths, forward_only=forward_only)
@@ -330,7 +331,7 @@ def test_batches_of_any_size_keep_order_and_use_equal_micro_batch_counts(
             losses = [loss_of(datum, row) for datum, row in zip(request.data, rows, strict=True)]
             assert close([sum(losses)], [theirs.metrics["loss:sum"]])
             assert not any(close([sum(losses) + loss], [sum(losses)]) for loss in losses)
-            numbers = many[0].answers("num_micro_batches")
+            numbers = many[0].probe(MicroBatches.num)
             if many[0].spec.num_ranks > many[0].spec.replicas:  # replicas exchange nothing meanwhile
                 assert len(set(numbers)) == 1 and numbers[0] > 0, (lengths, numbers)
     for where, _ in (alone, many):
@@ -347,12 +348,12 @@ def test_exchanges_are_as_expected_and_gradients_are_reduced_once_per_step(
 ) -> None:
     """Running a layer without its exchanges, or reducing gradients at each pass, would show."""
     where, _ = many
-    before = where.call("num_exchanges")
+    before = where.probe(Exchanges.num)[0]
     for seed in (1, 2):
         where.run_pass(supervised("a", seed, 8, 8, 8, 8))
-    passed = where.call("num_exchanges")
+    passed = where.probe(Exchanges.num)[0]
     where.call("apply_steps", (OptimizerStep("a", ADAM),))
-    pass_exchanges, step_exchanges = passed - before, where.call("num_exchanges") - passed
+    pass_exchanges, step_exchanges = passed - before, where.probe(Exchanges.num)[0] - passed
     wanted = expected_in_pass(case, where)
     row.exchanges = (
         f"{pass_exchanges.total() + step_exchanges.total()}/{2 * wanted.total() + expected_in_step(case).total()}"
@@ -439,11 +440,11 @@ def test_error_in_a_pass_of_one_rank_fails_or_ends_all_ranks(
 ) -> None:
     """If other ranks wait in the middle of a layer, all ranks end, and the dispatch restarts them."""
     spec = case.parallel
-    with layout(tiny_models[case.kind], spec, tmp_path, WATCHED) as where:
+    with layout(tiny_models[case.kind], spec, tmp_path) as where:
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=3)))
         where.run_pass(supervised("a", 1, 9, 30))
         ranks = [psutil.Process(pid) for pid in where.ranks.pool.pids]
-        where.call("fail", spec.num_ranks - 1, trouble)
+        where.probe(MicroBatches.fail, spec.num_ranks - 1, trouble)
         if spec.num_ranks > spec.replicas:
             with pytest.raises(WorkerDied, match="run_pass failed on one of its ranks, the others waited for it"):
                 where.run_pass(supervised("a", 2, 9, 30))
@@ -453,7 +454,7 @@ def test_error_in_a_pass_of_one_rank_fails_or_ends_all_ranks(
         (failed,) = where.run_pass(supervised("a", 2, 9, 30))
         assert isinstance(failed, Failure)
         assert ("broken" if trouble == "raised" else "out of memory") in failed.message
-        where.call("fail", spec.num_ranks - 1, "")
+        where.probe(MicroBatches.fail, spec.num_ranks - 1, "")
         (refused,) = where.call("apply_steps", (OptimizerStep("a", ADAM),))
         assert isinstance(refused, Failure) and "was refused" in refused.message
         (fine,) = where.run_pass(supervised("a", 3, 9, 30))

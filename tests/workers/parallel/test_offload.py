@@ -13,9 +13,9 @@ from trainhouse.workers.protocol.calls import OperationPart, RunSpec, SampleJob,
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 from .case import Case
+from .faults import break_offload
 from .test_full import Trained
 from .training import Layout, Numbers, layout, supervised, train
-from .watched_worker import WATCHED
 
 CASES = [
     Case("fsdp=2"),
@@ -97,34 +97,34 @@ def test_full_models_train_and_sample_the_same(case: Case, tiny_models: dict[str
 
 @pytest.mark.parametrize("parallel", ["fsdp=2", "tp=2"])
 def test_no_rank_moves_if_one_cannot(parallel: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    with layout(tiny_models["qwen3"], ParallelSpec.parse(parallel), tmp_path, WATCHED) as where:
+    with layout(tiny_models["qwen3"], ParallelSpec.parse(parallel), tmp_path) as where:
         where.call("create_run", RunSpec("a", LoraConfig(rank=4)))
         expected = where.run_pass(supervised("a", 1, 9, 30, forward_only=True))
 
         def on_device() -> list[bool]:
             return [memory["base_weights_on_device"] > 0 for memory in where.answers("memory")]
 
-        where.call("break_offload", 1, "write")
+        where.probe(break_offload, 1, "write")
         with pytest.raises(OperationError, match="the base model cannot leave the device: input/output error"):
             where.call("offload")
         assert on_device() == [True, True]
-        where.call("break_offload", 0, "read")
-        where.call("break_offload", 1, "write", False)
+        where.probe(break_offload, 0, "read")
+        where.probe(break_offload, 1, "write", False)
         with pytest.raises(OperationError, match="the base model"):
             where.call("offload")
         assert on_device() == [False, True]
-        where.call("break_offload", 1, "")
+        where.probe(break_offload, 1, "")
         assert len(where.run_pass(supervised("a", 1, 9, 30, forward_only=True))) == 1
         assert on_device() == [True, True]
         where.call("offload")
         assert on_device() == [False, False]
-        where.call("break_offload", 1, "read")
+        where.probe(break_offload, 1, "read")
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device"):
             where.run_pass(supervised("a", 1, 9, 30, forward_only=True))
         assert on_device() == [True, False]
         where.call("offload")
         assert on_device() == [False, False]
-        where.call("break_offload", 1, "")
+        where.probe(break_offload, 1, "")
         found = where.run_pass(supervised("a", 1, 9, 30, forward_only=True))
         assert on_device() == [True, True]
         for one, other in zip(found, expected, strict=True):

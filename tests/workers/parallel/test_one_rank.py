@@ -12,8 +12,8 @@ from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.workers.protocol.calls import AdapterWeights, Failure, OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
+from .faults import MicroBatches, call_unreadable, call_without_memory, lose_pages, shortest_timeout
 from .training import ADAM, Layout, close, greedy, layout, next_losses, supervised
-from .watched_worker import WATCHED
 
 LOST = "a model's trained state cannot be brought back from disk: input/output error"
 NO_MEMORY = "no memory for the model's weights: no memory for 1 TiB"
@@ -46,15 +46,15 @@ def test_state_lost_on_one_rank_fails_only_its_run(
     spec: str, undisturbed: list[float], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     options = {"adapter_slots": 2, "host_adapter_bytes": 0, "page_directory": str(tmp_path / "pages")}
-    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED, **options) as where:
+    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, **options) as where:
         for run_id in ("a", "b", "c", "d"):  # moves the first two to disk
             where.call("create_run", RunSpec(run_id, LORA))
         losses, saved = next_losses(where, "d"), where.saved("c")
-        where.call("lose_pages", 1)
+        where.probe(lose_pages, 1)
         assert_run_a_is_lost(where, tmp_path)
         for verb, *arguments in (("load_run", "c", str(saved), True), ("read_adapter", str(saved))):
             with pytest.raises(OperationError, match="is damaged: input/output error"):
-                where.call("call_unreadable", 1, verb, *arguments)
+                where.probe(call_unreadable, 1, verb, *arguments)
         where.call("load_run", "c", str(saved), True)
         assert close(losses + next_losses(where, "d"), undisturbed)
         assert not close(losses + losses, undisturbed)
@@ -64,7 +64,7 @@ def test_state_lost_on_one_rank_fails_only_its_run(
 def test_adapter_without_memory_on_one_rank_is_created_on_none(
     spec: str, rank: int, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED) as where:
+    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path) as where:
         where.call("create_run", RunSpec("a", LORA))
         exported = where.call("export_adapter", "a")
         for verb, *arguments in (
@@ -73,7 +73,7 @@ def test_adapter_without_memory_on_one_rank_is_created_on_none(
             ("import_adapter", "c", exported),
         ):
             with pytest.raises(OperationError, match=NO_MEMORY):
-                where.call("call_without_memory", rank, verb, *arguments)
+                where.probe(call_without_memory, rank, verb, *arguments)
             assert numbers_of_adapters(where) == {1}
             where.call(verb, *arguments)
             assert numbers_of_adapters(where) == {2}
@@ -84,7 +84,7 @@ def test_adapter_without_memory_on_one_rank_is_created_on_none(
 def test_sampler_is_unchanged_if_one_rank_cannot_replace_it(
     spec: str, rank: int, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED) as where:
+    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path) as where:
         where.call("create_run", RunSpec("a", LORA))
         before = where.call("export_adapter", "a")
         where.run_pass(supervised("a", 1, 9, 8))
@@ -93,7 +93,7 @@ def test_sampler_is_unchanged_if_one_rank_cannot_replace_it(
         for verb, *arguments in (("copy_adapter", "a", "s"), ("import_adapter", "s", after)):
             where.call("import_adapter", "s", before)
             with pytest.raises(OperationError, match=NO_MEMORY):
-                where.call("call_without_memory", rank, verb, *arguments)
+                where.probe(call_without_memory, rank, verb, *arguments)
             assert has_everywhere(where, "s", before) and not has_everywhere(where, "s", after)
             where.call(verb, *arguments)
             assert has_everywhere(where, "s", after)
@@ -133,10 +133,10 @@ def assert_run_a_is_lost(where: Layout, directory: Path) -> None:
 @pytest.mark.parametrize("spec", ["tp=2", "fsdp=2"])
 def test_ranks_wait_for_a_slow_rank(spec: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """The pass takes longer than hang_seconds, as calls with a larger timeout may: see CallTimeouts."""
-    with layout(tiny_models["qwen3"], ParallelSpec.parse(spec), tmp_path, WATCHED, hang_seconds=5.0) as where:
+    with layout(tiny_models["qwen3"], ParallelSpec.parse(spec), tmp_path, hang_seconds=5.0) as where:
         where.hang_seconds = 60.0  # for the calls
         where.call("create_run", RunSpec("a", LORA))
-        where.call("be_late", 0, 7.0)
+        where.probe(MicroBatches.be_late, 0, 7.0)
         (output,) = where.run_pass(supervised("a", 1, 9, 8))
         assert isinstance(output, ForwardBackwardOutput)
-        assert where.call("shortest_timeout") > 100 * 24 * 3600, "torch's default of half an hour is in force"
+        assert where.probe(shortest_timeout)[0] > 100 * 24 * 3600, "torch's default of half an hour is in force"

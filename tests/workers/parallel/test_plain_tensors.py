@@ -13,7 +13,7 @@ from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 from .case import Case
-from .guarded_worker import GUARDED
+from .dtensor_guard import DTensorGuard
 from .test_critics import valued
 from .test_drafts import ALGORITHMS, draft_request
 from .test_stored_features import create_draft, referring
@@ -41,12 +41,12 @@ MORE_CASES = (
 def test_no_dtensor_takes_part_in_passes_and_decode_steps(
     kind: str, spec: str, tiny_models: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path, GUARDED) as where:
-        assert not any(where.answers("num_dtensors"))
+    with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path) as where:
+        assert not any(where.probe(DTensorGuard.num_dtensors))
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=3, train_attn=kind != "nemotron_h_latent")))
         assert_passes(where)
         assert_samples(where)
-        of_passes, of_steps = (where.answers("seen", during) for during in ("pass", "decode"))
+        of_passes, of_steps = (where.probe(DTensorGuard.seen, during) for during in ("pass", "decode"))
     for seen in (*of_passes, *of_steps):
         assert len(seen.all) > 10, "the pass ran where no operation was seen"
         assert not seen.of_dtensors
@@ -121,11 +121,12 @@ def test_no_dtensor_takes_part_in_the_work_of_other_models(
     name: str, case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = case.model(tiny_models, tmp_path)
-    with layout(model, case.parallel, tmp_path, GUARDED, **case.options) as where:
+    with layout(model, case.parallel, tmp_path, **case.options) as where:
+        where.probe(DTensorGuard)
         WORKS[name](where, tmp_path)
-        assert not any(where.answers("num_dtensors"))
+        assert not any(where.probe(DTensorGuard.num_dtensors))
         for during in ("pass", "step", *(("decode",) if name in ("full_policy", "drafts") else ())):
-            for seen in where.answers("seen", during):
+            for seen in where.probe(DTensorGuard.seen, during):
                 assert len(seen.all) > 10 or (name, during) == ("reference", "step")
                 assert not seen.of_dtensors
 
@@ -138,10 +139,10 @@ def test_no_dtensor_takes_part_in_the_work_of_other_models(
 def test_a_dtensor_in_the_work_of_other_models_would_show(
     name: str, during: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    with layout(tiny_models["qwen3"], ParallelSpec(tp=2), tmp_path, GUARDED) as where:
-        where.call("use_dtensors", during)
+    with layout(tiny_models["qwen3"], ParallelSpec(tp=2), tmp_path) as where:
+        where.probe(DTensorGuard.use_dtensors, during)
         WORKS[name](where, tmp_path)
-        shown = where.answers("seen", "decode" if during == "decode" else "pass")
+        shown = where.probe(DTensorGuard.seen, "decode" if during == "decode" else "pass")
         assert all("aten.mul.Tensor" in seen.of_dtensors for seen in shown)
 
 
@@ -152,20 +153,23 @@ def num_normed(of_ranks: Sequence[Any]) -> int:
 
 
 def test_norms_of_whole_rows_would_show(tiny_models: Mapping[str, Path], tmp_path: Path) -> None:
-    with layout(tiny_models["qwen3"], ParallelSpec(tp=2), tmp_path, GUARDED, tp_activations="whole") as where:
+    with layout(tiny_models["qwen3"], ParallelSpec(tp=2), tmp_path, tp_activations="whole") as where:
+        where.probe(DTensorGuard)
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=3)))
         assert_passes(where)
-        assert num_normed(where.answers("seen", "pass")) == 2 * sum(LENGTHS)
+        assert num_normed(where.probe(DTensorGuard.seen, "pass")) == 2 * sum(LENGTHS)
 
 
 @pytest.mark.parametrize("during", ["forward", "backward", "decode"])
 def test_an_operation_on_a_dtensor_would_show(during: str, tiny_models: Mapping[str, Path], tmp_path: Path) -> None:
-    with layout(tiny_models["qwen3"], ParallelSpec(tp=2), tmp_path, GUARDED) as where:
+    with layout(tiny_models["qwen3"], ParallelSpec(tp=2), tmp_path) as where:
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=3)))
-        where.call("use_dtensors", during)
+        where.probe(DTensorGuard.use_dtensors, during)
         assert_passes(where)
         assert_samples(where)
-        shown = {each: [seen.of_dtensors for seen in where.answers("seen", each)] for each in ("pass", "decode")}
+        shown = {
+            each: [seen.of_dtensors for seen in where.probe(DTensorGuard.seen, each)] for each in ("pass", "decode")
+        }
     expected = "decode" if during == "decode" else "pass"
     assert all("aten.mul.Tensor" in of_rank for of_rank in shown.pop(expected))
     assert not any(of_rank for of_ranks in shown.values() for of_rank in of_ranks)

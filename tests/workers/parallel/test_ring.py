@@ -1,30 +1,25 @@
 """Ring attention equals attention of one rank, in values and gradients."""
 
-import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.tests.workers.parallel.attending_worker import HEAD_DIM, Attending
+from trainhouse.tests.workers.parallel.attending import HEAD_DIM, Attending, attended
 from trainhouse.workers.lora.segment import overlap
 from trainhouse.workers.ops.attention import Packing, attend, pack_lengths
 from trainhouse.workers.ops.partial_attention import attend_part, part_gradients
 from trainhouse.workers.parallel.mesh import Mesh, Team
 from trainhouse.workers.parallel.ring import Ring
 from trainhouse.workers.parallel.token_shard import TokenShard, num_tokens_in
-from trainhouse.workers.pools.base import PoolSpec
-from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
-from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.supervision.ranks import Ranks
 from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
-HANG_SECONDS = 60.0
+from .training import layout
 
 UNEVEN = (13, 1, 2, 30, 5, 5, 8, 40, 3)
 
@@ -53,24 +48,12 @@ CASES = {
 Attends = Callable[[Attending], list[np.ndarray]]
 
 
-@contextmanager
-def attending(num_ranks: int) -> Iterator[Attends]:
-    spec = ParallelSpec(sp=num_ranks)
-    configs = tuple(WorkerConfig(ServedModel("none", ""), threads=1, parallel=spec, rank=i) for i in range(num_ranks))
-    worker = "trainhouse.tests.workers.parallel.attending_worker:AttendingWorker"
-    with asyncio.Runner() as runner:
-        ranks = Ranks(LocalPool(PoolSpec(worker, configs)), spec)
-        runner.run(ranks.start())
-        try:
-            yield lambda case: runner.run(ranks.call("attend", case, hang_seconds=HANG_SECONDS))
-        finally:
-            runner.run(ranks.close())
-
-
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
-def on_ranks(request: pytest.FixtureRequest) -> Iterator[Attends]:
-    with attending(request.param) as attends:
-        yield attends
+def on_ranks(
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Attends]:
+    with layout(tiny_models["qwen3"], ParallelSpec(sp=request.param), tmp_path_factory.mktemp("ranks")) as where:
+        yield lambda case: where.probe(attended, case)[0]
 
 
 def exact(case: Attending, tensors: list[Tensor] | None = None) -> list[Tensor]:

@@ -15,10 +15,10 @@ from trainhouse.workers.protocol.parallel_spec import SINGLE
 
 from ..requests import repeatable
 from .case import Case
-from .counting_worker import COUNTING
+from .exchanges import Exchanges
+from .faults import MicroBatches, miss_features
 from .test_drafts import SHAPES, draft_request
 from .training import ADAM, Layout, close, layout
-from .watched_worker import WATCHED
 
 pytestmark = pytest.mark.slow
 
@@ -93,9 +93,9 @@ def learned(where: Layout, request: ForwardBackwardRequest, run_id: str = "draft
 
 
 def num_exchanged(where: Layout, request: ForwardBackwardRequest) -> int:
-    before = where.call("num_exchanges").total()
+    before = where.probe(Exchanges.num)[0].total()
     learned(where, request)
-    return where.call("num_exchanges").total() - before
+    return where.probe(Exchanges.num)[0].total() - before
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
@@ -106,7 +106,7 @@ def test_features_of_any_rank_serve_all_ranks(
     model, online = case.model(tiny_models, tmp_path), draft_request(algorithm, 1, *LENGTHS)
     with (
         layout(model, SINGLE, tmp_path) as alone,
-        layout(model, case.parallel, tmp_path, COUNTING, **case.options) as many,
+        layout(model, case.parallel, tmp_path, **case.options) as many,
     ):
         for where in (alone, many):
             create_draft(where, algorithm)
@@ -183,19 +183,19 @@ def test_features_missing_on_one_rank_are_recomputed_by_its_team(
     """Files may be deleted between two ranks' lookups, and machines may see different directories."""
     model, online = case.model(tiny_models, tmp_path), draft_request("eagle3", 1, *LENGTHS)
     everything, last = range(len(LENGTHS)), case.parallel.num_ranks - 1
-    with layout(model, case.parallel, tmp_path, WATCHED, **case.options) as where:
+    with layout(model, case.parallel, tmp_path, **case.options) as where:
         create_draft(where, "eagle3")
         offline = referring(where, online, tmp_path / "features")
         wanted = learned(where, offline)
         for missed in ({0: everything}, {last: everything}, {0: (1, 2), last: (0, 2)}):
-            where.call("miss_features", missed)
-            where.call("num_micro_batches")
+            where.probe(miss_features, missed)
+            where.probe(MicroBatches.num)
             assert close(learned(where, offline), wanted)
-            assert where.call("num_micro_batches") > 0, "all ranks run it"
+            assert where.probe(MicroBatches.num)[0] > 0, "all ranks run it"
             assert refs_of(referring(where, online, tmp_path / "features")) == refs_of(offline), "captured again"
-        where.call("miss_features", {})
-        where.call("num_micro_batches")
-        assert learned(where, offline) == wanted and where.call("num_micro_batches") == 0
+        where.probe(miss_features, {})
+        where.probe(MicroBatches.num)
+        assert learned(where, offline) == wanted and where.probe(MicroBatches.num)[0] == 0
         assert not close(wanted, [1.001 * each for each in wanted])
 
 

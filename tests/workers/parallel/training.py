@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -28,7 +28,11 @@ from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.scheduler.supervision.ranks import Ranks
 
-WORKER = "trainhouse.workers.worker.worker:Worker"
+from .probe_worker import PROBE, probe_name
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 RUNS = {"a": LoraConfig(rank=4, seed=11, expert_factors="shared"), "b": LoraConfig(rank=8, seed=12)}
 # With a tiny eps a step is the gradient's sign, even where the gradient is only rounding noise.
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0, eps=1e-2)
@@ -65,6 +69,11 @@ class Layout:
     def answers(self, method: str, *arguments: object) -> list[Any]:
         """Calls all ranks, and returns all their answers."""
         return self._runner.run(self.ranks.call_each(method, *arguments, hang_seconds=self.hang_seconds))
+
+    def probe(self, function: Callable[Concatenate[Any, P], T], *arguments: P.args, **named: P.kwargs) -> list[T]:
+        """Runs a function of tests on all ranks, with the ProbeWorker before the arguments; returns all results. See
+        ProbeWorker.run_probe."""
+        return self.answers("run_probe", probe_name(function), arguments, named)
 
     def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:
         parts = [OperationPart(self._new_operation(), request) for request in requests]
@@ -109,10 +118,13 @@ class Layout:
         return directory
 
 
+AnyLayout = TypeVar("AnyLayout", bound=Layout)
+
+
 @contextmanager
 def layout(
-    model: Path, spec: ParallelSpec, scratch: Path, worker: str = WORKER, kind: type[Layout] = Layout, **options: Any
-) -> Iterator[Layout]:
+    model: Path, spec: ParallelSpec, scratch: Path, worker: str = PROBE, kind: type[AnyLayout] = Layout, **options: Any
+) -> Iterator[AnyLayout]:
     """worker: the class of its ranks."""
     options = {"threads": 1, "kv_cache_bytes": 1 << 22, "hang_seconds": HANG_SECONDS} | options
     config = WorkerConfig(ServedModel("tiny", str(model)), parallel=spec, **options)

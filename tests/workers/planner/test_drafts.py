@@ -1,6 +1,5 @@
 """The planner's memory estimate for draft training equals what ranks use."""
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -26,20 +25,19 @@ from trainhouse.workers.planner.drafts.draft_layouts import draft_layout_that_fi
 from trainhouse.workers.planner.drafts.draft_load import draft_load
 from trainhouse.workers.planner.layout_search import usable_bytes
 from trainhouse.workers.planner.workload import Workload
-from trainhouse.workers.pools.base import PoolSpec
-from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.protocol.calls import OperationPart, OptimizerStep, RunSpec
+from trainhouse.workers.protocol.calls import OptimizerStep, RunSpec
 from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.scheduler.supervision.ranks import Ranks
 from trainhouse.workers.shapes.draft_sizes import DraftSizes
 from trainhouse.workers.shapes.model_shape import ModelShape
 from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
-from ..parallel.measuring import ACCOUNTING, HANG_SECONDS
+from ..parallel.measuring import HANG_SECONDS
+from ..parallel.rank_bytes import RunBytes
 from ..parallel.test_full_memory import near
 from ..parallel.test_stored_features import with_addresses
+from ..parallel.training import Layout, layout
 from .test_estimate import OF_KIND, SCALED, public, shape_at
 
 LENGTH = 1024
@@ -72,9 +70,12 @@ class Case:
         return f"{self.algorithm}-{self.spec}{draft}-{self.dtype}-{self.activations}{form}"
 
     @property
+    def parallel(self) -> ParallelSpec:
+        return ParallelSpec.parse(self.spec)
+
+    @property
     def worker_options(self) -> dict[str, Any]:
         return {
-            "parallel": ParallelSpec.parse(self.spec),
             "draft_parallel": ParallelSpec.parse(self.draft) if self.draft else None,
             "dtype": self.dtype,
             "activations": self.activations,
@@ -82,7 +83,7 @@ class Case:
         }
 
     def planned(self, shape: ModelShape, fields: Mapping[str, int]) -> DraftMemory:
-        spec, wanted = self.worker_options["parallel"], self.worker_options["draft_parallel"]
+        spec, wanted = self.parallel, self.worker_options["draft_parallel"]
         of_worker = {name: self.worker_options[name] for name in ("dtype", "activations", "micro_batch_tokens")}
         load = Workload(longest=LENGTH, samples=False, lora_rank=1, **of_worker)
         draft = draft_load(
@@ -102,26 +103,20 @@ class Case:
         return {"num_anchors": self.fields["num_anchors"], "seed": 1}
 
 
-class Drafting:
+class Drafting(Layout):
     """Ranks that train a draft, with the bytes that it made them allocate."""
 
-    def __init__(self, runner: asyncio.Runner, pool: LocalPool, ranks: Ranks, case: Case) -> None:
-        self._runner, self._pool, self._ranks, self._case = runner, pool, ranks, case
-        self._num_operations = 0
-        self.of_each("create_run", RunSpec("draft", case.config, "draft"))
-
-    def of_each(self, method: str, *arguments: object) -> list[Any]:
-        return self._runner.run(self._pool.broadcast(method, *arguments, hang_seconds=HANG_SECONDS))
+    case: Case
 
     def step(self) -> None:
-        self.of_each("apply_steps", (OptimizerStep("draft", AdamParams()),))
+        self.call("apply_steps", (OptimizerStep("draft", AdamParams()),))
 
-    def run_pass(self, captured: Path | None = None) -> None:
+    def pass_over(self, captured: Path | None = None) -> None:
         """Runs a micro-batch of one sequence on each rank that has data, from features captured in a directory if one
         is given."""
-        random, num_data = np.random.default_rng(0), self._case.worker_options["parallel"].num_data_shares
-        data = tuple(Datum(random.integers(3, 512, LENGTH).astype(np.int32)) for _ in range(num_data))
-        request = ForwardBackwardRequest("draft", 1, data, self._case.algorithm, self._case.options)
+        random, case = np.random.default_rng(0), self.case
+        data = tuple(Datum(random.integers(3, 512, LENGTH).astype(np.int32)) for _ in range(self.spec.num_data_shares))
+        request = ForwardBackwardRequest("draft", 1, data, case.algorithm, case.options)
         if captured is not None:
             place = FeatureLocation(str(captured), captures=True)
             output = self._answer(
@@ -130,27 +125,23 @@ class Drafting:
             request = with_addresses(request, output, captured)
         self._answer(request)
 
+    def peak(self) -> int:
+        return max(self.probe(RunBytes.peak))
+
     def _answer(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        self._num_operations += 1
-        part = OperationPart(self._num_operations, request)
-        (output,) = self._runner.run(self._ranks.run_pass((part,), HANG_SECONDS))
+        (output,) = self.run_pass(request)
         assert isinstance(output, ForwardBackwardOutput), output
         return output
 
 
 @contextmanager
-def drafting(model: Path, case: Case, kind: str = ACCOUNTING) -> Iterator[Drafting]:
-    """kind: the class of its workers."""
-    worker = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, **case.worker_options)
-    configs = tuple(replace(worker, rank=rank) for rank in range(worker.parallel.num_ranks))
-    with asyncio.Runner() as runner:
-        pool = LocalPool(PoolSpec(kind, configs))
-        ranks = Ranks(pool, worker.parallel)
-        runner.run(ranks.start())
-        try:
-            yield Drafting(runner, pool, ranks, case)
-        finally:
-            runner.run(ranks.close())
+def drafting(model: Path, case: Case) -> Iterator[Drafting]:
+    options = {"device": "cpu", "kv_cache_bytes": None, "hang_seconds": HANG_SECONDS} | case.worker_options
+    with layout(model, case.parallel, model, kind=Drafting, **options) as where:
+        where.case = case
+        where.probe(RunBytes)
+        where.call("create_run", RunSpec("draft", case.config, "draft"))
+        yield where
 
 
 UNROLLED, MORE_UNROLLED = {"ttt_length": 3}, {"ttt_length": 5}
@@ -211,12 +202,12 @@ def test_memory_of_stored_logits_that_ranks_exchange_is_as_planned(tmp_path: Pat
     model = tiny_model("qwen3", tmp_path / "model", **(SCALED | {"vocab_size": case.vocab}))
     planned, of_hidden = (each.planned(shape_at(model), fields) for each in (case, replace(case, target_repr=None)))
     with drafting(model, case) as where:
-        where.of_each("set_vocabulary", "draft", np.arange(256, dtype=np.int64))
+        where.call("set_vocabulary", "draft", np.arange(256, dtype=np.int64))
         (tmp_path / "features").mkdir()
-        where.run_pass(tmp_path / "features")
+        where.pass_over(tmp_path / "features")
         where.step()
-        where.run_pass(tmp_path / "features")
-        peak = max(where.of_each("peak"))
+        where.pass_over(tmp_path / "features")
+        peak = where.peak()
     of_draft, without = (each.total - each.target - each.policy for each in (planned, of_hidden))
     print(f"\n{case}: peak {of_draft / peak:.3f} of {peak / 1e6:.1f} MB; {without / peak:.3f} as for hidden states")
     assert as_planned(of_draft, peak) and not as_planned(without, peak)
@@ -229,12 +220,12 @@ def as_planned(planned: float, found: float) -> bool:
 def measured(model: Path, case: Case) -> tuple[int, int]:
     """Returns the bytes that the rank with most keeps between passes, and has in one."""
     with drafting(model, case) as where:
-        where.run_pass()
+        where.pass_over()
         where.step()
-        where.run_pass()
-        held = max(where.of_each("alive"))
-        where.run_pass()
-        return held, max(where.of_each("peak"))
+        where.pass_over()
+        held = max(where.probe(RunBytes.alive))
+        where.pass_over()
+        return held, where.peak()
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])

@@ -36,6 +36,7 @@ from ...tiny import DEFAULT_ROPE, FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, 
 from ..adapted import Adapted
 from ..lineup import COUNTED, LINEUP
 from ..parallel.measuring import LENGTH, LORA, Measured, measured
+from ..parallel.rank_weights import model_size, shapes
 
 ALL_KINDS = (*KINDS, *MORE_KINDS, *FAMILY_KINDS)
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -365,9 +366,9 @@ def test_ranks_use_the_planned_memory(kind: str, layout: str, options: dict[str,
     with measured(model, spec, dtype="float32", **OPTIONS, **options) as where:
         table = by_name(parameters(shape, spec), shape)
         planned = {name: (each.own_shape[0] // each.fsdp, *each.own_shape[1:]) for name, each in table.items()}
-        assert where.of_each("shapes") == [planned] * spec.num_ranks
-        assert {info.num_parameters for info in where.of_each("info")} == {num_parameters(shape)}
-        sizes = where.of_each("model_size", LORA)
+        assert where.probe(shapes) == [planned] * spec.num_ranks
+        assert {info.num_parameters for info in where.answers("info")} == {num_parameters(shape)}
+        sizes = where.probe(model_size, LORA)
         assert sizes == [adapter_size(shape, spec, LORA.rank)] * spec.num_ranks
         found, grows = growth(where, shape, load, 2048, 4096)
         assert 0.9 * found < grows < 1.1 * found
@@ -384,7 +385,7 @@ def test_micro_batches_of_several_adapters_use_the_planned_memory(tmp_path: Path
     shape, load = shape_at(model), replace(LOAD, dtype="float32", activations="recompute")
     with measured(model, SINGLE, dtype="float32", activations="recompute", **OPTIONS) as where:
         alone, planned = growth(where, shape, load, 2048, 4096)
-        where.of_each("create_run", RunSpec("other", LORA))
+        where.answers("create_run", RunSpec("other", LORA))
         where.runs = ("run", "other")
         together, planned_together = growth(where, shape, replace(load, adapter_slots=2), 2048, 4096)
     assert 0.95 * alone < planned < 1.05 * alone
@@ -400,11 +401,11 @@ def test_adapter_takes_the_planned_memory(tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models["qwen3"])
     load = replace(LOAD, dtype="bfloat16")
     with measured(tiny_models["qwen3"], SINGLE, dtype="bfloat16") as where:
-        assert where.of_each("model_size", LORA) == [adapter_size(shape, SINGLE, LORA.rank)]
-        where.of_each("apply_steps", (OptimizerStep("run", AdamParams()),))
+        assert where.probe(model_size, LORA) == [adapter_size(shape, SINGLE, LORA.rank)]
+        where.answers("apply_steps", (OptimizerStep("run", AdamParams()),))
         for _ in range(2):  # a window, and the gradients of an operation
             where.pass_over(LENGTH)
-        (memory,) = where.of_each("memory")
+        (memory,) = where.answers("memory")
     planned = estimate(shape, SINGLE, load)
     assert memory["adapters_on_device"] == planned.trainable.total
     assert memory["base_weights"] == planned.base

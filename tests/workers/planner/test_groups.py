@@ -47,7 +47,7 @@ def test_passes_of_references_and_critics_grow_as_planned(kind: str, layout: str
     with measured(model, spec, dtype="float32", **OPTIONS) as where:
         roles: tuple[Role, ...] = ("reference", "critic")
         for role in roles:
-            where.of_each("create_run", RunSpec(role, LORA, role))
+            where.answers("create_run", RunSpec(role, LORA, role))
         scores, critics = growth(where, "reference"), growth(where, "critic")
     planned = planned_growth(forward_activations, shape, spec, load=load)
     assert 0.9 * scores < planned < 1.15 * scores
@@ -63,10 +63,10 @@ def test_adapters_of_each_role_take_the_planned_memory(tiny_models: dict[str, Pa
     sizes: dict[str, int] = {}
     for role in ("critic", "reference"):
         with measured(tiny_models["qwen3"], SINGLE, dtype="bfloat16") as where:
-            where.of_each("drop_run", "run")
-            where.of_each("create_run", RunSpec(role, LORA, role))
+            where.answers("drop_run", "run")
+            where.answers("create_run", RunSpec(role, LORA, role))
             where.pass_over(512, role=role)
-            (sizes[role],) = (memory["adapters_on_device"] for memory in where.of_each("memory"))
+            (sizes[role],) = (memory["adapters_on_device"] for memory in where.answers("memory"))
     numbers = adapter_size(shape, SINGLE, LORA.rank)
     planned = {role: group_memory(shape, SINGLE, load, [role], 512).waiting for role in sizes}
     assert sizes["reference"] == planned["reference"].models == 6 * numbers

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.resources.lanes import Lanes, current_lane
 from trainhouse.workers.worker.worker import Worker
 
+from ..model_state import pending_gradients
 from ..requests import repeatable, supervised
 
 WAIT_SECONDS = 30
@@ -108,18 +109,21 @@ def test_other_devices_have_one_lane() -> None:
 
 
 @pytest.fixture(scope="module")
-def workers(tiny_models: dict[str, Path]) -> list[Worker]:
-    """Returns a worker with one lane and a worker with two."""
+def workers(tiny_models: dict[str, Path]) -> dict[int, Worker]:
+    """Maps a number of threads to a worker with as many lanes."""
     model = ServedModel("tiny", str(tiny_models["qwen3"]))
-    return [Worker(WorkerConfig(model, threads=threads)) for threads in (1, 2)]
+    return {threads: Worker(WorkerConfig(model, threads=threads)) for threads in (1, 2)}
 
 
 RUNS = {"a": 4, "b": 8, "c": 4}
 
 
-def pass_of_three_runs(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def pass_of_three_runs(
+    workers: Mapping[int, Worker], threads: int, spoil: str | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Returns the answers and gradients of a pass. spoil: the run whose losses overflow."""
-    torch.set_num_threads(1 if worker._passes._max_lanes == 1 else 2)
+    torch.set_num_threads(threads)
+    worker = workers[threads]
     parts = []
     for i, (run_id, rank) in enumerate(RUNS.items()):
         worker.create_run(RunSpec(run_id, LoraConfig(rank=rank, seed=i)))
@@ -128,13 +132,13 @@ def pass_of_three_runs(worker: Worker, spoil: str | None = None) -> tuple[dict[s
         data = tuple(supervised(length, weights=np.full(length, weight)) for length in lengths)
         parts.append(OperationPart(i, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")))
     answers = dict(zip(RUNS, worker.run_pass(tuple(parts)), strict=True))
-    gradients = {run_id: worker._models.get(run_id).gradients.accumulator.clone() for run_id in RUNS if run_id != spoil}
+    gradients = {run_id: pending_gradients(worker, run_id) for run_id in RUNS if run_id != spoil}
     for run_id in RUNS:
         worker.drop_run(run_id)
     return answers, gradients
 
 
-def test_two_lanes_match_one_lane(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_lanes_match_one_lane(workers: dict[int, Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     num_lanes = []
     run = Lanes.run
 
@@ -143,7 +147,7 @@ def test_two_lanes_match_one_lane(workers: list[Worker], monkeypatch: pytest.Mon
         run(self, function, lanes)
 
     monkeypatch.setattr(Lanes, "run", recorded)
-    (one, one_gradients), (two, two_gradients) = map(pass_of_three_runs, workers)
+    (one, one_gradients), (two, two_gradients) = (pass_of_three_runs(workers, threads) for threads in (1, 2))
     assert num_lanes == [1, 2]
     for run_id in RUNS:
         mine, theirs = one[run_id], two[run_id]
@@ -155,16 +159,16 @@ def test_two_lanes_match_one_lane(workers: list[Worker], monkeypatch: pytest.Mon
         assert not torch.allclose(one_gradients[run_id], 0.999 * two_gradients[run_id], rtol=1e-4, atol=1e-5)
 
 
-def test_repeated_pass_is_bit_identical(workers: list[Worker]) -> None:
-    (first, first_gradients), (second, second_gradients) = (pass_of_three_runs(workers[1]) for _ in range(2))
+def test_repeated_pass_is_bit_identical(workers: dict[int, Worker]) -> None:
+    (first, first_gradients), (second, second_gradients) = (pass_of_three_runs(workers, 2) for _ in range(2))
     for run_id in RUNS:
         assert torch.equal(first_gradients[run_id], second_gradients[run_id])
         assert repeatable(first[run_id].metrics) == repeatable(second[run_id].metrics)
 
 
-def test_failure_in_one_lane_leaves_the_others_unchanged(workers: list[Worker]) -> None:
-    answers, gradients = pass_of_three_runs(workers[1])
-    spoiled, spoiled_gradients = pass_of_three_runs(workers[1], spoil="b")
+def test_failure_in_one_lane_leaves_the_others_unchanged(workers: dict[int, Worker]) -> None:
+    answers, gradients = pass_of_three_runs(workers, 2)
+    spoiled, spoiled_gradients = pass_of_three_runs(workers, 2, spoil="b")
     assert isinstance(spoiled["b"], Failure)
     for run_id in spoiled_gradients:
         assert repeatable(spoiled[run_id].metrics) == repeatable(answers[run_id].metrics)

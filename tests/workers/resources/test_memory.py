@@ -189,7 +189,7 @@ def test_micro_batches_fill_a_third_of_the_free_memory(
     def tokens(free: int, micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS) -> int:
         monkeypatch.setattr(machine, "available_bytes", lambda: free)
         config = WorkerConfig(served, device="cpu", threads=1, micro_batch_tokens=micro_batch_tokens)
-        return Worker(config)._passes._token_budget
+        return Worker(config).info().micro_batch_tokens
 
     assert [tokens(of_1024, micro_batch_tokens=0), tokens(of_1024 - 8, micro_batch_tokens=0)] == [1024, 768]
     assert "micro-batches have at most 768 tokens instead of 4096" in caplog.text

@@ -215,8 +215,9 @@ def test_the_size_equals_the_bytes_of_the_tensors(adapted: Adapted) -> None:
 def test_a_nonfinite_sequence_leaves_the_next_one_in_its_slot_alone(adapted: Adapted) -> None:
     sampler, one = new_sampler(adapted), job("a", prompt(20))
     first = answer(sampler, one)
-    for pool in sampler._scheduler.slots.cache._pools.values():
+    cache = sampler._scheduler.slots.cache
+    for pool in cache._pools.values():
         for each in pool.tensors.tensors():
             each.fill_(torch.nan)
-    sampler._scheduler.slots.cache.prefixes = sampler._scheduler.slots.cache._new_prefixes()
+    cache.prefixes = cache._new_prefixes()
     assert_same(answer(sampler, one), first)

@@ -34,7 +34,7 @@ async def recording_dispatch(*runs: str, worker: str = RECORDING) -> AsyncIterat
     """Starts a dispatch with passes of 800 tokens and a backoff so small that crashing often costs no time."""
     model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu")
     dispatch = WorkerDispatch(DispatchConfig((model,), worker=worker, slice_milliseconds=5, pass_tokens=800))
-    dispatch._own["tiny"].group.supervisor.backoff.first = 0.01
+    dispatch.groups[0].supervisor.backoff.first = 0.01
     await dispatch.start(lambda _: None)
     try:
         for run_id in runs:
@@ -183,7 +183,7 @@ def test_a_run_dropped_while_it_is_recreated_leaves_nothing_behind() -> None:
             await asyncio.sleep(0)
             await dispatch.drop_run("a")
             await recreating
-            assert "a" not in dispatch._own["tiny"].group.scheduler.held
+            assert "a" not in dispatch.groups[0].scheduler.held
 
     run(check())
 
@@ -296,7 +296,7 @@ def test_only_the_operation_that_kills_its_worker_is_found_alone() -> None:
             await asyncio.gather(before, *works)
             assert alone["poisoned"] == [False] + [True] * MAX_STRIKES
             assert not any(any(alone[run_id]) for run_id in innocents) and all(alone[run_id] for run_id in innocents)
-            assert dispatch._own["tiny"].group.supervisor.num_deaths == 1 + MAX_STRIKES
+            assert dispatch.groups[0].supervisor.num_deaths == 1 + MAX_STRIKES
             await dispatch.drop_run("poisoned")
             for run_id in innocents:
                 await recreate(dispatch, run_id)
@@ -341,7 +341,7 @@ def test_a_suspect_stays_alone_until_it_is_past_the_fatal_operation() -> None:
                     await asyncio.sleep(0)
                 assert tokens_of_pass((await waiting)[-1]) == (8 if seq_id < 4 else 24)
             await dispatch.drop_run("b")
-            assert not dispatch._own["tiny"].group.scheduler.suspect_runs
+            assert not dispatch.groups[0].scheduler.suspect_runs
 
     run(check())
 
@@ -385,7 +385,7 @@ def test_only_the_sampling_request_that_kills_its_worker_is_found_alone(num_othe
             fatal = alone.pop("dies")
             assert fatal[-MAX_STRIKES:] == [True] * MAX_STRIKES and len(fatal) <= MAX_STRIKES + 3
             assert not any(map(any, alone.values()))
-            assert not any(job_id in dispatch._own["tiny"].group.scheduler.suspect_jobs for job_id in alone)
+            assert not any(job_id in dispatch.groups[0].scheduler.suspect_jobs for job_id in alone)
 
     run(check())
 
@@ -479,7 +479,7 @@ def test_later_requests_are_never_suspected() -> None:
             await asyncio.gather(*works.values())
             assert alone.pop("dies later") == [False, *[True] * MAX_STRIKES]
             assert not any(any(each) for each in [*alone.values(), *later.values()])
-            assert dispatch._own["tiny"].group.supervisor.num_deaths == 1 + MAX_STRIKES and len(later) > 3
+            assert dispatch.groups[0].supervisor.num_deaths == 1 + MAX_STRIKES and len(later) > 3
             await cancel_all([submitting])
 
     run(check())
@@ -497,7 +497,7 @@ def test_each_of_several_poison_requests_is_found() -> None:
 
             await asyncio.gather(*map(sample, alone))
             assert {name for name, flags in alone.items() if sum(flags)} == culprits
-            assert dispatch._own["tiny"].group.supervisor.num_deaths <= len(culprits) * (MAX_STRIKES + 3)
+            assert dispatch.groups[0].supervisor.num_deaths <= len(culprits) * (MAX_STRIKES + 3)
 
     run(check())
 

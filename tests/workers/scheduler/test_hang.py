@@ -172,7 +172,7 @@ def test_only_unexpectedly_slow_passes_are_hangs() -> None:
         async with recording_dispatch(hang_seconds=1) as dispatch:
             for _ in range(2):
                 await dispatch.forward_backward(operation(seconds=1.2))
-            assert dispatch._own["tiny"].group.supervisor.num_deaths == 0
+            assert dispatch.groups[0].supervisor.num_deaths == 0
             with pytest.raises(WorkerLost, match="it hung"):
                 await dispatch.forward_backward(operation(seconds=60))
 

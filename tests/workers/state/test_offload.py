@@ -24,6 +24,7 @@ from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from ..jobs import answers, job
+from ..model_state import weights_of
 from ..training.test_full import run, some_data, stepped, supervised
 
 DEVICES = [
@@ -251,7 +252,7 @@ def test_an_optimizer_cleared_while_offloaded_is_not_reloaded(tmp_path: Path) ->
     worker.drop_run("full")
     assert sampled(worker, "sampler") == expected
     memory = worker.memory()
-    assert memory["full_models"] == 4 * worker._models.get("sampler").layout.size
+    assert memory["full_models"] == 4 * weights_of(worker, "sampler").numel()
 
 
 def test_changing_tensors_are_copied_each_time() -> None:

@@ -28,6 +28,7 @@ from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForTokenClassification
 
 from ..adapted import peft_parameters, quieten_peft
+from ..model_state import add_noise, pending_gradients
 from ..requests import repeatable
 
 LENGTHS = (9, 30, 4, 17)
@@ -44,8 +45,7 @@ def worker(directory: Path) -> Worker:
     worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1))
     for number, (run_id, role) in enumerate((("critic", "critic"), ("other", "critic"), ("policy", "policy"))):
         worker.create_run(RunSpec(run_id, LoraConfig(rank=4, seed=number), role))
-        adapter = worker._models.get(run_id)
-        adapter.weights.add_(0.05 * torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(number)))
+        add_noise(worker, run_id, 0.05, number)
     return worker
 
 
@@ -128,7 +128,7 @@ def test_critics_and_a_policy_in_one_pass_equal_each_alone(worker: Worker) -> No
         value_request("other", some_values(4, (6, 22))),
     )
     together = run(worker, *requests)
-    gradients = {each.model_id: worker._models.get(each.model_id).gradients.accumulator.clone() for each in requests}
+    gradients = {each.model_id: pending_gradients(worker, each.model_id) for each in requests}
     for request, found in zip(requests, together, strict=True):
         worker.clear_gradients(request.model_id)
         (alone,) = run(worker, request)
@@ -136,7 +136,7 @@ def test_critics_and_a_policy_in_one_pass_equal_each_alone(worker: Worker) -> No
         for one, other in zip(found.loss_fn_outputs, alone.loss_fn_outputs, strict=True):
             assert one.keys() == other.keys()
             assert all(close(one[name], torch.from_numpy(other[name])) for name in one)
-        own = worker._models.get(request.model_id).gradients.accumulator
+        own = pending_gradients(worker, request.model_id)
         assert close(gradients[request.model_id], own) and not close(1.01 * gradients[request.model_id] + 1e-4, own)
 
 
@@ -176,7 +176,7 @@ def test_values_near_the_old_ones_are_not_clipped_by_an_ulp(worker: Worker) -> N
 
 def test_a_snapshot_keeps_a_critics_pending_gradients(worker: Worker, tmp_path: Path) -> None:
     run(worker, value_request("critic", some_values(8)))
-    waiting = worker._models.get("critic").gradients.accumulator.clone()
+    waiting = pending_gradients(worker, "critic")
     assert waiting.any()
     worker.begin_snapshot(1, "critic", str(tmp_path))
     deadline = time.monotonic() + 30
@@ -185,7 +185,7 @@ def test_a_snapshot_keeps_a_critics_pending_gradients(worker: Worker, tmp_path: 
     assert ended == {1: None}
     run(worker, value_request("critic", some_values(9)))
     worker.load_run("critic", str(tmp_path), True)
-    assert torch.equal(worker._models.get("critic").gradients.accumulator, waiting)
+    assert torch.equal(pending_gradients(worker, "critic"), waiting)
 
 
 def test_a_checkpoint_without_a_role_is_a_policy(worker: Worker, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Tests full fine-tuning against transformers and torch.optim.AdamW: every gradient, and the weights after steps."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from ...drawn import as_drawn, assert_same_sample
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, PLAIN_KINDS, tiny_model
 from ..adapted import relative_error
 from ..jobs import answers, job
+from ..model_state import pending_gradients, saved_state, weights_of
 from ..requests import repeatable
 from .test_critic import plain_loss, some_values, value_request
 
@@ -265,12 +266,12 @@ def test_a_failed_operation_leaves_no_gradients(tmp_path: Path) -> None:
     worker = a_worker(tiny_model("qwen3", tmp_path))
     worker.create_run(RunSpec("full", FullConfig()))
     run(worker, supervised("full", some_data(1)))
-    before = worker._models.get("full").gradients.accumulator.clone()
+    before = pending_gradients(worker, "full")
     bad = some_data(2)
     bad[1].loss_fn_inputs["weights"][3] = 3e38
     (answer,) = worker.run_pass((OperationPart(7, supervised("full", bad)),))
     assert isinstance(answer, Failure) and "not finite" in answer.message, answer
-    assert torch.equal(worker._models.get("full").gradients.accumulator, before)
+    assert torch.equal(pending_gradients(worker, "full"), before)
     # The base takes no gradients.
     assert not any(each.requires_grad or each.grad is not None for each in worker._base.model.parameters())
 
@@ -432,7 +433,7 @@ def test_a_checkpoint_of_another_kind_is_refused(case: str, tmp_path: Path) -> N
     for run_id in ("other", "full"):
         (tmp_path / run_id).mkdir()
         worker.save_run(run_id, str(tmp_path / run_id), optimizer=True)
-    before = worker._models.get("full").weights.clone()
+    before = weights_of(worker, "full")
     with pytest.raises(OperationError, match=message):
         worker.load_run("full", str(tmp_path / "other"), True)
     with pytest.raises(OperationError, match=r"create a model with training full|load it into a policy"):
@@ -443,7 +444,7 @@ def test_a_checkpoint_of_another_kind_is_refused(case: str, tmp_path: Path) -> N
     (tmp_path / "full" / "model.safetensors").unlink()
     with pytest.raises(OperationError, match=r"is incomplete: it has no model\.safetensors"):
         worker.load_run("full", str(tmp_path / "full"), True)
-    assert torch.equal(worker._models.get("full").weights, before)
+    assert torch.equal(weights_of(worker, "full"), before)
 
 
 def test_inflight_samplers_use_the_newest_weights(tmp_path: Path) -> None:
@@ -482,8 +483,7 @@ def test_models_paged_to_disk_continue_bit_equal(tmp_path: Path) -> None:
     assert places == [1, 0, 3] and memory["full_models_on_disk"] > 0
     assert unpaged.memory()["num_full_models_on_device"] == 4
     for run_id in (*ids, "sampler"):
-        with paged._models.resident([run_id]) as (one,), unpaged._models.resident([run_id]) as (other,):
-            assert torch.equal(one.weights, other.weights)
+        assert torch.equal(weights_of(paged, run_id), weights_of(unpaged, run_id))
     for one, other in zip(*(sampled(worker, "sampler", "sampler") for worker in (paged, unpaged)), strict=True):
         assert_same_sample(one.sequences[0], other.sequences[0])
 
@@ -537,8 +537,12 @@ def test_each_verb_reloads_only_what_it_needs(tmp_path: Path) -> None:
     for _, act, _ in table[:9]:
         act(undisturbed)
     backward(undisturbed, 4), stepped(undisturbed, "one")
-    with worker._models.resident(["one"]) as (one,), undisturbed._models.resident(["one"]) as (other,):
-        assert torch.equal(one.weights, other.weights) and torch.equal(one.exp_avg_sq, other.exp_avg_sq)
+    assert_same_state(saved_state(worker, "one"), saved_state(undisturbed, "one"))
+
+
+def assert_same_state(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys() and any("exp_avg_sq" in name for name in wanted)
+    assert all(torch.equal(found[name], each) for name, each in wanted.items())
 
 
 def test_ten_switches_take_no_more_memory_than_one(tmp_path: Path) -> None:
@@ -562,8 +566,7 @@ def test_a_move_that_fails_half_way_leaves_the_model_where_it_was(
     for run_id in ("one", "other"):
         worker.create_run(RunSpec(run_id, FullConfig()))
         trained(worker, run_id, 1)
-    with worker._models.resident(["one"]) as (model,):
-        wanted = model.exp_avg.clone()
+    wanted = saved_state(worker, "one")
     run(worker, supervised("other", some_data(3), True))
     read, calls = os.preadv, []
 
@@ -577,8 +580,7 @@ def test_a_move_that_fails_half_way_leaves_the_model_where_it_was(
         patch.setattr(os, "preadv", broken)
         (answer,) = worker.run_pass((OperationPart(0, supervised("one", some_data(3))),))
     assert isinstance(answer, Failure) and "input/output error" in answer.message and len(calls) == 2
-    with worker._models.resident(["one"]) as (model,):
-        assert torch.equal(model.exp_avg, wanted)
+    assert_same_state(saved_state(worker, "one"), wanted)
     worker.clear_gradients("one")
     assert trained(worker, "one", 1, first=4)
 
@@ -588,7 +590,7 @@ def test_8bit_optimizer_states_train_nearly_like_float32(tmp_path: Path) -> None
     ours, theirs = a_worker(directory, optimizer_states="8bit"), a_worker(directory)
     for worker in (ours, theirs):
         worker.create_run(RunSpec("full", FullConfig()))
-    at_first = ours._models.get("full").weights.clone()
+    at_first = weights_of(ours, "full")
     losses = [trained(worker, "full", 8) for worker in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] != losses[1]
     one, other = (worker._models.get("full") for worker in (ours, theirs))
@@ -685,12 +687,12 @@ def test_overwriting_a_sampler_does_not_change_the_runs_weights(tmp_path: Path) 
     exported = worker.export_adapter("full")
     exported = replace(exported, weights=exported.weights.copy())
     trained(worker, "full", 2)
-    before = worker._models.get("full").weights.clone()
+    before = weights_of(worker, "full")
     worker.load_adapter("sampler", str(tmp_path / "early"))
-    assert worker._models.get("sampler") is worker._models.get("full")
+    assert torch.equal(weights_of(worker, "sampler"), before), "they share the weights"
     worker.import_adapter("sampler", exported)
-    assert torch.equal(worker._models.get("full").weights, before)
-    assert not torch.equal(worker._models.get("sampler").weights, before)
+    assert torch.equal(weights_of(worker, "full"), before)
+    assert not torch.equal(weights_of(worker, "sampler"), before)
 
 
 def test_a_partly_loaded_checkpoint_refuses_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

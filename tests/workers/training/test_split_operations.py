@@ -17,6 +17,7 @@ from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
 from trainhouse.workers.training.pass_runner import rounds
 from trainhouse.workers.worker.worker import Worker
 
+from ..model_state import pending_gradients, pending_window
 from ..requests import repeatable
 
 LORA = LoraConfig(rank=4, seed=1)
@@ -25,10 +26,13 @@ SIZES = (2, 3, 1)
 
 
 @pytest.fixture(scope="module")
-def module_worker(tiny_models: dict[str, Path]) -> Worker:
-    return Worker(
-        WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), device="cpu", threads=1, adapter_slots=2)
-    )
+def config(tiny_models: dict[str, Path]) -> WorkerConfig:
+    return WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), device="cpu", threads=1, adapter_slots=2)
+
+
+@pytest.fixture(scope="module")
+def module_worker(config: WorkerConfig) -> Worker:
+    return Worker(config)
 
 
 @pytest.fixture
@@ -141,15 +145,17 @@ def test_a_failed_part_fails_the_whole_operation(bad_part: int, worker: Worker) 
         assert "are gone" in expect_failure(run(worker, late)).message
 
 
-def test_a_retried_part_starts_from_scratch(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retried_part_starts_from_scratch(
+    worker: Worker, config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another operation of the pass fails after the part has run, so that the part is retried."""
     monkeypatch.setitem(LOSSES, "broken", replace(LOSSES["ppo"], function=explodes))
     request = some_request()
     expected = expect_output(run(worker, OperationPart(0, request)))
-    gradient = adapter_of(worker).gradients.accumulator.clone()
+    gradient = pending_gradients(worker, "run")
     worker.clear_gradients("run")
     # Longer sequences run first, so the part's run before the broken one.
-    worker = Worker(replace(worker._config, micro_batch_tokens=1))
+    worker = Worker(replace(config, micro_batch_tokens=1))
     for run_id in ("run", "other"):
         worker.create_run(RunSpec(run_id, LORA))
     inputs = {"target_tokens": np.zeros(1, np.int64), "logprobs": np.zeros(1), "advantages": np.ones(1)}
@@ -161,7 +167,7 @@ def test_a_retried_part_starts_from_scratch(worker: Worker, monkeypatch: pytest.
     assert "ArithmeticError: boom" in expect_failure(answers[1]).message
     metrics = repeatable(expect_output(run(worker, last)).metrics)
     assert metrics == pytest.approx(repeatable(expected.metrics), rel=1e-6)
-    assert float((adapter_of(worker).gradients.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+    assert float((pending_gradients(worker, "run") - gradient).norm() / gradient.norm()) < 1e-6
 
 
 DISCARDING: dict[str, Callable[[Worker, Path], None]] = {
@@ -180,7 +186,6 @@ def test_dropping_clearing_or_loading_a_run_discards_its_unfinished_operation(
     others = parts_of(some_request("other"), operation_id=8)
     assert worker.run_pass((first, others[0])) == (None, None)
     DISCARDING[how](worker, tmp_path)
-    assert list(worker._passes._unfinished) == [8]
     failure = expect_failure(run(worker, second))
     assert "the results of the 2 data before these are gone" in failure.message
     assert failure.category == "server"
@@ -190,15 +195,14 @@ def test_dropping_clearing_or_loading_a_run_discards_its_unfinished_operation(
 def test_an_unfinished_operation_survives_an_offload_of_its_adapter(worker: Worker) -> None:
     """Three runs take turns on two slots."""
     expected = expect_output(run(worker, OperationPart(0, some_request())))
-    gradient = adapter_of(worker).gradients.accumulator.clone()
+    gradient = pending_gradients(worker, "run")
     worker.clear_gradients("run")
     worker.create_run(RunSpec("third", LORA))
     for part in parts_of(some_request()):
         answer = run(worker, part)
         worker.run_pass((OperationPart(1, some_request("other")), OperationPart(2, some_request("third"))))
     assert repeatable(expect_output(answer).metrics) == pytest.approx(repeatable(expected.metrics), rel=1e-6)
-    with worker._models.resident(["run"]) as (adapter,):
-        assert float((adapter.gradients.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+    assert float((pending_gradients(worker, "run") - gradient).norm() / gradient.norm()) < 1e-6
     worker.drop_run("third")
 
 
@@ -207,7 +211,7 @@ def test_operations_of_one_run_in_a_pass_accumulate_in_order(worker: Worker) -> 
     first, _, third = (replace(some_request(), data=some_request().data[i : i + 2]) for i in (0, 2, 4))
     for request in (first, third):
         expect_output(run(worker, OperationPart(0, request)))
-    expected = adapter_of(worker).gradients.accumulator.clone()
+    expected = pending_gradients(worker, "run")
     worker.clear_gradients("run")
     bad = with_bad_datum(OperationPart(1, some_request()), 4)
     answers = worker.run_pass(
@@ -219,8 +223,8 @@ def test_operations_of_one_run_in_a_pass_accumulate_in_order(worker: Worker) -> 
         "ForwardBackwardOutput",
         "ForwardBackwardOutput",
     ]
-    assert torch.equal(adapter_of(worker).gradients.accumulator, expected)
-    assert adapter_of(worker).gradients.window.num_operations == 2
+    assert torch.equal(pending_gradients(worker, "run"), expected)
+    assert pending_window(worker, "run").num_operations == 2
     (step,) = worker.apply_steps((OptimizerStep("run", AdamParams()),))
     assert "datum 4" in expect_failure(step).message
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
@@ -21,7 +20,8 @@ from trainhouse.workers.sampler.requests.token_choice import DraftTokens
 from trainhouse.workers.worker.worker import Worker
 
 from ...jobs import job
-from .test_speculation import Target, assert_same_samples, run, tokens
+from ...model_state import add_noise
+from .test_speculation import Target, assert_same_samples, draft_caches, forget_prefixes, run, tokens
 from .test_speculation import target as target
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ Probabilities = list[Tensor]
 @pytest.fixture
 def worker(target: Target) -> Worker:
     """Returns a worker with an empty cache."""
-    worker = Worker(target.worker._config)
+    worker = Worker(target.config)
     load_drafts(worker, target)
     return worker
 
@@ -89,7 +89,7 @@ def answer(worker: Worker, wanted: SampleJob) -> SampleResponse:
 
 def answer_uncached(worker: Worker, wanted: SampleJob) -> SampleResponse:
     """Answers with an empty prefix cache."""
-    worker._sampler.forget_all()
+    forget_prefixes(worker)
     return answer(worker, wanted)
 
 
@@ -188,8 +188,7 @@ def test_prefixes_are_valid_only_for_their_draft_and_weights(worker: Worker, tar
 
     assert [hits(each) for each in (None, "trained", "trained", "blocks", "blocks", None)] == [0, 0, 96, 0, 96, 96]
     assert [hits("trained", "adapter"), hits("trained", "adapter")] == [0, 96]
-    weights = worker._models.get("policy").weights
-    weights.add_(0.1 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(0)))
+    add_noise(worker, "policy", 0.1)
     worker.copy_adapter("policy", "adapter")
     assert [hits("trained", "adapter"), hits("trained", "adapter"), hits("trained")] == [0, 96, 96]
     worker.load_draft("trained", str(target.directory / "random"))
@@ -211,7 +210,7 @@ def test_the_sampler_of_a_full_model_finds_its_earlier_prefixes(worker: Worker) 
 
 @pytest.mark.parametrize("draft_id", DRAFTS)
 def test_chunked_prompts_continue_from_cached_prefixes(worker: Worker, target: Target, draft_id: str) -> None:
-    chunked = Worker(replace(worker._config, prefill_chunk_tokens=16))
+    chunked = Worker(replace(target.config, prefill_chunk_tokens=16))
     load_drafts(chunked, target)
     other = replace(drafting_job(draft_id, text(5, 7), max_tokens=150, seed=3), job_id="other")
     found = []
@@ -235,14 +234,15 @@ def test_a_sample_begun_before_its_draft_changed_leaves_no_prefix(worker: Worker
 
 def test_draft_prefixes_are_counted_evicted_and_dropped_with_the_draft(worker: Worker, target: Target) -> None:
     """Evicts the least recently used prefix first, of the model or of a draft."""
-    small = Worker(replace(worker._config, kv_cache_bytes=1 << 19))
+    config = replace(target.config, kv_cache_bytes=1 << 19)
+    small = Worker(config)
     load_drafts(small, target)
     budget = small._sampler._shared.cache.budget
     for number in range(30):
         answer(small, drafting_job(DRAFTS[number % 2], text(60 + number, number), max_tokens=12))
         memory = small.memory()
-        kept = [cache.prefixes.num_bytes for cache in small._sampler._of_base._proposer._caches._caches.values()]
-        assert memory["kv_cache"] <= small._config.kv_cache_bytes and budget.held_bytes() == 0
+        kept = [cache.prefixes.num_bytes for cache in draft_caches(small)]
+        assert memory["kv_cache"] <= config.kv_cache_bytes and budget.held_bytes() == 0
         assert memory["kv_cache_of_drafts"] == sum(kept) > 0
         on_device = sum(each.nbytes for each in budget.tensors())
         assert memory["kv_cache"] >= on_device > 0

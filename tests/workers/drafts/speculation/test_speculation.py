@@ -23,6 +23,7 @@ from trainhouse.workers.worker.worker import Worker
 from ....drawn import as_drawn
 from ....tiny import tiny_model
 from ...jobs import answers, job, slices
+from ...model_state import add_noise
 from ...sampler.test_distribution import CASES, LEAST_P_VALUE, LENGTH, NUM_SEQUENCES, PROMPT, Model, p_value, tokens_of
 from ...sampler.test_distribution import model as model
 
@@ -46,6 +47,7 @@ class Target:
     """
 
     worker: Worker
+    config: WorkerConfig
     rollouts: np.ndarray
     directory: Path
 
@@ -83,7 +85,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Returns a model whose weights are so large that the likeliest token leads by far."""
     directory = tmp_path_factory.mktemp("target")
     tiny_model("llama", directory / "model", num_hidden_layers=4, initializer_range=0.2)
-    worker = Worker(WorkerConfig(ServedModel("tiny", str(directory / "model")), threads=1, full_slots=5))
+    config = WorkerConfig(ServedModel("tiny", str(directory / "model")), threads=1, full_slots=5)
+    worker = Worker(config)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 512, 4) for _ in range(12)]
     found = run(worker, *(job(str(i), prompt, temperature=0.0, max_tokens=40) for i, prompt in enumerate(prompts)))
@@ -93,7 +96,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     make_draft(worker, "small vocabulary", directory / "small vocabulary", draft_vocab_size=300)
     make_draft(worker, "blocks", directory / "blocks", rollouts, **BLOCKS)
     make_draft(worker, "random blocks", directory / "random blocks", **BLOCKS)
-    return Target(worker, rollouts, directory)
+    return Target(worker, config, rollouts, directory)
 
 
 def run(worker: Worker, *jobs: SampleJob, **options: Any) -> dict[str, SampleResponse]:
@@ -203,10 +206,13 @@ def test_samples_with_several_drafts_or_none_run_together(target: Target) -> Non
     assert drafting_ids == {"trained", "blocks", "random", "random blocks"}
 
 
+SMALL_CACHE = 1 << 19
+
+
 @pytest.fixture(scope="module")
 def small_cache(target: Target) -> Worker:
     """Returns a worker whose cache has no room for all samples."""
-    small_cache = Worker(replace(target.worker._config, kv_cache_bytes=1 << 19))
+    small_cache = Worker(replace(target.config, kv_cache_bytes=SMALL_CACHE))
     for draft_id in ("trained", "blocks", "random", "random blocks"):
         small_cache.load_draft(draft_id, str(target.directory / draft_id))
     return small_cache
@@ -243,7 +249,7 @@ def test_preempted_samples_draft_again(
     same = [each.job_id for each in jobs if each.job_id not in flipped]
     assert [found[job_id].guesses for job_id in same] == [wanted[job_id].guesses for job_id in same]
     assert small_cache._sampler.held_bytes() == 0
-    assert not small_cache._sampler._of_base._proposer._states
+    assert not engine_of(small_cache)._proposer._states
 
 
 def test_draft_caches_are_reported_within_the_budget_and_offloaded(target: Target, small_cache: Worker) -> None:
@@ -256,7 +262,7 @@ def test_draft_caches_are_reported_within_the_budget_and_offloaded(target: Targe
     for number, result in enumerate(slices(small_cache.sample_slice, *jobs)):
         found |= result.finished
         memory = small_cache.memory()
-        assert memory["kv_cache_of_drafts"] < memory["kv_cache"] <= small_cache._config.kv_cache_bytes
+        assert memory["kv_cache_of_drafts"] < memory["kv_cache"] <= SMALL_CACHE
         draft_bytes.append(memory["kv_cache_of_drafts"])
         if number % 5 == 0:
             small_cache.offload()
@@ -268,8 +274,17 @@ def test_draft_caches_are_reported_within_the_budget_and_offloaded(target: Targe
     assert max(draft_bytes) > draft_bytes[-1] == prefix_bytes
 
 
+def engine_of(worker: Worker) -> Any:
+    """Returns the base model's sampling engine."""
+    return worker._sampler._of_base
+
+
 def draft_caches(worker: Worker) -> list[KVCache]:
-    return list(worker._sampler._of_base._proposer._caches._caches.values())
+    return list(engine_of(worker)._proposer._caches._caches.values())
+
+
+def forget_prefixes(worker: Worker) -> None:
+    worker._sampler.forget_all()
 
 
 def longer_jobs(num: int, rollouts: np.ndarray, **options: Any) -> list[SampleJob]:
@@ -285,8 +300,7 @@ def longer_jobs(num: int, rollouts: np.ndarray, **options: Any) -> list[SampleJo
 def test_an_adapter_can_use_any_draft(target: Target, draft_id: str) -> None:
     worker = target.worker
     worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=5)))
-    weights = worker._models.get("policy").weights
-    weights.add_(0.1 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(0)))
+    add_noise(worker, "policy", 0.1)
     worker.copy_adapter("policy", "adapter")
     jobs = [replace(each, adapter_id="adapter") for each in random_jobs(20, target.rollouts, temperature=0.0)]
     wanted = run(worker, *jobs)
@@ -439,7 +453,7 @@ def test_drafting_that_did_not_pay_is_retried_now_and_then(target: Target) -> No
 
 def test_more_drafts_than_the_device_holds_take_turns(target: Target, tmp_path: Path) -> None:
     """One is evicted in the middle of a prompt: its sample continues without it, and no other fails."""
-    worker = Worker(replace(target.worker._config, full_slots=2, prefill_chunk_tokens=16))
+    worker = Worker(replace(target.config, full_slots=2, prefill_chunk_tokens=16))
     for draft_id in "XWY":
         make_draft(worker, draft_id, tmp_path / draft_id)
     long = np.random.default_rng(1).integers(3, 500, 200)
@@ -461,14 +475,14 @@ def test_more_drafts_than_the_device_holds_take_turns(target: Target, tmp_path: 
 
 def test_an_unused_draft_frees_its_slot(target: Target) -> None:
     """Jobs that stopped drafting, or never can, free the device's only slot for the next draft."""
-    worker = Worker(replace(target.worker._config, full_slots=1))
+    worker = Worker(replace(target.config, full_slots=1))
     for draft_id in ("random", "small vocabulary", "trained"):
         worker.load_draft(draft_id, str(target.directory / draft_id))
     prompt = target.rollouts[0][:5]
     first = job("first", prompt, temperature=0.0, max_tokens=100, draft_id="random")
     second = job("second", prompt, temperature=0.0, max_tokens=100, draft_id="small vocabulary", logit_bias={"5": 1.0})
     worker.sample_slice(SamplingSlice((first, second), (), 0))
-    (sequence,) = next(iter(worker._sampler._of_base._jobs)).sequences
+    (sequence,) = next(iter(engine_of(worker)._jobs)).sequences
     for _ in range(50):
         if sequence.without_draft:
             break

@@ -21,7 +21,7 @@ from ....tiny import tiny_model
 from ...jobs import job
 from ...sampler.test_prefixes import BLOCK
 from ...sampler.test_states import pass_sizes
-from .test_speculation import assert_same_samples, make_draft, preempted_lengths, run
+from .test_speculation import assert_same_samples, engine_of, forget_prefixes, make_draft, preempted_lengths, run
 
 __all__ = ["pass_sizes", "preempted_lengths"]
 
@@ -103,10 +103,10 @@ def test_samples_are_the_same_however_many_draft_tokens_are_accepted(
         guesses = found[one.job_id].guesses
         assert guesses is not None and len(guesses.by_accepted) == NUM_DRAFT_TOKENS + 1
         assert one.job_id in at_ties or min(guesses.by_accepted) > 0
-    assert not worker._sampler._of_base._scheduler.slots.pending._inputs
+    assert not engine_of(worker)._scheduler.slots.pending._inputs
     if kind in ("llama", "qwen3_5"):
         monkeypatch.setattr(PendingStates, "advance", advance_by_one)
-        worker._sampler.forget_all()
+        forget_prefixes(worker)
         with pytest.raises(AssertionError):
             assert_same_samples(run(worker, *drafting(jobs), *plain), wanted)
 
@@ -119,7 +119,7 @@ def test_the_turn_after_a_stop_among_draft_tokens_reuses_the_state_before_the_st
     propose_right_tokens(monkeypatch, wanted)
     tokens = wanted["a"].sequences[0].tokens
     for stop in range(3, 14):
-        worker._sampler.forget_all()
+        forget_prefixes(worker)
         first = int(np.flatnonzero(tokens == tokens[stop])[0])
         (drafted,) = drafting([replace(one, stop_token_ids=(int(tokens[stop]),))])
         sampled = run(worker, drafted)["a"].sequences[0]
@@ -127,7 +127,7 @@ def test_the_turn_after_a_stop_among_draft_tokens_reuses_the_state_before_the_st
         turn = job("turn", np.concatenate([one.prompt, sampled.tokens, one.prompt]), temperature=0.0)
         found = run(worker, turn)
         assert found["turn"].prompt_cache_hit_tokens == 9 + first
-        worker._sampler.forget_all()
+        forget_prefixes(worker)
         assert_same_samples(found, run(worker, turn))
 
 
@@ -144,12 +144,13 @@ def test_a_repeated_prompt_starts_at_its_last_whole_block(worker: Worker, length
     assert_same_samples(plain, first)
 
 
-def test_preempted_samples_draft_again(worker: Worker, preempted_lengths: list[int]) -> None:
+def test_preempted_samples_draft_again(worker: Worker, preempted_lengths: list[int], tmp_path: Path) -> None:
     jobs = drafting([greedy(str(length), length, num_samples=3, max_tokens=90) for length in (5, 6, 12, 30)])
     wanted = run(worker, *jobs)
     assert not preempted_lengths
-    small = Worker(replace(worker._config, kv_cache_bytes=1 << 18))
-    small.load_draft("draft", str(Path(worker._config.model.source).parent / "draft"))
+    config = WorkerConfig(ServedModel("tiny", str(tmp_path / "model")), threads=1, kv_cache_bytes=1 << 18)
+    small = Worker(config)
+    small.load_draft("draft", str(tmp_path / "draft"))
     found = run(small, *jobs, budget_milliseconds=0)
     assert len(preempted_lengths) > 2
     assert_same_samples(found, wanted)

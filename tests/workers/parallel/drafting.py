@@ -1,6 +1,7 @@
-"""A worker that records what each rank sampled, and whose ranks can be made to draft differently or decide alone."""
+"""Records what each rank sampled, and makes ranks draft differently, decide alone or fail."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -8,26 +9,29 @@ import numpy as np
 import torch
 from torch import Tensor
 from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3Network, Eagle3Pass
+from trainhouse.workers.drafts.sequences.features import DraftInputs
 from trainhouse.workers.drafts.speculation.draft_proposer import DraftProposer
-from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.protocol.calls import SamplingSlice, SliceResult
 from trainhouse.workers.sampler.rank_sync import RankSync
 from trainhouse.workers.sampler.requests.token_choice import DraftTokens, VerifyResult
 from trainhouse.workers.state.vectors import FORWARD_VECTORS
 
-from .watched_worker import ERRORS, WatchedWorker
+from .faults import ERRORS
+from .probe_worker import ProbeWorker
 
-DRAFTING = "trainhouse.tests.workers.parallel.drafting_worker:DraftingWorker"
 
+class Drafting:
+    """Drafted sampling of one rank."""
 
-class DraftingWorker(WatchedWorker):
-    def _load(self, mesh: Mesh) -> None:
-        super()._load(mesh)
+    def __init__(self, rank: ProbeWorker) -> None:
+        self._rank = rank
         self._sampled: dict[str, list[list[int]]] = {}
         self._num_overruled = 0
-        self._of_base = self._sampler._of_base
+        self._of_base = rank.sampler._of_base
         self._rank_sync = self._of_base._ranks
         same, verified = self._rank_sync.from_leader, self._rank_sync.agree_on_verified
+        sample_slice = rank.sample_slice
 
         def counted_same(integers: Tensor) -> Tensor:
             own = integers.clone()
@@ -40,14 +44,15 @@ class DraftingWorker(WatchedWorker):
             self._num_overruled += sum(mine != theirs for mine, theirs in zip(own, agreed, strict=True))
             return agreed
 
-        vars(self._rank_sync).update(from_leader=counted_same, agree_on_verified=counted_verified)
+        def recorded(work: SamplingSlice) -> SliceResult:
+            result = sample_slice(work)
+            for job_id, answer in self._of_base._jobs.finished.items():
+                if isinstance(answer, SampleResponse):
+                    self._sampled[job_id] = [each.tokens.tolist() for each in answer.sequences]
+            return result
 
-    def sample_slice(self, work: SamplingSlice) -> SliceResult:
-        result = super().sample_slice(work)
-        for job_id, answer in self._of_base._jobs.finished.items():
-            if isinstance(answer, SampleResponse):
-                self._sampled[job_id] = [each.tokens.tolist() for each in answer.sequences]
-        return result
+        vars(self._rank_sync).update(from_leader=counted_same, agree_on_verified=counted_verified)
+        rank.sample_slice = recorded
 
     def sampled(self) -> dict[str, list[list[int]]]:
         """Returns this rank's sampled tokens by job, since the last call."""
@@ -61,9 +66,9 @@ class DraftingWorker(WatchedWorker):
 
     def disturb(self, rank: int, draft_id: str) -> None:
         """Changes the weights of that rank's draft. All ranks treat them as changed, so nothing cached is used."""
-        with self._models.resident([draft_id], FORWARD_VECTORS) as (draft,):
+        with self._rank.models.resident([draft_id], FORWARD_VECTORS) as (draft,):
             noise = torch.randn(draft.weights.shape, generator=torch.Generator().manual_seed(1))
-            draft.weights.add_(noise, alpha=float(self._mesh.rank == rank))
+            draft.weights.add_(noise, alpha=float(self._rank.mesh.rank == rank))
 
     def decide_alone(self, decision: str) -> None:
         """Makes each rank use its own result of this method of RankSync; "" restores the exchange."""
@@ -73,7 +78,7 @@ class DraftingWorker(WatchedWorker):
 
     def break_drafting(self, rank: int, error: str) -> None:
         """Makes that rank's drafts raise one of ERRORS."""
-        if self._mesh.rank == rank:
+        if self._rank.mesh.rank == rank:
             self._of_base._proposer.propose = mock.Mock(side_effect=ERRORS[error])
 
     def know(self, texts: Mapping[str, Sequence[int]]) -> None:
@@ -94,3 +99,15 @@ class DraftingWorker(WatchedWorker):
 
 def _own(answers: Any) -> Any:
     return answers
+
+
+def see_own_tokens_only(_: ProbeWorker) -> None:
+    """Makes drafts that learn see nothing after the tokens of their own rank from now on."""
+    training_pass = Eagle3Network.training_pass
+
+    def short_sighted(network: Eagle3Network, inputs: DraftInputs, *others: Any) -> Eagle3Pass:
+        num_own = len(inputs.positions[inputs.shard.own])
+        rows = torch.arange(len(inputs.embedded)).clamp(max=max(0, num_own - 1))
+        return training_pass(network, replace(inputs, embedded=inputs.embedded[rows]), *others)
+
+    Eagle3Network.training_pass = short_sighted

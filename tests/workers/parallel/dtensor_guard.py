@@ -1,7 +1,8 @@
-"""A worker that watches its passes and decode steps: operations on torch's DTensors, and the tokens that norms take."""
+"""Watches passes, decode steps and optimizer steps: operations on torch's DTensors, and the tokens that norms take."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainhouse.workers.ops.fused import LayerNorm, RmsNorm
-from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.protocol.calls import Failure, OptimizerStep, PartAnswer, Pass, SamplingSlice, SliceResult
-from trainhouse.workers.worker.worker import Worker
 
-GUARDED = "trainhouse.tests.workers.parallel.guarded_worker:GuardedWorker"
+from .probe_worker import ProbeWorker
 
 
 @dataclass
@@ -47,33 +45,32 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class GuardedWorker(Worker):
-    """Must be alone in its process."""
+# What runs of operations are called, by the verb.
+STAGES = {"run_pass": "pass", "sample_slice": "decode", "apply_steps": "step"}
 
-    def _load(self, mesh: Mesh) -> None:
-        super()._load(mesh)
+
+class DTensorGuard:
+    """Sees the operations of one rank."""
+
+    def __init__(self, rank: ProbeWorker) -> None:
+        self._rank = rank
+        self._seen: dict[str, Operations] = {}
         for norms in (RmsNorm, LayerNorm):
             norms.add = self._watched(norms.add)
+        for verb, during in STAGES.items():
+            rank.surround(verb, partial(self._watch, during))
+
+    def _watch(self, during: str) -> _Watch:
+        return _Watch(self._operations(during))
 
     def _watched(self, add: Callable[..., Any]) -> Callable[..., Any]:
         def watched(norm: Any, hidden: Tensor, update: Tensor | None) -> Any:
-            if hidden.shape[-1] == self._base.unembedding.shape[1]:  # no norm of latent vectors or heads
+            # No norm of latent vectors or heads.
+            if hidden.shape[-1] == self._rank.base.unembedding.shape[1]:
                 self._operations("pass" if torch.is_grad_enabled() else "decode").normed_tokens.add(len(hidden))
             return add(norm, hidden, update)
 
         return watched
-
-    def run_pass(self, parts: Pass) -> tuple[PartAnswer, ...]:
-        with _Watch(self._operations("pass")):
-            return super().run_pass(parts)
-
-    def sample_slice(self, work: SamplingSlice) -> SliceResult:
-        with _Watch(self._operations("decode")):
-            return super().sample_slice(work)
-
-    def apply_steps(self, steps: tuple[OptimizerStep, ...]) -> tuple[dict[str, float] | Failure, ...]:
-        with _Watch(self._operations("step")):
-            return super().apply_steps(steps)
 
     def seen(self, during: str) -> Operations:
         """Returns what ran since the last call during "pass", "decode" or "step"."""
@@ -83,14 +80,16 @@ class GuardedWorker(Worker):
 
     def num_dtensors(self) -> int:
         """Returns how many of the model's parameters and buffers are DTensors."""
-        model = self._base.model
+        model = self._rank.base.model
         return sum(isinstance(each, DTensor) for each in (*model.parameters(), *model.buffers()))
 
     def use_dtensors(self, during: str) -> None:
         """Doubles hidden states ("forward", "decode") or their gradients ("backward") as DTensors from now on."""
-        vars(self._base).pop("hidden_states", None)
-        run = self._base.hidden_states
-        mesh = self._mesh.torch_mesh(*(axis for axis in ("fsdp", "ep", "tp") if getattr(self._mesh.spec, axis) > 1))
+        vars(self._rank.base).pop("hidden_states", None)
+        run = self._rank.base.hidden_states
+        mesh = self._rank.mesh.torch_mesh(
+            *(axis for axis in ("fsdp", "ep", "tp") if getattr(self._rank.mesh.spec, axis) > 1)
+        )
 
         def doubled(x: Tensor) -> Tensor:
             placements = [Replicate()] * mesh.ndim
@@ -105,11 +104,7 @@ class GuardedWorker(Worker):
             stage = "forward" if torch.is_grad_enabled() else "decode"
             return doubled(hidden) if during == stage else hidden
 
-        self._base.hidden_states = mixed
+        self._rank.base.hidden_states = mixed
 
     def _operations(self, during: str) -> Operations:
         return self._seen.setdefault(during, Operations())
-
-    @property
-    def _seen(self) -> dict[str, Operations]:
-        return vars(self).setdefault("_seen_operations", {})

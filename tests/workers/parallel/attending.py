@@ -1,4 +1,4 @@
-"""A worker that runs attention on its share of a row's tokens, without a model."""
+"""Attention on ranks' shares of the tokens of rows."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from trainhouse.workers.ops.attention import AttentionKind, Packing, pack_lengths
 from trainhouse.workers.ops.attention_kind import Sinks
-from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.parallel.sequence import ShardedPacking
 from trainhouse.workers.parallel.token_shard import TokenShard
 from trainhouse.workers.shapes.sequence_split import SequenceSplit
-from trainhouse.workers.worker.worker import Worker
+
+from .probe_worker import ProbeWorker
 
 HEAD_DIM = 8
 
@@ -46,26 +46,22 @@ class Attending:
         return [torch.randn(sum(self.lengths), each, HEAD_DIM, generator=generator).to(self.dtype) for each in heads]
 
 
-class AttendingWorker(Worker):
-    def _load(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-
-    def attend(self, case: Attending) -> list[np.ndarray]:
-        """Returns, for all tokens, the output without and with gradients, and the gradients of query, key and value,
-        and of any sinks."""
-        sp = self._mesh.along("sp")
-        split = SequenceSplit.of(sp.size, case.heads, case.kv_heads)
-        share = TokenShard(sum(case.lengths), self._mesh, ring=split.ring)
-        packing = ShardedPacking.of(case.packing, share, sp, split)
-        *leaves, grad = (share.of_tokens(x).contiguous() for x in case.tensors())
-        sinks = case.sinks()
-        with torch.no_grad():
-            plain = packing.attend(*leaves, case.kind(sinks))
-        leaves = [leaf.requires_grad_() for leaf in leaves]
-        out = packing.attend(*leaves, case.kind(sinks))
-        if sinks is not None:
-            # After the forward pass, as with sharded layers.
-            sinks.grad = torch.zeros_like(sinks)
-        found = [plain, out.detach(), *torch.autograd.grad(out, leaves, grad)]
-        of_sinks = [sp.all_reduce(sinks.grad).numpy()] if sinks is not None and sinks.grad is not None else []
-        return [share.joined(each).float().numpy() for each in found] + of_sinks
+def attended(rank: ProbeWorker, case: Attending) -> list[np.ndarray]:
+    """Returns, for all tokens, the output without and with gradients, and the gradients of query, key and value, and of
+    any sinks."""
+    sp = rank.mesh.along("sp")
+    split = SequenceSplit.of(sp.size, case.heads, case.kv_heads)
+    share = TokenShard(sum(case.lengths), rank.mesh, ring=split.ring)
+    packing = ShardedPacking.of(case.packing, share, sp, split)
+    *leaves, grad = (share.of_tokens(x).contiguous() for x in case.tensors())
+    sinks = case.sinks()
+    with torch.no_grad():
+        plain = packing.attend(*leaves, case.kind(sinks))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    out = packing.attend(*leaves, case.kind(sinks))
+    if sinks is not None:
+        # After the forward pass, as with sharded layers.
+        sinks.grad = torch.zeros_like(sinks)
+    found = [plain, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    of_sinks = [sp.all_reduce(sinks.grad).numpy()] if sinks is not None and sinks.grad is not None else []
+    return [share.joined(each).float().numpy() for each in found] + of_sinks

@@ -138,11 +138,7 @@ class WorkerDispatch:
         return await location.group.submit(MethodWork(spec.run_id, tenant_id, CREATE_RUN, (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str, *, keeps_suspicion: bool = False) -> None:
-        """Frees the run; does nothing if it is unknown or lost.
-
-        Args:
-            keeps_suspicion: whether it is being rebuilt, and stays a suspect if it is one.
-        """
+        """Frees the run, no longer a suspect unless `keeps_suspicion`; does nothing if it is unknown or lost."""
         location = self._locations.get(run_id)
         if location is not None and not location.group.forget_lost(run_id, keeps_suspicion=keeps_suspicion):
             # If the caller stops waiting, the run stays registered and the caller must drop it again.

@@ -18,7 +18,7 @@ from ...schemas.training import Datum, DraftFeatures, FeatureLocation, ForwardBa
 from ..checkpoints.checkpoint_paths import full_path
 from ..http.bodies import Body
 from ..journal.futures import Result
-from ..journal.journal import Header
+from ..journal.journal import Header, request_id_of
 from ..operations.context import OperationContext
 from ..operations.loading import load_target
 from ..operations.operation import Operation, json_result
@@ -136,8 +136,12 @@ class Capture(FeatureCapture):
                 run.run_id, self.seq_id, data, self.request.type, forward_only=True, features=location
             )
             output = await context.dispatch.forward_backward(request, self.mark_begun)
-            uses, seconds = self.request.uses, self.request.ttl_seconds
-            kept = await store_of(context.features).keep(run, run.request_id(self.seq_id), output, uses, seconds)
+            uses, seconds, request_id = (
+                self.request.uses,
+                self.request.ttl_seconds,
+                request_id_of(run.run_id, self.seq_id),
+            )
+            kept = await store_of(context.features).keep(run, request_id, output, uses, seconds)
             if kept is None:
                 gone = f"features have disappeared from {location.directory}: capture again"
                 raise OperationError(gone, "server")
@@ -207,7 +211,7 @@ class ForwardBackwardWithCapture(ForwardBackward, FeatureCapture):
     ) -> ForwardBackwardOutput:
         """Returns the output with references to the captured features in place of what the workers wrote about them."""
         captured = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
-        features, request_id = store_of(context.features), run.request_id(self.seq_id)
+        features, request_id = store_of(context.features), request_id_of(run.run_id, self.seq_id)
         try:
             kept = await features.keep(draft, request_id, replace(output, loss_fn_outputs=captured), uses=1)
         except OSError as error:

@@ -5,6 +5,7 @@ import logging
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending
 from ..http.bodies import Body, RunRequest
+from ..journal.journal import request_id_of
 from ..operations.operation import Operation
 from ..routes.services import Services
 from ..routes.submission import count_as_refused
@@ -56,7 +57,7 @@ async def _feature_bytes(services: Services, draft: Run) -> int:
         return (await draft.info()).feature_bytes
     except RequestError:
         record, seconds = draft.record, services.config.features.feature_wait_seconds
-    created = await services.futures.wait(record.request_id(0), record.tenant_id, seconds)
+    created = await services.futures.wait(request_id_of(record.run_id, 0), record.tenant_id, seconds)
     if isinstance(created, Pending):
         message = f"draft {record.run_id} is not created yet: retry when its create_model has finished"
         raise RequestError(message, 429, retry_after_seconds=_NOT_CREATED_SECONDS)

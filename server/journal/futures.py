@@ -10,22 +10,23 @@ import contextlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from ...schemas.errors import Category, RequestError
 from ...schemas.futures import Pending, RequestFailed
-from ..files.segment import MAX_BODY_BYTES, LogRecord, read_segment
+from ..files.segment import MAX_BODY_BYTES
 from ..files.segment_log import Guard, RecordPosition, SegmentLog
 from ..http.digests import Fingerprint
 from ..logs.repeated_errors import RepeatedErrorLog
 from ..store import OperationRecord, ResultRecord, Store
 from .journal import Header
+from .stored_results import ENDED, FINGERPRINT, MAX_PER_WRITE, store_unstored, stored_fingerprint
 from .strikes import STRIKES
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ _SEGMENT_BYTES = 64 << 20
 _MEMORY_BYTES = 64 << 20
 _BYTES_BESIDE_BODY = 2048
 """Approximate memory of a future without its body: lookup entries and the objects that wait for it."""
-_MAX_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
 _LINGER_SECONDS = 0.25
 """Results that arrive within this time of the first one go to the store in the same batch."""
@@ -47,10 +47,6 @@ _SUM_SHARE = 0.02
 Encoding = Literal["json", "forward_backward", "sample", "user_error", "server_error"]
 
 _ERRORS = ("user_error", "server_error")
-_ENDED = "ended"
-"""Key of an operation's record in the header of its result."""
-_FINGERPRINT = "fingerprint"
-"""Key of the request's fingerprint in the header of its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +115,9 @@ class Future:
             "created_at": self.resolved_at,
         }
         if self.fingerprint is not None:
-            header[_FINGERPRINT] = self.fingerprint
+            header[FINGERPRINT] = self.fingerprint
         if self.ended is not None:
-            header[_ENDED] = vars(self.ended)
+            header[ENDED] = vars(self.ended)
         return header
 
     def record(self) -> ResultRecord:
@@ -232,7 +228,7 @@ class Futures:
         self._store_errors = RepeatedErrorLog(logger, "storing the places of results")
 
     async def open(self) -> None:
-        await _store_unstored(self._segments, self._store)
+        await store_unstored(self._segments, self._store)
         await self.kept_bytes.recount(self._sizes_not_stored)
         self._writer = asyncio.create_task(self._write_behind())
 
@@ -281,7 +277,7 @@ class Futures:
             return future.fingerprint
         if (stored := await self._store.results.get(request_id)) is None:
             raise KeyError(request_id)
-        return await _stored_fingerprint(self._segments, stored)
+        return await stored_fingerprint(self._segments, stored)
 
     def resolve(self, future: Future, result: Result, ended: OperationRecord | None = None) -> None:
         """Sets the result, unless there is one. `ended`: what the run's history keeps of the operation."""
@@ -414,7 +410,7 @@ class Futures:
                 await self._has_unstored.wait()
                 await _wait(self._flush_requested, _LINGER_SECONDS)
                 continue
-            batch = self._unstored[:_MAX_PER_WRITE]
+            batch = self._unstored[:MAX_PER_WRITE]
             if not self._closing.is_set():
                 self._flush_requested.clear()
             try:
@@ -466,46 +462,9 @@ async def check_same(futures: Futures, request_id: str, number: str, again: Fing
         raise RequestError(f"{number} {again.words(known)}: {remedy}")
 
 
-async def _store_unstored(segments: SegmentLog, store: Store) -> None:
-    """Adds to the store the results that an earlier process wrote to its file, but not to the store."""
-    newest = await store.results.newest()
-    start = RecordPosition(-1, 0) if newest is None else RecordPosition.parse(newest.place)
-    records = await asyncio.to_thread(lambda: list(_records_after(segments, start)))
-    for first in range(0, len(records), _MAX_PER_WRITE):
-        results, operations = zip(*records[first : first + _MAX_PER_WRITE], strict=True)
-        await store.results.put(results, [one for one in operations if one is not None])
-
-
-async def _stored_fingerprint(segments: SegmentLog, stored: ResultRecord) -> Fingerprint | None:
-    try:
-        header = await segments.read_header(RecordPosition.parse(stored.place))
-    except (FileNotFoundError, ValueError):  # a poll says so
-        return None
-    return Fingerprint(*cast(list[str], header[_FINGERPRINT])) if _FINGERPRINT in header else None
-
-
 async def _wait(event: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-
-
-def _records_after(
-    segments: SegmentLog, start: RecordPosition
-) -> Iterator[tuple[ResultRecord, OperationRecord | None]]:
-    for segment in segments.earlier:
-        if segment < start.segment:
-            continue
-        for stored in read_segment(segments.path(segment)):
-            if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
-                yield _read_result(RecordPosition(segment, stored.offset), stored)
-
-
-def _read_result(place: RecordPosition, stored: LogRecord) -> tuple[ResultRecord, OperationRecord | None]:
-    """Returns the records of a result in a segment, and of the operation that it ends."""
-    columns = cast(dict[str, Any], dict(stored.header))
-    ended, _ = columns.pop(_ENDED, None), columns.pop(_FINGERPRINT, None)
-    result = ResultRecord(place=str(place), size_bytes=len(stored.body), **columns)
-    return result, None if ended is None else OperationRecord(**ended)
 
 
 def _lost(header: Header) -> str:

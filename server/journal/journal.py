@@ -67,6 +67,11 @@ class Header:
         return None if self.digest is None else Fingerprint(self.kind, self.digest)
 
 
+def request_id_of(run_id: str, seq_id: int) -> str:
+    """Returns the id by which a client retrieves the result of this request of a run or a sampler."""
+    return f"{run_id}:{seq_id}"
+
+
 def draw_seed() -> int:
     """Draws a seed that a request omits. It is journaled with it (Header.drawn), so that a replay repeats it."""
     return secrets.randbelow(_SEED_LIMIT)

@@ -21,7 +21,7 @@ from ...workers.scheduler.work import CallSize
 from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
 from ..journal.futures import Future, Result
-from ..journal.journal import Header
+from ..journal.journal import Header, request_id_of
 from ..store import OperationRecord, RunRecord
 from ..tenants.quotas import Reservation
 from .context import OperationContext
@@ -229,7 +229,7 @@ class Operation(ABC):
             run.tenant_id,
             run.run_id,
             self.seq_id,
-            run.request_id(self.seq_id),
+            request_id_of(run.run_id, self.seq_id),
             body.content_type,
             body.content_encoding,
             self.drawn,

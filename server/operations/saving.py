@@ -17,6 +17,7 @@ from ...schemas.errors import OperationError
 from ...schemas.schedules import METRIC_KEY, STEP_KEY
 from ..files.encryption import encrypt_files, parse_recipients
 from ..journal.futures import Result
+from ..journal.journal import request_id_of
 from ..logs.repeated_errors import refusing_full_disk
 from ..store import CheckpointKind, RunRecord, checkpoint_path
 from ..tenants.auth import Tenant
@@ -97,7 +98,7 @@ class CheckpointSave:
             raise OperationError(
                 "a reference cannot be saved: its weights are those of the checkpoint it was loaded from"
             )
-        request_id = run.request_id(seq_id)
+        request_id = request_id_of(run.run_id, seq_id)
         if not await context.checkpoints.was_saved(run, self.kind, self.name, request_id):
             optimizer, recipients = self.kind == "weights", parse_recipients(self.recipients)
             writing = context.checkpoints.writing(

@@ -8,6 +8,7 @@ from ...workers.protocol.calls import WorkerLost
 from ...workers.protocol.work_context import CURRENT_WORK
 from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..journal.futures import Result
+from ..journal.journal import request_id_of
 from ..journal.strikes import STRIKE, PoisonOperation, Strikes
 from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome, RefusedOperation
@@ -251,7 +252,7 @@ class Execution:
         if isinstance(error, RequestError):
             return Outcome.FAILED, error.message, "user"
         if not isinstance(error, OperationError):
-            request_id = self._state.record.request_id(operation.seq_id)
+            request_id = request_id_of(self._state.record.run_id, operation.seq_id)
             logger.error("%s failed", request_id, exc_info=error)
             message = f"internal error in {operation.kind} {request_id}: see the server's log"
             return Outcome.SERVER_FAILED, message, "server"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..files.segment_log import RecordPosition
 from ..journal.futures import Encoding, Futures
-from ..journal.journal import EntryLocation, Journal
+from ..journal.journal import EntryLocation, Journal, request_id_of
 from ..journal.strikes import STRIKE, STRIKES
 from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, REFUSED, Operation, Outcome, RefusedOperation, ReplayEntry
@@ -139,7 +139,7 @@ class RunRecovery:
         covered = self._snapshots.covers(seq_id)
         if earlier is None:
             # Operations that changed no state leave the journal early, and their results expire.
-            named = self._state.record.request_id(seq_id)
+            named = request_id_of(self._state.record.run_id, seq_id)
             is_past = covered or seq_id < self._last_ended or await self._services.futures.has_result(named)
             if is_past and not covered:
                 self._refuse_damaged(seq_id)

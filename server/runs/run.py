@@ -25,6 +25,7 @@ from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
 from ..http.digests import Fingerprint
 from ..journal.futures import check_same
+from ..journal.journal import request_id_of
 from ..operations.loading import CreateRun
 from ..operations.operation import MISSING, Operation, RefusedOperation
 from ..store import RunRecord
@@ -97,7 +98,7 @@ class Run:
         else:
             queue.check_acceptable(seq_id)
             await self._accept(seq_id, operation, body, reservation)
-        return SubmitResponse(request_id=record.request_id(seq_id), model_id=record.run_id, seq_id=seq_id)
+        return SubmitResponse(request_id=request_id_of(record.run_id, seq_id), model_id=record.run_id, seq_id=seq_id)
 
     async def _accept(self, seq_id: int, operation: Operation, body: Body, reservation: Reservation) -> None:
         is_next_after_restart = self._gaps.awaits_first_operation and seq_id == self.queue.first_missing
@@ -143,7 +144,7 @@ class Run:
         pending = partial(self._pending, operation.seq_id)
         answered = partial(self._state.log.mark_result_stored, operation.log_entry)
         fingerprint = None if digest is None else Fingerprint(operation.kind, digest)
-        request_id, tenant_id = self.record.request_id(operation.seq_id), self.record.tenant_id
+        request_id, tenant_id = request_id_of(self.record.run_id, operation.seq_id), self.record.tenant_id
         operation.future = self._services.futures.create(request_id, tenant_id, pending, answered, fingerprint)
 
     async def _check_repeated(self, seq_id: int, operation: Operation, body: Body) -> None:
@@ -154,7 +155,7 @@ class Run:
         self.queue.check_not_refused(seq_id)
         if body.digest is not None and not isinstance(operation, CreateRun):
             number, again = f"seq_id {seq_id} of {self.record.run_id}", Fingerprint(operation.kind, body.digest)
-            await check_same(self._services.futures, self.record.request_id(seq_id), number, again, _IF_USED)
+            await check_same(self._services.futures, request_id_of(self.record.run_id, seq_id), number, again, _IF_USED)
 
     async def refuse(self, seq_id: int, refused: RefusedOperation) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Does nothing if it arrived before."""

@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ...schemas.schedules import NO_SCHEDULES
 from ..config.server_config import ServerConfig
 from ..journal.futures import Futures
-from ..journal.journal import Header, Journal
+from ..journal.journal import Header, Journal, request_id_of
 from ..journal.restore_marker import RestoreMarker
 from ..journal.snapshot_store import SnapshotStore
 from ..operations.context import OperationContext
@@ -130,7 +130,7 @@ class RunState:
 
     def header(self, kind: str, seq_id: int) -> Header:
         record = self.record
-        return Header(kind, record.tenant_id, record.run_id, seq_id, record.request_id(seq_id))
+        return Header(kind, record.tenant_id, record.run_id, seq_id, request_id_of(record.run_id, seq_id))
 
     async def wait_out(self, outage: SQLAlchemyError) -> None:
         """Waits a little for the database, which could not be used."""

@@ -22,7 +22,7 @@ from ..http.bodies import LARGE_BYTES, Body
 from ..http.digests import Fingerprint
 from ..journal.completion_log import Completions
 from ..journal.futures import Future, Futures, Result, ResultSummary, check_same
-from ..journal.journal import SAMPLING_RULES, EntryLocation, Header, Journal
+from ..journal.journal import SAMPLING_RULES, EntryLocation, Header, Journal, request_id_of
 from ..journal.recordings import Recordings
 from ..journal.request_decoding import decode_entry
 from ..journal.strikes import STRIKE, Strikes
@@ -127,7 +127,7 @@ class SamplingService:
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
         if seq_id < 0:
             raise RequestError(f"seq_id {seq_id} must not be negative")
-        request_id = f"{sampler.record.sampler_id}:{seq_id}"
+        request_id = request_id_of(sampler.record.sampler_id, seq_id)
         # Only a seq_id from the client can have a result of an earlier process. For one assigned here nothing is
         # awaited, so that no concurrent request is assigned the same.
         is_named = sampler.first_seq_id and request.seq_id is not None

@@ -17,7 +17,7 @@ from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.files.segment_log import RecordPosition
 from trainhouse.server.http.bodies import UNLIMITED, Body, RunRequest
 from trainhouse.server.journal.futures import Futures, Result
-from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal
+from trainhouse.server.journal.journal import EntryLocation, Header, Journal, read_journal, request_id_of
 from trainhouse.server.journal.restore_marker import RestoreMarker
 from trainhouse.server.journal.snapshot_store import RunSnapshot, SnapshotStore
 from trainhouse.server.operations.features import Features
@@ -159,7 +159,7 @@ class Bench:
 
     async def append_to_journal(self, kind: str, seq_id: int, body: bytes = CREATION.received) -> RecordPosition:
         """Appends a journal record as an earlier process would have."""
-        header = Header(kind, "alice", RUN_ID, seq_id, self.run.record.request_id(seq_id))
+        header = Header(kind, "alice", RUN_ID, seq_id, request_id_of(self.run.record.run_id, seq_id))
         return await self.services.journal.append(header, body)
 
     async def restart(self) -> None:
@@ -197,7 +197,7 @@ class Bench:
                 await asyncio.sleep(0.01)
 
     async def result(self, seq_id: int, seconds: float = 10) -> dict:
-        result = await self.futures.wait(self.run.record.request_id(seq_id), "alice", seconds)
+        result = await self.futures.wait(request_id_of(self.run.record.run_id, seq_id), "alice", seconds)
         assert isinstance(result, Result), result
         return json.loads(result.body)
 

@@ -119,9 +119,6 @@ class RunRecord:
     schedules: Annotated[RunSchedules, Stored(may_lack=True)] = NO_SCHEDULES
     """Evaluations and checkpoints after optimizer steps."""
 
-    def request_id(self, seq_id: int) -> str:
-        return f"{self.run_id}:{seq_id}"
-
 
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
     return f"tinker://{run_id}/{kind}/{name}"

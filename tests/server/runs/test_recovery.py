@@ -15,7 +15,7 @@ from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.http.bodies import UNLIMITED, Body
 from trainhouse.server.journal.futures import Result
-from trainhouse.server.journal.journal import Header
+from trainhouse.server.journal.journal import Header, request_id_of
 from trainhouse.server.journal.restore_marker import RestoreMarker, mark_copy
 from trainhouse.server.journal.strikes import STRIKE
 from trainhouse.server.operations.loading import CreateRun, LoadWeights
@@ -165,7 +165,7 @@ async def test_an_operation_says_whether_its_workers_restart_or_its_run_is_rebui
     await bench.forward_backward(2)
     for is_running, reason in ((False, "busy"), (True, "being rebuilt")):
         bench.operations.is_running = is_running
-        waiting = await bench.futures.wait(bench.run.record.request_id(2), "alice", 0.1)
+        waiting = await bench.futures.wait(request_id_of(bench.run.record.run_id, 2), "alice", 0.1)
         assert isinstance(waiting, Pending) and reason in (waiting.queue_state_reason or "")
     bench.operations.may_proceed.set()
     assert await bench.result(2) == {"seq_id": 2}
@@ -357,7 +357,7 @@ async def test_an_operation_waits_until_the_database_is_available_again(
     bench.operations.failing[0] = OperationalError("insert", {}, Exception("database or disk is full"))
     bench.operations.may_proceed.set()
     await wait_until(bench, lambda: bench.operations.performed == [0])
-    pending = await bench.futures.wait(bench.run.record.request_id(0), "alice", 0)
+    pending = await bench.futures.wait(request_id_of(bench.run.record.run_id, 0), "alice", 0)
     assert isinstance(pending, Pending) and "database or disk is full" in (pending.queue_state_reason or "")
     await bench.forward_backward(1)
     del bench.operations.failing[0]
@@ -393,7 +393,7 @@ async def test_a_run_that_cannot_be_recovered_leaves_no_futures(make_bench: Make
         async with resumed(bench, found):
             pass
     with pytest.raises(RequestError, match="is unknown"):
-        await bench.futures.wait(bench.run.record.request_id(1), "alice", 0)
+        await bench.futures.wait(request_id_of(bench.run.record.run_id, 1), "alice", 0)
 
 
 async def test_a_run_is_not_rebuilt_from_its_beginning_across_a_hole(make_bench: MakeBench) -> None:

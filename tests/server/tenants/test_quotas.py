@@ -17,6 +17,7 @@ from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.config.option_values import TenantWeight
 from trainhouse.server.config.server_config import ServerConfig
 from trainhouse.server.http.bodies import UNLIMITED, Body
+from trainhouse.server.journal.journal import request_id_of
 from trainhouse.server.operations.registry import operation_of
 from trainhouse.server.runs.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
@@ -333,7 +334,7 @@ async def test_polls_report_that_the_missing_operation_was_throttled(benches) ->
     await bench.optim_step(2)
     with pytest.raises(RequestError):
         accept(bench.quotas, 1)
-    waiting = await bench.futures.wait(bench.run.record.request_id(2), "alice", 0.01)
+    waiting = await bench.futures.wait(request_id_of(bench.run.record.run_id, 2), "alice", 0.01)
     assert waiting.queue_state == "paused_rate_limit"
     assert "seq_id 1, which has not arrived" in waiting.queue_state_reason
     assert "--tenant-queued-operations" in waiting.queue_state_reason

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..ops.attention import AttendingPacking, Packing
 from ..ops.fused import RotaryTable, query_scales
+from ..ops.linear import Merge
 from ..parallel.collectives import ResidualStream
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
@@ -24,7 +25,7 @@ from ..shapes.model_shape import ModelDescription, ModelShape
 from ..shapes.parts import Attention
 from .activation_checkpointing import LayerInputs
 from .fsdp import ShardedLayers
-from .layers import DecoderLayer, GroupedExperts, Merge, TokenInputs, is_recognised, norm_of
+from .layers import DecoderLayer, GroupedExperts, TokenInputs, is_recognised, norm_of
 from .layers.shared_keys import SharingRow
 
 # Stands for the input of the first layer among captured layers.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..batch.micro_batch import MicroBatch
 from ..ops.attention import AttendingPacking, Packing
 from ..ops.kernels import load_kernels_for
-from ..ops.linear import FrozenProduct, soft_capped
+from ..ops.linear import FrozenProduct, Merge, soft_capped
 from ..parallel.expert_counts import ExpertCounts
 from ..parallel.mesh import Mesh
 from ..parallel.sequence import ShardedPacking
@@ -20,7 +20,7 @@ from ..shapes.model_shape import ModelDescription, ModelShape, describe_model
 from ..shapes.other_models import logit_cap_of, logit_scale_of
 from .activation_checkpointing import ForwardContext, HostOffload, LayerInputs
 from .fused_decoder import FusedTrunk, TransformersTrunk, Trunk, fused_trunk
-from .layers import GroupedExperts, Merge, activation_of
+from .layers import GroupedExperts, activation_of
 from .loading import LoadedModel
 from .packing_checks import check_modules, check_numbers
 from .weights import ModelWeights

@@ -1,10 +1,10 @@
-"""Computes x W^T + bias with the frozen weights of a base."""
+"""Computes x W^T + bias with the frozen weights of a base, of one linear layer or of several as one."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ _LEAST_PRODUCTS, _MEASURING_SECONDS = 3, 0.03
 # Kernels are as fast as torch, or faster, on all processors with so few rows, and with more of them if the weights stay
 # in a cache.
 _FEWEST_ROWS, _FEW_ROWS, _CACHED_WEIGHTS = 4, 64, 2 << 20
+
+# With more tokens than this a merged product is no faster on the CPU, and its parts, strided views, are slower to read.
+_MAX_MERGED_TOKENS = 256
+
+# Makes one linear layer of several of the same input; `out_features` of the result says how to split its output.
+Merge = Callable[[Sequence[Any]], Any]
 
 
 class Product(Protocol):
@@ -45,6 +51,36 @@ class FrozenProduct:
             with self._threads.all_threads():
                 return self._product(x, weight, bias, addend)
         return self._product(x, weight, bias, addend)
+
+
+class MergedProjection:
+    """Several linear layers of one input as one product, once they are merged; decides when that is faster."""
+
+    def __init__(self) -> None:
+        self._merged: Any = None
+        self._is_current = True
+
+    def merge(self, merge: Merge, linears: Sequence[Any]) -> None:
+        self._merged = merge(linears)
+
+    def refresh(self, are_original: bool) -> None:
+        """Updates whether the merged weights are those of the parameters."""
+        self._is_current = are_original
+
+    @property
+    def out_features(self) -> tuple[int, ...]:
+        """The output features of each linear layer, or of each part of one that adapters adapt."""
+        return self._merged.out_features
+
+    def suits(self, x: Tensor) -> bool:
+        """True if the merged product should run for x [tokens, in]."""
+        if self._merged is None or not self._is_current or torch.is_grad_enabled():
+            return False
+        return not x.is_cpu or x.shape[0] <= _MAX_MERGED_TOKENS
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the concatenated outputs of all layers."""
+        return self._merged(x)
 
 
 def frozen_product(device: torch.device, dtype: torch.dtype) -> Product:

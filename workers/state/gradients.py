@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..resources.lanes import current_lane
+from ..resources.threads import current_lane
 from .vectors import StateVectors, ViewedVector
 from .zero import ZeroShards
 

@@ -24,9 +24,9 @@ from ..protocol.log_lines import log_remote_failure
 from ..protocol.plugins import plugin_rows
 from ..protocol.worker_config import WorkerConfig
 from ..registry.model_registry import ModelRegistry
-from ..resources.lanes import Lanes
 from ..resources.machine import DeviceSpeed
 from ..resources.memory import bounded_memory
+from ..resources.threads import Lanes
 from ..shapes.layouts.flops import ModelFlops
 from ..shapes.model_shape import ModelShape
 from .batch_failure import BatchFailure, batch_failure_of, out_of_memory_message

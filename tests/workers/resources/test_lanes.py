@@ -15,7 +15,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.protocol.calls import Failure, OperationPart, RunSpec
 from trainhouse.workers.protocol.worker_config import ServedModel, WorkerConfig
-from trainhouse.workers.resources.lanes import Lanes, current_lane
+from trainhouse.workers.resources.threads import Lanes, current_lane
 from trainhouse.workers.worker.worker import Worker
 
 from ..model_state import pending_gradients

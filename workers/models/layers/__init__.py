@@ -3,14 +3,12 @@
 from .decoder_layer import DecoderLayer, is_recognised
 from .expert_weights import activation_of
 from .experts import GroupedExperts
-from .merge import Merge
 from .norms import norm_of
 from .token_inputs import TokenInputs
 
 __all__ = [
     "DecoderLayer",
     "GroupedExperts",
-    "Merge",
     "TokenInputs",
     "activation_of",
     "is_recognised",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...ops.attention import AttendingPacking, Packing
 from ...ops.fused import RmsNorm, Rotations
+from ...ops.linear import Merge
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
@@ -26,7 +27,6 @@ from .feed_forward import DenseFeedForward, NormedSparseFeedForward, SparseFeedF
 from .gated_delta import GatedDeltaMixer
 from .latent_attention import LatentMixer
 from .mamba import MambaMixer
-from .merge import Merge
 from .norms import NoNorm, norm_of
 from .softmax_attention import SoftmaxMixer
 from .token_inputs import LayerEnd

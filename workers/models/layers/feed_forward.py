@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from ...ops.fused import GATES, UNGATED, RmsNorm
+from ...ops.linear import Merge, MergedProjection
 from ...parallel.collectives import ResidualStream
 from ...parallel.mesh import Mesh
 from ...shapes.families import Family
 from ...shapes.parts import Dense, RoutedExperts
 from .experts import GroupedExperts
-from .merge import Merge, MergedProjection
 from .norms import norm_of
 
 

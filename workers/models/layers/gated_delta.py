@@ -9,6 +9,7 @@ from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing
 from ...ops.fused import Rotations, swiglu
+from ...ops.linear import Merge, MergedProjection
 from ...ops.recurrence import recur
 from ...ops.recurrences import gated_delta
 from ...ops.recurrences.convolution import CausalConvolution
@@ -16,7 +17,6 @@ from ...parallel.mesh import Mesh, Team
 from ...parallel.sequence import ShardedPacking
 from ...parallel.split import Split
 from ...shapes.parts import GatedDelta
-from .merge import Merge, MergedProjection
 from .norms import rms_norm_of
 
 

@@ -11,11 +11,11 @@ from ...ops.attention_kind import AttentionKind
 from ...ops.frozen.quantized import dequantized
 from ...ops.fused import Rotation, Rotations, pairs_apart, rotate_heads
 from ...ops.kernels import kernels_for
+from ...ops.linear import Merge
 from ...ops.token_index import IndexKind, IndexQueries, choose
 from ...parallel.mesh import Mesh
 from ...parallel.sequence import ShardedPacking
 from ...shapes.parts import Indexer, LatentAttention
-from .merge import Merge
 from .norms import rms_norm_of
 from .shared_keys import SharingRow
 

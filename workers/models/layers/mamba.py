@@ -9,6 +9,7 @@ from torch.nn.functional import softplus
 
 from ...ops.attention import AttendingPacking, Packing
 from ...ops.fused import Rotations, gated_group_norm, swiglu
+from ...ops.linear import Merge
 from ...ops.recurrence import recur
 from ...ops.recurrences.convolution import CausalConvolution
 from ...ops.recurrences.state_space import StateSpace
@@ -17,7 +18,6 @@ from ...parallel.sequence import ShardedPacking
 from ...parallel.split import Split
 from ...shapes.families import Family
 from ...shapes.parts import Mamba
-from .merge import Merge
 from .norms import rms_norm_of
 
 

@@ -10,11 +10,11 @@ from torch.nn.functional import softplus
 from ...ops.attention import AttendingPacking, Packing, attend
 from ...ops.attention_kind import AttentionKind, Sinks
 from ...ops.fused import HeadLayerNorms, LayerNorm, RmsNorm, Rotation, Rotations, pairs_apart, rotate_heads
+from ...ops.linear import Merge, MergedProjection
 from ...parallel.mesh import Mesh, Team
 from ...parallel.norms import ShardedHeadNorms
 from ...shapes.families import Family
 from ...shapes.parts import OutputGate, SoftmaxAttention
-from .merge import Merge, MergedProjection
 from .norms import norm_of
 from .shared_keys import SharingRow
 

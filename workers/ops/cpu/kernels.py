@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...resources.lanes import lane_threads
-from ...resources.threads import WORTH_ALL
+from ...resources.threads import WORTH_ALL, lane_threads
 from ..attention_kind import AttentionKind
 from ..fused import GatedActivation, RmsNorm, Rotation
 from ..kernels import ExpertFactors, Kernels, PrefixGroups, with_rows

@@ -51,7 +51,7 @@ from .scheduler.supervision.pool_factory import (
 )
 from .scheduler.work import CallSize, MethodWork, OnProgress, PassWork, SnapshotWork, StepWork
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 _MAX_WEIGHT_RATIO = 1000
 
@@ -285,7 +285,7 @@ class WorkerDispatch:
         answers = await asyncio.gather(*(group.ask(UTILIZATION) for group in groups))
         return {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
 
-    async def _call_worker(self, method: Method[Result], run_id: str, *arguments: object) -> Result:
+    async def _call_worker(self, method: Method[T], run_id: str, *arguments: object) -> T:
         location = self._location(run_id)
         return await location.group.submit(MethodWork(run_id, location.tenant_id, method, (run_id, *arguments)))
 

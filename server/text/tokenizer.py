@@ -33,7 +33,7 @@ _LARGEST_ID = 2**32 - 1
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Tokenizers:
             self._reading[base_model] = asyncio.create_task(self._read(base_model))
         return await asyncio.shield(self._reading[base_model])
 
-    async def run_in_thread(self, tenant_id: str, work: Callable[[], Result]) -> Result:
+    async def run_in_thread(self, tenant_id: str, work: Callable[[], T]) -> T:
         """Runs `work` on a long text in a thread. Each tenant has one thread at a time: else its long texts, which take
         up to ten seconds each, would keep both from all others."""
         turn = self._turns.setdefault(tenant_id, asyncio.Lock())

@@ -31,7 +31,7 @@ RECORDING = "trainhouse.tests.workers.recording_worker:RecordingWorker"
 class Progress:
     """An operation whose last part has not arrived."""
 
-    operation_id: int
+    work_number: int
     data: list[Datum] = field(default_factory=list)
     num_parts: int = 0
 
@@ -105,8 +105,8 @@ class RecordingWorker:
 
     def _continue(self, part: OperationPart) -> Progress:
         """Raises AssertionError if parts are out of order or another operation of the run is unfinished."""
-        progress = self._progress.setdefault(part.request.model_id, Progress(part.operation_id))
-        assert progress.operation_id == part.operation_id, (progress.operation_id, part.operation_id)
+        progress = self._progress.setdefault(part.request.model_id, Progress(part.work_number))
+        assert progress.work_number == part.work_number, (progress.work_number, part.work_number)
         assert part.first_datum == len(progress.data), (part.first_datum, len(progress.data))
         progress.data += part.request.data
         progress.num_parts += 1

@@ -125,13 +125,13 @@ def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
 
 
 def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:
-    required = (TARGETS, *loss.required) if loss.scores == "logprobs" else loss.required
+    required = (TARGETS, *loss.required) if loss.head == "logprobs" else loss.required
     if missing := [name for name in required if name not in datum.loss_fn_inputs]:
         other = _listed([name for name in datum.loss_fn_inputs if name not in (*required, *loss.optional)])
         given = f", and not {other}" if other else ""
         reads = f"{_inputs(required, loss)}{given}"
         raise OperationError(f"datum {index}: {loss_name} needs the input {_listed(missing)}: it reads {reads}")
-    known = {*required, *loss.optional, *([TARGETS] if loss.scores == "losses" else [])}
+    known = {*required, *loss.optional, *([TARGETS] if loss.head == "losses" else [])}
     if unknown := [name for name in datum.loss_fn_inputs if name not in known]:
         reads = _inputs(required, loss)
         raise OperationError(f"datum {index}: {loss_name} has no input {_listed(unknown)}: it reads {reads}")
@@ -155,7 +155,7 @@ def _check_shapes(
     if targets.ndim != 1 and not (loss.allows_top_k_targets and targets.ndim == 2 and targets.shape[1]):
         wanted = "[T] or [T, K]" if loss.allows_top_k_targets else "[T]"
         raise OperationError(f"datum {index}: {TARGETS} has shape {list(targets.shape)}: {loss_name} takes {wanted}")
-    if loss.scores == "losses" and len(targets) == length:
+    if loss.head == "losses" and len(targets) == length:
         _check_shifted_targets(index, tokens, targets, loss_name)
     if len(targets) != length:
         raise OperationError(
@@ -166,7 +166,7 @@ def _check_shapes(
         if array.dtype.kind not in "fiub":
             raise OperationError(f"datum {index}: {name} is {array.dtype}: it must be numeric")
         if array.shape != targets.shape:
-            like = TARGETS if loss.scores == "logprobs" else "model_input"
+            like = TARGETS if loss.head == "logprobs" else "model_input"
             raise OperationError(
                 f"datum {index}: {name} has shape {list(array.shape)}, {like} {list(targets.shape)}: they must be equal"
             )
@@ -228,7 +228,7 @@ def _joined(arrays: list[np.ndarray]) -> np.ndarray:
 def denominator_of(loss: Loss, counts: np.ndarray) -> float:
     """Returns what "mean" divides gradients by: the sum of weights, or the number of positions with an advantage; 0 if
     the loss returns it itself."""
-    if loss.scores == "losses":
+    if loss.head == "losses":
         return 0.0
     return float(counts.sum(dtype=np.float64)) if loss.counted_by == "weights" else float(np.count_nonzero(counts))
 
@@ -250,7 +250,7 @@ def _example(datum: Datum, targets: np.ndarray, loss: Loss, config: Mapping[str,
     for name, fill in loss.optional.items():
         if name not in inputs:
             inputs[name] = np.broadcast_to(np.float32(fill(inputs, config)), targets.shape)
-    if loss.scores == "losses" and TARGETS not in given:  # the target of the last token is unknown
+    if loss.head == "losses" and TARGETS not in given:  # the target of the last token is unknown
         inputs["weights"] = np.append(inputs["weights"][:-1], np.float32(0))
     return Example(datum.tokens.astype(np.int64), targets.astype(np.int64), inputs)
 
@@ -258,9 +258,9 @@ def _example(datum: Datum, targets: np.ndarray, loss: Loss, config: Mapping[str,
 def _targets(datum: Datum, loss: Loss) -> np.ndarray:
     """Returns the targets of a datum: the given ones; for drafts, otherwise the tokens shifted by one; for losses
     without targets, such as those of values, zeros."""
-    if loss.scores == "logprobs" or (loss.scores == "losses" and TARGETS in datum.loss_fn_inputs):
+    if loss.head == "logprobs" or (loss.head == "losses" and TARGETS in datum.loss_fn_inputs):
         return datum.loss_fn_inputs[TARGETS]
-    if loss.scores == "losses":
+    if loss.head == "losses":
         return np.append(datum.tokens[1:], datum.tokens[:1])
     return np.zeros(len(datum.tokens), np.int64)
 

@@ -80,7 +80,7 @@ class CheckpointDescription:
                 " upgrade it"
             ) from None
         ours = model.program
-        if ours.scores != theirs.scores:
+        if ours.head != theirs.head:
             raise OperationError(
                 f"the checkpoint was saved by a {theirs.role}, and the model is a {ours.role}: load it into a"
                 f" {theirs.role}"

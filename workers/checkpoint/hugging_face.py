@@ -48,7 +48,7 @@ class HuggingFaceFormat(CheckpointFormat):
     def write_extra_files(self, directory: Path, base_name: str) -> None:
         config: PreTrainedConfig = deepcopy(self._model.config)
         config.dtype = "float32"
-        if self._model.program.scores == "values":
+        if self._model.program.head == "values":
             architecture: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
             names = [architecture.__name__] if architecture is not None else None
             config.update({"architectures": names, "num_labels": 1})

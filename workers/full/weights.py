@@ -41,7 +41,7 @@ class FullWeights(Trainable):
         self.full = self.training = full
         layout = FlatLayout(parameters_of(base, program))
         super().__init__(layout, base.device, base.dtype, program, partial(_views, layout), moments)
-        self.flops = OwnFlops(head=program.flops(base), trains_base=True, has_logits=program.scores == "logprobs")
+        self.flops = OwnFlops(head=program.flops(base), trains_base=True, has_logits=program.head == "logprobs")
         self._base = base
 
     @property
@@ -76,7 +76,7 @@ def parameters_of(base: BaseModel, program: Program) -> list[ModelParameter]:
     """Returns the parameters in the same order on all ranks. The output head is included only if the program reads
     it."""
     own = base.weights.own_parameters()
-    if program.scores != "logprobs":
+    if program.head != "logprobs":
         for name in base.weights.head_names - {base.embedding_name}:
             del own[name]
     return [

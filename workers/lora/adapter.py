@@ -72,7 +72,7 @@ class Adapter(Trainable):
         num_experts = 1 if shape.experts is None else shape.experts.per_token
         of_targets = {target.name: target.flops(self.lora.rank, num_experts) for target in self.targets}
         head = self.program.flops(base) + of_targets.pop(self.unembed_name, 0.0)
-        return OwnFlops(sum(of_targets.values()), head, has_logits=self.program.scores == "logprobs")
+        return OwnFlops(sum(of_targets.values()), head, has_logits=self.program.head == "logprobs")
 
     @cached_property
     def adapts_experts(self) -> bool:

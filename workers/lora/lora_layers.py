@@ -49,7 +49,7 @@ class LoraLayers:
             OperationError: the rank is too high, or nothing would be trained.
         """
         self.check_rank(lora)
-        if program.scores != "logprobs":  # nothing runs through the output head
+        if program.head != "logprobs":  # nothing runs through the output head
             lora = lora.model_copy(update={"train_unembed": False})
         targets = self._targets(lora)
         return Adapter(lora, targets, self._base, self._unembed_target.name, program, self.unadapted_layers(targets))

@@ -43,5 +43,5 @@ VALUE_MSE = Loss(
     config={"clip": 0.2},
     problem=_problem,
     counted_by="weights",
-    scores="values",
+    head="values",
 )

@@ -175,7 +175,7 @@ class DataShare:
 class OperationPart:
     """The part of an operation that runs in one pass: all of it, or a chunk of a large one."""
 
-    operation_id: int
+    work_number: int
     """The same in all parts of an operation, and never reused."""
     request: ForwardBackwardRequest
     """Holds this part's data only."""

@@ -9,14 +9,14 @@ import numpy as np
 from ...schemas.models import LoraConfig, Utilization
 from .calls import AdapterWeights, Failure, ModelInfo, PartAnswer, RunInfo, SliceResult
 
-Result = TypeVar("Result", covariant=True)
+T = TypeVar("T", covariant=True)
 
 Activity = Literal["pass", "step", "sampling", "saving", "loading", "publishing", "other"]
 """Kinds of work that ranks do."""
 
 
 @dataclass(frozen=True)
-class Method(Generic[Result]):
+class Method(Generic[T]):
     """A method of the worker's class, with the type of its result."""
 
     name: str

@@ -22,10 +22,10 @@ ACTIVITIES = (*get_args(Activity), IDLE, RESTARTING)
 
 MergedAnswers = Sequence[ForwardBackwardOutput | Failure | None]
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
-class RankCall(ABC, Generic[Result]):
+class RankCall(ABC, Generic[T]):
     """A call of all ranks of a group."""
 
     kind: ClassVar[Kind]
@@ -33,7 +33,7 @@ class RankCall(ABC, Generic[Result]):
     """The work that the ranks do."""
     uses_device = True
     """False if the call needs nothing on the devices."""
-    answer: Result | Failure
+    answer: T | Failure
     """The ranks' answer once they have given it; a Failure if the whole call failed."""
 
     def __init__(self, works: Sequence[AnyWork] = (), num_tokens: int = 0) -> None:
@@ -47,7 +47,7 @@ class RankCall(ABC, Generic[Result]):
         return len(self.works)
 
     @abstractmethod
-    def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Result]:
+    def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[T]:
         """Sends the call to the ranks and returns their answer."""
 
     def record(self, timeouts: CallTimeouts, seconds: float) -> None:
@@ -115,18 +115,18 @@ class StepsCall(RankCall[Sequence[dict[str, float] | Failure]]):
             raise ranks.pool.kill(f"optimizer steps failed unexpectedly ({error})") from error
 
 
-class MethodCall(RankCall[Result]):
+class MethodCall(RankCall[T]):
     """A call of one method, for one run or adapter."""
 
     kind = "methods"
 
-    def __init__(self, work: MethodWork[Result]) -> None:
+    def __init__(self, work: MethodWork[T]) -> None:
         super().__init__([work])
         self.work = work
         self.activity = work.method.activity
         self.uses_device = not work.method.runs_offloaded
 
-    def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[Result]:
+    def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[T]:
         method = self.work.method
         return ranks.call(method.name, *self.work.arguments, hang_seconds=timeouts.for_method(method))
 

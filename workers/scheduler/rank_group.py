@@ -28,7 +28,7 @@ from .work import AnyWork, MethodWork, OnProgress, RunWork, SamplingWork
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class RankGroup:
@@ -104,7 +104,7 @@ class RankGroup:
             return f"{self.name} waits: {obstacle}"
         return self.scheduler.describe(self.name, num_taken=0 if self._call is None else self._call.num_taken)
 
-    async def submit(self, work: RunWork[Result]) -> Result:
+    async def submit(self, work: RunWork[T]) -> T:
         """Returns the work's answer. Work with the same key (a run or adapter) runs in the order of submission."""
         if self._closed is not None:
             raise OperationError(self._closed, "server")
@@ -149,7 +149,7 @@ class RankGroup:
             self.scheduler.suspect_jobs.pop(job_id, None)
             sampling.settle(Failure(f"sampling request {job_id} was cancelled", "user"))
 
-    async def ask(self, method: Method[Result]) -> Result | None:
+    async def ask(self, method: Method[T]) -> T | None:
         """Returns the answer of a method without arguments; None if no worker is up, or it dies before it answers."""
         if self._loop is None:
             return None

@@ -21,7 +21,7 @@ from .queue import GroupQueue, Kind, PassLimits
 from .snapshots import PendingSnapshots
 from .work import AnyWork, MethodWork, RunWork, SamplingWork, SnapshotWork
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 # Lengths of the first slices after a pause, as fractions of a slice.
 _FIRST_SLICES = (1 / 16, 1 / 4)
@@ -173,7 +173,7 @@ class Scheduler:
         part = _FIRST_SLICES[number] if number < len(_FIRST_SLICES) else 1
         return SliceCall(cohort, self._slice_milliseconds * part)
 
-    def finish(self, call: RankCall[Result], answer: Result | Failure, seconds: float) -> None:
+    def finish(self, call: RankCall[T], answer: T | Failure, seconds: float) -> None:
         """Answers the call's work and records what the call changed.
 
         Args:

@@ -12,7 +12,7 @@ from ..protocol.calls import Failure, OperationPart, OptimizerStep, SampledPart,
 from ..protocol.methods import Method
 from ..protocol.work_context import WorkContext
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
@@ -27,14 +27,14 @@ class CallSize:
 
 
 @dataclass(eq=False)
-class Work(Generic[Result]):
+class Work(Generic[T]):
     """Work with the future of its answer, which the group sets."""
 
-    answer: "asyncio.Future[Result]" = field(init=False)
+    answer: "asyncio.Future[T]" = field(init=False)
     context: WorkContext | None = field(init=False, default=None)
     """The request or operation for which the work is done; the group sets it too."""
 
-    def settle(self, answer: Result | Failure | OperationError) -> None:
+    def settle(self, answer: T | Failure | OperationError) -> None:
         """Answers the caller, if it waits still."""
         if self.answer.done():
             return
@@ -47,7 +47,7 @@ class Work(Generic[Result]):
 
 
 @dataclass(eq=False)
-class RunWork(Work[Result]):
+class RunWork(Work[T]):
     """Work on a run or adapter, which waits in the group's queue."""
 
     key: str
@@ -140,10 +140,10 @@ class StepWork(RunWork[dict[str, float]]):
 
 
 @dataclass(eq=False)
-class MethodWork(RunWork[Result]):
+class MethodWork(RunWork[T]):
     """A call of a worker's method for one run or adapter."""
 
-    method: Method[Result]
+    method: Method[T]
     arguments: tuple[object, ...] = ()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..losses import Loss
-from ..losses.loss import Scores
+from ..losses.loss import HeadName
 from .flat_params import Matrix
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ def _as_it_is(model: "Trainable", generator: torch.Generator) -> None:
 class Program:
     """Describes a kind of model.
 
-    scores: what its head returns for each token (see heads). losses: the losses it accepts, by name. trains: whether it
-    has gradients and steps. samples: whether it can sample tokens. matrices: what its runs train in addition to LoRA.
+    head: the head that scores its tokens (see heads). losses: the losses it accepts, by name. trains: whether it has
+    gradients and steps. samples: whether it can sample tokens. matrices: what its runs train in addition to LoRA.
     initialize: draws these for a new run, with the seeded generator after LoRA has used it. peft_task, peft_modules:
     PEFT's name of the kind, and the modules saved whole with its adapters.
     """
 
     role: str
-    scores: Scores
+    head: HeadName
     losses: dict[str, Loss]
     trains: bool = True
     samples: bool = True

@@ -39,20 +39,20 @@ logger = logging.getLogger(__name__)
 class PassStrategy(Protocol):
     """Runs the micro-batches of a round in its own way."""
 
-    def read(self, operation: RankPart, limits: ModelLimits) -> None:
-        """Validates the part's data into `operation.batch`, and finds what else it needs for `operation.prepared`.
+    def read(self, part: RankPart, limits: ModelLimits) -> None:
+        """Validates the part's data into `part.batch`, and finds what else it needs for `part.prepared`.
 
         Raises OperationError if the part cannot run.
         """
         ...
 
-    def plan(self, operations: Sequence[RankPart]) -> Any:
+    def plan(self, parts: Sequence[RankPart]) -> Any:
         """Returns what the ranks that share collectives must know of each other's operations before they run."""
         ...
 
     def start(
         self,
-        operations: Sequence[RankPart],
+        parts: Sequence[RankPart],
         num_lanes: int,
         plans: Sequence[Any] = (),
     ) -> RunMicroBatch:
@@ -107,18 +107,18 @@ class PassRunner:
         self._max_runs = config.adapter_slots
         self._unfinished: dict[int, FinishedParts] = {}
 
-    def run_pass(self, parts: Sequence[OperationPart]) -> tuple[PartAnswer, ...]:
+    def run_pass(self, sent: Sequence[OperationPart]) -> tuple[PartAnswer, ...]:
         """Returns an answer for each part, see Pass. An error in one operation does not affect another."""
         answers: dict[int, PartAnswer] = {}
-        for members in rounds(parts, self._max_runs, self._models.is_exclusive):
+        for members in rounds(sent, self._max_runs, self._models.is_exclusive):
             started = time.perf_counter()
-            strategy = self._strategy([parts[i] for i in members])
-            operations = [self._begin(parts[i], strategy) for i in members]
+            strategy = self._strategy([sent[i] for i in members])
+            parts = [self._begin(sent[i], strategy) for i in members]
             if self._mesh.has_forward_collectives:
-                self._run_coupled(operations, strategy)
+                self._run_coupled(parts, strategy)
             else:
-                self._run_or_split(operations, strategy)
-            results = [each.result(self._mesh.is_leader) for each in operations]
+                self._run_or_split(parts, strategy)
+            results = [each.result(self._mesh.is_leader) for each in parts]
             if not self._mesh.is_single:
                 results, *of_others = self._mesh.all_gather_object(results)
                 for of_rank in of_others:
@@ -129,79 +129,79 @@ class PassRunner:
                 self._speed.record("training", achieved, seconds)
                 for result in results:
                     result.achieved, result.possible = achieved, seconds * self._speed.peak
-            for i, operation, result in zip(members, operations, results, strict=True):
-                answers[i] = self._finish(operation, result)
-        return tuple(answers[i] for i in range(len(parts)))
+            for i, part, result in zip(members, parts, results, strict=True):
+                answers[i] = self._finish(part, result)
+        return tuple(answers[i] for i in range(len(sent)))
 
     def forget(self, run_id: str) -> None:
         """Drops the run's unfinished operations; their remaining parts will fail."""
         self._unfinished = {key: each for key, each in self._unfinished.items() if each.run_id != run_id}
 
-    def _strategy(self, parts: Sequence[OperationPart]) -> PassStrategy:
+    def _strategy(self, sent: Sequence[OperationPart]) -> PassStrategy:
         """Returns how the parts of a round run; the same on all ranks, whichever of them fail there."""
-        run_id, locations = parts[0].request.model_id, [part.request.features for part in parts]
+        run_id, locations = sent[0].request.model_id, [each.request.features for each in sent]
         kind = self._models.get(run_id).kind if run_id in self._models else ""
         captures = any(location is not None and location.draft is not None for location in locations)
         return self.strategies.get(kind) or self.strategies.get("captures" if captures else "", self.scoring)
 
-    def _begin(self, part: OperationPart, strategy: PassStrategy) -> RankPart:
-        """Returns the part's operation; it has failed already if it cannot run."""
-        operation = RankPart(part, self._unfinished.get(part.operation_id) if part.first_datum else None)
+    def _begin(self, sent: OperationPart, strategy: PassStrategy) -> RankPart:
+        """Returns the part, which has failed already if it cannot run."""
+        part = RankPart(sent, self._unfinished.get(sent.work_number) if sent.first_datum else None)
         try:
-            self._read(operation, strategy)
+            self._read(part, strategy)
         except Exception as error:
-            self._fail_part(operation, batch_failure_of(error))
-        return operation
+            self._fail_part(part, batch_failure_of(error))
+        return part
 
-    def _read(self, operation: RankPart, strategy: PassStrategy) -> None:
+    def _read(self, part: RankPart, strategy: PassStrategy) -> None:
         """Reads the part's data. Raises OperationError if it cannot run."""
-        if operation.run_id not in self._models:
-            raise OperationError(f"run {operation.run_id} is not on this worker: create it first", "server")
-        model = operation.model = self._models.get(operation.run_id)
-        if not (model.program.trains or operation.forward_only):
+        if part.run_id not in self._models:
+            raise OperationError(f"run {part.run_id} is not on this worker: create it first", "server")
+        model = part.model = self._models.get(part.run_id)
+        if not (model.program.trains or part.forward_only):
             role = model.program.role
             raise OperationError(f"a {role} is not trained: use forward, or create a model of another role")
-        operation.token_budget = self._exclusive_budget if model.replaces_base else self._token_budget
-        strategy.read(operation, self._limits)
+        part.token_budget = self._exclusive_budget if model.replaces_base else self._token_budget
+        strategy.read(part, self._limits)
         if self._flops is not None and model.flops is not None:
-            lengths = np.array([len(example.tokens) for example in operation.batch.examples], np.int64)
-            num_trained = None if operation.forward_only else operation.batch.num_tokens
-            operation.flops = self._flops.of_pass(lengths, model.flops, num_trained)
-        if operation.finished.num_data != operation.part.first_datum:
+            lengths = np.array([len(example.tokens) for example in part.batch.examples], np.int64)
+            num_trained = None if part.forward_only else part.batch.num_tokens
+            part.flops = self._flops.of_pass(lengths, model.flops, num_trained)
+        if part.finished.num_data != part.sent.first_datum:
             raise OperationError(
-                f"the results of the {operation.part.first_datum} data before these are gone: since they were computed,"
+                f"the results of the {part.sent.first_datum} data before these are gone: since they were computed,"
                 " the run's gradients were cleared or its weights loaded; send the whole operation again",
                 "server",
             )
 
-    def _run_coupled(self, operations: list[RankPart], strategy: PassStrategy) -> None:
+    def _run_coupled(self, parts: list[RankPart], strategy: PassStrategy) -> None:
         """Runs a round on ranks that share collectives in forward or backward.
 
         An exception inside a collective cannot be recovered, so the ranks first exchange what could fail, and then all
         of them run the same number of micro-batches, without the failed operations.
         """
         with ExitStack() as held:
-            usable = _runnable(operations)
-            for operation in usable:
+            usable = _runnable(parts)
+            for part in usable:
                 try:
-                    held.enter_context(self._models.resident([operation.run_id], operation.vectors))
+                    held.enter_context(self._models.resident([part.run_id], part.vectors))
                 except OperationError as error:
-                    operation.abandon(Failure.of(error))
+                    part.abandon(Failure.of(error))
             usable = _without_diverged([each for each in usable if not each.computed])
             token_budget = usable[0].token_budget if usable else 0
             lanes = pack([each.batch for each in usable], token_budget, self._base.device)
             num_micro_batches = sum(lane.num_micro_batches for lane in lanes)
-            failures = [each.failure for each in operations]
+            failures = [each.failure for each in parts]
             plans = self._mesh.all_gather_object(RankPlan(failures, num_micro_batches, strategy.plan(usable)))
-            for operation, *of_ranks in zip(operations, *(each.failures for each in plans), strict=True):
+            for part, *of_ranks in zip(parts, *(each.failures for each in plans), strict=True):
                 if found := [failure for failure in of_ranks if failure is not None]:
-                    operation.abandon(found[0])
+                    part.abandon(found[0])
             self._run([each for each in usable if not each.computed], strategy, token_budget, plans)
 
-    def _run_or_split(self, operations: list[RankPart], strategy: PassStrategy) -> None:
+    def _run_or_split(self, parts: list[RankPart], strategy: PassStrategy) -> None:
         """Runs the operations together. After an error that any of them may have caused, runs each alone; after running
         out of memory, in smaller micro-batches."""
-        together = _runnable(operations)
+        together = _runnable(parts)
         attempts = [(together, together[0].token_budget)] if together else []
         while attempts:
             tried, token_budget = attempts.pop()
@@ -212,17 +212,17 @@ class PassRunner:
                 continue
             except Exception as error:
                 failure = batch_failure_of(error)
-            for operation in [each for each in reversed(tried) if not each.computed]:
+            for part in [each for each in reversed(tried) if not each.computed]:
                 if len(tried) > 1:
-                    attempts.append(([operation], token_budget))
-                elif failure.out_of_memory and (smaller := smaller_budget(operation.batch, token_budget)):
-                    attempts.append(([operation], smaller))
+                    attempts.append(([part], token_budget))
+                elif failure.out_of_memory and (smaller := smaller_budget(part.batch, token_budget)):
+                    attempts.append(([part], smaller))
                 else:
-                    self._fail_part(operation, failure, token_budget)
+                    self._fail_part(part, failure, token_budget)
 
     def _run(
         self,
-        operations: list[RankPart],
+        parts: list[RankPart],
         strategy: PassStrategy,
         token_budget: int,
         plans: Sequence[RankPlan] = (),
@@ -232,24 +232,24 @@ class PassRunner:
         Args:
             plans: of the ranks that share collectives, which all run as many micro-batches; none if this rank is alone.
         """
-        if not operations:
+        if not parts:
             return
-        models, trains = [each.model for each in operations], not operations[0].forward_only
+        models, trains = [each.model for each in parts], not parts[0].forward_only
         max_lanes = 1 if models[0].is_exclusive else self._max_lanes
-        lanes = pack([each.batch for each in operations], token_budget, self._base.device, max_lanes)
-        for i, (operation, model) in enumerate(zip(operations, models, strict=True)):
-            operation.restart()
+        lanes = pack([each.batch for each in parts], token_budget, self._base.device, max_lanes)
+        for i, (part, model) in enumerate(zip(parts, models, strict=True)):
+            part.restart()
             model.vectors.weight_views()  # makes the copy in the base's dtype before several lanes use it
             if trains:
                 model.gradients.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
-        run = strategy.start(operations, len(lanes), [plan.of_strategy for plan in plans])
+        run = strategy.start(parts, len(lanes), [plan.of_strategy for plan in plans])
         if plans:  # these ranks run one lane
             missing = max(plan.num_micro_batches for plan in plans) - lanes[0].num_micro_batches
             micro_batches = [chain(lanes[0].micro_batches, repeat(empty_micro_batch(self._base.device), missing))]
         else:
             # No other rank takes part in them, so they end when all operations have failed.
             micro_batches = [
-                takewhile(lambda _: not all(each.failure for each in operations), lane.micro_batches) for lane in lanes
+                takewhile(lambda _: not all(each.failure for each in parts), lane.micro_batches) for lane in lanes
             ]
         try:
             with self._models.with_weights_of(models, trains):
@@ -258,38 +258,38 @@ class PassRunner:
             if len(lanes) > 1:
                 for model in models:
                     model.gradients.join_lanes()
-        for operation in operations:
-            if trains and not operation.failure:
-                operation.add_earlier_gradient()
-            operation.computed = True
+        for part in parts:
+            if trains and not part.failure:
+                part.add_earlier_gradient()
+            part.computed = True
 
-    def _fail_part(self, operation: RankPart, failure: BatchFailure, token_budget: int | None = None) -> None:
+    def _fail_part(self, part: RankPart, failure: BatchFailure, token_budget: int | None = None) -> None:
         """Ends the part with the error; `token_budget` is the size of the micro-batches that were too large."""
         message = failure.message
         if failure.out_of_memory and token_budget is not None:
-            message = out_of_memory_message(operation.batch, operation.token_budget, token_budget, self._base.device)
+            message = out_of_memory_message(part.batch, part.token_budget, token_budget, self._base.device)
         if failure.traceback:
-            log_remote_failure(logger, f"an operation of run {operation.run_id} failed", failure.traceback)
-        operation.abandon(Failure(message, failure.category))
+            log_remote_failure(logger, f"an operation of run {part.run_id} failed", failure.traceback)
+        part.abandon(Failure(message, failure.category))
 
-    def _finish(self, operation: RankPart, result: PartialResult) -> PartAnswer:
+    def _finish(self, part: RankPart, result: PartialResult) -> PartAnswer:
         """Ends a part, in the same way on all ranks.
 
         The last part commits the operation's gradients to the accumulator; earlier parts keep theirs until then. A
         failure ends the operation; the window lacks a part of its batch then, so its optimizer step will be refused.
         """
-        part, run_id = operation.part, operation.run_id
-        self._unfinished.pop(part.operation_id, None)
+        sent, run_id = part.sent, part.run_id
+        self._unfinished.pop(sent.work_number, None)
         if result.failure is None:
-            with self._models.resident([run_id], operation.vectors):
-                answer = operation.end_part(result)
-            if not part.last:
-                self._unfinished[part.operation_id] = operation.finished
+            with self._models.resident([run_id], part.vectors):
+                answer = part.end_part(result)
+            if not sent.last:
+                self._unfinished[sent.work_number] = part.finished
             return answer
-        if run_id in self._models and not operation.forward_only:
-            gradients = operation.model.gradients
+        if run_id in self._models and not part.forward_only:
+            gradients = part.model.gradients
             gradients.abandon_operation()
-            if operation.model.program.trains:
+            if part.model.program.trains:
                 gradients.window.refused = gradients.window.refused or result.failure.message
         return result.failure
 
@@ -334,27 +334,27 @@ def _next_round(
     return chosen
 
 
-def _runnable(operations: Sequence[RankPart]) -> list[RankPart]:
+def _runnable(parts: Sequence[RankPart]) -> list[RankPart]:
     """Returns the operations that have not failed, in order: neighbours in a micro-batch share matrix products if their
     models are alike, and loss computations if their losses agree."""
-    runnable = [each for each in operations if not each.computed]
+    runnable = [each for each in parts if not each.computed]
     if len(runnable) == 1:
         return runnable
 
-    def key(operation: RankPart) -> tuple[Any, ...]:
-        batch, (layers, rank) = operation.batch, operation.model.batching_key
-        return batch.loss.scores, layers, batch.loss_key, rank, operation.run_id
+    def key(part: RankPart) -> tuple[Any, ...]:
+        batch, (layers, rank) = part.batch, part.model.batching_key
+        return batch.loss.head, layers, batch.loss_key, rank, part.run_id
 
     return sorted(runnable, key=key)
 
 
-def _without_diverged(operations: list[RankPart]) -> list[RankPart]:
+def _without_diverged(parts: list[RankPart]) -> list[RankPart]:
     """Gives up operations whose weights are not finite, and returns the others."""
-    for operation in operations:
-        if not operation.model.has_finite_weights():
+    for part in parts:
+        if not part.model.has_finite_weights():
             message = (
-                f"the weights of run {operation.run_id} are not finite: they have diverged; continue from an"
+                f"the weights of run {part.run_id} are not finite: they have diverged; continue from an"
                 " earlier checkpoint with a lower learning rate"
             )
-            operation.abandon(Failure(message, "user"))
-    return [each for each in operations if not each.computed]
+            part.abandon(Failure(message, "user"))
+    return [each for each in parts if not each.computed]

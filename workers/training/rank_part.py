@@ -116,7 +116,7 @@ class FinishedParts:
 class RankPart:
     """A part of an operation on this rank: what it is computed from, and its results so far.
 
-    part, batch: the part and its data; a part that is refused before it runs has no batch.
+    sent, batch: the part as it was sent, and its data; a part that is refused before it runs has no batch.
     model: the run's, whose tensors are usable while it is resident; missing if the run is not on this rank.
     token_budget: most tokens of a micro-batch of this part and those that can share one with it.
     finished: the parts before it.
@@ -131,8 +131,8 @@ class RankPart:
     model: Trainable
     token_budget: int
 
-    def __init__(self, part: OperationPart, finished: FinishedParts | None = None) -> None:
-        self.part, self.run_id, self.forward_only = part, part.request.model_id, part.request.forward_only
+    def __init__(self, sent: OperationPart, finished: FinishedParts | None = None) -> None:
+        self.sent, self.run_id, self.forward_only = sent, sent.request.model_id, sent.request.forward_only
         self.vectors = FORWARD_VECTORS if self.forward_only else BACKWARD_VECTORS
         self.finished = finished or FinishedParts(self.run_id)
         self.prepared: Any = None
@@ -165,7 +165,7 @@ class RankPart:
         )
         for example, (start, stop) in zip(segment.examples, pairwise(segment.bounds), strict=True):
             output = self.finished.outputs.setdefault(self.batch.datum_indices[example], {})
-            output[self.batch.loss.scores] = in_shape_of(self.batch.examples[example].targets, scores[start:stop])
+            output[self.batch.loss.head] = in_shape_of(self.batch.examples[example].targets, scores[start:stop])
 
     def add_expert_counts(self, segment: MicroBatchSegment, of_layers: tuple[np.ndarray, ...]) -> None:
         """Adds the tokens of each expert, for those of the segment's tokens that this rank has run."""
@@ -218,13 +218,13 @@ class RankPart:
         The last part commits the gradient to the window and returns the operation's output. An earlier one moves it to
         the host, which frees the scratch until the next part.
         """
-        finished, gradients, scores = self.finished, self.model.gradients, self.batch.loss.scores
+        finished, gradients, scores = self.finished, self.model.gradients, self.batch.loss.head
         assert scores == "features" or all(scores in finished.outputs.get(i, ()) for i in self.batch.datum_indices), (
             "a datum was missing from all micro-batches"
         )
         finished.sums.add(result)
-        finished.num_data += self.part.data_share.num_data
-        if not self.part.last:
+        finished.num_data += self.sent.data_share.num_data
+        if not self.sent.last:
             if not self.forward_only:
                 finished.gradient = gradients.scratch.to("cpu", copy=True)
                 gradients.abandon_operation()
@@ -233,7 +233,7 @@ class RankPart:
             losses = {f"loss/{self.batch.loss_name}": finished.sums.loss}
             gradients.commit(finished.sums.num_tokens, finished.sums.denominator, losses)
         outputs, metrics = finished.outputs, finished.sums.client_metrics()
-        if self.part.rank_share:
+        if self.sent.rank_share:
             return RankOutput(outputs, metrics)
         return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), metrics)
 
@@ -242,7 +242,7 @@ def _not_finite(segment: MicroBatchSegment, token: int, scores: np.ndarray, batc
     """Returns an error message that names the datum of the segment's first token whose loss is not finite."""
     number = int(np.searchsorted(segment.bounds, token, side="right")) - 1
     datum, position = batch.datum_indices[segment.examples[number]], token - segment.bounds[number]
-    what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[batch.loss.scores]
+    what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[batch.loss.head]
     reads = ", ".join((*batch.loss.required, *batch.loss.optional))
     if np.isnan(scores[token]).any():
         return (

@@ -26,7 +26,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.token_shard import TokenShard
 from .rank_part import RankPart, ScoredTokens
 
-# By the name of their scores (see Loss.scores).
+# By name (see Loss.head).
 Heads = Mapping[str, Head]
 
 RunMicroBatch = Callable[[MicroBatch], None]
@@ -49,18 +49,18 @@ class ScoringStrategy:
         # Ranks along tp route the same tokens.
         self.counts_experts = bool(base.experts) and mesh.along("tp").index == 0
 
-    def read(self, operation: RankPart, limits: ModelLimits) -> None:
-        part = operation.part
-        if part.request.features is not None:
+    def read(self, part: RankPart, limits: ModelLimits) -> None:
+        sent = part.sent
+        if sent.request.features is not None:
             raise OperationError("only drafts use features: leave out feature_ref, and capture with a draft")
-        operation.batch = validate_request(part.request, limits, part.data_share, operation.model.program.losses)
+        part.batch = validate_request(sent.request, limits, sent.data_share, part.model.program.losses)
 
-    def plan(self, operations: Sequence[RankPart]) -> None:
+    def plan(self, parts: Sequence[RankPart]) -> None:
         """Returns None: other ranks need to know nothing of these operations in advance."""
 
     def start(
         self,
-        operations: Sequence[RankPart],
+        parts: Sequence[RankPart],
         num_lanes: int,
         plans: Sequence[object] = (),
         hidden_states: HiddenStates | None = None,
@@ -75,11 +75,11 @@ class ScoringStrategy:
             heads = {name: head.split_budget(num_lanes) for name, head in heads.items()}
         expert_adapters: list[Adapter] = []
         if self._exchanges_experts:  # their tokens can arrive from other ranks, which list them in the same order
-            by_run = {operation.run_id: operation.model for operation in operations}
+            by_run = {part.run_id: part.model for part in parts}
             in_order = (by_run[run_id] for run_id in sorted(by_run))
             expert_adapters = [model for model in in_order if isinstance(model, Adapter)]
         hidden_states = hidden_states or self._base.shared_hidden_states
-        return _JointPass(self, heads, operations, expert_adapters, hidden_states).run
+        return _JointPass(self, heads, parts, expert_adapters, hidden_states).run
 
     def shard_of(self, micro_batch: MicroBatch) -> TokenShard | None:
         """Returns this rank's shard of a micro-batch's tokens; None if it runs and scores all of them."""
@@ -107,14 +107,14 @@ class _JointPass:
 
     strategy: ScoringStrategy
     heads: Heads
-    operations: Sequence[RankPart]
+    parts: Sequence[RankPart]
     expert_adapters: list[Adapter]
     hidden_states: HiddenStates
 
     def run(self, micro_batch: MicroBatch) -> None:
-        strategy, trains = self.strategy, not self.operations[0].forward_only
+        strategy, trains = self.strategy, not self.parts[0].forward_only
         share = strategy.shard_of(micro_batch)
-        segments, scored = _segments(micro_batch, self.operations, share)
+        segments, scored = _segments(micro_batch, self.parts, share)
         counts = None
         if strategy.counts_experts and micro_batch.segments:
             own_tokens = slice(0, len(micro_batch.tokens)) if share is None else share.tokens
@@ -127,20 +127,20 @@ class _JointPass:
             with ExitStack() as held:
                 if strategy.gathers_heads:
                     # On all ranks alike, even if a micro-batch has no tokens for one of the heads.
-                    for scores in sorted({each.batch.loss.scores for each in self.operations}):
-                        held.enter_context(self.heads[scores].gathered())
+                    for name in sorted({each.batch.loss.head for each in self.parts}):
+                        held.enter_context(self.heads[name].gathered())
                 objectives = micro_batch.objectives
                 found = score(self.heads, own, scored, objectives, gradient, share) if objectives else ()
             for objective, result in zip(objectives, found, strict=True):
                 for segment in objective.segments:
-                    self.operations[segment.operation].add_scores(segment, result)
+                    self.parts[segment.operation].add_scores(segment, result)
             if counts is not None:
                 for segment, of_layers in zip(micro_batch.segments, counts.by_segment(), strict=True):
-                    self.operations[segment.operation].add_expert_counts(segment, of_layers)
+                    self.parts[segment.operation].add_expert_counts(segment, of_layers)
             if gradient is not None:
                 grad_hidden = gradient if share is None else share.joined_to_hidden(gradient)
                 for segment in micro_batch.segments:
-                    if self.operations[segment.operation].failure:  # other operations share the backward pass
+                    if self.parts[segment.operation].failure:  # other operations share the backward pass
                         tokens = slice(segment.start, segment.stop)
                         grad_hidden[tokens if share is None else overlap(share.hidden, tokens.start, tokens.stop)] = 0
                 if hidden.requires_grad:
@@ -148,13 +148,13 @@ class _JointPass:
 
 
 def _segments(
-    micro_batch: MicroBatch, operations: Sequence[RankPart], share: TokenShard | None
+    micro_batch: MicroBatch, parts: Sequence[RankPart], share: TokenShard | None
 ) -> tuple[list[Segment], list[Segment]]:
     """Returns the segments of the tokens that this rank runs, and of those that it scores, with neighbours of the same
     model merged. No adapter adapts a share's padding."""
     segments: list[Segment] = []
     for each in micro_batch.segments:
-        model = operations[each.operation].model
+        model = parts[each.operation].model
         start = segments.pop().start if segments and segments[-1].model is model else each.start
         segments.append(Segment(start, each.stop, model))
     if share is None:
@@ -221,13 +221,13 @@ def _head_spans(
     targets = objectives[0].targets if len(objectives) == 1 else _concatenate_targets(objectives)
     targets = targets if share is None else share.of_scored(targets)
     spans = []
-    for scores, members in groupby(objectives, key=lambda objective: objective.loss.scores):
+    for name, members in groupby(objectives, key=lambda objective: objective.loss.head):
         of_head = list(members)
         start, stop = of_head[0].start, of_head[-1].stop
         own = slice(start, stop)
         if share is not None:
             own = overlap(share.scored, start, stop if of_head[-1] is not objectives[-1] else share.num_padded)
-        head = heads[scores].start_pass(hidden[own], clip_segments(segments, own), targets[own])
+        head = heads[name].start_pass(hidden[own], clip_segments(segments, own), targets[own])
         spans.append(_HeadSpan(head, start, own.start, own.stop - own.start))
     return spans
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 from ..parallel.mesh import Mesh
 from ..protocol.calls import Failure
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class RankAgreement:
@@ -18,9 +18,9 @@ class RankAgreement:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
-    def on_all(self, act: Callable[[], Result]) -> Result:
+    def on_all(self, act: Callable[[], T]) -> T:
         """Runs `act` on this rank; if it fails on one rank, it fails on all."""
-        done: list[Result] = []
+        done: list[T] = []
         failed: Exception | None = None
         try:
             done.append(act())

@@ -214,7 +214,7 @@ def test_critics_and_references_cannot_be_sampled(worker: Worker) -> None:
 def test_every_role_has_a_program_and_every_loss_its_scores() -> None:
     programs = {**PROGRAMS, **plugin_rows("workers.drafts.rows", "PROGRAMS")}
     assert {*get_args(Role)} == {"draft", *(program.role for program in programs.values())}
-    assert all(loss.scores == program.scores for program in programs.values() for loss in program.losses.values())
+    assert all(loss.head == program.head for program in programs.values() for loss in program.losses.values())
 
 
 def test_requests_for_another_kind_of_model_are_refused(worker: Worker) -> None:

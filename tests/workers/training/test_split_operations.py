@@ -63,11 +63,11 @@ def some_datum(random: np.random.Generator) -> Datum:
     return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:]} | sampled)
 
 
-def parts_of(request: ForwardBackwardRequest, operation_id: int = 7) -> list[OperationPart]:
+def parts_of(request: ForwardBackwardRequest, work_number: int = 7) -> list[OperationPart]:
     starts = np.cumsum([0, *SIZES]).tolist()
     return [
         OperationPart(
-            operation_id, replace(request, data=request.data[start : start + size]), start, start + size == sum(SIZES)
+            work_number, replace(request, data=request.data[start : start + size]), start, start + size == sum(SIZES)
         )
         for start, size in zip(starts, SIZES, strict=False)
     ]
@@ -183,7 +183,7 @@ def test_dropping_clearing_or_loading_a_run_discards_its_unfinished_operation(
 ) -> None:
     worker.save_run("run", str(tmp_path), optimizer=False)
     first, second, _ = parts_of(some_request())
-    others = parts_of(some_request("other"), operation_id=8)
+    others = parts_of(some_request("other"), work_number=8)
     assert worker.run_pass((first, others[0])) == (None, None)
     DISCARDING[how](worker, tmp_path)
     failure = expect_failure(run(worker, second))

@@ -18,7 +18,7 @@ class DraftProgram(Program):
 
 def _program(name: str, algorithm: DraftAlgorithm) -> DraftProgram:
     losses = {name: DRAFT_LOSSES[name]}
-    return DraftProgram(role="draft", scores="losses", losses=losses, samples=False, algorithm=algorithm)
+    return DraftProgram(role="draft", head="losses", losses=losses, samples=False, algorithm=algorithm)
 
 
 DRAFT_PROGRAMS = {"eagle3": _program("eagle3", Eagle3()), "dflash": _program("dflash", DFlash())}

@@ -52,5 +52,5 @@ DFLASH = Loss(
     problem=_problem,
     choices={"objective": ("ce", "dpace")},
     counted_by="weights",
-    scores="losses",
+    head="losses",
 )

@@ -59,5 +59,5 @@ EAGLE3 = Loss(
     problem=_problem,
     choices={"objective": ("kl", "lk_alpha", "lk_lambda")},
     counted_by="weights",
-    scores="losses",
+    head="losses",
 )

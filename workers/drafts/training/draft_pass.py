@@ -60,7 +60,7 @@ def _no_loss(scores: object, inputs: Mapping[str, Tensor], config: Config) -> Lo
 # A capture pass stores the target's features for later passes, and predicts nothing.
 _CAPTURES = {
     "capture": Loss(
-        _no_loss, required=(), optional={"weights": lambda inputs, config: 1.0}, counted_by="weights", scores="features"
+        _no_loss, required=(), optional={"weights": lambda inputs, config: 1.0}, counted_by="weights", head="features"
     )
 }
 
@@ -86,7 +86,7 @@ class NeededSources:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A rank's plan for drafts. stored: the indices of the examples whose features it has found, by operation_id."""
+    """A rank's plan for drafts. stored: the indices of the examples whose features it has found, by work_number."""
 
     needed: NeededSources
     stored: Mapping[int, frozenset[int]]
@@ -104,7 +104,7 @@ class DraftStrategy:
 
     def read(self, operation: RankPart, limits: ModelLimits) -> None:
         """Validates the part's data and finds the captured features of its examples."""
-        draft, part, location = self._draft(operation.run_id), operation.part, operation.part.request.features
+        draft, part, location = self._draft(operation.run_id), operation.sent, operation.sent.request.features
         losses = _CAPTURES if location is not None and location.captures else draft.program.losses
         operation.batch = validate_request(part.request, limits, part.data_share, losses)
         if losses is not _CAPTURES and draft.missing_state is not None:
@@ -143,7 +143,7 @@ class DraftStrategy:
     def plan(self, operations: Sequence[RankPart]) -> DraftPlan:
         """Returns the sources of features that this rank's share of the data needs, and what it has found."""
         found = [stored_of(each).get(example) for each in operations for example in range(len(each.batch.examples))]
-        stored = {each.part.operation_id: frozenset(stored_of(each)) for each in operations if stored_of(each)}
+        stored = {each.sent.work_number: frozenset(stored_of(each)) for each in operations if stored_of(each)}
         return DraftPlan(NeededSources.for_examples(found), stored)
 
     def start(
@@ -351,8 +351,8 @@ def _drop_partly_stored(operations: Sequence[RankPart], of_ranks: Sequence[Mappi
     """
     for operation in operations:
         if stored := stored_of(operation):
-            operation_id = operation.part.operation_id
-            on_all = frozenset.intersection(*(found.get(operation_id, frozenset()) for found in of_ranks))
+            work_number = operation.sent.work_number
+            on_all = frozenset.intersection(*(found.get(work_number, frozenset()) for found in of_ranks))
             operation.prepared = {example: each for example, each in stored.items() if example in on_all}
 
 

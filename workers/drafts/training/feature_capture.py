@@ -53,7 +53,7 @@ def stored_of(operation: RankPart) -> Mapping[int, CapturedFeatures]:
 
 def capture_directory(operation: RankPart) -> Path | None:
     """Returns the directory for features if the part only captures, else None."""
-    location = operation.part.request.features
+    location = operation.sent.request.features
     return Path(location.directory) if location is not None and location.captures else None
 
 
@@ -112,7 +112,7 @@ class CapturingPassRunner:
         self._warned: WeakSet[FinishedParts] = WeakSet()
 
     def read(self, operation: RankPart, limits: ModelLimits) -> None:
-        part, location, program = operation.part, operation.part.request.features, operation.model.program
+        part, location, program = operation.sent, operation.sent.request.features, operation.model.program
         if location is None or location.draft is None:
             self._scoring.read(operation, limits)
             return
@@ -222,7 +222,7 @@ class _PolicyCapture:
         if not layers:
             return
         operation = self.operations[segment.operation]
-        location = operation.part.request.features
+        location = operation.sent.request.features
         assert location is not None
         directory, captured = Path(location.directory), torch.cat(layers, dim=-1)
         # Embeddings are not stored: the draft looks them up in its target.
@@ -245,7 +245,7 @@ class _PolicyCapture:
 
 def _wanted_features(operation: RankPart) -> DraftFeatures | None:
     """Returns the features that a policy's part captures in addition to training, None if it does not."""
-    location = operation.part.request.features
+    location = operation.sent.request.features
     return None if location is None else location.draft
 
 

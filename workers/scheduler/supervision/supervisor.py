@@ -20,7 +20,7 @@ from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 # Pause before the next attempt to place the ranks. Nothing died, so there is no backoff.
 _PLACE_SECONDS = 2.0
@@ -121,7 +121,7 @@ class Supervisor:
             pass
         self.is_restarting = False
 
-    async def answer(self, call: Awaitable[Result]) -> Result | Failure:
+    async def answer(self, call: Awaitable[T]) -> T | Failure:
         """Returns the ranks' answer, or a Failure if the call failed. Raises WorkerDied."""
         try:
             return await call
@@ -144,7 +144,7 @@ class Supervisor:
             self.timeouts.record_move(answer)
         self.device.release()
 
-    async def _call(self, method: Method[Result]) -> Result:
+    async def _call(self, method: Method[T]) -> T:
         return await self.ranks.call(method.name, hang_seconds=self.timeouts.for_method(method))
 
     async def _try_to_open(self) -> bool:

@@ -37,8 +37,8 @@ def test_data_are_split_evenly_by_tokens_each_once_and_in_order() -> None:
                 part.request.data
             )
             assert [part.request.data[one] for one in own.data_share.indices] == list(own.request.data)
-            assert (own.operation_id, own.last, own.request.loss_fn) == (
-                part.operation_id,
+            assert (own.work_number, own.last, own.request.loss_fn) == (
+                part.work_number,
                 part.last,
                 part.request.loss_fn,
             )

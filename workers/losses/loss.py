@@ -42,8 +42,8 @@ class LossOutput:
 class Loss:
     """A loss: function(scores [n] or [n, K], inputs of the same shape, config) -> LossOutput.
 
-    head: the one whose scores it reads: "logprobs" of target_tokens; "values", which have no targets; "losses" of models
-    that predict several tokens from each; or "features", which only stores features.
+    head: the head whose scores it reads: "logprobs" of target_tokens; "values", which have no targets; "losses" of
+    models that predict several tokens from each; or "features", which only stores features.
     required, optional: names of inputs in addition to target_tokens. An absent optional one is filled in.
     config: numeric options and their defaults. choices: options that are words; the first is the default.
     problem: returns what is wrong with the options, beginning with the option's name, or None.
